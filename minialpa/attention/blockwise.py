@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from minialpa.attention.kind import Attention
+from minialpa.attention.kind import Attention, Step
 
 Carry = TypeVar("Carry")
 State = tuple[jax.Array, jax.Array, jax.Array]
@@ -210,6 +210,16 @@ class _Problem:
         # Behind the product, as users write it: a scaled query may be beyond the largest number, or below the smallest.
         return x if self.kind.scale == 1 else x * jnp.asarray(self.kind.scale, self.dtype)
 
+    def rounded(self, x: jax.Array, step: Step) -> jax.Array:
+        """What a step computes, rounded to float16 if this step is in float16."""
+        return _float16(x) if self.kind.is_float16(step) else x
+
+    def exists(self, i: Any, j: Any) -> jax.Array | None:
+        """Which scores of a pair of blocks are not padding, [1 1 1 t s]; None for all."""
+        if not self.rows.is_padded and not self.columns.is_padded:
+            return None
+        return _outer(jnp.logical_and, self.rows.exists(i), self.columns.exists(j))
+
     def cut(self, x: jax.Array, i: Any, j: Any) -> jax.Array:
         """What an array of [b g r t s] has for a pair of blocks."""
         return self.columns.cut(self.rows.cut(x, i, 3), j, 4)
@@ -229,7 +239,8 @@ class _Problem:
     def scores(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
         """Scores [b g r t s] of a pair of blocks, and which of them are not masked; None for all."""
         query, key = self.rows.cut(self.query, i, 3), self.columns.cut(self.key, j, 2)
-        score = self.scaled(_product(query, key, ((4,), (3,))))
+        score = self.rounded(_product(query, key, ((4,), (3,))), "product")
+        score = self.rounded(self.scaled(score), "scale")
         for bias in self.biases:
             score = score + self.cut(bias, i, j).astype(self.dtype)
 
@@ -238,8 +249,8 @@ class _Problem:
             score = jnp.where(functools.reduce(jnp.logical_and, conditions), score, self.masked_score)
 
         # What is padding has no weight, not even that of a masked score.
-        if self.rows.is_padded or self.columns.is_padded:
-            exists = _outer(jnp.logical_and, self.rows.exists(i), self.columns.exists(j))
+        exists = self.exists(i, j)
+        if exists is not None:
             score = jnp.where(exists, score, -jnp.inf)
             conditions.append(exists)
         return score, functools.reduce(jnp.logical_and, conditions) if conditions else None
@@ -396,16 +407,20 @@ def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, o
     logsumexp = pad(logsumexp.transpose(0, 2, 3, 1).astype(dtype), 3, math.inf)
 
     # A logsumexp far from 0 is too coarse: a query that sees nothing has -1e9 + log(n_keys), say, rounded to -1e9.
-    # Few programs have any, so the maximum and the total are computed again only if there is one.
+    # Few programs have any, so the maximum and the total are computed again only if there is one, or if p_bar may be
+    # infinite: in float16, what comes of it depends on them.
     def again() -> tuple[jax.Array, jax.Array]:
         maximum, total, _ = _walk(problem)
         is_padding = logsumexp == jnp.inf
         return jnp.where(is_padding, logsumexp, maximum), jnp.where(is_padding, 1, 1 / total)
 
-    is_coarse = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > COARSE)
-    shift, factor = lax.cond(is_coarse.any(), again, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    is_coarse = (jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > COARSE)).any()
+    overflows = _may_overflow(problem, out_bar)
+    shift, factor = lax.cond(is_coarse | overflows, again, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    if problem.kind.is_float16("p_bar"):
+        inner = lax.cond(overflows, lambda: _inner(problem, shift, factor, out_bar), lambda: inner)
 
-    masked = (jnp.exp(problem.masked_score - shift) * factor)[..., None] * out_bar
+    masked = (problem.rounded(jnp.exp(problem.masked_score - shift), "softmax") * factor)[..., None] * out_bar
     b, g, r, _, e = masked.shape
     blocks = masked.reshape(b, g, r, problem.rows.n_blocks, problem.rows.block, e)
     return _Rows(
@@ -415,6 +430,40 @@ def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, o
         inner=inner,
         masked=blocks.sum(axis=(2, 4)),
     )
+
+
+def _may_overflow(problem: _Problem, out_bar: jax.Array) -> jax.Array:
+    """False only if p_bar and its differences are within the range of the dtype in which they are computed."""
+    if not problem.kind.is_float16("p_bar"):
+        return jnp.asarray(False)
+    cotangent, value = (jnp.sqrt((x * x).sum(axis=-1).max(initial=0)) for x in (out_bar, problem.value))
+    return ~(cotangent * value < 0.5 * float(jnp.finfo(jnp.float16).max))
+
+
+def _inner(problem: _Problem, shift: jax.Array, factor: jax.Array, out_bar: jax.Array) -> jax.Array:
+    """sum_s p p_bar, [b g r t], over all keys: where a mask hides infinity, 0 times infinity is NaN."""
+
+    def add_block(i: Any, j: Any, inner: jax.Array) -> jax.Array:
+        weight, p_bar, _ = _weights(problem, shift, out_bar, i, j)
+        terms = weight * problem.rows.cut(factor, i, 3)[..., None] * p_bar
+        exists = problem.exists(i, j)
+        terms = terms if exists is None else jnp.where(exists, terms, 0)
+        return problem.rows.add(inner, terms.sum(axis=-1), i, 3)
+
+    def add_row(i: Any, inner: jax.Array) -> jax.Array:
+        return _loop(problem.columns.n_blocks, functools.partial(add_block, i), inner)
+
+    return _loop(problem.rows.n_blocks, add_row, jnp.zeros_like(shift))
+
+
+def _weights(
+    problem: _Problem, shift: jax.Array, out_bar: jax.Array, i: Any, j: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """exp(score - shift) and p_bar of a pair of blocks, and which scores are not masked; None for all."""
+    score, seen = problem.scores(i, j)
+    weight = jnp.exp(score - problem.rows.cut(shift, i, 3)[..., None])
+    p_bar = _product(problem.rows.cut(out_bar, i, 3), problem.columns.cut(problem.value, j, 2), ((4,), (3,)))
+    return problem.rounded(weight, "softmax"), problem.rounded(p_bar, "p_bar"), seen
 
 
 def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any, j: Any) -> Any:
@@ -439,19 +488,22 @@ def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any
 def _gradient_of_scores(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any, j: Any) -> Any:
     cut = problem.rows.cut
     out_bar, query = cut(rows.out_bar, i, 3), cut(problem.query, i, 3)
-    key, value = (problem.columns.cut(x, j, 2) for x in (problem.key, problem.value))
-    shift, factor, inner = (cut(x, i, 3)[..., None] for x in (rows.shift, rows.factor, rows.inner))
+    key = problem.columns.cut(problem.key, j, 2)
+    factor, inner = (cut(x, i, 3)[..., None] for x in (rows.factor, rows.inner))
 
-    score, seen = problem.scores(i, j)
-    p = jnp.exp(score - shift) * factor
-    p_bar = _product(out_bar, value, ((4,), (3,)))
-    # Without brackets: the difference may be infinite where p has none of it.
-    score_bar = p * p_bar - p * inner
+    weight, p_bar, seen = _weights(problem, rows.shift, rows.out_bar, i, j)
+    p = weight * factor
+    if problem.kind.is_float16("softmax"):
+        score_bar = weight * problem.rounded((p_bar - inner) * factor, "softmax")
+    else:
+        # Without brackets: the difference may be infinite where p has none of it.
+        score_bar = p * p_bar - p * inner
     if seen is not None:
         score_bar = jnp.where(seen, score_bar, 0)
 
     bias_bars = [_sum_to(score_bar, problem.cut(problem.biases[n], i, j).shape) for n in wanted]
-    score_bar = problem.scaled(score_bar)
+    # A scale in float16 has its cotangents in float16, and so does a product.
+    score_bar = problem.rounded(problem.scaled(problem.rounded(score_bar, "scale")), "product")
     return (
         _product(score_bar, key, ((4,), (2,))),
         _product(score_bar, query, ((2, 3), (2, 3))),
@@ -464,7 +516,14 @@ def _sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x.sum(axis=[dim for dim, length in enumerate(shape) if length != x.shape[dim]], keepdims=True)
 
 
-# ---- products and loops ----------------------------------------------------------------------------------------------
+# ---- float16, products and loops -------------------------------------------------------------------------------------
+
+
+def _float16(x: jax.Array) -> jax.Array:
+    """An array of a wider dtype, rounded to float16; compilers may drop a conversion and the one that reverts it."""
+    rounded = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    # That rounds the smallest numbers, the multiples of 2^-24 below 2^-14, to 0.
+    return jnp.where(jnp.abs(x) < 2.0**-14, jnp.round(x * 2.0**24) * 2.0**-24, rounded)
 
 
 def _product(x: jax.Array, y: jax.Array, summed: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from minialpa.attention import blockwise
-from minialpa.attention.kind import Attention
+from minialpa.attention.kind import Attention, Float16Attention
 from minialpa.support.private_jax import CudnnAttention, cudnn_attention, cudnn_attention_gradient, cudnn_version
 
 Compute = Callable[[], list[jax.Array]]
@@ -119,8 +119,11 @@ def _takes_arrays(query: Any, key: Any, value: Any) -> bool:
 
 
 def _takes_kind(kind: Attention) -> bool:
-    """Whether cuDNN knows this attention: a positive scale, no biases, no mask but a window that ends at the query."""
-    if kind.n_biases or kind.n_masks or not kind.scale > 0:
+    """Whether cuDNN knows this attention: a positive scale, no biases, no mask but a window that ends at the query.
+
+    It computes all that is between the products in float32.
+    """
+    if isinstance(kind, Float16Attention) or kind.n_biases or kind.n_masks or not kind.scale > 0:
         return False
     return not kind.has_window or (kind.right == 0 and (kind.left is None or kind.left >= 0))
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+#: What an attention may compute in float16: products of queries and keys; their scale; exp(score - max_s score); and
+#: p_bar in the gradient. The cotangents of a product or a scale in float16 are in float16, too.
+Step = Literal["product", "scale", "softmax", "p_bar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +40,21 @@ class Attention:
     def n_positions(self) -> int:
         """Number of operands that are positions: those of the queries and those of the keys, or none."""
         return 2 if self.has_window else 0
+
+    def is_float16(self, step: Step) -> bool:
+        """Whether a step is rounded to float16, where all that is beyond 65504 is infinite."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float16Attention(Attention):
+    """An attention with some steps in float16.
+
+    Attributes:
+        float16: these steps, sorted.
+    """
+
+    float16: tuple[Step, ...]
+
+    def is_float16(self, step: Step) -> bool:
+        return step in self.float16

@@ -16,6 +16,8 @@ and, with out_bar the cotangent of `out`:
     query_bar, key_bar   = scale * sum_s score_bar key, scale * sum_(r t) score_bar query
     bias_bar             = score_bar, summed over the dimensions in which the bias has length 1
 
+If the kind is a `Float16Attention`, some of these steps are rounded to float16.
+
 Neither computes all scores at once. Query position i sees key position j if i - left <= j <= i + right, in terms of
 `query_positions` and `key_positions`; a causal mask is right = 0. Positions are operands, so that devices which hold a
 part of the queries know which.

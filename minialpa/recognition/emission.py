@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.kind import Attention, Float16Attention, Step
+from minialpa.attention.operation import attention_gradient_p, attention_p
 from minialpa.recognition.masks import MaskReader, Part
 from minialpa.recognition.numbering import FLOATS, has_all
 from minialpa.recognition.positions import Window
@@ -52,6 +54,7 @@ class Operands:
         window: the window of positions.
         parts: the other masks.
         sizes: the length of each index.
+        has_float16_bar: whether the gradient computes p_bar in float16.
     """
 
     softmax: Softmax
@@ -60,6 +63,17 @@ class Operands:
     window: Window | None
     parts: tuple[Part, ...]
     sizes: Mapping[Label, int] = field(repr=False)
+    has_float16_bar: bool = False
+
+    @property
+    def float16(self) -> tuple[Step, ...]:
+        """The steps that are in float16."""
+        steps = set(self.softmax.scores.float16)
+        if self.softmax.is_float16:
+            steps.add("softmax")
+        if self.has_float16_bar:
+            steps.add("p_bar")
+        return tuple(sorted(steps))
 
     @property
     def variables(self) -> list[Var]:
@@ -117,7 +131,10 @@ def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands
     sizes: dict[Label, int] = {}
     for leaf in leaves:
         sizes |= _named_sizes(leaf.axes, shape_of(leaf.var))
-    return Operands(softmax=softmax, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes)
+    return Operands(
+        softmax=softmax, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes,
+        has_float16_bar=role.has_float16_bar,
+    )  # fmt: skip
 
 
 def with_cotangent(operands: Operands, role: Role) -> Operands | None:
@@ -246,7 +263,8 @@ class _Writer:
         elif left is not None and left < 0:
             self.shift, left, right = -left, 0, None if right is None else right + left
         assert min(left or 0, right or 0) >= 0, window
-        self.kind = Attention(
+        make = functools.partial(Float16Attention, float16=operands.float16) if operands.float16 else Attention
+        self.kind: Attention = make(
             scale=scores.scale,
             left=left,
             right=right,

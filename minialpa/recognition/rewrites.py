@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from minialpa.attention.kind import Step
 from minialpa.recognition.numbering import has_all
 from minialpa.recognition.terms import (
     OF_QUERIES,
@@ -39,7 +40,7 @@ from minialpa.recognition.terms import (
     Term,
     kind_of,
 )
-from minialpa.tracing.jaxprs import aval_of
+from minialpa.tracing.jaxprs import Atom, aval_of, shape_of
 
 #: The indices of features: d of queries and keys, e of values.
 SCORE_FEATURE, VALUE_FEATURE = "d", "e"
@@ -50,6 +51,8 @@ _PRECISIONS = (
     (lax.Precision.DEFAULT, lax.Precision.DEFAULT),
     lax.DotAlgorithmPreset.BF16_BF16_F32,
 )
+
+_MOST_IN_FLOAT16 = float(jnp.finfo(jnp.float16).max)
 
 #: The term of the result. `over`: the indices that the equation sums over, or takes the maximum over.
 Build = Callable[[JaxprEqn, Sequence[Any], frozenset[Label]], Any]
@@ -92,18 +95,34 @@ def rewritten(eqn: JaxprEqn, terms: Sequence[Term], over: frozenset[Label] = fro
 
 def _product(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     left, right = terms
-    # A number beyond 65504 is infinite in float16.
-    if len(over) != 1 or eqn.params["precision"] not in _PRECISIONS or aval_of(eqn.outvars[0]).dtype == jnp.float16:
+    if len(over) != 1 or not _has_usual_precision(eqn):
         raise NoFormula
     (feature,) = over
     if feature not in left.labels & right.labels:
         raise NoFormula
-    return Scores(var=eqn.outvars[0], left=left, right=right, feature=feature)
+    steps: frozenset[Step] = frozenset({"product"} if _is_float16(eqn.outvars[0]) else ())
+    return Scores(var=eqn.outvars[0], left=left, right=right, feature=feature, float16=steps)
+
+
+def _has_usual_precision(eqn: JaxprEqn) -> bool:
+    if _rounds_to_float16(eqn):
+        return all(map(_is_float16, eqn.invars))
+    return eqn.params["precision"] in _PRECISIONS
+
+
+def _rounds_to_float16(eqn: JaxprEqn) -> bool:
+    """Whether a product of matrices has its operands in float16, whatever their dtype."""
+    return bool(eqn.params["precision"] == lax.DotAlgorithmPreset.F16_F16_F32)
+
+
+def _is_float16(atom: Atom) -> bool:
+    return bool(aval_of(atom).dtype == jnp.float16)
 
 
 def _scaled(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     scores, c = _other_and_number(terms)
-    return replace(scores, scale=_factor(eqn, c))
+    steps = scores.float16 | ({"scale"} if _is_float16(eqn.outvars[0]) else set())
+    return replace(scores, scale=_factor(eqn, c), float16=steps)
 
 
 def _factor(eqn: JaxprEqn, c: float) -> float:
@@ -144,8 +163,15 @@ def _maximum(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any
     if len(over) != 1:
         raise NoFormula
     (key,) = over
-    softmax = Softmax(terms[0], key)
+    softmax = Softmax(terms[0], key, is_float16=_is_float16(eqn.outvars[0]))
+    if softmax.is_float16 and _n_keys(softmax) > _MOST_IN_FLOAT16:
+        raise NoFormula
     return Part(kind=Kind.MAXIMUM, softmax=softmax, labels=softmax.labels - over)
+
+
+def _n_keys(softmax: Softmax) -> int:
+    n_keys: int = shape_of(softmax.key.var)[softmax.key.axes.index(softmax.key_position)]
+    return n_keys
 
 
 def _part(kind: Kind) -> Build:
@@ -156,15 +182,20 @@ def _part(kind: Kind) -> Build:
         softmax = parts[0].softmax
         if any(part.softmax != softmax or not part.is_whole for part in parts):
             raise NoFormula
-        pairs = {(part.value, part.cotangent) for part in parts if part.value is not None}
+        if kind not in OF_QUERIES and _is_float16(eqn.outvars[0]) != softmax.is_float16:
+            raise NoFormula
+        pairs = {(part.value, part.cotangent, part.has_float16_bar) for part in parts if part.value is not None}
         for term in terms:
             if isinstance(term, Scores) and term != softmax.scores:
-                pairs.add(_value_and_cotangent(term, softmax))
+                pairs.add((*_value_and_cotangent(term, softmax), "product" in term.float16))
         own = frozenset({softmax.key_position}) if kind in OF_QUERIES else frozenset()
         if len(pairs) > 1 or (over and over != own):
             raise NoFormula
-        value, cotangent = pairs.pop() if pairs else (None, None)
-        return Part(kind=kind, softmax=softmax, labels=softmax.labels - own, value=value, cotangent=cotangent)
+        value, cotangent, is_float16 = pairs.pop() if pairs else (None, None, False)
+        labels = softmax.labels - own
+        return Part(
+            kind=kind, softmax=softmax, labels=labels, value=value, cotangent=cotangent, has_float16_bar=is_float16
+        )
 
     return build
 
@@ -191,7 +222,9 @@ def _with_feature(leaf: Leaf, feature: Label) -> Leaf:
 
 
 def _inverse_square(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-    if eqn.params["y"] != -2:
+    # In float16, the square of 256 is infinite.
+    is_large = _is_float16(eqn.outvars[0]) and _n_keys(terms[0].softmax) ** 2 > _MOST_IN_FLOAT16
+    if eqn.params["y"] != -2 or is_large:
         raise NoFormula
     return _part(Kind.TOTAL_SQUARED)(eqn, terms, over)
 
@@ -248,6 +281,11 @@ def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) ->
     part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     softmax = part.softmax
     if not is_derivative(part) or not part.is_whole or part.is_scaled != (softmax.scores.scale != 1):
+        raise NoFormula
+    if _is_float16(eqn.invars[terms.index(part)]) != ("product" in softmax.scores.float16):
+        raise NoFormula
+    # Of a p_bar in float16, p (p_bar - sum_s p p_bar) is finite, and so is that times a scale of at most 1.
+    if _rounds_to_float16(eqn) and not (part.has_float16_bar and abs(softmax.scores.scale) <= 1):
         raise NoFormula
     is_query = softmax.key_position in over
     other = softmax.key if is_query else softmax.query
@@ -306,7 +344,8 @@ def converted(term: Term, old: Any, new: Any) -> Term:
     """A term whose elements are rounded from one dtype of floats to another. Raises NoFormula if it is another one.
 
     A wider dtype changes nothing. bfloat16 has the range of float32, so it rounds a term as any product in bfloat16 is
-    rounded. It must not round biased scores: where a bias is large, nothing is left of the scores.
+    rounded. It must not round biased scores: where a bias is large, nothing is left of the scores. float16 may round
+    what comes of a product in float16.
     """
     old, new = np.dtype(old), np.dtype(new)
     is_wider = has_all(new, old)
@@ -318,10 +357,23 @@ def converted(term: Term, old: Any, new: Any) -> Term:
         return term
     if kind_of(term) in RESULTS or kind_of(term) is Kind.PROBABILITY:
         return term
-    if (old, new) != (jnp.float32, jnp.bfloat16) or (isinstance(term, Scores) and term.biases):
+    if old != jnp.float32 or new not in (jnp.bfloat16, jnp.float16) or (isinstance(term, Scores) and term.biases):
         raise NoFormula
+    if new == jnp.float16:
+        term = _as_float16(term)
     if isinstance(term, Scores) and term.masks:
         return replace(term, masked_score=_rounded(term.masked_score, new))
+    return term
+
+
+def _as_float16(term: Scores | Part) -> Scores | Part:
+    if isinstance(term, Scores):
+        if "product" not in term.float16:
+            raise NoFormula
+        return term if term.scale == 1 else replace(term, float16=term.float16 | {"scale"})
+    has_range = term.softmax.is_float16 and term.kind in OF_QUERIES
+    if not has_range and (term.kind is not Kind.SCORE_BAR or "product" not in term.softmax.scores.float16):
+        raise NoFormula
     return term
 
 
@@ -333,7 +385,7 @@ def _rounded(value: float, dtype: Any) -> float:
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 K = Kind
-_WHOLE = "all of one softmax, one array of values and one cotangent; nothing is summed yet"
+_WHOLE = "all of one softmax, one array of values and one cotangent; nothing is summed yet; the maximum's dtype"
 _FACTOR = "nothing scales the scores before; the number and its inverse are neither 0 nor infinite in the dtype"
 _BIAS = "the dtype has 32 bits or more, and nothing is masked yet"
 _MASK = "the number is finite or -inf, and the same for all masks"
@@ -365,16 +417,16 @@ def _rows_of_scores(scores: Kind) -> list[Rewrite]:
         _row("sub", (scores, K.LEAF), K.SCORE, _biased, _BIAS),
         _row("select_n", (K.LEAF, K.NUMBER, scores), K.SCORE, _masked, _MASK),
         _row("select_n", (K.LEAF, scores, K.NUMBER), K.SCORE, _masked, _MASK),
-        _row("reduce_max", (scores,), K.MAXIMUM, _maximum, "over positions of keys only"),
+        _row("reduce_max", (scores,), K.MAXIMUM, _maximum, "over positions of keys only; in float16, at most 65504"),
         _row("sub", (scores, K.MAXIMUM), K.SHIFTED, _shifted, "the maximum is that of the same scores"),
     ]
 
 
-_IS_ZERO_WHERE_HIDDEN = "0 wherever a score is masked, and scaled as the scores are"
+_IS_ZERO_WHERE_HIDDEN = "0 wherever a score is masked, and scaled as the scores are; in float16 if their product is"
 _HIDDEN = "one of the masks of the scores, with 0 as the number, before the scale"
 
 REWRITES: tuple[Rewrite, ...] = (
-    _row("dot_general", (K.LEAF, K.LEAF), K.PRODUCT, _product, "one index is summed; not in float16; usual precision"),
+    _row("dot_general", (K.LEAF, K.LEAF), K.PRODUCT, _product, "one index is summed; usual precision"),
     *_rows_of_scores(K.PRODUCT),
     *_rows_of_scores(K.SCORE),
     _row("max", (K.NUMBER, K.MAXIMUM), K.MAXIMUM, _lower_bound, "the number is -inf"),
@@ -392,7 +444,7 @@ REWRITES: tuple[Rewrite, ...] = (
         for result in (K.OUT, K.VALUE_BAR)
     ),
     # The derivative of a quotient, as jax writes it.
-    _row("integer_pow", (K.TOTAL,), K.TOTAL_SQUARED, _inverse_square, "the power is -2"),
+    _row("integer_pow", (K.TOTAL,), K.TOTAL_SQUARED, _inverse_square, "the power is -2; in float16, at most 255 keys"),
     _row("div", (K.PRODUCT, K.TOTAL), K.DIVIDED),
     _row("mul", (K.PRODUCT, K.TOTAL_SQUARED), K.DIVIDED_TWICE),
     _row("mul", (K.DIVIDED_TWICE, K.WEIGHT), K.WEIGHTED),

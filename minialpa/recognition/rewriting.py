@@ -207,7 +207,8 @@ class _Rewriter:
         requests = attention.results + attention.gradients
         values = {request.role.value.number for request in requests if request.role.value is not None}
         cotangents = {self._cotangent_key(request) for request in attention.gradients}
-        if len(values) != 1 or len(cotangents) > 1:
+        bars = {request.role.has_float16_bar for request in attention.gradients if request.role.value is not None}
+        if len(values) != 1 or len(cotangents) > 1 or len(bars) > 1:
             return False
         if any(request.role.value is not None and self._operands_of(request) is None for request in requests):
             return False
@@ -227,7 +228,7 @@ class _Rewriter:
         known = [operands for operands in found if operands is not None]
         if not known:
             return None, None
-        forward = replace(known[0], cotangent=None)
+        forward = replace(known[0], cotangent=None, has_float16_bar=False)
         if attention.gradients and not backward:
             # The gradient of the values alone does not depend on them.
             return forward, with_cotangent(forward, attention.gradients[0].role)

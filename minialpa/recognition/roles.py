@@ -19,6 +19,7 @@ class Role:
         softmax: the attention's softmax.
         value: the array of values; None where only its gradient is known.
         cotangent: the cotangent of the result; None in the forward pass.
+        has_float16_bar: whether the formula has p_bar in float16.
         bias: number of the bias.
         axes: for each dimension of the value, the index in terms of the operands.
     """
@@ -28,6 +29,7 @@ class Role:
     axes: Axes
     value: Leaf | None = None
     cotangent: Leaf | None = None
+    has_float16_bar: bool = False
     bias: int = 0
 
 
@@ -37,13 +39,14 @@ def find_role(form: Form) -> Role | None:
     if not isinstance(part, Part) or part.labels != frozenset(form.axes) - {None}:
         return None
     softmax = part.softmax
-    found = {"softmax": softmax, "axes": form.axes, "value": part.value, "cotangent": part.cotangent}
+    found = {name: getattr(part, name) for name in ("softmax", "value", "cotangent", "has_float16_bar")}
+    found["axes"] = form.axes
     if part.kind is Kind.SCORE_BAR and is_derivative(part) and not part.is_scaled:
         biases = [i for i, (bias, sign) in enumerate(softmax.scores.biases) if sign == 1 and bias.labels == part.labels]
-        return Role(name="bias", bias=biases[0], **found) if biases else None  # type: ignore[arg-type]
+        return Role(name="bias", bias=biases[0], **found) if biases else None
     if part.kind not in _NAMES or not part.labels & softmax.labels <= _own_indices(part):
         return None
-    return Role(name=_NAMES[part.kind], **found)  # type: ignore[arg-type]
+    return Role(name=_NAMES[part.kind], **found)
 
 
 def _own_indices(part: Part) -> frozenset[Label]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from jax.extend.core import Var
 
+from minialpa.attention.kind import Step
+
 #: The name of an index.
 Label = Hashable
 #: The index that each dimension stands for; None where an array does not depend on it.
@@ -109,6 +111,7 @@ class Scores:
         biases: arrays that are added, in their order, each times 1.0 or -1.0.
         masks: in their order, after the biases.
         masked_score: the score of what is masked.
+        float16: which of "product" and "scale" are in float16.
     """
 
     var: Var
@@ -119,6 +122,7 @@ class Scores:
     biases: tuple[tuple[Leaf, float], ...] = ()
     masks: tuple[Mask, ...] = ()
     masked_score: float = -math.inf
+    float16: frozenset[Step] = frozenset()
 
     @property
     def labels(self) -> frozenset[Label]:
@@ -136,10 +140,14 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The softmax of scores over the index `key_position`, which exactly one of the two factors has: the key."""
+    """The softmax of scores over the index `key_position`, which exactly one of the two factors has: the key.
+
+    is_float16: whether it is computed in float16.
+    """
 
     scores: Scores
     key_position: Label
+    is_float16: bool = False
 
     def __post_init__(self) -> None:
         has_key = [self.key_position in leaf.labels for leaf in (self.scores.left, self.scores.right)]
@@ -186,6 +194,7 @@ class Part:
         cotangent: the cotangent of the result; None if the formula has none.
         hidden: the masks where a SCORE_BAR is 0.
         is_scaled: whether a SCORE_BAR is times the scale of the scores.
+        has_float16_bar: whether p_bar is in float16, if the formula has it.
     """
 
     kind: Kind
@@ -195,6 +204,7 @@ class Part:
     cotangent: Leaf | None = None
     hidden: frozenset[Mask] = frozenset()
     is_scaled: bool = False
+    has_float16_bar: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -249,7 +259,7 @@ def renamed(term: Term, names: Mapping[Label, Label]) -> Term:
             key = term.softmax.key_position
             return replace(
                 term,
-                softmax=Softmax(scores, names.get(key, key)),
+                softmax=replace(term.softmax, scores=scores, key_position=names.get(key, key)),
                 labels=frozenset(names.get(label, label) for label in term.labels),
                 value=None if term.value is None else _renamed_leaf(term.value, names),
                 cotangent=None if term.cotangent is None else _renamed_leaf(term.cotangent, names),

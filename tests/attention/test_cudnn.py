@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from minialpa.attention import blockwise, cudnn
+from minialpa.attention.kind import Float16Attention
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.support.private_jax import CudnnAttention, unused_parameters
 from tests.attention.written import Case, make_case, written
@@ -79,6 +80,7 @@ def test_cudnn_is_called(kind: Attention) -> None:
         (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 8, 16)}),
         (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 12, 12)}),
         (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 256, 256)}),
+        (Float16Attention(scale=0.5, float16=("product",)), {"dtypes": (jnp.float16,) * 3}),
         (Attention(scale=-0.5), {}),
         (Attention(scale=math.nan), {}),
         (Attention(scale=0.5, right=1), {}),

@@ -227,11 +227,6 @@ def _sum_rounded_later(q: Any, k: Any, v: Any) -> Any:
     return mixed(jax.nn.softmax(x.astype(jnp.float32)), v)
 
 
-def _in_float16(q: Any, k: Any, v: Any) -> Any:
-    x = scores_of(q.astype(jnp.float16), k.astype(jnp.float16))
-    return mixed(jax.nn.softmax(x.astype(jnp.float32)), v)
-
-
 def _rounded_to_float16(q: Any, k: Any, v: Any) -> Any:
     return mixed(jax.nn.softmax(scores_of(q, k).astype(jnp.float16).astype(jnp.float32)), v)
 
@@ -284,7 +279,7 @@ def _cubed_total(q: Any, k: Any, v: Any) -> Any:
 NOT_FOR_ALL_NUMBERS: list[Attention] = [
     _without_maximum, _guarded, _guarded_with_maximum, _at_least_epsilon, _finite_maximum, _maximum_of_at_least_zero,
     _by_logsumexp, _by_log_softmax, _times_the_inverse, _divided_last, _hidden_weights, _no_nan, _softmax_where,
-    _infinite_score, _nan_score, _empty_window, _rounded_sum, _sum_rounded_later, _in_float16, _rounded_to_float16,
+    _infinite_score, _nan_score, _empty_window, _rounded_sum, _sum_rounded_later, _rounded_to_float16,
     _scaled_twice, _scaled_by_zero, _scaled_by_the_smallest, _plus_a_number, _numbers_that_cancel, _precise,
     _maximum_of_other_scores, _twice_the_weights, _heads_of_half_weight, _cubed_total,
 ]  # fmt: skip

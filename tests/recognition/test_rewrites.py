@@ -170,8 +170,7 @@ def _check_floats(fun: Attention, dtype: Any) -> None:
 
     def with_gradients(*args: Any) -> Any:
         out, pull = jax.vjp(fun, *args)
-        # The gradient of `out` passes through products of float16, which are not followed.
-        return (out,) if dtype == np.float16 else (out, *pull(jnp.asarray(weight)))
+        return out, *pull(jnp.asarray(weight))
 
     ordinary = [array(i, B, T, N, D).astype(dtype) for i in range(3)]
     found = recognised(with_gradients, *ordinary)

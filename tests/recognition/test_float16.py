@@ -1,0 +1,161 @@
+"""Attentions in float16 are infinite and NaN where they are as they are written, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from minialpa.attention import blockwise
+from minialpa.models import build
+from minialpa.tracing.evaluation import eval_flat
+from tests.recognition.compared import array, recognised
+from tests.recognition.special_floats import assert_same_floats
+
+B, T, N, D = 2, 7, 2, 4
+HALF = jnp.float16
+EPS = float(jnp.finfo(HALF).eps)
+CAUSAL = (np.arange(T)[:, None] >= np.arange(T))[None, None]
+#: The first query sees nothing, and no query sees key 2.
+SEEN = ((np.arange(T)[:, None] > np.arange(T)) & (np.arange(T) != 2))[None, None]
+ARRAYS = [array(i, B, T, N, D).astype(HALF) for i in range(4)]
+#: Factors of queries and keys, values, and the cotangent.
+SIZES = [
+    (1, 1, 1), (10, 1, 1), (100, 1, 1), (500, 1, 1), (1000, 1, 1), (1, 1, 1e-3), (1, 1, 2.0**12), (1, 1, 2.0**14),
+    (1, 1, 2.0**15), (1, 2.0**14, 1), (1, 100, 1000), (300, 1, 2.0**15),
+]  # fmt: skip
+Attention = Callable[[Any, Any, Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def _blocks_of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(blockwise, "SIDE", 3)
+    for fun in (blockwise.attend, blockwise.differentiate):
+        fun.clear_cache()
+    yield
+    for fun in (blockwise.attend, blockwise.differentiate):
+        fun.clear_cache()
+
+
+def _written(product: Any = HALF, scaled: Any = HALF, softmax: Any = HALF, scale: float = 0.5, mask: Any = None) -> Any:
+    """An attention, with the dtypes of the product, of the scale and of the softmax."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        x = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=product).astype(scaled)
+        x = (x if scale == 1 else x * scale).astype(softmax)
+        if mask is not None:
+            x = jnp.where(mask, x, jnp.finfo(x.dtype).min)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(x).astype(v.dtype), v)
+
+    return attention
+
+
+def _with_gradients(fun: Attention) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        out, pull = jax.vjp(fun, *args[:3])
+        return out, *pull(args[3].astype(out.dtype))
+
+    return run
+
+
+F32 = jnp.float32
+CASES: dict[str, Attention] = {
+    "causal": _written(mask=CAUSAL),
+    "softmax in float32": _written(softmax=F32, mask=SEEN),
+    "all": _written(),
+    "seen": _written(mask=SEEN),
+    "scale in float32": _written(scaled=F32, softmax=F32, mask=CAUSAL),
+    "product in float32": _written(product=F32, scaled=F32, softmax=F32, mask=SEEN),
+    "no scale": _written(scale=1.0, mask=CAUSAL),
+    "a large scale": _written(scale=8.0),
+    "values in float32": lambda q, k, v: _written(softmax=F32, scale=0.125)(q, k, v.astype(F32)),
+}
+SHORT = ("causal", "softmax in float32")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in CASES])
+def test_infinity_and_nan_are_where_they_are_as_written(name: str) -> None:
+    """Where scores overflow, and p_bar, as under a loss scale."""
+    written = _with_gradients(CASES[name])
+    found = recognised(written, *ARRAYS)
+    assert found.counts == (1, 1)
+    new, old = jax.jit(lambda *xs: eval_flat(found.step.flat, xs)), jax.jit(written)
+    for sizes in SIZES:
+        of_scores, of_values, of_cotangent = sizes
+        factors = (of_scores, of_scores, of_values, of_cotangent)
+        with np.errstate(over="ignore"):
+            args = [(x.astype(np.float64) * factor).astype(HALF) for x, factor in zip(ARRAYS, factors, strict=True)]
+        if name == "values in float32" and np.isinf(args[3]).any():
+            continue  # infinite cotangents: sum_e out_bar out is infinite where sum_s p p_bar is NaN
+        # Of terms of this size, gradients of queries and keys are small differences.
+        p_bar = 4 * D * of_values * of_cotangent
+        bounds = [4 * of_values, *([min(p_bar, 65504) * 4 * of_scores] * 2), 4 * T * of_cotangent]
+        for x, expected, bound in zip(new(*args), old(*args), bounds, strict=True):
+            assert_same_floats(x, expected, 2 * EPS * bound + 1e-6, f"{name} {sizes}")
+
+
+@pytest.mark.parametrize("softmax", [HALF, F32])
+def test_evaluation(softmax: Any) -> None:
+    args = [100 * x for x in ARRAYS[:2]] + ARRAYS[2:3]
+    fun = _written(softmax=softmax, mask=CAUSAL)
+    found = recognised(fun, *args)
+    assert found.counts == (1, 0)
+    assert_same_floats(eval_flat(found.step.flat, args)[0], jax.jit(fun)(*args), 16 * EPS, "out")
+
+
+def test_attentions_of_flax() -> None:
+    from flax import linen as nn
+
+    module = nn.MultiHeadDotProductAttention(num_heads=N, dtype=HALF)
+    x = ARRAYS[0].reshape(B, T, N * D)
+    mask = nn.make_causal_mask(x[..., 0])
+    params = module.init(jax.random.key(0), x, x)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(module.apply(params, x, x, mask=mask).astype(F32)))
+
+    assert recognised(jax.grad(loss), params, x).counts == (1, 1)
+
+
+def test_attentions_of_jax() -> None:
+    """CPUs do not have its products, of float16 with sums in float32."""
+
+    def attention(scale: float) -> Attention:
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert recognised(_with_gradients(attention(0.5)), *ARRAYS).counts == (1, 1)
+        # The cotangents of the scores are rounded to float16 where they may be infinite.
+        assert recognised(_with_gradients(attention(2.0)), *ARRAYS).counts == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("moe", marks=pytest.mark.slow)])
+def test_models(name: str) -> None:
+    case = build(name, batch_size=2, seq_len=8, n_layers=2, dtype=HALF)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+    found = recognised(case.train_step(jax.value_and_grad), state, case.make_batch(0, 2))
+    assert found.counts == (2, 2)
+
+
+# ---- what float16 does not have the range for ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_keys, counts", [(255, (1, 1)), (256, (0, 0))])
+def test_squares_of_totals_are_finite(n_keys: int, counts: Any) -> None:
+    """The derivative of a softmax in float16 divides by the square of its total."""
+    shapes = [jax.ShapeDtypeStruct((1, n, 1, D), HALF) for n in (4, n_keys, n_keys, 4)]
+    args = [np.zeros(x.shape, x.dtype) for x in shapes]
+    assert recognised(_with_gradients(_written()), *args).counts == counts
+    assert recognised(_with_gradients(_written(softmax=F32)), *args).counts == (1, 1)
+    assert recognised(_written(), *args[:3]).counts == (1, 0)
+
+
+@pytest.mark.parametrize("n_keys, count", [(65504, 1), (65505, 0)])
+def test_totals_are_finite(n_keys: int, count: int) -> None:
+    args = [np.zeros((1, n, 1, D), HALF) for n in (2, n_keys, n_keys)]
+    assert recognised(_written(), *args).counts == (count, 0)
