@@ -388,7 +388,7 @@ class _Rows:
         shift: [b g r t]; inf for padding, so that p is 0.
         factor: [b g r t].
         out_bar: [b g r t e].
-        inner: [b g r t], sum_e out_bar out.
+        inner: [b g r t], sum_e out_bar out, or sum_s p p_bar where p_bar may be infinite in float16.
         masked: sum_(r t) p out_bar of a key that is masked, for each block of queries, [b g i e].
     """
 

@@ -164,6 +164,15 @@ def test_attentions_are_the_same_for_every_float(name: str, dtype: Any) -> None:
         _check_floats(ATTENTIONS[name], dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("softmax", [np.float16, np.float32])
+@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "added"])
+@pytest.mark.usefixtures("_blocks_of_three")
+def test_scores_in_float16(name: str, softmax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "_scores", lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k).astype(softmax))
+    _check_floats(ATTENTIONS[name], np.float16)
+
+
 def _check_floats(fun: Attention, dtype: Any) -> None:
     # Small, so that the largest values times this are finite: the primitive adds them up in another order.
     weight = (0.1 * array(9, B, T, N, D)).astype(dtype)
