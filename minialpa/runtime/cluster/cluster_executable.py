@@ -59,10 +59,7 @@ class ClusterExecutable:
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Start a step on argument leaves; returns an array for each result at once. traced: see `Runner`.
-
-        Typed keys are waited for: functions of `jax.random` take keys of this process only.
-        """
+        """Start a step on argument leaves; returns an array for each result at once. traced: see `Runner`."""
         self.runtime.make_room()
         with self.runtime.turn():
             self.runtime.check()
@@ -71,12 +68,7 @@ class ClusterExecutable:
             self._bring(leaves)
             numbers = [self.runtime.new_number() for _ in range(self._n_results)]
             self._program.start(leaves, numbers, traced)
-            results: list[Any] = list(self._results(numbers))
-
-        keys = [i for i, array in enumerate(results) if array.type.key is not None]
-        for i, value in zip(keys, self.runtime.fetch([results[i] for i in keys]) if keys else (), strict=True):
-            results[i] = value
-        return results
+            return self._results(numbers)
 
     def turn(self) -> AbstractContextManager[None]:
         """See `Runner`."""

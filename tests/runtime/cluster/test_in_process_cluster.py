@@ -292,14 +292,3 @@ def test_arrays_on_workers_have_methods_of_numpy_and_say_what_to_do_for_those_of
         assert doubled.mean() == 2 and doubled.T.shape == (3, 4) and doubled.astype(np.int32).sum() == 24
         with pytest.raises(AttributeError, match=r"no attribute `at`: .*`jax\.device_get\(x\)`"):
             doubled.at[0].set(1)
-
-
-@pytest.mark.usefixtures("runtime")
-def test_keys_that_a_step_returns_are_keys_for_jax() -> None:
-    step = minialpa.parallelize(lambda key: jax.random.split(key), batch_argnums=())
-    keys = jax.random.key(3)
-    for _ in range(2):
-        found, expected = step(keys), jax.random.split(keys)
-        assert np.array_equal(jax.random.key_data(found), jax.random.key_data(expected))
-        keys = found[0]
-        assert float(jax.random.uniform(keys)) == float(jax.random.uniform(expected[0]))
