@@ -149,9 +149,12 @@ def test_a_registered_product_is_priced_by_its_arithmetic_at_the_rate_of_its_flo
         arguments = (*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in types), np.zeros(64, np.int32))
         return minialpa.plan(step, arguments, cluster=cluster, method=method, batch_argnums=()).cost.compute_s
 
-    rule = "g, m k, g k n -> m n"
-    routed = minialpa.register_sharding_rule(grouped, rule, flops=lambda sizes, x, w: 2 * x.size * w.shape[-1])
-    dense, counted = compute_s(grouped), compute_s(minialpa.register_sharding_rule(grouped, rule))
-    plain = compute_s(minialpa.register_sharding_rule(lambda sizes, x, w: x @ w[0], rule))
+    def registered(fun: Any, **options: Any) -> Any:
+        rule = "g, m k, g k n -> m n"
+        return minialpa.register_sharding_rule(fun, rule, need_replication=("g", "m"), **options)
+
+    routed = registered(grouped, flops=lambda sizes, x, w: 2 * x.size * w.shape[-1])
+    dense, counted = compute_s(grouped), compute_s(registered(grouped))
+    plain = compute_s(registered(lambda sizes, x, w: x @ w[0]))
     assert 0.5 * dense < counted < dense  # without the masks
     assert compute_s(routed) == pytest.approx(plain, rel=0.01) and dense > 15 * compute_s(routed)
