@@ -109,7 +109,7 @@ def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(d
     place = draw.draw(st.sampled_from([p for p in places(data) if p]))
     inner = at(data, place[:-1])
     del inner[place[-1]]
-    if place in (("plan", "batch"), ("plan", "compiler_options")):  # which older files lack
+    if place[:1] == ("plan",) and place[1:] in (("batch",), ("compiler_options",), ("ragged_products",)):  # older files
         assert Plan.from_json(json.dumps(data)) == dataclasses.replace(good(), **{place[-1]: ()})
     elif place[-1] in ("keep_constraints", "attention", "casts_once"):  # as above; the plan has the default
         assert Plan.from_json(json.dumps(data)) == good()
