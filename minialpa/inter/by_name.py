@@ -2,8 +2,9 @@
 
 A search adds up the costs of pieces, and such a sum can be larger than the memory, or smaller than the time, of the
 whole stage. So the search may refuse a step that fits, and may miss the fastest plan. Therefore `ShardParallel`,
-`DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices are planned as well. If one of them fits, there is a
-plan, and the plan costs at most as much as the best of them.
+`DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices are planned as well, with the number of micro-batches
+of the options or of the search. If one of these plans fits, there is a plan, and it costs at most as much as the best
+of them. In large steps they rematerialise all layers or none, so a method that mixes both may still be faster.
 """
 
 from __future__ import annotations

@@ -46,10 +46,13 @@ _LITTLE = 1e-3
 
 
 class NotFasterError(InfeasibleError):
-    """The cheapest shardings of a stage, with no regard to memory, are no faster than what there is already."""
+    """A stage is given up, since the caller has a plan that is as fast as its shardings in any memory.
+
+    On GPUs this is an estimate: seconds that the cheapest solution at full prices computes stand for a bound.
+    """
 
     def __init__(self, seconds: float, below_s: float) -> None:
-        super().__init__(f"A step takes {seconds:.3g} s at least, and there is a plan of {below_s:.3g} s.")
+        super().__init__(f"A step takes about {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")
 
 
 class StageMemoryError(InfeasibleError):
@@ -211,7 +214,10 @@ def _bound_s(view: ShardedView, sharding: MeshSharding) -> float:
 
 
 def _compute_s(stage: Stage, solved: SolvedStage) -> float:
-    """Seconds of one step that the passes of a solution compute, without collectives and without adding to totals."""
+    """Seconds of one step that the passes of a solution compute, without collectives and without adding to totals.
+
+    An estimate of what any shardings compute, not a bound: others may compute a little less.
+    """
     split = stage.staged.split
     times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops, hides=False)
     return split.n_micro_batches * sum(one.compute_s for one in times.passes)
