@@ -74,15 +74,27 @@ class Measurements:
 
 def measured(devices: Sequence[jax.Device]) -> Measurements:
     """Measure `devices`, all of one process and of one kind."""
-    mesh = Mesh(np.array(devices), (_AXIS,))
     return Measurements(
         n_devices=len(devices),
-        products=tuple(
-            one for rate, dtype, precision in _rates(devices[0]) for one in _products(mesh, rate, dtype, precision)
-        ),
-        kernels=tuple(_kernels(mesh)),
-        sums=tuple(_sums(mesh)) if len(devices) > 1 else (),
+        products=tuple(product_times(devices)),
+        kernels=tuple(kernel_times(devices)),
+        sums=tuple(_sums(_mesh(devices))) if len(devices) > 1 else (),
     )
+
+
+def product_times(devices: Sequence[jax.Device]) -> Iterator[ProductTime]:
+    """Products of matrices of growing size, one rate after the other, each measured when it is asked for."""
+    for rate, dtype, precision in _rates(devices[0]):
+        yield from _products(_mesh(devices), rate, dtype, precision)
+
+
+def kernel_times(devices: Sequence[jax.Device]) -> Iterator[ByteTime]:
+    """Kernels that read and write arrays of growing size, each measured when it is asked for."""
+    return _kernels(_mesh(devices))
+
+
+def _mesh(devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), (_AXIS,))
 
 
 def _rates(device: jax.Device) -> list[tuple[str, str, lax.Precision]]:
