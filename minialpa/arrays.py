@@ -6,7 +6,6 @@ A `RemoteArray` knows its shape and dtype, which is enough to plan a call, and f
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return copy.view(type(array))
 
 
-class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
+class RemoteArray(NDArrayOperatorsMixin):
     """An array whose data is elsewhere. NumPy functions, operators, methods such as `mean`, `float` and `jnp.asarray`
     fetch it.
 
@@ -57,9 +56,9 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
     dtype: Any
     weak_type: bool = False
 
-    @abc.abstractmethod
     def _fetch(self) -> Any:
         """The value: a NumPy array, or a jax array of typed keys."""
+        raise NotImplementedError
 
     def fetch_once(self) -> Any:
         """The value, as `_fetch` gives it, of which the array keeps no copy in this process."""
@@ -71,13 +70,13 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
         for array in arrays:
             array._fetch()
 
-    @abc.abstractmethod
     def block_until_ready(self) -> RemoteArray:
         """Wait until the value is computed. Raises the error that kept it from being computed."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def is_deleted(self) -> bool:
         """Whether the array was donated to a step."""
+        raise NotImplementedError
 
     @property
     def stored_as(self) -> tuple[Any, ...]:

@@ -135,7 +135,7 @@ def _check_savable(leaf: Any, text: str) -> None:
                 f"`{text}` has been deleted: it was donated to a step. Save that step's result, or save it before the "
                 "step."
             )
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not isinstance(leaf, RemoteArray) and not leaf.is_fully_addressable:
             raise CheckpointError(f"`{text}` is on devices of several processes. Save arrays of this process.")
     elif not isinstance(leaf, np.ndarray | np.generic | _Number):
         raise CheckpointError(f"`{text}` is a {type(leaf).__name__}. Save pytrees of arrays and numbers.")

@@ -85,7 +85,7 @@ def joined_leaves(results: Sequence[Any], blocks: Sequence[BlockRows | None]) ->
 def _joined(blocks: Sequence[Any]) -> Any:
     array = BlockedArray(blocks)
     are_keys = jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)
-    is_here = all(isinstance(block, jax.Array) for block in blocks)
+    is_here = not any(isinstance(block, RemoteArray) for block in blocks)
     return array.rows(0, array.shape[0]) if are_keys and is_here else array
 
 

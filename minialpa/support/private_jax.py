@@ -15,6 +15,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `_jax.pjit`, `dispatch_registry`, `create_cpp_call`, `ArrayImpl` | calls in C++ | a `Compiled` that knows types |
+| `PRNGKeyArray`, `pytype_aval_mappings`, `shard_arg_handlers` | keys on workers that jax takes | a protocol |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
 | `fused_attention_stablehlo`, `cuda_versions` | the gradient of cuDNN's attention, of kept results | it in `jax.nn` |
 
@@ -512,6 +513,62 @@ def dispatch_of(compiled: jax.stages.Compiled, results: list[Any], taken: Sequen
         kept_var_bitvec=taken,
         in_device_local_layouts=[None] * len(in_shardings),
     )
+
+
+# ---- typed keys that are elsewhere -----------------------------------------------------------------------------------
+
+
+def class_of_remote_keys(of_arrays: type) -> type:
+    """A subclass of a class of arrays whose data is elsewhere, for typed keys, which functions of jax take as keys.
+
+    They fetch a key when they read it, by its `_fetch`. The class itself, in a version of jax that has keys otherwise.
+    """
+    try:
+        from jax._src.core import pytype_aval_mappings
+        from jax._src.interpreters.pxla import shard_arg_handlers
+        from jax._src.random import prng
+        from jax._src.tree_util import dispatch_registry
+
+        keys_of_jax: Any = prng.PRNGKeyArray
+        bases: Any = (of_arrays, keys_of_jax)
+
+        class RemoteKeys(*bases):  # type: ignore[misc]
+            # Values, in place of the properties that keys of jax have.
+            shape: Any = ()
+            dtype: Any = None
+            _consumed = False
+
+            @property
+            def aval(self) -> Any:
+                return jax.core.ShapedArray(self.shape, self.dtype)
+
+            @property
+            def _base_array(self) -> Any:
+                return self._fetch()._base_array
+
+            @property
+            def _impl(self) -> Any:
+                return self.dtype._impl
+
+            def copy(self) -> Any:
+                return self._fetch().copy()
+
+            def __eq__(self, other: Any) -> Any:
+                return self._fetch() == other
+
+            def __ne__(self, other: Any) -> Any:
+                return self._fetch() != other
+
+        pytype_aval_mappings[RemoteKeys] = pytype_aval_mappings[keys_of_jax]
+        shard_arg_handlers[RemoteKeys] = shard_arg_handlers[keys_of_jax]
+        dispatch_registry.register_node(
+            RemoteKeys,
+            lambda keys: ((keys._base_array,), keys._impl),
+            lambda impl, arrays: keys_of_jax(impl, arrays[0]),
+        )
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return of_arrays
+    return RemoteKeys
 
 
 # ---- collectives of CPUs ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 from minialpa.support.private_jax import compute_place
 from minialpa.tracing.jaxprs import aval_of, dtype_name, shape_of, source_line, sub_jaxprs
@@ -22,6 +23,8 @@ _KEPT = "minialpa keeps the arrays of a step in device memory."
 
 def host_kind(array_or_sharding: Any) -> str | None:
     """The memory kind of an array, a `jax.ShapeDtypeStruct` or a sharding, if it is one of the host."""
+    if isinstance(array_or_sharding, RemoteArray):
+        return None  # keys on workers would be fetched for their sharding
     sharding = getattr(array_or_sharding, "sharding", array_or_sharding)
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind in _HOST_KINDS else None

@@ -197,9 +197,7 @@ class StageSolver:
             results={names[v]: spec for v, spec in solution.sharding.results.items()},
         )
         programs = mesh_programs(staged, mesh, problem, sharding, view)
-        return SolvedStage(
-            sharding=sharding, moved=tuple(mesh_collectives(programs)), measured=lambda: solution.memory
-        )
+        return SolvedStage(sharding=sharding, moved=tuple(mesh_collectives(programs)), measured=lambda: solution.memory)
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:

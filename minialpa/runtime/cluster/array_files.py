@@ -20,7 +20,7 @@ from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.program import MeshShape
 from minialpa.programs.resharding import Box, n_elements, shard_boxes
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
-from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray
+from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray, distributed_array
 from minialpa.runtime.cluster.launcher import Reply, WorkerHandle
 from minialpa.runtime.workers.array_files import ArrayToRead, PartToWrite, StoredArray
 from minialpa.sharding import Spec
@@ -160,7 +160,7 @@ def read_arrays(runtime: ClusterRuntime, wanted: Sequence[WantedArray]) -> list[
                 for shape, spec in array.layouts:
                     of_mesh[shape].append(_to_read(array, number, shape, spec))
                 copies = tuple(Copy(runtime.mesh_of(shape), shape, spec) for shape, spec in array.layouts)
-                made.append(DistributedArray(runtime, number, array.type, copies))
+                made.append(distributed_array(runtime, number, array.type, copies))
 
             for shape, mine in of_mesh.items():
                 for worker in runtime.mesh_of(shape).workers:

@@ -16,7 +16,7 @@ from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.cluster.array_moves import Move, move_arrays
 from minialpa.runtime.cluster.cluster_program import ClusterProgram, Values, array_of, arrays_on_workers, share
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
-from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray
+from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray, distributed_array
 from minialpa.runtime.cluster.launcher import Reply, WorkerHandle
 from minialpa.runtime.cluster.sample_calls import FunctionsSent, note_functions, read_calls
 from minialpa.runtime.steps.step_trace import TaskTime, from_start
@@ -155,7 +155,7 @@ class ClusterExecutable:
         """The array that the workers of all these inputs keep under a number."""
         copies = tuple(Copy(self._program.meshes[own.mesh], own.shape, slot.spec) for own, slot in readers)
         own, slot = readers[-1]
-        return DistributedArray(self.runtime, number, own.types[slot.buffer], copies)
+        return distributed_array(self.runtime, number, own.types[slot.buffer], copies)
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
         """See `Runner`. Meshes that another program has ended since count: a call of this one starts them again."""
@@ -196,7 +196,7 @@ class ClusterExecutable:
             for number, buffer in program.outputs:
                 held.setdefault(number, []).append(Copy(mesh, program.shape, program.specs[buffer]))
                 types[number] = program.types[buffer]
-        return [DistributedArray(self.runtime, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
+        return [distributed_array(self.runtime, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
 
     # ---- programs on workers --------------------------------------------------------------------------------------
 

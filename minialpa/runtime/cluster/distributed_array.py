@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -17,6 +18,7 @@ from minialpa.errors import WorkerError
 from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.program import MeshShape
 from minialpa.runtime.cluster.launcher import WorkerHandle
+from minialpa.support.private_jax import class_of_remote_keys
 
 
 class Holder(Protocol):
@@ -194,3 +196,14 @@ class DistributedArray(RemoteArray):
     def __del__(self) -> None:
         if not getattr(self, "_deleted", True):
             self._release()
+
+
+#: Typed keys on the meshes of a session. Functions of `jax.random` take them, too, and fetch them.
+DistributedKeys = class_of_remote_keys(DistributedArray)
+
+
+def distributed_array(runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> DistributedArray:
+    """The array of this type that workers keep under `number`."""
+    is_keys = jax.numpy.issubdtype(type.jax_dtype, jax.dtypes.extended)
+    made: DistributedArray = (DistributedKeys if is_keys else DistributedArray)(runtime, number, type, copies)
+    return made

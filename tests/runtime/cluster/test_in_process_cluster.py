@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 import threading
 import time
 from collections import Counter
@@ -292,3 +294,42 @@ def test_arrays_on_workers_have_methods_of_numpy_and_say_what_to_do_for_those_of
         assert doubled.mean() == 2 and doubled.T.shape == (3, 4) and doubled.astype(np.int32).sum() == 24
         with pytest.raises(AttributeError, match=r"no attribute `at`: .*`jax\.device_get\(x\)`"):
             doubled.at[0].set(1)
+
+
+def test_keys_that_a_step_returns_are_keys_for_jax_and_are_fetched_when_it_reads_them(
+    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_step(state: Any, batch: Any) -> Any:
+        key, drawn = jax.random.split(state["key"])
+        loss = jnp.mean((batch["x"] * jax.random.uniform(drawn, batch["x"].shape)) @ state["w"])
+        return {"key": key, "keys": jax.random.split(key, 3), "w": state["w"] - loss}, loss
+
+    start = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(0), 3), "w": jnp.ones((4, 2))}
+    batch = {"x": jnp.ones((8, 4))}
+    step = minialpa.parallelize(train_step, method=minialpa.ShardParallel(), batch_argnums=(1,), donate_argnums=())
+    state, _ = step(start, batch)
+    expected, _ = jax.jit(train_step)(start, batch)
+    calls = _calls(monkeypatch)
+    second, _ = step(state, batch)
+    assert calls == {"step": 1}
+
+    wanted, _ = jax.jit(train_step)(expected, batch)
+    for use in (
+        jax.random.key_data,
+        lambda key: jax.random.key_data(jax.random.split(key)[1]),
+        lambda key: jax.random.key_data(jax.random.fold_in(key, 7)),
+        jax.random.normal,
+        jax.jit(jax.random.uniform),
+        lambda key: jax.random.key_data(pickle.loads(pickle.dumps(key))),
+        lambda key: jax.random.key_data(copy.deepcopy(key)),
+        lambda key: jax.random.key_data(jax.device_get(key)),
+        lambda key: key == key,
+    ):
+        np.testing.assert_array_equal(use(second["key"]), use(wanted["key"]))
+    for one, other in zip(second["keys"], wanted["keys"], strict=True):
+        assert jax.random.uniform(one) == jax.random.uniform(other)
+    np.testing.assert_array_equal(
+        jax.vmap(jax.random.uniform)(second["keys"]), jax.vmap(jax.random.uniform)(wanted["keys"])
+    )
+    assert calls["fetch"] == 2
+    assert isinstance(second["key"], jax.Array) and second["keys"].shape == (3,)
