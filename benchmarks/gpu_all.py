@@ -90,7 +90,7 @@ class Setting:
         device: the GPU, or a CPU with `--cpu`.
         cluster: its description, by which steps are planned.
         is_tiny: whether sizes are tiny.
-        end: the time of `time.monotonic` after which nothing new begins.
+        end: the time of `time.monotonic` after which no row begins.
     """
 
     device: jax.Device
@@ -122,7 +122,7 @@ def _steps(setting: Setting) -> Iterator[Row]:
         first_s = time.perf_counter() - start
         cost = executable.get_parallel_plan().cost
         measured_s = statistics.median(executable.profile_with_dummy_inputs(_N_RUNS))
-        # The most that the process has had so far, so a smaller model after a larger one has none of its own.
+        # The peak of the process: that of a larger model hides that of a smaller one after it.
         peak = (setting.device.memory_stats() or {}).get("peak_bytes_in_use")
         yield {
             "model": name,
@@ -280,7 +280,7 @@ def run_part(name: str, out: Path, seconds: float, *, cpu: bool) -> None:
 
 
 def run_parts(names: Sequence[str], out: Path, minutes: float, *, cpu: bool) -> None:
-    """Run parts, each within its share of the minutes and of what is left of them, and write the page after each."""
+    """Run parts, each within its share of the minutes, and write the page after each."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
     shares = sum(PARTS[name].share for name in names if name != "compiled") or 1.0

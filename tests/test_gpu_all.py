@@ -12,7 +12,6 @@ import pytest
 from benchmarks.gpu_all import PARTS, Setting, run_parts
 from minialpa.session import describe_devices
 
-
 #: They take longest.
 LONG = ("compiled", "numeric")
 
