@@ -76,12 +76,13 @@ def follow_plan(
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.context import PlanningContext
     from minialpa.inter.followed_plan import plan_following
+    from minialpa.inter.search.stage_solve import StageSolver
 
     with ProgressBar() as bar, collection_paused():
         context = PlanningContext(
             traced=traced,
             cluster=source.cluster,
-            compiler=compiler_of(source.cluster, target.jax_version),
+            solver=StageSolver(compiler_of(source.cluster, target.jax_version)),
             options=options,
             logical_mesh=logical_mesh_of(source),
             report=bar.report,

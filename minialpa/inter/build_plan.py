@@ -25,7 +25,7 @@ from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_count
 from minialpa.inter.search.stage_cost import border_bytes
 from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.stage_memory import MeshMemory, Moments
-from minialpa.inter.search.stage_solve import StageMemoryError, StageSolver
+from minialpa.inter.search.stage_solve import NotFasterError, StageMemoryError
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
@@ -43,14 +43,16 @@ from minialpa.tracing.ragged_products import ragged_products
 
 
 class StageTooLargeError(InfeasibleError):
-    """A stage does not fit with so many micro-batches in flight.
+    """A stage does not fit with so many micro-batches in flight, or is given up as too slow.
 
-    free: its cheapest shardings with no regard to memory; None where the options forbid all.
+    free: its cheapest shardings with no regard to memory; None where the options forbid all, and where it is too slow.
     """
 
-    def __init__(self, message: str, stage: int, n_live: int, free: FreeSolution | None = None) -> None:
+    def __init__(
+        self, message: str, stage: int, n_live: int, *, free: FreeSolution | None = None, is_too_slow: bool = False
+    ) -> None:
         super().__init__(message)
-        self.stage, self.n_live, self.free = stage, n_live, free
+        self.stage, self.n_live, self.free, self.is_too_slow = stage, n_live, free, is_too_slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +99,10 @@ class SolvedMesh:
     free: FreeSolution | None
 
 
-def plan_stages(
-    context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage], solver: StageSolver
-) -> Plan:
-    """The plan with these stages, each solved by `solver`. Raises StageTooLargeError where one does not fit."""
+def plan_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> Plan:
+    """The plan with these stages. Raises StageTooLargeError where one does not fit."""
     placed = place_stages(context.options, layered, stages)
-    return build_plan(context, placed, solve_meshes(context, placed, solver))
+    return build_plan(context, placed, solve_meshes(context, placed))
 
 
 def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[DecidedStage]) -> PlacedStages:
@@ -130,17 +130,20 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
     return PlacedStages(layered=layered, stages=tuple(stages), chunks=chunks, staged=staged, schedule=schedule)
 
 
-def solve_meshes(context: PlanningContext, placed: PlacedStages, solver: StageSolver) -> list[SolvedMesh]:
-    """The shardings of every mesh. Raises StageTooLargeError where a stage does not fit on its devices."""
+def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory: bool = True) -> list[SolvedMesh]:
+    """The shardings of every mesh. saves_memory: see `StageSolver.solve`.
+
+    Raises StageTooLargeError where a stage does not fit on its devices, or cannot take less than `context.below_s`.
+    """
     solved = []
     for mesh in range(len(placed.stages)):
         context.report("Shardings of stages", mesh, len(placed.stages))
-        solved.append(_solve_mesh(context, placed, mesh, solver))
+        solved.append(_solve_mesh(context, placed, mesh, saves_memory=saves_memory))
     context.report("Shardings of stages", len(solved), len(solved))
     return solved
 
 
-def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solver: StageSolver) -> SolvedMesh:
+def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, saves_memory: bool) -> SolvedMesh:
     stage, staged = placed.stages[mesh], placed.staged
     chosen = stage.candidate
     own_mesh = context.cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
@@ -150,11 +153,14 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
 
     # The caller may try other stages, so the error says which one does not fit.
     try:
-        solved = solver.solve(staged, mesh, problem, view, stage.option, live)
+        solved = context.solver.solve(
+            staged, mesh, problem, view, stage.option, live, below_s=context.below_s, saves_memory=saves_memory
+        )
     except InfeasibleError as error:
         message = f"Stage {mesh} on a mesh of {view.mesh.shape} devices: {error}"
         free = error.free if isinstance(error, StageMemoryError) else None
-        raise StageTooLargeError(message, mesh, max(map(max, live)), free) from error
+        too_slow = isinstance(error, NotFasterError)
+        raise StageTooLargeError(message, mesh, max(map(max, live)), free=free, is_too_slow=too_slow) from error
 
     if stage.option.sharded_update:
         for gathered in gathered_state(problem, solved.sharding, view.mesh):

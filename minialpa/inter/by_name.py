@@ -4,7 +4,8 @@ A search adds up the costs of pieces, and such a sum can be larger than the memo
 whole stage. So the search may refuse a step that fits, and may miss the fastest plan. Therefore `ShardParallel`,
 `DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices are planned as well, with the number of micro-batches
 of the options or of the search. If one of these plans fits, there is a plan, and it costs at most as much as the best
-of them. In large steps they rematerialise all layers or none, so a method that mixes both may still be faster.
+of them: a method is given up only if a bound shows that it is not faster. In large steps methods rematerialise all
+layers or none, so one that mixes both may still be faster.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from minialpa.errors import InfeasibleError, ShardingError, TraceError
+from minialpa.inter.build_plan import StageTooLargeError
 from minialpa.inter.context import PlanningContext
+from minialpa.inter.microbatch.rewrite import split_micro_batches
+from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.options import (
     DATA_PARALLEL_METHODS,
     AutoShardingOption,
@@ -26,9 +30,6 @@ from minialpa.options import (
 )
 from minialpa.plan import Certificate, Plan
 
-#: The variants of a plan are tried if its step time is at most this multiple of the shortest. A choice: variants save
-#: about the same number of seconds in every plan.
-_NEARLY_AS_FAST = 1.01
 #: In steps of more equations, a method by name rematerialises either all layers or none. To choose layer by layer would
 #: take minutes there.
 _FEW_EQUATIONS = 10_000
@@ -53,17 +54,15 @@ def best_with_methods_by_name(
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
     try:
-        plans.append(planned(context))
+        plans.append(best_variant(planned(context)))
     except InfeasibleError as error:
         failure = error
 
-    plans += _plans_by_name(context, auto, planned, plans)
+    plans += _plans_by_name(context, auto, planned, best_variant, plans)
     if not plans:
         assert failure is not None
         raise failure
-    near = [plan for plan in plans if plan.cost.total_s <= _NEARLY_AS_FAST * _least_s(plans)]
-    best = min(map(best_variant, near), key=lambda plan: plan.cost.total_s)
-    return _certified(best, plans[0].certificate)
+    return _certified(min(plans, key=lambda plan: plan.cost.total_s), plans[0].certificate)
 
 
 def _least_s(plans: Sequence[Plan]) -> float:
@@ -82,6 +81,7 @@ def _plans_by_name(
     context: PlanningContext,
     auto: AutoStageOption,
     planned: Callable[[PlanningContext], Plan],
+    best_variant: Callable[[Plan], Plan],
     found: Sequence[Plan],
 ) -> list[Plan]:
     """Plans of methods by name. A method that cannot be faster than an earlier plan or than `found` has none.
@@ -93,13 +93,20 @@ def _plans_by_name(
 
     def is_better(options: PlanOptions) -> bool:
         least_s = _least_s([*found, *(plan for plan, _ in plans)])
-        below_s = least_s * (_NEARLY_AS_FAST if options.n_micro_batches > 1 else 1.0)
         try:
-            plan = planned(replace(context, options=options, below_s=below_s))
+            made = [best_variant(planned(replace(context, options=options, below_s=least_s)))]
+        except StageTooLargeError as error:
+            made = list(planned_variants(options, least_s)) if error.is_too_slow else []
         except (InfeasibleError, TraceError):  # this number may not split the step
             return False
-        plans.append((plan, options))
-        return plan.cost.total_s < least_s
+        plans.extend((plan, options) for plan in made)
+        return _least_s(made) < least_s
+
+    def planned_variants(options: PlanOptions, below_s: float) -> Iterator[Plan]:
+        """Plans of the variants, which may be faster where the plan of the options itself is not."""
+        for variant in _variants(context, options):
+            with contextlib.suppress(InfeasibleError):
+                yield planned(replace(context, options=variant, below_s=below_s))
 
     numbers = context.options.micro_batch_choices(context.traced.batch_size)
     # Without a plan to start from, each device has one example at a time.
@@ -115,6 +122,21 @@ def _plans_by_name(
                 if not is_better(replace(best, n_micro_batches=n)):
                     break
     return [plan for plan, _ in plans]
+
+
+def _variants(context: PlanningContext, options: PlanOptions) -> Iterator[PlanOptions]:
+    """The options with rows kept, weights cast once, or both, where that is open and changes the step."""
+    if options.n_micro_batches == 1:
+        return
+    split = split_micro_batches(context.traced, options.n_micro_batches)
+    keeps_rows = options.keep_rows is None and split.computes_rows_again
+    casts_once = options.cast_once is None and with_weights_cast_once(split) is not split
+    if casts_once:
+        yield replace(options, cast_once=True)
+    if keeps_rows:
+        yield replace(options, keep_rows=True)
+    if casts_once and keeps_rows:
+        yield replace(options, keep_rows=True, cast_once=True)
 
 
 def _halves(numbers: Sequence[int], n: int) -> Iterator[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.intra.memory.compiler import Compiler
+from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.options import PlanOptions
 from minialpa.tracing.trace import TracedStep
 
@@ -24,7 +24,7 @@ class PlanningContext:
     Attributes:
         traced: the step.
         cluster: its devices, host by host.
-        compiler: compiles the programs, and so decides how much memory they need.
+        solver: solves stages for all attempts at a plan, each distinct stage once.
         options: what the method asks for.
         logical_mesh: the view of all devices that the user gave in place of a cluster; None for the planner's choice.
         report: told of long work.
@@ -33,7 +33,7 @@ class PlanningContext:
 
     traced: TracedStep
     cluster: ClusterSpec
-    compiler: Compiler
+    solver: StageSolver
     options: PlanOptions
     logical_mesh: LogicalMesh | None
     report: Progress

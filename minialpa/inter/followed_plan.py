@@ -21,7 +21,6 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.layers.stacks import find_stacks
 from minialpa.inter.layers.unstack import with_row_blocks
-from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.options import AutoShardingOption, Remat
@@ -91,7 +90,7 @@ def plan_following(
         layered = dataclasses.replace(whole, step=named)
 
     stages = list(_stages(context, source, homes, names, relax))
-    plan = plan_stages(context, layered, stages, StageSolver(context.compiler))
+    plan = plan_stages(context, layered, stages)
     paths = context.traced.in_paths
     inputs = tuple(dataclasses.replace(value, path=path) for value, path in zip(plan.inputs, paths, strict=True))
     return dataclasses.replace(plan, inputs=inputs)

@@ -13,7 +13,6 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.cut_scans import cut_scans, whole_scans
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.refine import or_longer_scans
-from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, Remat, remats
 from minialpa.plan import Plan
@@ -24,10 +23,9 @@ def plan_on_given_stages(context: PlanningContext, whole: LayeredStep, layers: L
     cut = _cut_step(context, whole, layers)
     stages = given_stages(context.cluster, context.options, cut.n_layers)
     _check_stages_on(context.logical_mesh, stages)
-    solver = StageSolver(context.compiler)
 
     def attempt(remat: tuple[Remat, ...]) -> Plan:
-        return plan_stages(context, layered_step(cut, remat), stages, solver)
+        return plan_stages(context, layered_step(cut, remat), stages)
 
     best = best_of(partial(attempt, remat) for remat in remats(layers, cut.n_layers))
     if context.logical_mesh is None and layers == AutoLayerOption():

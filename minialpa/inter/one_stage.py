@@ -10,7 +10,6 @@ from minialpa.inter.build_plan import plan_stages
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage_remat import plan_in_one_stage
-from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.intra.graph.constraints import shape_of_constraints
@@ -41,13 +40,12 @@ def plan_on_best_submesh(context: PlanningContext, whole: LayeredStep, auto: Aut
     Raises InfeasibleError where it fits on none.
     """
     cluster = context.cluster
-    solver = StageSolver(context.compiler)
 
     def attempt(candidate: Candidate) -> Plan:
         host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))
         first_device = host * cluster.devices_per_host
         stage = DecidedStage((), candidate, context.options.sharding, first_device)
-        return plan_stages(context, whole, [stage], solver)
+        return plan_stages(context, whole, [stage])
 
     n_least = cluster.n_devices if context.options.use_all_devices else 1
     found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]

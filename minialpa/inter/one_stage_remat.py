@@ -27,7 +27,6 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.cut_scans import cut_scans, whole_scans
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.search.stage_in_memory import FreeSolution
-from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.options import AutoLayerOption, Remat, remats_of
 from minialpa.plan import Plan
@@ -43,22 +42,21 @@ _LAYERS = AutoLayerOption(remat="auto")
 
 def plan_in_one_stage(context: PlanningContext, whole: LayeredStep, stage: DecidedStage) -> Plan:
     """The plan of the step in one stage, with the rematerialisation of the options. Raises InfeasibleError."""
-    solver = StageSolver(context.compiler, below_s=context.below_s)
     choices = remats_of(context.options.remat)
     if choices == ("none",) or whole.step.n_groups == 0:  # without gradients, nothing waits for a backward pass
-        return plan_stages(context, whole, [stage], solver)
+        return plan_stages(context, whole, [stage])
     if len(choices) == 1:
         tries = _Tries(context, _cut(whole), stage)
-        return plan_stages(context, tries.layered(choices[0], "none", tries.most), [tries.layered_stage()], solver)
-    return _with_least_again(context, whole, stage, solver)
+        return plan_stages(context, tries.layered(choices[0], "none", tries.most), [tries.layered_stage()])
+    return _with_least_again(context, whole, stage)
 
 
-def _with_least_again(context: PlanningContext, whole: LayeredStep, stage: DecidedStage, solver: StageSolver) -> Plan:
+def _with_least_again(context: PlanningContext, whole: LayeredStep, stage: DecidedStage) -> Plan:
     """The plan of the step as it is, or a faster one that computes values again where memory is short."""
-    first = _tried(context, whole, stage, solver)
+    first = _tried(context, whole, stage)
     if first.is_good:
         return first.wanted()
-    if not context.compiler.waits_at_barriers:
+    if not context.solver.compiler.waits_at_barriers:
         return first.wanted(
             "Rematerialisation would save no memory: XLA for CPUs, before jax 0.11, computes values again long before "
             "the backward pass needs them."
@@ -72,10 +70,13 @@ def _with_least_again(context: PlanningContext, whole: LayeredStep, stage: Decid
     if not tries.most:
         return first.wanted("Rematerialisation needs two layers, and there is one.")
 
-    found = list(tries.computing_again(first, solver))
+    found = list(tries.computing_again(first))
     plans = [one.plan for one in (first, *found) if one.plan is not None]
     if plans:
         return min(plans, key=preference)
+    too_slow = next((one for one in found if one.failure is not None and one.failure.is_too_slow), None)
+    if too_slow is not None:
+        return too_slow.wanted()
     least = min((one.free.n_bytes for one in found if one.free is not None), default=math.inf)
     return first.wanted(
         f"Rematerialisation of {tries.most} of {cut.n_layers} layers is not enough: with it, the fastest shardings "
@@ -118,10 +119,10 @@ class _Try:
         raise InfeasibleError(f"{self.failure}\n{note}") if note else self.failure
 
 
-def _tried(context: PlanningContext, layered: LayeredStep, stage: DecidedStage, solver: StageSolver) -> _Try:
+def _tried(context: PlanningContext, layered: LayeredStep, stage: DecidedStage, *, saves_memory: bool = True) -> _Try:
     placed = place_stages(context.options, layered, [stage])
     try:
-        solved = solve_meshes(context, placed, solver)
+        solved = solve_meshes(context, placed, saves_memory=saves_memory)
     except StageTooLargeError as failure:
         return _Try(plan=None, free=failure.free, failure=failure)
     return _Try(plan=build_plan(context, placed, solved), free=solved[0].free, failure=None)
@@ -147,30 +148,27 @@ class _Tries:
     def layered_stage(self) -> DecidedStage:
         return dataclasses.replace(self.stage, layers=tuple(range(self.cut.n_layers)))
 
-    def computing_again(self, first: _Try, solver: StageSolver) -> Iterator[_Try]:
+    def computing_again(self, first: _Try) -> Iterator[_Try]:
         """Tries that may beat `first`, which keeps all values."""
-        fastest_only = StageSolver(
-            self.context.compiler, solver.strategy_cache, saves_memory=False, below_s=self.context.below_s
-        )
         kept: Remat = "none"
         choices: tuple[Remat, ...] = ("dots", "full")
         last = first
         for again in choices:
-            found = self._tried(again, kept, self.most, fastest_only)
+            found = self._tried(again, kept, self.most)
             if found.plan is not None:
                 yield found
-                yield from self._mixes(kept, again, (last, found), fastest_only)
+                yield from self._mixes(kept, again, (last, found))
                 return
-            if found.free is None:  # too slow for the caller, and what computes more again is slower still
+            if found.free is None:
                 return
             kept, last = again, found
             yield found
 
         # With the fastest shardings, nothing fits.
         for again in choices:
-            yield self._tried(again, kept, self.most, solver)
+            yield self._tried(again, kept, self.most, saves_memory=True)
 
-    def _mixes(self, kept: Remat, again: Remat, ends: tuple[_Try, _Try], solver: StageSolver) -> Iterator[_Try]:
+    def _mixes(self, kept: Remat, again: Remat, ends: tuple[_Try, _Try]) -> Iterator[_Try]:
         """Tries with `again` in the first layers and `kept` in the others, of which all alike are the `ends`."""
         too_few, enough = 0, self.most
         free = [one.free for one in ends]
@@ -181,7 +179,7 @@ class _Tries:
             missing = (free[0].n_bytes - free[0].limit_bytes) / (free[0].n_bytes - free[1].n_bytes)
             n = min(enough - 1, max(too_few + 1, too_few + math.ceil(missing * (enough - too_few))))
 
-            found = self._tried(again, kept, n, solver)
+            found = self._tried(again, kept, n)
             if found.free is None:
                 return
             yield found
@@ -190,5 +188,8 @@ class _Tries:
             else:
                 too_few, free[0] = n, found.free
 
-    def _tried(self, again: Remat, kept: Remat, n: int, solver: StageSolver) -> _Try:
-        return _tried(self.context, self.layered(again, kept, n), self.layered_stage(), solver)
+    def _tried(self, again: Remat, kept: Remat, n: int, *, saves_memory: bool = False) -> _Try:
+        # Fastest shardings lead to mixes, which may be fast enough where they are not.
+        below_s = self.context.below_s if saves_memory else math.inf
+        context = dataclasses.replace(self.context, below_s=below_s)
+        return _tried(context, self.layered(again, kept, n), self.layered_stage(), saves_memory=saves_memory)

@@ -26,6 +26,7 @@ from minialpa.inter.context import PlanningContext, Progress
 from minialpa.inter.given_plan import plan_on_given_stages
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
+from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.staging.staged_step import realise
@@ -54,7 +55,7 @@ def plan_step(
     context = PlanningContext(
         traced=traced,
         cluster=cluster,
-        compiler=compiler or compiler_of(cluster),
+        solver=StageSolver(compiler or compiler_of(cluster)),
         options=options,
         logical_mesh=logical_mesh,
         report=progress or (lambda what, done, total: None),

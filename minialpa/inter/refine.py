@@ -14,7 +14,6 @@ from minialpa.inter.layers.cut_scans import with_longer_scans
 from minialpa.inter.layers.forward import balanced_runs, layer_flops
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.schedule.chunks import plan_chunks
-from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.worth import on_one_device
@@ -50,7 +49,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     asked = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
     try:
-        plan = plan_stages(asked, layered, stages, StageSolver(context.compiler))
+        plan = plan_stages(asked, layered, stages)
     except InfeasibleError:
         return best
     if plan.cost.total_s > _AS_FAST * best.cost.total_s:
@@ -58,7 +57,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     return dataclasses.replace(plan, certificate=best.certificate)
 
 
-def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep, solver: StageSolver) -> Plan:
+def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     """`best`, or its submeshes with several runs of layers each, where a shorter bubble is worth the transfers."""
     n_stages, n_layers = len(best.stages), len(best.remat)
     shapes = {(stage.submesh, stage.logical_shape) for stage in best.stages}
@@ -82,7 +81,7 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep, solver: S
             )
             for k, s in enumerate(best.stages)
         ]
-        return plan_stages(asked, layered, stages, solver)
+        return plan_stages(asked, layered, stages)
 
     possible = [n_chunks for n_chunks in (2, 4) if n_stages * n_chunks <= n_layers]
     return best_of([lambda: best, *(partial(attempt, n_chunks) for n_chunks in possible)])

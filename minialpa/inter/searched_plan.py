@@ -24,7 +24,6 @@ from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
 from minialpa.inter.search.piece_solver import PieceSearch
 from minialpa.inter.search.space import Space
 from minialpa.inter.search.stage_bounds import StageBounds
-from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
@@ -73,26 +72,27 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         traced=cut.step,
         layer_of_group=cut.of_group,
         cluster=context.cluster,
-        compiler=context.compiler,
+        compiler=context.solver.compiler,
         space=space,
         option=options.sharding,
+        strategy_cache=context.solver.strategy_cache,
     )
     bounds = StageBounds(pieces, known)
-    search, solver = StageSearch(bounds, context.report), StageSolver(context.compiler, bounds.pieces.strategy_cache)
-    solved = _solve_what_is_found(context, cut, search, solver)
+    search = StageSearch(bounds, context.report)
+    solved = _solve_what_is_found(context, cut, search)
     save_costs(auto.cached_costs, known)
     if not solved.plans:
         assert solved.failure is not None
         raise _explained(context, solved.failure, cut.whole, auto)
 
     best, found = min(solved.plans, key=lambda pair: preference(pair[0]))
-    alike = [partial(_planned, context, cut, other, solver) for other in search.alike(found)]
+    alike = [partial(_planned, context, cut, other) for other in search.alike(found)]
     best = best_of([lambda: best, *alike])
     bound_s = min(solved.certificate.bound_s, best.cost.total_s)
 
     # What the search does not know: interleaved stages, and what small steps lose on several devices.
     if options.choose_schedule:
-        best = or_interleaved(context, best, cut, solver)
+        best = or_interleaved(context, best, cut)
     if len(cut.step.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
         best = or_one_device(context, best, cut.whole, auto)
     return dataclasses.replace(best, certificate=dataclasses.replace(solved.certificate, bound_s=bound_s))
@@ -113,7 +113,7 @@ class _Solved:
     failure: InfeasibleError | None
 
 
-def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch, solver: StageSolver) -> _Solved:
+def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch) -> _Solved:
     """Solve the stages of the best pipeline, tell the search what they cost, and so on while it promises more."""
     plans: list[tuple[Plan, FoundPipeline]] = []
     failure: InfeasibleError | None = None
@@ -137,7 +137,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
             break
 
         try:
-            plan = _planned(context, cut, found, solver)
+            plan = _planned(context, cut, found)
         except StageTooLargeError as error:
             search.exclude(found, error.stage, error.n_live)
             failure = error
@@ -150,7 +150,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
     return _Solved(tuple(plans), certificate or search.certificate, failure)
 
 
-def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline, solver: StageSolver) -> Plan:
+def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Plan:
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     option = context.options.sharding
@@ -158,7 +158,7 @@ def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline, solve
     stages = [DecidedStage(s.layers, s.candidate, option, s.choice.first_device) for s in found.stages]
     if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
         layered, stages = cut.whole, [dataclasses.replace(stages[0], layers=())]
-    return plan_stages(context.asking(n_micro_batches=found.n_micro_batches), layered, stages, solver)
+    return plan_stages(context.asking(n_micro_batches=found.n_micro_batches), layered, stages)
 
 
 def _explained(

@@ -34,11 +34,9 @@ from minialpa.inter.by_name import shardings_by_name
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage import plan_on_best_submesh
-from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.intra.strategies.strategies import work_of
-from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
@@ -128,12 +126,12 @@ def _on_all_devices(context: PlanningContext, whole: LayeredStep, auto: AutoStag
     """The best plan in one stage on all devices, the plans of methods by name included."""
     option = context.options.sharding
     stage = DecidedStage((), _whole_clusters(context, auto)[0], option, 0)
-    placed, cache = place_stages(context.options, whole, [stage]), StrategyCache()
+    placed = place_stages(context.options, whole, [stage])
 
     def attempt(sharding: AutoShardingOption, below_s: float) -> tuple[Plan, float]:
         """The plan, and a lower bound on the seconds of every plan."""
         named = dataclasses.replace(placed, stages=(dataclasses.replace(stage, option=sharding),))
-        solved = solve_meshes(context, named, StageSolver(context.compiler, cache, below_s=below_s))
+        solved = solve_meshes(dataclasses.replace(context, below_s=below_s), named)
         free = solved[0].free
         return build_plan(context, named, solved), free.bound_s if free is not None else 0.0
 

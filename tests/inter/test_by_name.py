@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -27,8 +28,12 @@ from minialpa import (
 )
 from minialpa.errors import InfeasibleError
 from minialpa.inter import by_name, pipeline
+from minialpa.inter.build_plan import StageTooLargeError
+from minialpa.inter.compilers import compiler_of
+from minialpa.inter.context import PlanningContext
+from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.methods import Method
-from minialpa.options import DATA_PARALLEL_METHODS
+from minialpa.options import DATA_PARALLEL_METHODS, PlanOptions
 from minialpa.tracing.trace import TracedStep
 
 GPUS = ClusterSpec.preset("v100-p3.16xlarge", num_hosts=1, devices_per_host=4)
@@ -107,6 +112,46 @@ def test_a_search_that_finds_nothing_takes_what_fits_by_name(mlp: TracedStep, mo
     nothing = AutoShardingOption(memory_limit_bytes=1000)
     with pytest.raises(InfeasibleError, match="nothing fits"):
         planned(mlp, GPUS, searching(4, math.inf, nothing))
+
+
+@pytest.mark.parametrize(
+    "cluster, limit_bytes", [(GPUS, None), (CPUS, None), pytest.param(GPUS, 4e5, marks=pytest.mark.slow)]
+)
+def test_only_what_is_not_faster_is_given_up(mlp: TracedStep, cluster: ClusterSpec, limit_bytes: float | None) -> None:
+    """The oracle: the plan for a caller that has none."""
+    n_given_up = 0
+    limited = AutoShardingOption(memory_limit_bytes=limit_bytes)
+    reference_s = planned(mlp, cluster, ShardParallel(num_micro_batches=4)).cost.total_s
+    for cls in BY_NAME:
+        options = cls(num_micro_batches=4, auto_sharding_option=limited).options()
+        solver = StageSolver(compiler_of(cluster))
+        given_up_s = [0.0]
+        for part in (0.3, 0.8, 1.01):
+            below_s = part * reference_s
+            with contextlib.suppress(InfeasibleError):
+                try:
+                    pipeline._planned(asking(mlp, cluster, options, solver, below_s))
+                except StageTooLargeError as error:
+                    given_up_s += [below_s] * error.is_too_slow
+        with contextlib.suppress(InfeasibleError):
+            found = pipeline._planned(asking(mlp, cluster, options, solver, math.inf))
+            assert found.cost.total_s >= max(given_up_s)
+        n_given_up += len(given_up_s) - 1
+    assert n_given_up > 0
+
+
+def asking(
+    step: TracedStep, cluster: ClusterSpec, options: PlanOptions, solver: StageSolver, below_s: float
+) -> PlanningContext:
+    return PlanningContext(
+        traced=step,
+        cluster=cluster,
+        solver=solver,
+        options=options,
+        logical_mesh=None,
+        report=lambda what, done, total: None,
+        below_s=below_s,
+    )
 
 
 def test_methods_by_name_stand_for_their_options() -> None:

@@ -16,6 +16,7 @@ from minialpa import AutoLayerOption, AutoParallel, AutoStageOption, ClusterSpec
 from minialpa.inter import worth
 from minialpa.inter.compilers import compiler_of
 from minialpa.inter.context import PlanningContext
+from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.methods import Method
 from minialpa.tracing.trace import TracedStep
 
@@ -44,7 +45,7 @@ def asked(traced: TracedStep, method: AutoParallel | PipeshardParallel, cluster:
     context = PlanningContext(
         traced=traced,
         cluster=cluster,
-        compiler=compiler_of(cluster),
+        solver=StageSolver(compiler_of(cluster)),
         options=options,
         logical_mesh=None,
         report=lambda what, done, total: None,

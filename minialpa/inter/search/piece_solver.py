@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
@@ -43,6 +43,7 @@ class PieceSearch:
         compiler: what compiles the pieces.
         space: what to choose from.
         option: how pieces are sharded.
+        strategy_cache: the strategies of equations, which all solvers share.
     """
 
     traced: TracedStep
@@ -51,6 +52,7 @@ class PieceSearch:
     compiler: Compiler
     space: Space
     option: AutoShardingOption
+    strategy_cache: StrategyCache = field(default_factory=StrategyCache)
 
 
 class PieceSolver:
@@ -58,7 +60,6 @@ class PieceSolver:
 
     Attributes:
         layer_of_piece: the layer of each piece.
-        strategy_cache: the strategies of equations, which all solvers share.
         border_bytes: what crosses the border behind each piece but the last, see `border_bytes`, in the step as it was
             staged first; empty before that.
         short: the step without most of its repeated pieces, or why it is not used; None before it is asked for.
@@ -70,7 +71,6 @@ class PieceSolver:
         self._search, self._columns, self._known = search, columns, known
         piece_of_group, self.layer_of_piece = pieces_of(search.traced, search.layer_of_group)
         self._whole = whole_step(search.traced, piece_of_group)
-        self.strategy_cache = StrategyCache()
         self.border_bytes: tuple[float, ...] = ()
         self.short: PiecedStep | NotShortened | None = None
 
@@ -170,7 +170,7 @@ class PieceSolver:
             cluster=search.cluster,
             compiler=search.compiler,
             option=search.option,
-            strategy_cache=self.strategy_cache,
+            strategy_cache=self._search.strategy_cache,
             known=self._known,
             solvers=self._solvers,
         )

@@ -26,7 +26,7 @@ from minialpa.inter.search.stage_in_memory import (
     uncounted,
 )
 from minialpa.inter.search.stage_memory import MeshMemory, Moments
-from minialpa.inter.search.stage_times import gradient_starts, stage_times, starts_s
+from minialpa.inter.search.stage_times import gradient_starts, starts_s
 from minialpa.inter.staging.mesh_problem import ShardedView, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
@@ -46,13 +46,10 @@ _LITTLE = 1e-3
 
 
 class NotFasterError(InfeasibleError):
-    """A stage is given up, since the caller has a plan that is as fast as its shardings in any memory.
-
-    On GPUs this is an estimate: seconds that the cheapest solution at full prices computes stand for a bound.
-    """
+    """A stage is given up: the caller has a plan that is as fast as any of its shardings that fit in memory."""
 
     def __init__(self, seconds: float, below_s: float) -> None:
-        super().__init__(f"A step takes about {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")
+        super().__init__(f"A step takes {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")
 
 
 class StageMemoryError(InfeasibleError):
@@ -76,12 +73,14 @@ class _Solution:
         sharding: the specs.
         memory: bytes per device.
         seconds: of one step, see `seconds_of`.
+        bound_s: seconds of one step that any shardings take at least, in memory without end too.
     """
 
     variables: tuple[Var, ...]
     sharding: MeshSharding
     memory: MeshMemory
     seconds: float
+    bound_s: float
 
 
 class StageSolver:
@@ -92,25 +91,9 @@ class StageSolver:
     in flight with which it fits.
     """
 
-    def __init__(
-        self,
-        compiler: Compiler,
-        strategy_cache: StrategyCache | None = None,
-        *,
-        saves_memory: bool = True,
-        below_s: float = math.inf,
-    ) -> None:
-        """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems.
-
-        saves_memory: whether shardings that cost more are looked for where the cheapest ones do not fit.
-        below_s: seconds of a step from which a stage is given up.
-        """
-        self.below_s = below_s
-        self.compiler, self.strategy_cache, self.saves_memory = (
-            compiler,
-            strategy_cache or StrategyCache(),
-            saves_memory,
-        )
+    def __init__(self, compiler: Compiler) -> None:
+        """`compiler`: of the programs of the stages."""
+        self.compiler, self.strategy_cache = compiler, StrategyCache()
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
@@ -118,20 +101,25 @@ class StageSolver:
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
-        moments: Moments,
+        moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True,
     ) -> SolvedStage:  # fmt: skip
         """The cheapest shardings of a stage with so much in flight (see `live_counts`).
 
-        Raises StageMemoryError where they do not fit in memory, NotFasterError where they are too slow in any memory,
-        InfeasibleError where the options forbid all shardings.
+        below_s: seconds of a step from which the stage is of no use to the caller.
+        saves_memory: whether shardings that cost more are looked for where the cheapest ones do not fit.
+        Raises StageMemoryError where they do not fit in memory, NotFasterError where all that fit take `below_s` or
+        more, InfeasibleError where the options forbid all shardings.
         """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, option)
 
+        def stage_to_solve() -> Stage:
+            return self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
+
         def solution(key: object, chosen: AutoShardingOption, free: tuple[float, float] | None) -> _Solution:
             if key not in self._solutions:
-                stage = self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
+                stage = stage_to_solve()
                 wanted = Wanted(
                     option=chosen,
                     moments=moments,
@@ -139,7 +127,7 @@ class StageSolver:
                     uncounted_bytes=self._uncounted.get(kind, 0.0),
                     free=free,
                 )
-                solved = _cheapest(stage, wanted, self.below_s if free is None else math.inf)
+                solved, bound_s = _cheapest(stage, wanted)
                 if solved.sharding.counted_bytes:
                     self._uncounted[kind] = uncounted(solved, moments)
                 own = _Solution(
@@ -147,9 +135,16 @@ class StageSolver:
                     sharding=solved.sharding,
                     memory=solved.memory,
                     seconds=seconds_of(stage, solved),
+                    bound_s=bound_s,
                 )
                 self._solutions[key], self._last = own, (own, solved)
             return self._solutions[key]
+
+        # Before anything is solved: the compute alone may take too long.
+        if math.isfinite(below_s) and kind not in self._solutions:
+            least_s = stage_to_solve().solver.folded.least_compute_s
+            if least_s >= below_s:
+                raise NotFasterError(least_s, below_s)
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
@@ -157,14 +152,17 @@ class StageSolver:
             seconds=found.seconds,
             n_bytes=needed(found.memory, moments),
             limit_bytes=n_bytes,
-            bound_s=_bound_s(view, found.sharding),
+            bound_s=found.bound_s,
         )
+        least_s = free.seconds if free.fits else free.bound_s
+        if least_s >= below_s:
+            raise NotFasterError(least_s, below_s)
         if not free.fits:
-            if not self.saves_memory:
+            if not saves_memory:
                 raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
             try:
-                bound = (found.sharding.bound_s, free.n_bytes)
-                found = solution((kind, tuple(map(tuple, moments))), option, bound)
+                free_of_limit = (found.sharding.bound_s, free.n_bytes)
+                found = solution((kind, tuple(map(tuple, moments))), option, free_of_limit)
             except InfeasibleError as error:
                 raise StageMemoryError(str(error), free) from error
         return replace(self._rebound(found, staged, mesh, problem, view), free=free)
@@ -206,32 +204,29 @@ def _variables(problem: MeshEquations) -> tuple[Var, ...]:
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
 
-def _bound_s(view: ShardedView, sharding: MeshSharding) -> float:
-    """Seconds of one step that any shardings of a stage take at least; 0 where work may hide collectives."""
-    return 0.0 if is_gpu(view.mesh.device) else sharding.bound_s
+def _bound_s(stage: Stage, full_s: float) -> float:
+    """Seconds of one step that any shardings of a stage take at least, which at full prices cost at least `full_s`.
 
-
-def _compute_s(stage: Stage, solved: SolvedStage) -> float:
-    """Seconds of one step that the passes of a solution compute, without collectives and without adding to totals.
-
-    An estimate of what any shardings compute, not a bound: others may compute a little less.
+    Work hides at most the part `overlap` of its own seconds:  t >= full - overlap * compute  and  t >= compute,
+    so that  (1 + overlap) * t >= full.
     """
-    split = stage.staged.split
-    times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops, hides=False)
-    return split.n_micro_batches * sum(one.compute_s for one in times.passes)
+    mesh = stage.view.mesh
+    if is_gpu(mesh.device):
+        overlap = mesh.device.overlap if mesh.device is not None else 1.0
+        full_s /= 1 + overlap
+    return max(full_s, stage.solver.folded.least_compute_s)
 
 
-def _cheapest(stage: Stage, wanted: Wanted, below_s: float) -> SolvedStage:
-    """As `StageSolver.solve`, from nothing. Raises NotFasterError if it takes `below_s` seconds or more.
+def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
+    """The cheapest shardings, solved from nothing, and `_bound_s`.
 
     Which sums start as one depends on the solution. So the first prices let as many share each start as can, which
     makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
     """
     best = solve_in_memory(stage, wanted)
-    if (least_s := max(_bound_s(stage.view, best.sharding), _compute_s(stage, best))) >= below_s:
-        raise NotFasterError(least_s, below_s)
+    least_s = _bound_s(stage, best.sharding.bound_s)
     if math.isfinite(wanted.n_bytes) and needed(best.memory, wanted.moments) > wanted.n_bytes:
-        return best
+        return best, least_s
 
     bound_s, seconds, counts = best.sharding.bound_s, seconds_of(stage, best), _starts(stage, best)
     seen = set[StartCounts]()
@@ -251,10 +246,7 @@ def _cheapest(stage: Stage, wanted: Wanted, below_s: float) -> SolvedStage:
         counts = _starts(stage, other)
         if (other_s := seconds_of(stage, other)) < seconds:
             best, seconds = other, other_s
-    best = _or_hiding_more(stage, wanted, best)
-    if (seconds := seconds_of(stage, best)) >= below_s:
-        raise NotFasterError(seconds, below_s)
-    return best
+    return _or_hiding_more(stage, wanted, best), least_s
 
 
 def _or_hiding_more(stage: Stage, wanted: Wanted, best: SolvedStage) -> SolvedStage:

@@ -81,6 +81,12 @@ class GraphBuilder:
         """Bytes of the arrays of costs and the objects of each equation, about."""
         return self.costs.n_bytes + _EQUATION_BYTES * len(self.problem.eqns)
 
+    @property
+    def least_compute_s(self) -> float:
+        """Seconds per step that the equations compute at least, whatever their shardings."""
+        records = self._collected.records
+        return sum(n * one.least_compute_s for n, one in zip(self.problem.times, records, strict=True))
+
     def graph(self, limit: MemoryLimit | None = None, kept: Sequence[Usage] = (), byte_s: float = 0.0) -> CostGraph:
         """The cost graph, in which each byte per device of `kept` costs `byte_s` seconds.
 
@@ -143,5 +149,5 @@ class GraphBuilder:
             compute_s=tuple(record.compute_s(picks) for record in records),
             optimal=solution.optimal,
             gap=solution.gap,
-            bound_s=solution.lower_bound,
+            bound_s=solution.lower_bound - self._collected.inputs_s,
         )

@@ -60,6 +60,7 @@ class CollectedCosts:
         final: the choice of the spec of each result that is not left as it is made.
         records: the record of each equation; equations that are sharded alike share it.
         folding: which equations and inputs are sharded alike; None if each is decided on its own.
+        inputs_s: seconds that inputs cost at most, to break ties: no device waits for them.
     """
 
     costs: CostTable
@@ -67,6 +68,7 @@ class CollectedCosts:
     final: Mapping[Var, Choice]
     records: tuple[AnyRecord, ...]
     folding: Folding | None
+    inputs_s: float
 
 
 def collect_costs(
@@ -97,6 +99,7 @@ def collect_costs(
         final=collector.final,
         records=tuple(collector.records),
         folding=collector.folding,
+        inputs_s=collector.inputs_s,
     )
 
 
@@ -104,7 +107,7 @@ class _Collector:
     """Adds inputs, then equations, then results of `problem`; each part reads the choices of those before it.
 
     Attributes:
-        costs, choices, final, records, folding: see `CollectedCosts`.
+        costs, choices, final, records, folding, inputs_s: see `CollectedCosts`.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class _Collector:
         self.choices: dict[Var, Choice] = {}
         self.final: dict[Var, Choice] = {}
         self.records: list[AnyRecord] = []
+        self.inputs_s = 0.0
         self._not_partial = set(problem.not_partial)
 
         # These add to the costs, and read the choices that are made here.
@@ -174,6 +178,7 @@ class _Collector:
         weight = (1.0 if is_passing else _KEPT_INPUT_WEIGHT) / bandwidth
         shard_bytes = [bytes_of(var) / spec.n_shards(self._mesh.shape) for spec in specs]
         node = self.costs.add_node([count * weight * n_bytes for n_bytes in shard_bytes])
+        self.inputs_s += count * weight * max(shard_bytes)
         self.choices[var] = Choice(node, specs)
 
     def add_results(self) -> None:

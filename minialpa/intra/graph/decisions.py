@@ -43,6 +43,10 @@ class Record:
     def compute_s(self, picks: Sequence[int]) -> float:
         return float(self.strategies.compute_s[_strategy(self.node, picks)])
 
+    @property
+    def least_compute_s(self) -> float:
+        return float(self.strategies.compute_s.min())
+
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
@@ -55,6 +59,10 @@ class PassRecord:
         return EquationSpecs(specs, specs, specs)
 
     def compute_s(self, picks: Sequence[int]) -> float:
+        return 0.0
+
+    @property
+    def least_compute_s(self) -> float:
         return 0.0
 
 
@@ -81,6 +89,10 @@ class LoopRecord:
 
     def compute_s(self, picks: Sequence[int]) -> float:
         return self.scan.length * sum(record.compute_s(picks) for record in self.body)
+
+    @property
+    def least_compute_s(self) -> float:
+        return self.scan.length * sum(record.least_compute_s for record in self.body)
 
 
 AnyRecord = Record | PassRecord | LoopRecord
