@@ -43,9 +43,10 @@ from minialpa.tracing.ragged_products import ragged_products
 
 
 class StageTooLargeError(InfeasibleError):
-    """A stage does not fit with so many micro-batches in flight, or is given up as too slow.
+    """A stage does not fit with so many micro-batches in flight, or is too slow.
 
-    free: its cheapest shardings with no regard to memory; None where the options forbid all, and where it is too slow.
+    free: its cheapest shardings with no regard to memory; None where the options forbid all.
+    is_too_slow: whether the caller has a faster plan; `free` is None then.
     """
 
     def __init__(

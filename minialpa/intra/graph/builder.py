@@ -83,7 +83,7 @@ class GraphBuilder:
 
     @property
     def least_compute_s(self) -> float:
-        """Seconds per step that the equations compute at least, whatever their shardings."""
+        """The least compute of a step under any shardings, in seconds."""
         records = self._collected.records
         return sum(n * one.least_compute_s for n, one in zip(self.problem.times, records, strict=True))
 

@@ -55,8 +55,7 @@ class MeshSharding:
         optimal: whether no sharding is proven cheaper, among those that treat repeated layers alike, where as many sums
             share each start as the prices say.
         gap: (cost - lower bound) / cost.
-        bound_s: seconds per step that no sharding takes less than, at the prices of the graph for what is computed and
-            communicated.
+        bound_s: lower bound on the seconds per step of compute and collectives, at the prices of the graph.
         counted_bytes: the most bytes per device at any time, as the memory limit counts them; 0 without a limit, or if
             what it counts fits under all shardings.
     """
