@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from minialpa.cluster import DeviceSpec, LogicalMesh
 
 CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
+#: What collectives that XLA for GPUs combines may write together: its default.
+GPU_COMBINED_BYTES = 30 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,11 @@ class Collective:
     kind: CollectiveKind
     n_bytes: float
     axes: tuple[int, ...]
+
+    def result_bytes(self, mesh: LogicalMesh) -> float:
+        """Bytes that each device of `mesh` gets."""
+        n_parts = math.prod(mesh.shape[axis] for axis in self.axes) if self.kind == "reduce-scatter" else 1
+        return self.n_bytes / n_parts
 
     def seconds(self, mesh: LogicalMesh) -> float:
         """Seconds on `mesh`, by its bandwidths and latencies."""

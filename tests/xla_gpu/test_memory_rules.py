@@ -55,6 +55,12 @@ def _converted(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
     return jax.nn.relu(x @ w).astype(BF16) @ v
 
 
+def _updated(x: jax.Array, w: jax.Array, v: jax.Array, y: jax.Array, bias: jax.Array) -> Any:
+    """Products with arguments, with the array of another kernel, and with a converted one."""
+    z = x @ w - y
+    return w - 0.1 * (x.T @ z), z + z @ v, z @ v.T + bias.astype(z.dtype)[None]
+
+
 def _heads(x: jax.Array, w: jax.Array) -> Any:
     """Products over batches of transposed operands."""
     q = (x @ w).reshape(8, N // 8, 16, D // 16)
@@ -107,6 +113,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = 
     ),
     "gradients, float32": (_block_gradients, (_array(N, D), _array(D, 4 * D), _array(4 * D, D))),
     "a product and its conversion": (_converted, (_array(N, D), _array(D, 4 * D), _array(4 * D, D, dtype=BF16))),
+    "an update, bfloat16": (
+        _updated,
+        (
+            *(_array(*shape, dtype=BF16) for shape in ((N, D), (D, 4 * D), (4 * D, 4 * D), (N, 4 * D))),
+            _array(4 * D),
+        ),
+    ),
     "products of heads": (_heads, (_array(N, D, dtype=BF16), _array(D, D, dtype=BF16))),
     "convolutions, float32": (_convolutions, (_array(8, 64, 64, 64), _array(3, 3, 64, 64))),
     "convolutions, bfloat16": (_convolutions, (_array(8, 64, 64, 64, dtype=BF16), _array(3, 3, 64, 64, dtype=BF16))),

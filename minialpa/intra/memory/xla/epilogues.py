@@ -1,51 +1,52 @@
 """Products that compute elementwise what comes after them, as the kernels of XLA for GPUs do.
 
-A product takes in the one operation that reads it, if this is a view or elementwise, and if what it writes has no more
-bytes than what it reads: a sum with a bias or a residual, a scale, a conversion to fewer bits. Then it looks at the
-next one. A function that reads the product twice, such as gelu, stays outside. A product with a result of 16 bits takes
-in nothing: XLA leaves it to libraries, or makes a kernel of it alone. Of 2,350 such products in programs that were
-compiled for GPUs, 10 took something in.
+A product takes in the one operation that reads it, if this is a view or elementwise and writes no more bytes than
+it reads: a bias, a scale, the update of a weight by its gradient. Then the product looks at the next operation. A
+function that reads the product twice, such as gelu, stays outside.
+
+The other operands have to be arguments of the program, or repeat arguments. An array that another kernel makes, such as
+a residual of a layer before or a bias that is converted, keeps the operation outside.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from minialpa.intra.memory.xla.operations import Operation
 
 
 def with_epilogues(
-    operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float], halves: Collection[int]
+    operations: Sequence[Operation], inputs: Sequence[int], results: Sequence[int], sizes: Sequence[float]
 ) -> tuple[Operation, ...]:
     """`operations` with those that products take in made part of them.
 
-    sizes: bytes of values. halves: the values whose elements have 16 bits or fewer.
+    inputs: the arguments of the program. sizes: bytes of values; literals have none.
     """
     n_reads = Counter(v for op in operations for v in op.reads)
     n_reads.update(results)
     out: list[Operation | None] = []
     # For what a product writes for one reader, where the product is in `out`.
     products: dict[int, int] = {}
-    # For what repeats elements, such as a bias for each row, the elements.
-    repeated: dict[int, tuple[int, ...]] = {}
+    # For arguments, views of them and arrays that repeat them, the arguments that a kernel reads.
+    loaded: dict[int, tuple[int, ...]] = {v: (v,) for v in inputs}
     for op in operations:
-        if op.repeats or op.kind == "fill":
-            repeated[op.writes[0]] = op.reads
+        is_loaded = [v in loaded or not sizes[v] for v in op.reads]
+        if all(is_loaded) and (op.repeats or op.kind in ("fill", "view")):
+            reads = tuple(read for v in op.reads for read in loaded.get(v, (v,)))
+            loaded.update(dict.fromkeys(op.writes, reads))
         product = next((v for v in op.reads if v in products), None) if _is_epilogue(op, sizes) else None
-        # With another array it computes sums only: what gates a product is a kernel of its own. Literals have no bytes.
-        if op.sums != "add" and any(sizes[v] and v != product and v not in repeated for v in op.reads):
+        if sum(is_loaded) + (product is not None) < len(op.reads):
             product = None
         if product is not None:
             place = products.pop(product)
             before = out[place]
             assert before is not None
-            others = (read for v in op.reads if v != product for read in repeated.get(v, (v,)))
+            others = (read for v in op.reads if v != product for read in loaded.get(v, (v,)))
             op = before._replace(reads=(*before.reads, *others), writes=op.writes)
             out[place] = None
         out.append(op)
-        is_taking = op.is_product and (product is not None or op.writes[0] not in halves)
-        if is_taking and len(op.writes) == 1 and n_reads[op.writes[0]] == 1:
+        if op.is_product and len(op.writes) == 1 and n_reads[op.writes[0]] == 1:
             products[op.writes[0]] = len(out) - 1
     return tuple(op for op in out if op is not None)
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 
+from minialpa.cost import GPU_COMBINED_BYTES
 from minialpa.intra.memory.compiler import CompilerModel, Kernel
 from minialpa.intra.memory.xla import cpu_fusion, gpu_fusion, gpu_order
 from minialpa.intra.memory.xla.combining import combine
@@ -28,8 +28,6 @@ from minialpa.intra.memory.xla.operations import Recorder
 from minialpa.intra.memory.xla.scatters import absorb
 from minialpa.intra.memory.xla.siblings import joined
 
-#: What collectives that XLA for GPUs combines may write together: its default.
-_COMBINED_BYTES = 30 * 2**20
 #: Of programs for GPUs, whose schedule depends on times that are not modelled. XLA fits most of those that need more
 #: than the model says into this (`python -m benchmarks.gpu_fidelity`).
 _GPU_RESERVE = 0.025
@@ -50,10 +48,9 @@ def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequen
     operations = absorb(recorder.operations, results, recorder.zeros)
     operations, renamed = of_transposed(operations, results, recorder.column_gathers)
     combinable = {renamed.get(value, value): kind for value, kind in recorder.combinable.items()}
-    operations = combine(operations, results, combinable, sizes, _COMBINED_BYTES)
+    operations = combine(operations, results, combinable, sizes, GPU_COMBINED_BYTES)
 
-    halves = {v for v, value in enumerate(recorder.values) if value.n_bytes <= 2 * math.prod(value.shape)}
-    operations = with_epilogues(operations, results, sizes, halves)
+    operations = with_epilogues(operations, inputs, results, sizes)
     kernels = joined(gpu_fusion.fused(Graph(operations, results, sizes)), results)
 
     sums = {value for value, (kind, _) in combinable.items() if kind != "all-gather"}
