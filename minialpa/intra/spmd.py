@@ -10,7 +10,9 @@ Nothing is left to XLA's partitioner, which does not know partial sums and choos
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -28,7 +30,7 @@ from minialpa.intra.ordering import wait_for_all
 from minialpa.intra.strategies.all_reduce import all_reduce, is_narrow
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
-from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
+from minialpa.intra.strategies.combining import WITH_GRADIENTS, Sharing, n_together, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
@@ -241,6 +243,7 @@ class Communication(NamedTuple):
         group: number of the collectives that it starts with, see `sum_groups`; None for a start of its own.
         loop: the `id` of the loop that it is in; None outside of loops.
         can_hide: whether all the work of the loop, or that of the program, can hide it, see `hidden_values`.
+        after: bit i is set if it waits for collective i of the program, which sums with the gradients.
     """
 
     collective: Collective
@@ -248,6 +251,7 @@ class Communication(NamedTuple):
     group: int | None
     loop: int | None = None
     can_hide: bool = False
+    after: int = 0
 
 
 def collectives_of(program: ShardedEquations) -> list[Communication]:
@@ -256,21 +260,26 @@ def collectives_of(program: ShardedEquations) -> list[Communication]:
     groups = sum_groups(program.eqns)
     hidden = hidden_values(program.eqns, program.invars, program.early, program.awaited, in_loop=program.in_loop)
 
-    def move(_: None, step: ReshardStep, atom: Atom) -> None:
+    # The shards are bits: the sums that each of them waits for.
+    def move(after: int, step: ReshardStep, atom: Atom) -> int:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:
             sums = collective.kind in ("all-reduce", "reduce-scatter")
             group = None if is_literal(atom) or not sums else groups.get(atom)
-            found.append(Communication(collective, 1, group, can_hide=not is_literal(atom) and atom in hidden))
+            can_hide = not is_literal(atom) and atom in hidden
+            found.append(Communication(collective, 1, group, can_hide=can_hide, after=after))
+            after |= (group == WITH_GRADIENTS) << (len(found) - 1)
+        return after
 
-    def run(eqn: JaxprEqn, *_: Any) -> list[None]:
-        return [None] * len(eqn.outvars)
+    def run(eqn: JaxprEqn, _: Factors, __: EquationSpecs, operands: Sequence[int]) -> list[int]:
+        return [functools.reduce(operator.or_, operands, 0)] * len(eqn.outvars)
 
-    def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, _: Any) -> list[None]:
-        found.extend(one._replace(times=body.length * one.times, loop=id(eqn)) for one in collectives_of(inside))
-        return [None] * len(eqn.outvars)
+    def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: Sequence[int]) -> list[int]:
+        times = body.length
+        found.extend(one._replace(times=times * one.times, loop=id(eqn), after=0) for one in collectives_of(inside))
+        return [functools.reduce(operator.or_, operands, 0)] * len(eqn.outvars)
 
-    walk(program, [None] * len(program.invars), ShardOps(lambda _: None, move, run, loop))
+    walk(program, [0] * len(program.invars), ShardOps(lambda _: 0, move, run, loop))
     return found
 
 

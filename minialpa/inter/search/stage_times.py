@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective, CollectiveKind, combined_kinds, is_gpu
+from minialpa.cost import GPU_COMBINED_BYTES, Collective, CollectiveKind, combined_kinds, is_gpu
 from minialpa.inter.staging.mesh_problem import TaskCollectives
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.spmd import Communication
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, StartCounts
 from minialpa.plan import PlannedPass
+
+#: The group of collectives of an update that no work hides. Other groups have numbers from 0.
+_EXPOSED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,9 @@ def stage_times(
         behind = (task.loop or n_loops) - 1  # A prologue counts with the update.
         if task.kind == "prologue" or task.kind == "update":
             once_s[behind] += compute
-            in_update[behind] += [each._replace(group=WITH_GRADIENTS) for each in one.collectives]
+            # Those of a kind that work hides start together, and the others do.
+            groups = {True: WITH_GRADIENTS, False: _EXPOSED}
+            in_update[behind] += [each._replace(group=groups[each.can_hide], after=0) for each in one.collectives]
             continue
 
         compute += _adding_s(one.totals_bytes, mesh) if hides else 0.0
@@ -128,28 +135,54 @@ def _communication_s(
 ) -> tuple[float, float]:
     """Seconds of collectives that devices wait for, and of those that their work hides.
 
-    total_s: seconds of that work. compute_s: of the equations in it, by `id`; None if it hides nothing. Collectives of
-    one group, kind and axes start together, if compilers combine them.
+    total_s: seconds of that work. compute_s: of the equations in it, by `id`; None if it hides nothing.
     """
-    work_s = None if compute_s is None else _work_s(collectives, total_s, compute_s)
-    combined, hides = combined_kinds(mesh), work_s is not None and is_gpu(mesh.device)
-    n_bytes: dict[tuple[object, ...], float] = {}
+    work_s = {} if compute_s is None else _work_s(collectives, total_s, compute_s)
+    starts = _starts(collectives, mesh)
+    exposed = _exposed(collectives, starts) if is_gpu(mesh.device) and compute_s is not None else set(starts)
+    n_bytes: dict[int, float] = defaultdict(float)
+    for start, one in zip(starts, collectives, strict=True):
+        n_bytes[start] += one.collective.n_bytes
+
     seconds: dict[tuple[int | None, bool], float] = defaultdict(float)
-    for one in collectives:
-        collective, place = one.collective, (one.loop, one.can_hide and hides)
-        if one.group is None or collective.kind not in combined:
-            seconds[place] += one.times * collective.seconds(mesh)
-        else:
-            key = (*place, one.group, one.times, collective.kind, collective.axes)
-            together = n_bytes.get(key, 0.0) + collective.n_bytes
-            # The start of those before is paid already.
-            whole = Collective(collective.kind, together, collective.axes).seconds(mesh)
-            less = Collective(collective.kind, n_bytes[key], collective.axes).seconds(mesh) if key in n_bytes else 0.0
-            seconds[place] += one.times * (whole - less)
-            n_bytes[key] = together
+    for start, together in n_bytes.items():
+        one = collectives[start]
+        whole = dataclasses.replace(one.collective, n_bytes=together)
+        seconds[one.loop, start not in exposed] += one.times * whole.seconds(mesh)
 
     overlap = mesh.device.overlap if mesh.device is not None else 1.0
-    hidden_s = sum(
-        min(s, overlap * work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide and work_s is not None
-    )
+    hidden_s = sum(min(s, overlap * work_s[loop]) for (loop, is_hidden), s in seconds.items() if is_hidden)
     return sum(seconds.values()) - hidden_s, hidden_s
+
+
+def _starts(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int]:
+    """For each collective, the number of the first that starts with it.
+
+    Compilers combine those of one group, kind and axes, on GPUs until they write as much as is combined at most.
+    """
+    combined, most_bytes = combined_kinds(mesh), GPU_COMBINED_BYTES if is_gpu(mesh.device) else math.inf
+    starts: list[int] = []
+    last: dict[tuple[object, ...], tuple[int, float]] = {}
+    for i, one in enumerate(collectives):
+        start = i
+        if one.group is not None and one.collective.kind in combined:
+            key = (one.loop, one.group, one.times, one.collective.kind, one.collective.axes)
+            n_bytes = one.collective.result_bytes(mesh)
+            before, before_bytes = last.get(key, (i, 0.0))
+            if before_bytes + n_bytes <= most_bytes:
+                start, n_bytes = before, before_bytes + n_bytes
+            last[key] = start, n_bytes
+        starts.append(start)
+    return starts
+
+
+def _exposed(collectives: Sequence[Communication], starts: Sequence[int]) -> set[int]:
+    """The starts that no work hides.
+
+    What starts together waits for the last: no work is left beside it if none is beside one of them. Nor is any beside
+    what waits for such a start, as the gathers of new weights wait for the sums of gradients.
+    """
+    exposed = {start for start, one in zip(starts, collectives, strict=True) if not one.can_hide}
+    late = sum(1 << i for i, start in enumerate(starts) if start in exposed)
+    exposed.update(start for start, one in zip(starts, collectives, strict=True) if one.after & late)
+    return exposed

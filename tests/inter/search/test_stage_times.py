@@ -1,0 +1,36 @@
+"""What of the collectives of a program its work hides, by what they start with and wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from minialpa import ClusterSpec
+from minialpa.cost import GPU_COMBINED_BYTES, Collective, is_gpu
+from minialpa.inter.search.stage_times import _communication_s
+from minialpa.intra.spmd import Communication
+from minialpa.intra.strategies.combining import WITH_GRADIENTS
+
+MESH = ClusterSpec.preset("h100", devices_per_host=8).logical_mesh((1, 8), (8,))
+#: Seconds of work, enough to hide all.
+WORK_S = 10.0
+
+
+def _sum(n_bytes: float, *, can_hide: bool) -> Communication:
+    return Communication(Collective("all-reduce", n_bytes, (0,)), 1, WITH_GRADIENTS, can_hide=can_hide)
+
+
+def _gather(n_bytes: float, *, after: int) -> Communication:
+    return Communication(Collective("all-gather", n_bytes, (0,)), 1, None, can_hide=True, after=1 << after)
+
+
+def test_a_gradient_that_is_summed_with_the_last_one_is_not_hidden_nor_what_waits_for_it() -> None:
+    assert is_gpu(MESH.device)
+    small, large = GPU_COMBINED_BYTES / 4, GPU_COMBINED_BYTES * 3 / 4
+    together = [_sum(small, can_hide=True), _sum(small, can_hide=False), _gather(small, after=0)]
+    exposed_s, hidden_s = _communication_s(together, MESH, WORK_S, {})
+    whole = Collective("all-reduce", 2 * small, (0,)).seconds(MESH)
+    assert hidden_s == 0 and exposed_s == pytest.approx(whole + together[2].collective.seconds(MESH))
+
+    apart = [_sum(large, can_hide=True), _sum(large, can_hide=False), _gather(small, after=0), _gather(small, after=1)]
+    first, last, hidden, waiting = (one.collective.seconds(MESH) for one in apart)
+    assert _communication_s(apart, MESH, WORK_S, {}) == pytest.approx((last + waiting, first + hidden))
