@@ -66,6 +66,16 @@ def test_what_changes_a_buffer_stays_behind_its_readers() -> None:
     assert _written(found).index((2,)) < _written(found).index((3,))
 
 
+def test_what_waits_for_collectives_comes_last_and_small_work_hides_none() -> None:
+    """2 is gathered from 1 for product 3. Product 4 waits for nothing; 5 is work of a few bytes."""
+    kernels = [_kernel((1,), 2), _kernel((2,), 3), _kernel((0,), 4), _kernel((0,), 5)]
+    sizes = [0.0, 1e6, 1e6, 1e6, 2e6, 100.0]
+    found = overlapped(kernels, [2, 3, 0, 1], sizes, {2}, {3, 4, 5})
+    assert _written(found) == [(2,), (4,), (5,), (), (3,)]
+    found = overlapped(kernels, [3, 0, 1, 2], sizes, {2}, {3, 4, 5})
+    assert _written(found) == [(2,), (5,), (), (4,), (3,)]
+
+
 # ---- kernels of an optimiser ------------------------------------------------------------
 
 
@@ -106,22 +116,23 @@ def test_kernels_that_wait_for_each_other_otherwise_stay_apart() -> None:
 # ---- products and gathers ------------------------------------------------------------
 
 
-def _product_and_sum(other: int = 2, **facts: object) -> list[Operation]:
+def _product_and(**facts: object) -> list[Operation]:
     return [
         Operation("own", (0,), (1,), is_product=True),
-        Operation("loop", (1, other), (3,), elementwise=True, **facts),  # type: ignore[arg-type]
+        Operation("loop", (1, 2), (3,), elementwise=True, **facts),  # type: ignore[arg-type]
     ]
 
 
-def test_products_of_32_bits_take_in_sums() -> None:
-    (one,) = with_epilogues(_product_and_sum(sums="add"), [3], SIZES, halves=())
-    assert one.reads == (0, 2) and one.writes == (3,)
+@pytest.mark.parametrize("before", [[], [Operation("view", (4,), (2,))], [Operation("loop", (4,), (2,), repeats=True)]])
+def test_products_take_in_what_reads_arguments_views_of_them_and_repeated_ones(before: list[Operation]) -> None:
+    *_, one = with_epilogues([*before, *_product_and()], [0, 4 if before else 2], [3], SIZES)
+    assert one.reads == (0, 4 if before else 2) and one.writes == (3,)
 
 
-def test_products_of_16_bits_and_gates_are_kernels_of_their_own() -> None:
-    sums, gates = _product_and_sum(sums="add"), _product_and_sum()
-    assert with_epilogues(sums, [3], SIZES, halves={1, 3}) == tuple(sums)
-    assert with_epilogues(gates, [3], SIZES, halves=()) == tuple(gates)
+@pytest.mark.parametrize("before", [Operation("own", (4,), (2,)), Operation("loop", (4,), (2,), converts=True)])
+def test_what_reads_the_array_of_another_kernel_is_a_kernel_of_its_own(before: Operation) -> None:
+    operations = [before, *_product_and()]
+    assert with_epilogues(operations, [0, 4], [3], SIZES) == tuple(operations)
 
 
 def test_a_matrix_for_products_is_gathered_in_the_other_order() -> None:

@@ -6,14 +6,18 @@ wait for the collectives of activations, and gathers of weights start a product 
 
     ... , gradient of a weight, start, done, ...    ->    ... , start, gradient of a weight, done, ...
 
-Here one kernel of products or loops is enough for a collective. What a collective reads and writes is in memory from
-its start to its end. One collective runs at a time.
+Of the kernels that could run, from the end, it takes the one with most collectives on a path to it, then the one that
+lets most others run, then the last of the original order. So products of which each waits for a collective come last,
+and what they read stays in memory until then.
+
+Here products and loops are enough for a collective when they move as many bytes. What a collective reads and writes is
+in memory from its start to its end. One collective runs at a time.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from minialpa.intra.memory.compiler import Kernel
@@ -54,17 +58,27 @@ class _Schedule:
         self._is_work = [any(v in work for v in kernel.writes) for kernel in kernels]
         # The sum of a loss, say, would keep all that is summed.
         self._is_scalar = [max((sizes[v] for v in kernel.writes), default=0.0) <= _SCALAR_BYTES for kernel in kernels]
+        self._n_bytes = [sum(sizes[v] for v in (*kernel.reads, *kernel.writes)) for kernel in kernels]
         maker = {v: number for number, kernel in enumerate(kernels) for v in kernel.writes}
         self._before = [{maker[v] for v in kernel.reads if v in maker} - {n} for n, kernel in enumerate(kernels)]
-        self._n_readers: dict[int, int] = defaultdict(int)
-        for before in self._before:
-            for number in before:
-                self._n_readers[number] += 1
         self._add_order_of_changes(maker)
-        # The last of those that nothing waits for any more comes first.
-        self._ready = [(-self._place[n], n) for n in range(len(kernels)) if not self._n_readers[n]]
-        heapq.heapify(self._ready)
+
+        self._readers: dict[int, set[int]] = defaultdict(set)
+        # The most collectives on a path to each kernel.
+        self._depth = [0] * len(kernels)
+        for number in order:
+            for before in self._before[number]:
+                self._readers[before].add(number)
+                self._depth[number] = max(self._depth[number], self._depth[before] + self._is_collective[before])
+        # How many kernels wait for nothing more once this one is scheduled.
+        self._n_freed = Counter(next(iter(readers)) for readers in self._readers.values() if len(readers) == 1)
+
         self._from_end: list[Kernel] = []
+        self._done: set[int] = set()
+        self._ready: list[tuple[int, int, int, int]] = []
+        for number in order:
+            if not self._readers[number]:
+                self._push(number)
 
     def _add_order_of_changes(self, maker: dict[int, int]) -> None:
         """What changes a buffer runs behind all that read the buffer as it was."""
@@ -77,45 +91,56 @@ class _Schedule:
                 continue
             for other in readers[kernel.alias]:
                 is_first = self._place[other] < self._place[number]
-                if is_first and other not in self._before[number]:
+                if is_first:
                     self._before[number].add(other)
-                    self._n_readers[other] += 1
 
     def kernels(self) -> list[Kernel]:
         """What runs, from the beginning."""
-        while self._ready:
-            number = self._next()
+        while (number := self._next()) is not None:
             if self._is_collective[number]:
                 self._add_collective(number)
             else:
                 self._add(number)
         return self._from_end[::-1]
 
-    def _next(self) -> int:
-        return heapq.heappop(self._ready)[1]
+    def _push(self, number: int) -> None:
+        heapq.heappush(self._ready, (-self._depth[number], -self._n_freed[number], -self._place[number], number))
+
+    def _next(self) -> int | None:
+        """The kernel to schedule next, without those whose entry in the queue has been replaced."""
+        while self._ready:
+            *_, number = heapq.heappop(self._ready)
+            if number not in self._done:
+                return number
+        return None
 
     def _add(self, number: int) -> None:
         self._from_end.append(self._kernels[number])
+        self._done.add(number)
         for before in self._before[number]:
-            self._n_readers[before] -= 1
-            if not self._n_readers[before]:
-                heapq.heappush(self._ready, (-self._place[before], before))
+            readers = self._readers[before]
+            readers.remove(number)
+            if not readers:
+                self._push(before)
+            elif len(readers) == 1:
+                (last,) = readers
+                self._n_freed[last] += 1
+                if not self._readers[last]:
+                    self._push(last)
 
     def _add_collective(self, collective: int) -> None:
         """Its end, what runs beside it, and its start."""
         others: list[int] = []
         beside = len(self._from_end)
-        found = False
-        while self._ready and not found:
-            number = self._next()
+        kernel, left_bytes = self._kernels[collective], self._n_bytes[collective]
+        while left_bytes > 0 and (number := self._next()) is not None:
             if self._is_collective[number] or self._is_scalar[number]:
                 others.append(number)
                 continue
             self._add(number)
-            found = self._is_work[number]
-        kernel = self._kernels[collective]
+            left_bytes -= self._n_bytes[number] if self._is_work[number] else 0.0
         if len(self._from_end) > beside:
             self._from_end.insert(beside, Kernel(reads=(*kernel.reads, *kernel.writes), writes=()))
         self._add(collective)
         for number in others:
-            heapq.heappush(self._ready, (-self._place[number], number))
+            self._push(number)
