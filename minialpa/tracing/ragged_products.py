@@ -65,8 +65,9 @@ def dense_product(
         k = list(lhs_sums).index(ragged)
         with jax.named_scope(_APART):
             lhs, rhs, group_sizes = lax.optimization_barrier((lhs, rhs, group_sizes))
-        lhs = _masked(lhs, group_sizes, (*lhs_batch, *lhs_sums[:k]), ragged, at=0)
-        rhs = _masked(rhs, group_sizes, (*rhs_batch, *rhs_sums[:k]), rhs_sums[k], at=0)
+        groups = _rows_of_groups(group_sizes)
+        lhs = _masked(lhs, groups, (*lhs_batch, *lhs_sums[:k]), ragged, at=0)
+        rhs = _masked(rhs, groups, (*rhs_batch, *rhs_sums[:k]), rhs_sums[k], at=0)
         sums = [d + 1 for d in lhs_sums], [d + 1 for d in rhs_sums]
         batch = [0, *(d + 1 for d in lhs_batch)], [0, *(d + 1 for d in rhs_batch)]
     elif ragged not in lhs_batch:
@@ -74,7 +75,8 @@ def dense_product(
         kept = [d for d in range(lhs.ndim) if d not in lhs_sums and d not in lhs_batch]
         # Beside the dimensions that are summed over, as the product reads them.
         at = min(lhs_sums, default=lhs.ndim)
-        lhs = _masked(lhs, group_sizes, (*lhs_batch, *kept[: kept.index(ragged)]), ragged, at=at)
+        groups = _rows_of_groups(group_sizes)
+        lhs = _masked(lhs, groups, (*lhs_batch, *kept[: kept.index(ragged)]), ragged, at=at)
         sums = [at, *(d + (d >= at) for d in lhs_sums)], [group, *rhs_sums]
         batch = [d + (d >= at) for d in lhs_batch], list(rhs_batch)
 
@@ -83,14 +85,24 @@ def dense_product(
     )
 
 
-def _masked(x: jax.Array, sizes: jax.Array, outer: Sequence[int], ragged: int, *, at: int) -> jax.Array:
+def _rows_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first row of each group, and the row after its last."""
+    sizes = checkpoint_name(sizes, _MARK)
+    ends = lax.cumsum(sizes, axis=sizes.ndim - 1)
+    return ends - sizes, ends
+
+
+def _masked(
+    x: jax.Array, groups: tuple[jax.Array, jax.Array], outer: Sequence[int], ragged: int, *, at: int
+) -> jax.Array:
     """`x` for each group, as a new dimension `at`: zeros in place of the rows of all other groups.
 
-    outer: the dimensions of `x` for which `sizes` may have leading dimensions, in order.
+    groups: of `_rows_of_groups`. outer: the dimensions of `x` for which `groups` may have leading dimensions, in order.
     """
-    full = (*x.shape[:at], sizes.shape[-1], *x.shape[at:])
+    starts, ends = groups
+    full = (*x.shape[:at], ends.shape[-1], *x.shape[at:])
     dims = [d + (d >= at) for d in range(x.ndim)]
-    of_sizes = [*(dims[d] for d in outer), at][-sizes.ndim :]
+    of_sizes = [*(dims[d] for d in outer), at][-ends.ndim :]
     of_mask = sorted([*of_sizes, dims[ragged]])
 
     def in_mask(array: jax.Array, of_array: Sequence[int]) -> jax.Array:
@@ -98,10 +110,8 @@ def _masked(x: jax.Array, sizes: jax.Array, outer: Sequence[int], ragged: int, *
         places = [of_mask.index(of_array[i]) for i in order]
         return lax.broadcast_in_dim(lax.transpose(array, order), [full[d] for d in of_mask], places)
 
-    sizes = checkpoint_name(sizes, _MARK)
-    ends = lax.cumsum(sizes, axis=sizes.ndim - 1)
-    rows = in_mask(lax.iota(sizes.dtype, x.shape[ragged]), [dims[ragged]])
-    mask = (in_mask(ends - sizes, of_sizes) <= rows) & (rows < in_mask(ends, of_sizes))
+    rows = in_mask(lax.iota(ends.dtype, x.shape[ragged]), [dims[ragged]])
+    mask = (in_mask(starts, of_sizes) <= rows) & (rows < in_mask(ends, of_sizes))
     copies = lax.broadcast_in_dim(x, full, dims)
     return lax.select(lax.broadcast_in_dim(mask, full, of_mask), copies, lax.full_like(copies, 0))
 
