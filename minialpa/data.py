@@ -18,12 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import jax
 import numpy as np
 
-from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import own_copy
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.plan import PlacementSpec
@@ -34,6 +33,12 @@ OnRagged = Literal["fewer", "error", "drop"]
 
 #: Seconds that the end of the process waits for a source to return.
 _EXIT_S = 5.0
+
+
+class PlacesBatches(Protocol):
+    """What a loader needs of a step, see `ParallelizedFunc`."""
+
+    def place_batch(self, batch: Any) -> Any: ...
 
 
 class DataLoader(Iterator[Any]):
@@ -50,7 +55,7 @@ class DataLoader(Iterator[Any]):
     def __init__(
         self,
         source: Iterable[Any] | Callable[[], Iterable[Any]],
-        step: ParallelizedFunc,
+        step: PlacesBatches,
         prefetch_size: int = 2,
         *,
         on_ragged: OnRagged = "fewer",
@@ -166,7 +171,7 @@ class MeshDriverDataLoader(DataLoader):
         batch_size: int,
         num_samples: int,
         input_iter_func: ReadSamples,
-        step: ParallelizedFunc,
+        step: PlacesBatches,
         prefetch_size: int = 1,
         repeat: bool = False,
         *,
@@ -206,7 +211,7 @@ def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:
             "A loader takes the parallelized step in place of Alpa's placement specs: its program also knows the "
             "devices. Pass the function that `parallelize` returned."
         )
-    if not isinstance(step, ParallelizedFunc):
+    if not hasattr(step, "place_batch"):
         raise MinialpaError(f"`step` is the function that `parallelize` returned; got a {type(step).__name__}.")
     if not isinstance(prefetch_size, int) or prefetch_size < 1:
         raise MinialpaError(f"`prefetch_size` is the number of batches to hold, 1 or more; got {prefetch_size!r}.")
@@ -324,7 +329,7 @@ _Outcome = _Read | _Failed | None
 class _Batches:
     """The batches of a source that are handed over, laid out for a step. One thread at a time uses it."""
 
-    def __init__(self, source: _Source, step: ParallelizedFunc, on_ragged: OnRagged) -> None:
+    def __init__(self, source: _Source, step: PlacesBatches, on_ragged: OnRagged) -> None:
         self._source, self._step, self._on_ragged = source, step, on_ragged
         self._first_sizes: list[int] | None = None
 

@@ -7,10 +7,11 @@ A method object holds what the user asks for. `options` translates it into `Plan
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 
@@ -35,6 +36,7 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
+from minialpa.tracing.trace import TracedStep
 
 Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
@@ -282,18 +284,32 @@ class CreateStateParallel:
 
     Attributes:
         train_step: a parallelized function whose first argument is the state.
-        other_args: its other arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        other_args: a tuple of its other arguments: arrays, or `jax.ShapeDtypeStruct`s in their place. If there is one
+            other argument, such as a dict of arrays, it may be given by itself.
     """
 
     train_step: PlannedFunction
-    other_args: Sequence[Any]
+    other_args: Any
 
     def __post_init__(self) -> None:
         _check_planned("train_step", self.train_step)
-        if not isinstance(self.other_args, tuple | list):
-            raise ShardingError(
-                f"`other_args` is a tuple of the arguments behind the state; got a {type(self.other_args).__name__}."
-            )
+        object.__setattr__(self, "other_args", _other_arguments(self.train_step, self.other_args))
+
+
+def _other_arguments(train_step: Any, given: Any) -> tuple[Any, ...]:
+    """The arguments after the state, where `given` is all of them, or the only one. A tuple may be either.
+
+    If the step needs one other argument, a tuple of any other length than one is that argument.
+    """
+    if type(given) not in (tuple, list):
+        return (given,)
+    try:
+        parameters = inspect.signature(train_step).parameters.values()
+    except (TypeError, ValueError):  # a builtin has no signature
+        return tuple(given)
+    is_plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    n_needed = sum(p.default is p.empty for p in parameters)
+    return (given,) if is_plain and len(parameters) == n_needed == 2 and len(given) != 1 else tuple(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,6 +500,41 @@ def _with_attention(stages: StageOption, attention: Attention) -> StageOption:
 Method = ShardParallel | PipeshardParallel | AutoParallel
 #: Methods that keep to the plan of another function.
 FollowingMethod = CreateStateParallel | FollowParallel
+
+
+def _refuse_change(method: Any, name: str, value: Any) -> None:
+    raise dataclasses.FrozenInstanceError(
+        f"`{type(method).__name__}` cannot be changed. Make another method, `dataclasses.replace(method, {name}=...)`, "
+        "and parallelize the function by that one."
+    )
+
+
+for _kind in (*get_args(Method), DataParallel, Zero2Parallel, Zero3Parallel, *get_args(FollowingMethod)):
+    _kind.__setattr__ = _refuse_change
+
+
+@runtime_checkable
+class StepMethod(Protocol):
+    """A method whose options depend on the structure of the step, as do PartitionSpecs in a pytree."""
+
+    def options_for(self, step: TracedStep) -> PlanOptions: ...
+
+
+def options_for(method: Method, step: TracedStep) -> PlanOptions:
+    """What a method asks of the planner for this step."""
+    return method.options_for(step) if isinstance(method, StepMethod) else method.options()
+
+
+def axis_names_of(method: Method | FollowingMethod | Plan) -> tuple[str, ...]:
+    """The names that bare PartitionSpecs in a step may use for mesh axes."""
+    match method:
+        case CreateStateParallel():
+            return ()
+        case FollowParallel() | Plan():
+            plan = method if isinstance(method, Plan) else method.source()
+            return tuple(dict.fromkeys(name for stage in plan.stages for name in stage.option.axis_names))
+        case _:
+            return method.options().axis_names
 
 
 def check_method(method: Any) -> None:

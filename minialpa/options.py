@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import DeviceSpec
-from minialpa.errors import ShardingError
+from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.sharding import AXIS_NAMES
 
 #: What becomes of the attentions of a step.
 Attention = Literal["auto", "fused", "written"]
@@ -33,7 +34,14 @@ class AutoShardingOption:
             divides are replicated.
         fixed_specs: PartitionSpecs for arguments and results, as a mapping or pairs. Keys are paths, as
             `Plan.input_specs` and `Plan.output_specs` list them; `*` stands for any text. The first key that matches a
-            path counts, and each key has to match one. Axes are "x" and "y" of the logical mesh (1-D: "x").
+            path counts, and each key has to match one. Axes are those of `axis_names`, or else "x" and "y" of the
+            logical mesh (1-D: "x").
+        axis_names: names of the axes of the logical mesh, for `fixed_specs`, for `received_axes`, and for bare
+            PartitionSpecs in `jax.lax.with_sharding_constraint`. A mesh of fewer axes has the last of them. An axis
+            that only other stages have splits nothing.
+        received_axes: pairs of an axis and a dimension. On a mesh with that axis, it splits the dimension of every
+            value that comes from another mesh, if its length divides the dimension, and nothing else splits the value.
+            Empty to leave that to the planner.
         memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
             temporaries; None for the device's memory.
         solver_time_limit_s: seconds for the solver of one stage: nominal ones, of counted work, so that a plan does not
@@ -57,10 +65,14 @@ class AutoShardingOption:
     solver_time_limit_s: float = 20.0
     keep_constraints: bool = field(default=True, metadata={"may_be_missing": True})
     attention: Attention = field(default="auto", metadata={"may_be_missing": True})
+    axis_names: tuple[str, ...] = field(default=(), metadata={"may_be_missing": True})
+    received_axes: tuple[tuple[str, int], ...] = field(default=(), metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
         object.__setattr__(self, "fixed_specs", tuple(pairs))
+        object.__setattr__(self, "axis_names", tuple(self.axis_names))
+        object.__setattr__(self, "received_axes", tuple((name, dim) for name, dim in self.received_axes))
         _check_values(self)
         _check_together(self)
 
@@ -78,6 +90,31 @@ class AutoShardingOption:
     def set_names(self) -> tuple[str, ...]:
         """Names of the options that differ from the default."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
+
+    @property
+    def fixed_pairs(self) -> tuple[tuple[str, PartitionSpec], ...]:
+        """`fixed_specs`, as pairs."""
+        assert isinstance(self.fixed_specs, tuple), self.fixed_specs
+        return self.fixed_specs
+
+    @property
+    def named_axes(self) -> set[str]:
+        """The names that `fixed_specs` and `received_axes` use."""
+        entries = [entry for _, partition in self.fixed_pairs for entry in partition]
+        in_specs = [name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))]
+        return {name for name in in_specs if isinstance(name, str)} | {name for name, _ in self.received_axes}
+
+    def names_on(self, mesh_shape: tuple[int, ...]) -> tuple[str, ...]:
+        """The name of each axis of a logical mesh. Raises InfeasibleError if there are fewer names than axes."""
+        n_axes = len(mesh_shape)
+        if not self.axis_names:
+            return AXIS_NAMES[:n_axes]
+        if n_axes > len(self.axis_names):
+            raise InfeasibleError(
+                f"A logical mesh of {mesh_shape} has {n_axes} axes, and the names are {self.axis_names}. Give each "
+                "axis a name, or ask for a logical shape with as many axes as there are names."
+            )
+        return self.axis_names[len(self.axis_names) - n_axes :]
 
     def for_any_batch(self) -> AutoShardingOption:
         """These constraints, but for those on how the examples are split."""
@@ -124,6 +161,9 @@ def _check_values(option: AutoShardingOption) -> None:
     if not time_limit_s >= 0:
         raise ShardingError(f"`solver_time_limit_s` is a number of seconds, at least 0; got {time_limit_s!r}.")
 
+    names = option.axis_names
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ShardingError(f"`axis_names` is a tuple of different names; got {names!r}.")
     if option.attention not in get_args(Attention):
         raise ShardingError(f"`attention` is {_one_of(map(repr, get_args(Attention)))}; got {option.attention!r}.")
     for name in _SWITCHES:
@@ -239,7 +279,8 @@ class FixedLayerOption:
     row_blocks: tuple[tuple[int, ...], ...] = ()
 
 
-PhysicalSpace = Literal["power_of_two", "all"]
+PhysicalSpace = Literal["power_of_two", "all"] | Sequence[tuple[int, int]]
+_PHYSICAL = ("power_of_two", "all")
 LogicalSpace = Literal["all", "same_as_physical", "data_parallel_only", "model_parallel_only"]
 
 
@@ -248,8 +289,8 @@ class AutoStageOption:
     """Search stages, submeshes and their logical shapes. Raises ShardingError for values that it does not know.
 
     Attributes:
-        submesh_physical_shape_space: `power_of_two` devices within a host, or `power_of_two` whole hosts; or `all`
-            numbers of them.
+        submesh_physical_shape_space: `power_of_two` devices within a host, or `power_of_two` whole hosts; `all`
+            numbers of them; or only these submeshes, as pairs of (hosts, devices per host).
         submesh_logical_shape_space: `all` factorisations of a submesh; `same_as_physical`, its hosts and their devices;
             `data_parallel_only`, all devices split the examples; `model_parallel_only`, none does. The last two stand
             for (n, 1) and (1, n) with `force_batch_dim_to_mesh_dim=0`.
@@ -267,12 +308,18 @@ class AutoStageOption:
     planned_steps: float = 10_000
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("submesh_physical_shape_space", get_args(PhysicalSpace)),
-            ("submesh_logical_shape_space", get_args(LogicalSpace)),
-        ):
-            if getattr(self, name) not in known:
-                raise ShardingError(f"`{name}` is {_one_of(map(repr, known))}; got {getattr(self, name)!r}.")
+        physical, logical = self.submesh_physical_shape_space, self.submesh_logical_shape_space
+        if not isinstance(physical, str) and physical:
+            submeshes = tuple((hosts, devices) for hosts, devices in physical)
+            object.__setattr__(self, "submesh_physical_shape_space", submeshes)
+        elif physical not in _PHYSICAL:
+            raise ShardingError(
+                f"`submesh_physical_shape_space` is {_one_of(map(repr, _PHYSICAL))}, or pairs of (hosts, devices per "
+                f"host); got {physical!r}."
+            )
+        if logical not in get_args(LogicalSpace):
+            known = _one_of(map(repr, get_args(LogicalSpace)))
+            raise ShardingError(f"`submesh_logical_shape_space` is {known}; got {logical!r}.")
         if not self.tolerance >= 0:
             raise ShardingError(f"`tolerance` is a fraction of the step time, at least 0; got {self.tolerance!r}.")
         if not self.planned_steps >= 0:
@@ -411,16 +458,21 @@ class PlanOptions:
         return replace(self, sharding=relax(self.sharding), stages=stages)
 
     @property
-    def fixed_paths(self) -> tuple[str, ...]:
-        """Keys of all `fixed_specs`."""
+    def sharding_options(self) -> tuple[AutoShardingOption, ...]:
+        """The options of the method and of stages; of stages by hand, only what names arguments and axes."""
         options = [self.sharding]
         if isinstance(self.stages, UniformStageOption) and self.stages.submesh_autosharding_option is not None:
             options.append(self.stages.submesh_autosharding_option)
         if isinstance(self.stages, ManualStageOption):
-            dicts = self.stages.submesh_autosharding_option_dicts
-            options += [AutoShardingOption(fixed_specs=fields.get("fixed_specs", ())) for fields in dicts]
-        pairs = [pair for option in options for pair in dict(option.fixed_specs).items()]
-        return tuple(dict.fromkeys(pattern for pattern, _ in pairs))
+            named = ("fixed_specs", "axis_names", "received_axes")
+            for given in self.stages.submesh_autosharding_option_dicts:
+                options.append(AutoShardingOption(**{name: given[name] for name in named if name in given}))
+        return tuple(options)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names that axes of logical meshes have in any stage."""
+        return tuple(dict.fromkeys(name for option in self.sharding_options for name in option.axis_names))
 
     def micro_batch_choices(self, batch_size: int | None) -> tuple[int, ...]:
         """Numbers of micro-batches to choose from."""

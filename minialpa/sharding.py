@@ -8,7 +8,9 @@ outermost. `R,R+P1` is a partial sum: along mesh axis 1 the devices hold summand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -29,6 +31,19 @@ def device_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:
 def abstract_mesh(shape: tuple[int, ...]) -> AbstractMesh:
     """A mesh as `device_mesh` makes it, without devices."""
     return AbstractMesh(shape, AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+@contextmanager
+def bare_specs_over(names: Sequence[str]) -> Iterator[None]:
+    """While open, a PartitionSpec that a step gives to `with_sharding_constraint` may name these axes."""
+    with ExitStack() as stack:
+        if names:
+            # Under `jax.set_mesh`, all arrays of the step would have this mesh in their types.
+            mesh = Mesh(np.array(jax.local_devices()[:1]).reshape((1,) * len(names)), tuple(names))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                stack.enter_context(mesh)
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +122,11 @@ class Spec:
         """Shape of the jax array that holds all shards. Each axis of summands is one more dimension, in front."""
         return (*(mesh_shape[axis] for axis in self.partial), *shape)
 
-    def partition_spec(self) -> PartitionSpec:
-        """The sharding of the array of `stored_shape`, as a `jax.sharding.PartitionSpec` over `AXIS_NAMES`."""
+    def partition_spec(self, names_of_axes: Sequence[str] = AXIS_NAMES) -> PartitionSpec:
+        """The sharding of the array of `stored_shape`, as a `jax.sharding.PartitionSpec` over these axes."""
         names: list[str | tuple[str, ...] | None] = []
         for dim in (*((axis,) for axis in self.partial), *self.dims):
-            named = tuple(AXIS_NAMES[axis] for axis in dim)
+            named = tuple(names_of_axes[axis] for axis in dim)
             names.append(None if not named else named[0] if len(named) == 1 else named)
         while names and names[-1] is None:
             names.pop()

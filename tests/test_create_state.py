@@ -121,12 +121,21 @@ def test_no_device_and_no_host_holds_the_whole_state() -> None:
     assert found["grown"] < 1.9 * found["state"]
 
 
+def test_one_other_argument_may_be_given_by_itself() -> None:
+    x, y = jnp.ones(2), jnp.ones(3)
+    with_pair = minialpa.parallelize(lambda state, batch: state)
+    with_both = minialpa.parallelize(lambda state, x, y: state)
+    for given, expected in (({"x": x}, ({"x": x},)), (x, (x,)), ((x,), (x,)), ((x, y), ((x, y),)), ([x, y], ([x, y],))):
+        assert CreateStateParallel(with_pair, given).other_args == expected
+    assert CreateStateParallel(with_both, (x, y)).other_args == (x, y)
+    assert CreateStateParallel(minialpa.parallelize(lambda state, x, y=0: state), (x, y)).other_args == (x, y)
+    assert CreateStateParallel(minialpa.parallelize(lambda *args: args[0]), (x, y)).other_args == (x, y)
+
+
 def test_a_state_that_the_step_cannot_take_is_refused_by_name() -> None:
     step = minialpa.parallelize(scanned.train_step, method=ShardParallel())
     with pytest.raises(ShardingError, match=r"`train_step` is a parallelized function.*got a function"):
         CreateStateParallel(scanned.train_step, (scanned.BATCH,))  # type: ignore[arg-type]
-    with pytest.raises(ShardingError, match="`other_args` is a tuple"):
-        CreateStateParallel(step, scanned.BATCH)  # type: ignore[arg-type]
     create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)), donate_argnums=(0,))
     with pytest.raises(ShardingError, match="`donate_argnums`"):
         create(jax.random.key(0))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import minialpa
 from minialpa import (
     AutoLayerOption,
+    AutoParallel,
     AutoShardingOption,
     AutoStageOption,
     ClusterSpec,
@@ -260,6 +261,16 @@ def test_a_search_keeps_to_its_space(space: Any, wanted: set[Any]) -> None:
     assert {bool(op.result.dims[0]) for op in products} == {space == "data_parallel_only"}
 
 
+def test_a_search_keeps_to_the_submeshes_that_it_is_given() -> None:
+    stages = AutoStageOption([(1, 2)], planned_steps=math.inf)
+    for method in (
+        AutoParallel(CLUSTER, stage_option=stages),
+        PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=stages),
+    ):
+        plan = executable_of(method, OPTIMIZERS["Adam"]).get_parallel_plan()
+        assert {stage.submesh for stage in plan.stages} == {(1, 2)}
+
+
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +279,9 @@ def test_a_search_keeps_to_its_space(space: Any, wanted: set[Any]) -> None:
     [
         (lambda: AutoStageOption(submesh_logical_shape_space=WRONG), "`submesh_logical_shape_space` is .*'wrong'"),
         (lambda: AutoStageOption(submesh_physical_shape_space=WRONG), "`submesh_physical_shape_space` is .*'wrong'"),
+        (lambda: AutoStageOption(()), r"`submesh_physical_shape_space` is .*pairs of \(hosts, devices per host\)"),
         (lambda: AutoStageOption(tolerance=-1), "`tolerance` is a fraction"),
+        (lambda: AutoShardingOption(axis_names=("x", "x")), "`axis_names` is a tuple of different names"),
         (lambda: AutoStageOption(planned_steps=-1), "`planned_steps` is a number of steps"),
         (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` is a number of steps"),
         (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` is .* got 2"),
@@ -371,6 +384,18 @@ def test_a_space_and_an_option_that_contradict_each_other(space: Any) -> None:
     message = refused(method, ShardingError)
     assert f"`submesh_logical_shape_space='{space}'`" in message
     assert "`force_batch_dim_to_mesh_dim`" in message
+
+
+@pytest.mark.parametrize("submesh", [(1, 5), (2, 4), (0, 1)])
+def test_a_submesh_that_no_stage_can_have_is_refused(submesh: tuple[int, int]) -> None:
+    method = PipeshardParallel(CLUSTER, 1, stage_option=AutoStageOption([(1, 1), submesh]))
+    assert f"has {submesh}, and the cluster has 1 hosts of 4 devices" in refused(method, ShardingError)
+
+
+def test_a_method_that_is_to_change_says_how() -> None:
+    for method in (Zero3Parallel(), AutoParallel(), PipeshardParallel()):
+        with pytest.raises(AttributeError, match=r"`dataclasses\.replace\(method, num_micro_batches=\.\.\.\)`"):
+            method.num_micro_batches = 2  # type: ignore[misc]
 
 
 def test_what_nothing_answers_to_is_refused() -> None:

@@ -46,6 +46,7 @@ from minialpa.methods import (
     Method,
     Target,
     attention_of,
+    axis_names_of,
     check_method,
     resolve_devices,
 )
@@ -54,6 +55,7 @@ from minialpa.pytrees import check_no_graph, update_modules
 from minialpa.recognition.step import recognise
 from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
+from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
 from minialpa.support.private_jax import current_settings
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
@@ -311,7 +313,7 @@ class ParallelizedFunc:
         """The arguments, on the devices and in the shardings in which the step reads them."""
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
-        executable, _ = self._get(call).compiled
+        self._last = executable = self._get(call).compiled[0]
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         return (new_args, new_kwargs) if kwargs else new_args
 
@@ -569,7 +571,7 @@ class ParallelizedFunc:
             check_no_graph(value, f"Argument `{known.label(name)}`")
         state_like = self._state_like(call, names, values)
         try:
-            with collection_paused():
+            with collection_paused(), bare_specs_over(axis_names_of(self._method)):
                 traced = trace_step(
                     on_leaves(self._fun, call),
                     call.leaves,
@@ -578,6 +580,7 @@ class ParallelizedFunc:
                     arg_of_leaf=numbers,
                     donate="auto" if known.batch == "auto" else known.donate,
                     state_like=state_like,
+                    in_tree=tree,
                 )
         except MinialpaError:
             raise

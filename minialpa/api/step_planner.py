@@ -27,6 +27,7 @@ from minialpa.methods import (
     FollowParallel,
     Method,
     Target,
+    options_for,
     plan_to_method,
     resolve_devices,
 )
@@ -117,8 +118,9 @@ class StepPlanner:
                 key = (traced.fingerprint, target.cluster, target.logical_mesh)
                 if key not in self._plans:
                     known = self._known_like(traced, target)
-                    make = on_known_stages(planning(traced, target, self._folder), known, method.options())
-                    self._plans[key] = self._new_plan(traced, method.options(), make, is_first=is_first)
+                    options = options_for(method, traced)
+                    make = on_known_stages(planning(traced, target, self._folder), known, options)
+                    self._plans[key] = self._new_plan(traced, options, make, is_first=is_first)
                 plan = self._plans[key]
 
         _note_last(plan, partial(_layers_of_stages, traced, self._method, plan))

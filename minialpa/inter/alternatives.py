@@ -86,9 +86,9 @@ def forced_spec(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int, 
 def _with_spec(plan: Plan, path: str, spec: Spec, stage: int) -> PlanOptions:
     """The options of a plan, and `spec` for `path` on the mesh of `stage`."""
     options = options_of(plan)
-    old = plan.stages[stage].option.fixed_specs
-    assert isinstance(old, tuple)
-    fixed = ((path, spec.partition_spec()), *old)
+    option = plan.stages[stage].option
+    names = option.names_on(plan.stages[stage].logical_shape)
+    fixed = ((path, spec.partition_spec(names)), *option.fixed_pairs)
     if not isinstance(options.stages, ManualStageOption):
         return dataclasses.replace(options, sharding=dataclasses.replace(options.sharding, fixed_specs=fixed))
     dicts = list(options.stages.submesh_autosharding_option_dicts)

@@ -90,6 +90,9 @@ def _plans_by_name(
     planned with half and with twice as many, and so on while the plan gets faster.
     """
     plans: list[tuple[Plan, PlanOptions]] = []
+    space, cluster = auto.submesh_physical_shape_space, context.cluster
+    if not isinstance(space, str) and (cluster.num_hosts, cluster.devices_per_host) not in space:
+        return []
 
     def is_better(options: PlanOptions) -> bool:
         least_s = _least_s([*found, *(plan for plan, _ in plans)])

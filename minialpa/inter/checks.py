@@ -27,15 +27,35 @@ def warn_of_missing_rules(context: PlanningContext) -> None:
         )
 
 
-def check_fixed_paths(context: PlanningContext) -> None:
-    """Raise ShardingError for a key of `fixed_specs` that no argument and no result matches."""
+def check_fixed_specs(context: PlanningContext) -> None:
+    """Raise ShardingError for a key of `fixed_specs` that no argument and no result matches, and for unknown axes."""
+    options, names = context.options.sharding_options, context.options.axis_names
+    unknown = {name for option in options for name in option.named_axes} - {*names}
+    if unknown and names:
+        raise ShardingError(
+            f"`fixed_specs` and `received_axes` name the axes {sorted(unknown)}; the meshes have {', '.join(names)}."
+        )
+
     paths = (*context.traced.in_paths, *context.traced.out_paths)
-    for pattern in context.options.fixed_paths:
+    for pattern in dict.fromkeys(pattern for option in options for pattern, _ in option.fixed_pairs):
         if not any(matches(pattern, path) for path in paths):
             listed = ", ".join(f"`{path}`" for path in paths[:_MOST_PATHS]) + (", ..." if paths[_MOST_PATHS:] else "")
             raise ShardingError(
                 f"`fixed_specs` has the key `{pattern}`, which no argument and no result matches. There are {listed}; "
                 "`*` stands for any text."
+            )
+
+
+def check_submeshes(context: PlanningContext) -> None:
+    """Raise ShardingError for a submesh to search that is neither a part of a host nor whole hosts."""
+    stages, cluster = context.options.stages, context.cluster
+    space = stages.submesh_physical_shape_space if isinstance(stages, AutoStageOption) else ()
+    for h, n in () if isinstance(space, str) else space:
+        per_host = cluster.devices_per_host
+        if not 1 <= h <= cluster.num_hosts or not (1 <= n <= per_host if h == 1 else n == per_host):
+            raise ShardingError(
+                f"`submesh_physical_shape_space` has ({h}, {n}), and the cluster has {cluster.num_hosts} hosts of "
+                f"{per_host} devices. A submesh is a part of one host, (1, n), or whole hosts, (h, {per_host})."
             )
 
 

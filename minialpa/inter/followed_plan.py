@@ -238,12 +238,12 @@ def _stages(
     """The stages of `source`, with the specs of the leaves on each mesh fixed."""
     cluster = context.cluster
     for mesh, stage in enumerate(source.stages):
+        option = stage.option if relax is None else relax(stage.option)
         fixed = tuple(
-            (name, homes.of_part(part)[mesh].partition_spec())
+            (name, homes.of_part(part)[mesh].partition_spec(option.names_on(stage.logical_shape)))
             for part, name in names.items()
             if mesh in homes.of_part(part)
         )
-        option = stage.option if relax is None else relax(stage.option)
         device = cluster.device_of(stage.first_device // cluster.devices_per_host) if cluster.host_devices else None
         yield DecidedStage(
             layers=(mesh,) if source.layer_of_group else (),

@@ -171,6 +171,8 @@ def _explained(
     kept = set(options.sharding.set_names) - {"memory_limit_bytes", "solver_time_limit_s"}
     if auto.sharding(AutoShardingOption()) != AutoShardingOption():
         kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
+    if not isinstance(auto.submesh_physical_shape_space, str):
+        kept = kept | {"submesh_physical_shape_space"}
     if not kept or isinstance(failure, StageTooLargeError):
         return failure
 

@@ -172,6 +172,16 @@ class MicroBatchedArray(RemoteArray):
         join = jnp.concatenate if jnp.issubdtype(self.dtype, jax.dtypes.extended) else np.concatenate
         return join([_value_here(array) for _, array in in_order], axis=dim)
 
+    @property
+    def sharding(self) -> Any:
+        """That of each part, in one process."""
+        return self.stored_as[0].sharding
+
+    @property
+    def addressable_shards(self) -> list[Any]:
+        """Those of all parts, in one process; the index of each is within its part."""
+        return [shard for part in self.stored_as for shard in part.addressable_shards]
+
     @classmethod
     def _fetch_all(cls, arrays: Sequence[Any]) -> None:
         prefetch([part for array in arrays for part in array.stored_as])

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 from jax.extend.core import Var
+from jax.tree_util import PyTreeDef
 
 from minialpa.errors import TraceError
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
@@ -67,6 +68,7 @@ class TracedStep:
         out_tree: pytree of the results.
         in_parts: for each invar, the argument leaf or rows of it that it stands for; empty if invars are the leaves.
         out_parts: the same for outvars and result leaves.
+        in_tree: pytree of the arguments, as a tuple without the static ones; None if it is not known.
         no_batch: why no batch was found; None if there is one, or if the user has said which arguments are batches.
     """
 
@@ -83,6 +85,7 @@ class TracedStep:
     out_tree: Any
     in_parts: tuple[Part, ...] = ()
     out_parts: tuple[Part, ...] = ()
+    in_tree: PyTreeDef | None = None
     no_batch: NoBatch | None = None
     #: The fingerprint, once it was asked for: planning and compiling ask for it again.
     _known: list[Fingerprint] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -125,6 +128,7 @@ def trace_step(
     arg_of_leaf: Sequence[int],
     donate: Sequence[int] | Literal["auto"],
     state_like: Sequence[int] = (),
+    in_tree: PyTreeDef | None = None,
 ) -> TracedStep:
     """Trace `fun(*leaves)`, a function of flat leaves that returns a pytree.
 
@@ -133,6 +137,7 @@ def trace_step(
     arg_of_leaf: for each leaf, the number of its argument.
     donate: numbers of donated arguments, or "auto": those that the step updates.
     state_like: arguments that "auto" donates whenever the step returns a replacement of the same shapes.
+    in_tree: the pytree of the arguments, if it is known.
 
     Raises TraceError if an argument leaf is not an array, or if the step's Python code needs the value of one.
     """
@@ -168,6 +173,7 @@ def trace_step(
         gradients=program.gradients,
         n_boundaries=max([program.n_boundaries, *(origin.layer for origin in origins)]),
         out_tree=jax.tree.structure(results),
+        in_tree=in_tree,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from minialpa.cluster import ClusterSpec, DeviceSpec
 from minialpa.inter.search.stage_kernels import Bools, Floats, Ints
-from minialpa.options import AutoStageOption
+from minialpa.options import AutoStageOption, PhysicalSpace
 
 #: By how much of its time what uses all devices has to be faster than what uses none.
 _PER_DEVICE = 1e-3
@@ -33,18 +33,21 @@ class Candidate:
 
 def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]:
     """Submeshes within a host by the option's rule, then whole hosts alike; each with its logical shapes."""
-    per_host = cluster.devices_per_host
-    space = option.submesh_physical_shape_space
     out = []
     for device, runs in _runs_of_hosts(cluster).items():
-        hosts = max(runs)
-        submeshes = [(1, n) for n in _counts(per_host, space)] + [(h, per_host) for h in _counts(hosts, space) if h > 1]
         out += [
             Candidate(submesh, shape, device if cluster.host_devices else None)
-            for submesh in submeshes
+            for submesh in _submeshes(option.submesh_physical_shape_space, max(runs), cluster.devices_per_host)
             for shape in logical_shapes(submesh, option.submesh_logical_shape_space)
         ]
     return out
+
+
+def _submeshes(space: PhysicalSpace, hosts: int, per_host: int) -> list[tuple[int, int]]:
+    """Submeshes (hosts, devices per host) of `space` on so many hosts in a row."""
+    if isinstance(space, str):
+        return [(1, n) for n in _counts(per_host, space)] + [(h, per_host) for h in _counts(hosts, space) if h > 1]
+    return [(h, n) for h, n in dict.fromkeys(space) if (n <= per_host if h == 1 else n == per_host and h <= hosts)]
 
 
 def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]]:

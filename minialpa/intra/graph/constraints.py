@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.options import AutoShardingOption
 from minialpa.sharding import AXIS_NAMES, Spec
 from minialpa.tracing.jaxprs import is_constraint, shape_of, source_line
 
@@ -32,15 +33,12 @@ class Constraint:
 
 
 def constraint_of_path(
-    path: str, shape: tuple[int, ...], fixed: Iterable[tuple[str, PartitionSpec]], mesh_shape: tuple[int, ...]
+    path: str, shape: tuple[int, ...], option: AutoShardingOption, mesh_shape: tuple[int, ...]
 ) -> Constraint | None:
-    """The constraint of the first entry (pattern, partition) of `fixed` whose pattern matches `path`.
-
-    Partitions are over the axes `AXIS_NAMES` of the logical mesh; see `matches` for patterns.
-    """
-    for pattern, partition in fixed:
+    """The constraint of the first of the option's `fixed_specs` whose key matches `path`; see `matches`."""
+    for pattern, partition in option.fixed_pairs:
         if matches(pattern, path):
-            axes: dict[str, int | None] = {name: axis for axis, name in enumerate(AXIS_NAMES[: len(mesh_shape)])}
+            axes = _numbered(option.names_on(mesh_shape), option.named_axes if option.axis_names else ())
             return _constraint(partition, shape, axes, mesh_shape, f"the spec of `{path}`")
     return None
 
@@ -61,8 +59,9 @@ def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int,
     return None
 
 
-def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...]) -> Constraint:
-    """The constraint of a `with_sharding_constraint`, whose axes are those of the logical mesh with their lengths.
+def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: AutoShardingOption) -> Constraint:
+    """The constraint of a `with_sharding_constraint`. Its axes are those of the logical mesh with the names that the
+    option gives them; without names, those with their lengths.
 
     On one device, every constraint holds. Raises InfeasibleError if it cannot hold on the logical mesh.
     """
@@ -73,11 +72,20 @@ def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...]) -> Constr
     if not isinstance(sharding, NamedSharding):
         raise InfeasibleError(f"{where} has a {type(sharding).__name__}. Use a NamedSharding, or a PartitionSpec.")
     try:
-        axes = _axis_numbers(dict(sharding.mesh.shape), mesh_shape, where)
+        names = option.names_on(mesh_shape) if option.axis_names else ()
+        if names and set(names) <= set(sharding.mesh.axis_names):
+            axes = _numbered(names, sharding.mesh.axis_names)
+        else:
+            axes = _axis_numbers(dict(sharding.mesh.shape), mesh_shape, where)
         constraint = _constraint(sharding.spec, shape_of(eqn.invars[0]), axes, mesh_shape, where)
     except ShardingError as error:
         raise InfeasibleError(str(error)) from None
     return Constraint(constraint.spec, constraint.free | frozenset(eqn.params.get("unconstrained_dims") or ()))
+
+
+def _numbered(names: Sequence[str], others: Iterable[str]) -> dict[str, int | None]:
+    """The number of each axis of a mesh, by its name; None for names that only other meshes have."""
+    return {**dict.fromkeys(others), **{name: axis for axis, name in enumerate(names)}}
 
 
 def _axis_numbers(sizes: Mapping[str, int], mesh_shape: Sequence[int], where: str) -> dict[str, int | None]:

@@ -52,14 +52,13 @@ class OptionConstraints:
         self.problem, self.mesh, self.option = problem, mesh, option
         self.example_dims: dict[Var, int] = dict(problem.batch_dims)
         self.batch_axes = _batch_axes(option, mesh.shape)
+        self._axis_names = option.names_on(mesh.shape)
 
     # ---- inputs and results ---------------------------------------------------------------------------------------
 
     def fixed(self, var: Var, path: str | None) -> Constraint | None:
         """What the option `fixed_specs` says of the argument or result `var`."""
-        fixed = self.option.fixed_specs
-        assert isinstance(fixed, tuple), fixed
-        return constraint_of_path(path, shape_of(var), fixed, self.mesh.shape) if path and fixed else None
+        return constraint_of_path(path, shape_of(var), self.option, self.mesh.shape) if path else None
 
     def input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
         """The specs that an input may have. Raises UnevenBatchError if its examples cannot be split as they must."""
@@ -71,11 +70,23 @@ class OptionConstraints:
         fixed = self.fixed(var, self.problem.paths.get(var))
         if fixed is not None:
             return tuple(spec for spec in specs if fixed.allows(spec))
+        if role == "received" and self.option.received_axes:
+            wanted = self._received_spec(shape_of(var))
+            return (wanted,) if wanted in specs else replicated
         if not self.option.enable_auto_sharding:
             return replicated
         if role in ("batch", "received"):
             return self._batch_specs(var, specs)
         return self._kept_specs(role, specs)
+
+    def _received_spec(self, shape: tuple[int, ...]) -> Spec:
+        """What the option `received_axes` makes of a value of this shape."""
+        dims: list[tuple[int, ...]] = [()] * len(shape)
+        for axis, name in enumerate(self._axis_names):
+            for wanted, dim in self.option.received_axes:
+                if name == wanted and dim < len(shape) and self.mesh.shape[axis] > 1:
+                    dims[dim] = (*dims[dim], axis)
+        return Spec(tuple(dims))
 
     def _kept_specs(self, role: Role, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
         """Of `specs`, the first of which is replicated, those that a parameter or optimizer state may have."""

@@ -168,7 +168,7 @@ class PlainEquations:
         strategies = self._own_strategies(occurrence, kind)
 
         if is_constraint(eqn) and self._option.keep_constraints:
-            constraint = constraint_of_equation(eqn, self._mesh.shape)
+            constraint = constraint_of_equation(eqn, self._mesh.shape, self._option)
             strategies = strategies.select(
                 [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
             )

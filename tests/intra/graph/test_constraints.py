@@ -62,6 +62,31 @@ def test_specs_of_arguments_and_results_are_fixed_by_path(n_micro_batches: int) 
     assert new["v"].sharding.spec == P(("x", "y"))
 
 
+def test_axes_have_the_names_that_the_options_give_them() -> None:
+    """Also for functions that follow, and though the names are those of other axes in a plan."""
+    option = AutoShardingOption(fixed_specs={"p['w']": P(None, "x"), "b*": P("y")}, axis_names=("y", "x"))
+    train = minialpa.parallelize(
+        make_step(minialpa.value_and_grad, lambda h: jax.lax.with_sharding_constraint(h, P("y", "x"))),
+        method=ShardParallel(devices=MESH, auto_sharding_option=option),
+    )
+    assert_allclose(
+        train(params(), batch()), jax.jit(make_step(jax.value_and_grad))(params(), batch()), rtol=1e-5, atol=1e-6
+    )
+    plan = train.get_last_executable().get_parallel_plan()
+    placed = {s.path: s.partition_specs for s in plan.input_specs}
+    assert placed["p['w']"] == (P(None, "y"),) and placed["b['x']"] == (P("x"),)
+    kept = [e.results[0] for e in plan.stages[0].equation_specs if e.operands[:1] == e.made == e.results]
+    assert "S0,S1" in map(str, kept)
+
+    def evaluate(p: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(p["w"] @ p["v"], P("y"))
+
+    follower = minialpa.parallelize(evaluate, method=minialpa.FollowParallel(train), batch_argnums=())
+    assert_allclose(follower(params()), params()["w"] @ params()["v"], rtol=1e-5, atol=1e-6)
+    followed = follower.get_last_executable().get_parallel_plan().input_specs
+    assert {s.path: s.partition_specs for s in followed} == {k: v for k, v in placed.items() if k[0] == "p"}
+
+
 @pytest.mark.parametrize(
     ("partition", "wanted"),
     [
