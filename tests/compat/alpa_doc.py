@@ -60,7 +60,13 @@ Scripts without calls into Alpa's internals often run after `import minialpa as 
 - Alpa's defaults: `parallelize` without a method uses `ShardParallel()`, `init` connects to Ray, and
   `PipeshardParallel` sets `prefer_reduce_scatter`.
 - Meshes and clusters as objects, which methods take as `devices`.
-- `executable.get_hlo_text()` is one text if there is no pipeline.
+- `executable.get_hlo_text()` is one text if there is no pipeline. In a pipeline, it and `get_stage_execution_info()`
+  have one entry for the forward pass, the backward pass and the update of each stage. What minialpa runs between
+  these, such as adding up gradients, is left out.
+- Methods that the script changes after it has made them: `method.devices = mesh`, until a step is planned by them.
+- Executables that are called on the arguments or on their leaves: `executable(*leaves)`.
+- Placement specs that are equal if shape, dtype, meshes and shardings are, for all arguments. Loaders take
+  them.
 
 ## What changes
 
@@ -68,6 +74,14 @@ Scripts without calls into Alpa's internals often run after `import minialpa as 
   `jax.tree_map`, are the script's to replace.
 - Modules of the package with Alpa's names are `device_mesh`, `global_env`, `parallel_method`, `testing`, `timer` and
   `util`. Everything else is imported from the package itself.
+- `ManualShardingOption` follows `pjit`: `None` replicates, and what is left out is the planner's choice, also under
+  `enable_auto_sharding=False`, where Alpa let the compiler derive it. Axes are named in the order of the logical mesh.
+  A stage without a logical shape has one axis, with the last of the names. An axis that only other stages have splits
+  nothing.
+- A bare PartitionSpec in `jax.lax.with_sharding_constraint` may name these axes.
+- `preshard_dynamic_args` returns batches in micro-batches, if the step has several: arrays with `sharding` and
+  `addressable_shards`, which NumPy reads.
+- A step of `MeshDriverDataLoader` reads the samples in their order, in every session.
 - Nothing is profiled before a step is planned: costs follow from the figures of devices and links.
 - Random numbers depend on the keys that the step gets, as on one device. Dropout needs a key.
 - A step over micro-batches equals the full-batch step: sums stay sums, and auxiliary results are those of the full

@@ -227,42 +227,15 @@ def test_an_option_has_the_fields_of_minialpas(owner: type[Adjustable]) -> None:
     assert ours <= {field.name for field in dataclasses.fields(owner)}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: alpa.PipeshardParallel(stage_input_shardings=[1]), "`AutoShardingOption(fixed_specs=...)`"),
-        (lambda: alpa.PipeshardParallel(manual_sharding_option=1), names.INSTEAD["ManualShardingOption"]),
-        (lambda: alpa.ShardParallel(manual_sharding_option=1), names.INSTEAD["ManualShardingOption"]),
-        (
-            lambda: alpa.get_3d_parallel_method(1, 1, 1, 1, manual_sharding_option=1),
-            names.INSTEAD["ManualShardingOption"],
-        ),
-    ],
-)
-def test_an_argument_without_an_equal_is_refused(make: Callable[[], Any], sentence: str) -> None:
-    with pytest.raises(minialpa.ShardingError, match=re.escape(sentence)):
-        make()
+def test_an_argument_without_an_equal_is_refused() -> None:
+    with pytest.raises(minialpa.ShardingError, match=re.escape("`AutoShardingOption(fixed_specs=...)`")):
+        alpa.PipeshardParallel(stage_input_shardings=[1])
 
 
 def test_the_overlap_friendly_schedule_is_1f1b_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="`pipeline_schedule='1f1b_overlap_friendly'` has no equal"):
         method = alpa.PipeshardParallel(pipeline_schedule="1f1b_overlap_friendly")
     assert method.options().schedule == "1f1b"
-
-
-def test_fixed_specs_do_what_manual_shardings_did() -> None:
-    alpa.init(cluster="local")
-    option = alpa.AutoShardingOption(enable_auto_sharding=False, fixed_specs={"x": PartitionSpec("x")})
-
-    @alpa.parallelize(method=alpa.ShardParallel(auto_sharding_option=option), batch_argnums=())
-    def double(x: jax.Array) -> jax.Array:
-        return x * 2.0
-
-    x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    alpa.testing.assert_allclose(double(x), x * 2)
-    (spec,) = jax.tree.leaves(double.get_last_executable().get_input_placement_specs())
-    assert spec.sharding_specs == (PartitionSpec("x"),)
-    assert spec.aval == jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
 
 def test_init_has_alpas_arguments_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,14 +384,15 @@ def test_the_execution_of_stages_is_measured() -> None:
     method = alpa.PipeshardParallel(num_micro_batches=2, layer_option="manual")
     executable = train_and_compare(method, manual=True, n_steps=1)
     info = executable.get_stage_execution_info()
-    assert len(info) == len(set(executable.function_names))
+    # A forward pass, a backward pass and an update for each stage, as in Alpa.
+    assert len(info) == len(executable.function_names) == 6
     runs = [run for stage in info for run in stage]
     assert {tuple(devices) for _, _, _, devices in runs} == {(0, 1), (2, 3)}
     # A program that was done when its turn came takes no time.
     assert all(0 <= start <= stop and nodes == (0,) for start, stop, nodes, _ in runs)
     assert any(start < stop for start, stop, *_ in runs)
     # Each pass runs once for each micro-batch.
-    assert max(map(len, info)) == 2
+    assert list(map(len, info)) == [2, 2, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("name", sorted(EXECUTABLE_INSTEAD))
@@ -511,7 +485,7 @@ def test_a_name_that_works_can_be_imported_and_used(name: str) -> None:
     if name in USES:
         USES[name]()
     else:
-        text = Path(__file__).read_text() + (Path(__file__).parent / "alpa_scripts.py").read_text()
+        text = "".join(file.read_text() for file in Path(__file__).parent.glob("*.py"))
         assert f"alpa.{name}" in text, "no script uses it"
 
 
@@ -541,6 +515,7 @@ USES: dict[str, Callable[[], Any]] = {
         isinstance(alpa.get_global_virtual_physical_mesh(), alpa.VirtualPhysicalMesh) or pytest.fail()
     ),
     "__version__": lambda: alpa.__version__ == minialpa.__version__ or pytest.fail(),
+    "data_loader": lambda: alpa.data_loader.DataLoader is alpa.DataLoader or pytest.fail(),
     "clear_executable_cache": lambda: _warns(alpa.clear_executable_cache, "Delete the function"),
     "device_mesh": lambda: alpa.device_mesh.get_global_cluster is alpa.get_global_cluster or pytest.fail(),
     "get_global_num_devices": lambda: alpa.get_global_num_devices() == 8 or pytest.fail(),

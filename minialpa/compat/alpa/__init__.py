@@ -15,7 +15,7 @@ from minialpa import (
     prefetch,
     value_and_grad,
 )
-from minialpa.compat.alpa import device_mesh, global_env, names, parallel_method, testing, timer, util
+from minialpa.compat.alpa import data_loader, device_mesh, global_env, names, parallel_method, testing, timer, util
 from minialpa.compat.alpa.api import (
     ParallelizedFunc,
     PlacementSpec,
@@ -25,6 +25,7 @@ from minialpa.compat.alpa.api import (
     set_seed,
     shutdown,
 )
+from minialpa.compat.alpa.data_loader import DataLoader, MeshDriverDataLoader
 from minialpa.compat.alpa.device_mesh import (
     DeviceCluster,
     DistributedArray,
@@ -41,6 +42,7 @@ from minialpa.compat.alpa.device_mesh import (
     set_global_virtual_physical_mesh,
 )
 from minialpa.compat.alpa.global_env import global_config
+from minialpa.compat.alpa.manual_sharding import ManualShardingOption
 from minialpa.compat.alpa.options import (
     AutoLayerOption,
     AutoShardingOption,
@@ -63,13 +65,16 @@ __all__ = [
     "AutoLayerOption",
     "AutoShardingOption",
     "AutoStageOption",
+    "DataLoader",
     "DataParallel",
     "DeviceCluster",
     "DistributedArray",
     "DistributedPhysicalDeviceMesh",
     "LocalPhysicalDeviceMesh",
     "ManualLayerOption",
+    "ManualShardingOption",
     "ManualStageOption",
+    "MeshDriverDataLoader",
     "ParallelizedFunc",
     "PhysicalDeviceMesh",
     "PipeshardParallel",
@@ -82,6 +87,7 @@ __all__ = [
     "Zero3Parallel",
     "__version__",
     "clear_executable_cache",
+    "data_loader",
     "device_mesh",
     "get_3d_parallel_method",
     "get_global_cluster",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import minialpa
 from minialpa.compat.alpa.device_mesh import set_global_virtual_physical_mesh
 from minialpa.compat.alpa.global_env import global_config
 from minialpa.compat.alpa.parallel_method import ShardParallel
-from minialpa.errors import MinialpaError
+from minialpa.errors import MinialpaError, ShardingError
 
 
 def init(
@@ -63,8 +65,22 @@ def clear_executable_cache() -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An argument leaf of an executable of minialpa, by its number among all `n_leaves`."""
+
+    runtime: Any
+    number: int
+    n_leaves: int
+
+
 class PlacementSpec(minialpa.PlacementSpec):
-    """`minialpa.PlacementSpec` with Alpa's arguments and attributes."""
+    """`minialpa.PlacementSpec` with Alpa's arguments and attributes. Two are equal wherever in a pytree they are.
+
+    source: the executable that it is of, and the number of its leaf; None for one that a script made.
+    """
+
+    source: _Source | None = None
 
     def __init__(self, aval: Any, mesh_ids: Sequence[int], sharding_specs: Sequence[PartitionSpec]) -> None:
         """`aval` has a shape and a dtype; `sharding_specs` are PartitionSpecs, one for each mesh."""
@@ -77,7 +93,7 @@ class PlacementSpec(minialpa.PlacementSpec):
         )
 
     @staticmethod
-    def of(spec: minialpa.PlacementSpec) -> PlacementSpec:
+    def of(spec: minialpa.PlacementSpec, source: _Source | None = None) -> PlacementSpec:
         """`spec`, with Alpa's attributes."""
         new = object.__new__(PlacementSpec)
         minialpa.PlacementSpec.__init__(
@@ -89,7 +105,19 @@ class PlacementSpec(minialpa.PlacementSpec):
             partition_specs=spec.partition_specs,
             rows=spec.rows,
         )
+        object.__setattr__(new, "source", source)
         return new
+
+    def _compared(self) -> tuple[Any, ...]:
+        # A PartitionSpec may leave out trailing dimensions that nothing splits.
+        specs = tuple((*spec, *(None,) * (len(self.shape) - len(spec))) for spec in self.partition_specs)
+        return self.shape, self.dtype, self.mesh_ids, specs, self.rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlacementSpec) and self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -137,14 +165,67 @@ class Executable:
             raise AttributeError(f"`executable.{name}` of Alpa is not here. {EXECUTABLE_INSTEAD[name]}")
         return getattr(self._runtime, name)
 
+    def __call__(self, *args: Any) -> Any:
+        """One step on the arguments without static ones, or on their leaves. Returns what the function returns."""
+        return jax.tree.unflatten(self._runtime.out_tree, self.launch_on_driver(*jax.tree.leaves(args)))
+
+    def launch_on_driver(self, *leaves: Any) -> list[Any]:
+        """One step on the leaves of the arguments. Returns the leaves of the results."""
+        self._check(leaves)
+        results: list[Any] = self._runtime.run(list(leaves))
+        return results
+
+    def preshard_dynamic_args(self, *leaves: Any) -> list[Any]:
+        """The leaves of the arguments on the devices, also those that the step does not read."""
+        self._check(leaves)
+        return list(map(self._on_devices, self._runtime.place(list(leaves))))
+
+    def _on_devices(self, leaf: Any) -> Any:
+        """The leaf; on all devices of the first mesh if it is in this process and on no mesh yet."""
+        meshes = self._runtime.runner.meshes
+        is_here = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+        if not meshes or not is_here or isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            return leaf
+        return jax.device_put(leaf, NamedSharding(meshes[0], PartitionSpec()))
+
+    def _check(self, leaves: Sequence[Any]) -> None:
+        """Raise ShardingError unless the leaves are of the types that the step was compiled for."""
+        specs = jax.tree.leaves(self._runtime.get_input_placement_specs())
+        if len(leaves) != len(specs):
+            raise ShardingError(
+                f"The executable takes {len(specs)} arrays, and got {len(leaves)}. Pass the arguments of the function "
+                "without the static ones, or their leaves."
+            )
+        for leaf, spec in zip(leaves, specs, strict=True):
+            shape, dtype = type_of(leaf)
+            if (shape, dtype) != (spec.shape, spec.dtype):
+                raise ShardingError(
+                    f"The executable was compiled for `{spec.path}` of {spec.dtype}{list(spec.shape)}, and got "
+                    f"{dtype}{list(shape)}. Call the parallelized function, which compiles for it."
+                )
+
+    @property
+    def function_names(self) -> tuple[str, ...]:
+        """Names of the stage programs, in the order of `get_hlo_text`."""
+        return tuple(function.name for function in self._stage_programs().values())
+
+    def _stage_programs(self) -> dict[int, Any]:
+        """By their numbers, the programs of stages, without those that minialpa runs between them."""
+        functions = self._runtime.program.functions
+        return {i: function for i, function in enumerate(functions) if _STAGE_PROGRAM.match(function.name)}
+
     def get_hlo_text(self, status: Any = None) -> str | list[str]:
-        """Compiled HLO: one text if there is one mesh, else a list with one for each stage program."""
+        """Compiled HLO: one text of all programs if there is one mesh, else a list with one for each stage program."""
         texts: list[str] = self._runtime.get_hlo_text()
-        return "\n".join(texts) if len(self.get_parallel_plan().stages) == 1 else texts
+        if len(self.get_parallel_plan().stages) == 1:
+            return "\n".join(texts)
+        return [texts[i] for i in self._stage_programs()]
 
     def get_input_placement_specs(self) -> Any:
         """The arguments, as a tuple, with a `PlacementSpec` in place of every leaf."""
-        return jax.tree.map(PlacementSpec.of, self._runtime.get_input_placement_specs())
+        specs, tree = jax.tree.flatten(self._runtime.get_input_placement_specs())
+        sources = [_Source(self._runtime, i, len(specs)) for i in range(len(specs))]
+        return jax.tree.unflatten(tree, map(PlacementSpec.of, specs, sources))
 
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` in place of every leaf."""
@@ -162,23 +243,35 @@ class Executable:
         return list(costs)
 
     def get_stage_execution_info(self) -> list[list[Invocation]]:
-        """Runs one step on zeros and returns, for each name in `function_names`, when stage programs of it ran."""
+        """Runs one step on zeros and returns, for each stage program in `function_names`, when it ran."""
         stages = self.get_parallel_plan().stages
         per_host = self.get_parallel_plan().cluster.devices_per_host
-        runs: dict[str, list[Invocation]] = {name: [] for name in self.function_names}
+        runs: dict[tuple[int, str], list[Invocation]] = {
+            (program.mesh, program.name): [] for program in self._stage_programs().values()
+        }
         for task in self.stage_timeline():
-            if task.instruction is not None:
+            if task.instruction is not None and (task.mesh, task.name) in runs:
                 stage = stages[task.mesh]
                 devices = tuple(range(stage.first_device, stage.first_device + stage.n_devices))
                 hosts = tuple(sorted({device // per_host for device in devices}))
-                runs.setdefault(task.name, []).append(Invocation(task.start_s, task.stop_s, hosts, devices))
+                runs[task.mesh, task.name].append(Invocation(task.start_s, task.stop_s, hosts, devices))
         return list(runs.values())
+
+
+#: What the names of the programs begin with that compute equations of the step.
+_STAGE_PROGRAM = re.compile(r"(prologue|forward|backward|step|update)\d")
+
+
+def type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
+    """The shape and the dtype that jax gives an array or a number."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+    is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+    return np.shape(leaf), str(dtype if is_key else jax.dtypes.canonicalize_dtype(dtype))
 
 
 #: Attributes of Alpa's executables that minialpa's do not have, and what to use instead.
 EXECUTABLE_INSTEAD = {
     "auto_sharding_objective": "Use `executable.get_parallel_plan().cost`, in seconds.",
-    "launch_on_driver": "Call the parallelized function.",
     "mesh_group": "Use `executable.get_parallel_plan().stages`, and `executable.sync()` to wait.",
     "physical_mesh": "Use `get_global_physical_mesh()`, and `executable.sync()` to wait.",
     "profile_all_executable_with_dummy_inputs": "Use `executable.stage_timeline()`, which times every stage program.",
@@ -206,6 +299,16 @@ class ParallelizedFunc(minialpa.ParallelizedFunc):
     def get_executable(self, *args: Any, **kwargs: Any) -> Any:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
         return self._with_costs(super().get_executable(*args, **kwargs))
+
+    def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments on the devices, without static ones, as Alpa returns them."""
+        placed = super().preshard_dynamic_args(*args, **kwargs)
+        executable = self.get_last_executable()
+        placed = jax.tree.map(executable._on_devices, placed)
+        if kwargs:
+            return placed
+        static = {name for name, _ in self._parameters.bind(args, kwargs).static}
+        return tuple(arg for i, arg in enumerate(placed) if i not in static)
 
     def get_last_executable(self) -> Any:
         """The executable of the last call; None before the first."""

@@ -13,17 +13,23 @@ WORKS = {
     "AutoLayerOption": "`fine_grained_remat` recomputes every pipeline layer, as `coarse_grained_remat` does.",
     "AutoShardingOption": "`allow_mixed_mesh_shape` is always on; `fixed_specs` takes PartitionSpecs.",
     "AutoStageOption": "Costs are computed and not profiled; `single_node_model_parallel` is taken as `all`.",
+    "DataLoader": "Batches of another size than the placement specs are not placed.",
     "DataParallel": "",
     "DeviceCluster": "The hosts of the session.",
     "DistributedArray": "Arrays on workers; in one process, arrays are jax's own.",
     "DistributedPhysicalDeviceMesh": "Made by `get_physical_mesh()` of a cluster or mesh.",
     "LocalPhysicalDeviceMesh": "Starts nothing; holds jax devices.",
     "ManualLayerOption": "",
+    "ManualShardingOption": (
+        "The planner chooses what it leaves out. None replicates. `jax.lax.with_sharding_constraint` takes bare "
+        "PartitionSpecs over its axes."
+    ),
     "ManualStageOption": "",
+    "MeshDriverDataLoader": "A batch has the structure that `input_iter_func` gives it.",
     "ParallelizedFunc": "Takes keyword arguments, too.",
     "PhysicalDeviceMesh": "",
     "PipeshardParallel": "",
-    "PlacementSpec": "`sharding_specs` are PartitionSpecs over the mesh axes `x` and `y`.",
+    "PlacementSpec": "`sharding_specs` are PartitionSpecs over the mesh axes `x` and `y`, however a script names them.",
     "ReplicatedDistributedArray": "The same class as `DistributedArray`.",
     "ShardParallel": "",
     "UniformStageOption": "",
@@ -31,6 +37,7 @@ WORKS = {
     "Zero2Parallel": "",
     "Zero3Parallel": "",
     "__version__": "That of minialpa.",
+    "data_loader": "The module with the loaders.",
     "clear_executable_cache": "Warns: programs belong to their parallelized function.",
     "device_mesh": "The module with meshes and clusters.",
     "get_3d_parallel_method": "",
@@ -62,9 +69,7 @@ WORKS = {
 #: Names that are those of minialpa where it has them, and what to use where it does not.
 FROM_MINIALPA = {
     "CreateStateParallel": "Make the state with `jax.jit` and pass it through `train_step.preshard_dynamic_args(...)`.",
-    "DataLoader": "Pass NumPy batches to the step, or place them by `preshard_dynamic_args(...)`.",
     "FollowParallel": "Parallelize the other step by a method of its own; arguments are moved where it reads them.",
-    "MeshDriverDataLoader": "Pass NumPy batches to the step, or place them by `preshard_dynamic_args(...)`.",
     "restore_checkpoint": "Read arrays with a library such as orbax, and pass them to the step.",
     "save_checkpoint": "Write the arrays, which NumPy functions read, with a library such as orbax.",
 }
@@ -74,10 +79,6 @@ INSTEAD = {
     "LocalPipelineParallel": "Run the step under `jax.jit` to compare with one device.",
     "LogicalDeviceMesh": "Use `mesh.get_logical_mesh(shape, mesh_alpha, mesh_beta)`, or `minialpa.LogicalMesh`.",
     "ManualPipeshardParallel": "Use `PipeshardParallel(stage_option=ManualStageOption(...))`.",
-    "ManualShardingOption": (
-        "Use `AutoShardingOption(enable_auto_sharding=False, fixed_specs=...)`, a mapping from paths of arguments and "
-        "results, such as `state.params['w']`, to PartitionSpecs over the mesh axes `x` and `y`."
-    ),
     "ParallelPlan": "Use `minialpa.Plan`, which `executable.get_parallel_plan()` returns and `plan.save(path)` writes.",
     "PhysicalDeviceMeshGroup": "Use `executable.get_parallel_plan().stages`; the session manages the meshes.",
     "ProfilingResultDatabase": "Use `minialpa calibrate`, or give the figures as `devices=minialpa.ClusterSpec(...)`.",
@@ -89,7 +90,6 @@ INSTEAD = {
     ),
     "collective": "minialpa's sessions communicate by themselves; steps may use collectives of `jax.lax`.",
     "create_state_parallel": "Take `CreateStateParallel` from the package itself.",
-    "data_loader": "Take `DataLoader` from the package itself.",
     "follow_parallel": "Take `FollowParallel` from the package itself.",
     "manual_layer_construction": "Use `PipeshardParallel(layer_option=ManualLayerOption(remat_layer=...))`.",
     "manual_remat": (

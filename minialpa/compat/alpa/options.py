@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import minialpa
 from minialpa.compat.alpa.settings import Adjustable, Setting
+from minialpa.errors import ShardingError
 
 
 @dataclass
@@ -40,6 +41,8 @@ class AutoShardingOption(Adjustable):
     solver_time_limit_s: float = 20.0
     keep_constraints: bool = True
     attention: Literal["auto", "fused", "written"] = "auto"
+    axis_names: Sequence[str] = ()
+    received_axes: Sequence[tuple[str, int]] = ()
 
     SETTINGS = {  # noqa: RUF012
         "force_zero_stage_3_all_gather_threshold": Setting("The planner prices every all-gather by its bytes."),
@@ -122,9 +125,6 @@ class AutoLayerOption(Adjustable):
         return minialpa.AutoLayerOption(layer_num=self.layer_num, eps=self.eps, remat=remat)
 
 
-_MANUAL_SUBMESHES = Setting(
-    "Use `ManualStageOption`, which takes the layers and the submesh of each stage.", is_refused=True
-)
 #: Spaces of Alpa that minialpa's space contains.
 _WIDER_SPACES = {"small_power_of_two": "power_of_two", "single_node_model_parallel": "all"}
 
@@ -134,8 +134,10 @@ class AutoStageOption(Adjustable):
     """Search for stages, submeshes and their logical shapes. Costs are computed; nothing is profiled.
 
     Attributes:
-        submesh_physical_shape_space: "power_of_two" or "all"; "small_power_of_two" is taken as "power_of_two".
-        manually_specified_submeshes: refused, see `SETTINGS`.
+        submesh_physical_shape_space: "power_of_two", "all" or "manual"; "small_power_of_two" is taken as
+            "power_of_two".
+        manually_specified_submeshes: the submeshes of "manual", as pairs of (hosts, devices per host); as in Alpa,
+            other spaces do not read it.
         submesh_logical_shape_space: as in `minialpa.AutoStageOption`; "single_node_model_parallel" is taken as "all",
             where the links between hosts have their price.
         layer_profile_mode: see `SETTINGS`, as for the three after the next one.
@@ -158,9 +160,7 @@ class AutoStageOption(Adjustable):
     planned_steps: float = 10_000
 
     SETTINGS = {  # noqa: RUF012
-        "submesh_physical_shape_space=manual": _MANUAL_SUBMESHES,
         "submesh_physical_shape_space=small_power_of_two": Setting("The search takes any power of two of hosts."),
-        "manually_specified_submeshes": _MANUAL_SUBMESHES,
         "layer_profile_mode": Setting("Stages are costed by a model and not profiled."),
         "stage_imbalance_tolerance": Setting("The search prunes by proven bounds and not by imbalance."),
         "profiling_database_filename": Setting(
@@ -171,8 +171,14 @@ class AutoStageOption(Adjustable):
 
     def read(self) -> minialpa.AutoStageOption:
         physical, logical = self.submesh_physical_shape_space, self.submesh_logical_shape_space
+        submeshes = self.manually_specified_submeshes
+        if physical == "manual" and not submeshes:
+            raise ShardingError(
+                '`submesh_physical_shape_space="manual"` searches the submeshes of `manually_specified_submeshes`. '
+                "Give pairs of (hosts, devices per host), such as [(1, 2), (1, 4)]."
+            )
         return minialpa.AutoStageOption(
-            _WIDER_SPACES.get(physical, physical),  # type: ignore[arg-type]
+            submeshes if physical == "manual" else _WIDER_SPACES.get(physical, physical),  # type: ignore[arg-type]
             _WIDER_SPACES.get(logical, logical),  # type: ignore[arg-type]
             tolerance=self.tolerance,
             cached_costs=self.cached_costs,

@@ -6,15 +6,18 @@ keeps what the script gave and reads it whenever the planner asks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import minialpa
 from minialpa.compat.alpa.device_mesh import read_devices
-from minialpa.compat.alpa.names import INSTEAD
+from minialpa.compat.alpa.manual_sharding import ManualShardingOption, with_axes, with_specs
 from minialpa.compat.alpa.options import AutoShardingOption, read_option
 from minialpa.compat.alpa.settings import Setting, check_setting
 from minialpa.errors import ShardingError
+from minialpa.session import current_session, describe_devices
 
 
 class Late:
@@ -33,8 +36,32 @@ class Late:
         return self if method is None else self._convert(vars(method)[self._name])
 
 
-class ShardParallel(minialpa.ShardParallel):
+class _Manual:
+    """A method that may have shardings by hand."""
+
+    manual_sharding_option: ManualShardingOption | None
+
+    def options_for(self: Any, step: Any) -> Any:
+        """The options for a step whose pytrees are known."""
+        manual, options = self.manual_sharding_option, self.options()
+        return options if manual is None else with_specs(options, manual, step)
+
+
+def _set_attribute(method: Any, name: str, value: Any) -> None:
+    """Scripts change methods until a step is planned by them."""
+    names = [field.name for field in dataclasses.fields(method)]
+    if name not in (*names, "as_option"):
+        raise AttributeError(f"`{type(method).__name__}` has no attribute `{name}`. It has {', '.join(names)}.")
+    if name == "manual_sharding_option" and not isinstance(value, ManualShardingOption | None):
+        raise ShardingError(f"`manual_sharding_option` is a `ManualShardingOption` or None; got {value!r}.")
+    object.__setattr__(method, name, value)
+
+
+@dataclass(frozen=True, init=False)
+class ShardParallel(_Manual, minialpa.ShardParallel):
     """`minialpa.ShardParallel` with Alpa's arguments; the options may change until a step is planned."""
+
+    manual_sharding_option: ManualShardingOption | None = None
 
     devices = Late(read_devices)
     auto_sharding_option = Late(read_option)
@@ -48,14 +75,37 @@ class ShardParallel(minialpa.ShardParallel):
         **others: Any,
     ) -> None:
         """`others` are fields that only minialpa's method has."""
-        _refuse_manual_sharding(manual_sharding_option)
         option: Any = AutoShardingOption() if auto_sharding_option is None else auto_sharding_option
         super().__init__(devices, num_micro_batches, option, **others)
+        _set_attribute(self, "manual_sharding_option", manual_sharding_option)
 
     @property
     def as_option(self) -> Any:
         """The sharding options, which may be changed."""
         return vars(self)["given_auto_sharding_option"]
+
+    @as_option.setter
+    def as_option(self, option: Any) -> None:
+        _set_attribute(self, "auto_sharding_option", option)
+
+    def options(self) -> Any:
+        options, manual = super().options(), self.manual_sharding_option
+        if manual is None:
+            return options
+        devices = read_devices(vars(self)["given_devices"])
+        has_shape = options.logical_shape is not None or isinstance(devices, minialpa.LogicalMesh)
+        if not has_shape and len(manual.names[0]) > 1:
+            # Alpa's default, unlike minialpa's.
+            options = dataclasses.replace(options, logical_shape=options.submesh or _shape_of(devices))
+        return with_axes(options, manual)
+
+
+def _shape_of(devices: Any) -> tuple[int, int]:
+    """(hosts, devices per host) of a cluster, of jax devices, or with None of the session."""
+    if devices is not None and not isinstance(devices, minialpa.ClusterSpec):
+        devices = describe_devices(tuple(devices))
+    cluster = current_session().cluster if devices is None else devices
+    return cluster.num_hosts, cluster.devices_per_host
 
 
 class DataParallel(ShardParallel, minialpa.DataParallel):
@@ -70,16 +120,14 @@ class Zero3Parallel(ShardParallel, minialpa.Zero3Parallel):
     """Data parallel with sharded parameters, gradients and optimizer state."""
 
 
-def _refuse_manual_sharding(given: Any) -> None:
-    if given is not None:
-        raise ShardingError(f"`manual_sharding_option` has no equal in minialpa. {INSTEAD['ManualShardingOption']}")
-
-
 _OVERLAP = Setting("Transfers overlap with compute in every schedule; this one is run as `1f1b`.")
 
 
-class PipeshardParallel(minialpa.PipeshardParallel):
+@dataclass(frozen=True, init=False)
+class PipeshardParallel(_Manual, minialpa.PipeshardParallel):
     """`minialpa.PipeshardParallel` with Alpa's arguments and defaults; options may change until a step is planned."""
+
+    manual_sharding_option: ManualShardingOption | None = None
 
     devices = Late(read_devices)
     default_auto_sharding_option = Late(read_option)
@@ -99,7 +147,6 @@ class PipeshardParallel(minialpa.PipeshardParallel):
         **others: Any,
     ) -> None:
         """`others` are fields that only minialpa's method has."""
-        _refuse_manual_sharding(manual_sharding_option)
         if stage_input_shardings is not None:
             raise ShardingError(
                 "Instead of `stage_input_shardings`, use `AutoShardingOption(fixed_specs=...)`, which takes the "
@@ -113,11 +160,24 @@ class PipeshardParallel(minialpa.PipeshardParallel):
             # Alpa's default, unlike minialpa's.
             option = AutoShardingOption(prefer_reduce_scatter=True)
         super().__init__(devices, num_micro_batches, pipeline_schedule, layer_option, stage_option, option, **others)
+        _set_attribute(self, "manual_sharding_option", manual_sharding_option)
 
     @property
     def as_option(self) -> Any:
         """The sharding options of all stages, which may be changed."""
         return vars(self)["given_default_auto_sharding_option"]
+
+    @as_option.setter
+    def as_option(self, option: Any) -> None:
+        _set_attribute(self, "default_auto_sharding_option", option)
+
+    def options(self) -> Any:
+        options, manual = super().options(), self.manual_sharding_option
+        return options if manual is None else with_axes(options, manual)
+
+
+# Dataclasses that are frozen, as minialpa's methods are, set this one themselves.
+ShardParallel.__setattr__ = PipeshardParallel.__setattr__ = _set_attribute  # type: ignore[method-assign]
 
 
 def get_3d_parallel_method(
@@ -128,10 +188,9 @@ def get_3d_parallel_method(
     allow_degenerate_into_shard_parallel: bool = True,
     manual_layer_num: int | None = None,
     manual_sharding_option: Any = None,
-) -> minialpa.ShardParallel | minialpa.PipeshardParallel:
+) -> ShardParallel | PipeshardParallel:
     """`minialpa.get_3d_parallel_method` on the global mesh, if a script has set one."""
-    _refuse_manual_sharding(manual_sharding_option)
-    return minialpa.get_3d_parallel_method(
+    method = minialpa.get_3d_parallel_method(
         num_micro_batches,
         data_parallel,
         operator_parallel,
@@ -140,3 +199,6 @@ def get_3d_parallel_method(
         manual_layer_num,
         read_devices(None),
     )
+    given = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    kind = ShardParallel if isinstance(method, minialpa.ShardParallel) else PipeshardParallel
+    return kind(**given, manual_sharding_option=manual_sharding_option)

@@ -1,0 +1,124 @@
+"""Alpa's `ManualShardingOption`: PartitionSpecs over axes that the script names, as minialpa's options."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
+
+from minialpa import AutoShardingOption, ManualStageOption, UniformStageOption
+from minialpa.errors import ShardingError
+
+#: Arguments or results whose shardings the planner chooses.
+_UNSPECIFIED = PartitionSpec.UNCONSTRAINED
+
+
+@dataclass
+class ManualShardingOption:
+    """Shardings by hand, as `pjit` took them. The planner chooses all others.
+
+    Attributes:
+        mesh_axis_names: names of the axes of the logical mesh, of every stage if there are several.
+        submesh_axis_names: instead, the names for each stage. An axis that only other stages have splits nothing.
+        in_axis_resources: a pytree prefix of the tuple of arguments, without static ones, with a PartitionSpec for each
+            leaf; None replicates. Left out, the planner chooses.
+        out_axis_resources: the same for the results.
+        pipeline_intermediate_axes: pairs of an axis and the dimension that it splits of all values that a stage
+            receives, on meshes with that axis.
+    """
+
+    mesh_axis_names: Sequence[str] | None = None
+    submesh_axis_names: Sequence[Sequence[str]] | None = None
+    in_axis_resources: Any = _UNSPECIFIED
+    out_axis_resources: Any = _UNSPECIFIED
+    pipeline_intermediate_axes: Sequence[tuple[str, int]] | None = None
+
+    @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of axes for each stage; one entry if they are the same for all."""
+        given = self.submesh_axis_names or (self.mesh_axis_names and [self.mesh_axis_names])
+        if not given:
+            raise ShardingError(
+                "`ManualShardingOption` needs names for the axes of its meshes. Give `mesh_axis_names`, or "
+                "`submesh_axis_names` for each stage."
+            )
+        names = list(map(tuple, given))
+        return names if len(set(names)) > 1 else names[:1]
+
+
+def with_axes(options: Any, manual: ManualShardingOption) -> Any:
+    """`options` of the planner, with the names of axes. Raises ShardingError for names of stages that are not given."""
+    names, stages = manual.names, options.stages
+    n_stages = len(stages.forward_stage_layer_ids) if isinstance(stages, ManualStageOption) else None
+    if len(names) not in (1, n_stages):
+        raise ShardingError(
+            f"`submesh_axis_names` has different names for {len(names)} stages. Give these stages by "
+            "`ManualStageOption`, or the same names to all stages."
+        )
+
+    # With Alpa's `enable_auto_sharding=False`, what has no PartitionSpec follows from what has one.
+    common = {"enable_auto_sharding": True, "received_axes": tuple(manual.pipeline_intermediate_axes or ())}
+    options = options.relaxed(lambda option: replace(option, axis_names=names[0], **common))
+    match stages:
+        case ManualStageOption():
+            dicts = list(stages.submesh_autosharding_option_dicts) or [{} for _ in range(n_stages or 0)]
+            named = zip(dicts, itertools.cycle(names), strict=False)
+            stages = replace(
+                stages,
+                submesh_autosharding_option_dicts=[{**given, **common, "axis_names": own} for given, own in named],
+            )
+            return replace(options, stages=stages)
+        case UniformStageOption(submesh_physical_shape=(hosts, devices), submesh_logical_shape=None):
+            assert isinstance(options.stages, UniformStageOption)
+            return replace(options, stages=replace(options.stages, submesh_logical_shape=(hosts, devices)))
+    return options
+
+
+def with_specs(options: Any, manual: ManualShardingOption, step: Any) -> Any:
+    """`options` of the planner, with the PartitionSpecs for the arguments and results of the traced `step`."""
+    pairs = tuple(_pairs(manual, step))
+
+    def with_pairs(option: AutoShardingOption) -> AutoShardingOption:
+        return replace(option, fixed_specs=(*pairs, *option.fixed_pairs))
+
+    options = options.relaxed(with_pairs)
+    if isinstance(options.stages, ManualStageOption):
+        dicts = [
+            {**given, "fixed_specs": with_pairs(AutoShardingOption(fixed_specs=given["fixed_specs"])).fixed_specs}
+            if "fixed_specs" in given
+            else given
+            for given in options.stages.submesh_autosharding_option_dicts
+        ]
+        options = replace(options, stages=replace(options.stages, submesh_autosharding_option_dicts=dicts))
+    return options
+
+
+def _pairs(manual: ManualShardingOption, step: Any) -> Iterator[tuple[str, PartitionSpec]]:
+    """The path and the PartitionSpec of each argument and result that the option names."""
+    if manual.in_axis_resources is not _UNSPECIFIED:
+        yield from zip(step.in_paths, _broadcast("in", manual.in_axis_resources, step.in_tree), strict=True)
+    if manual.out_axis_resources is not _UNSPECIFIED:
+        yield from zip(step.out_paths, _broadcast("out", manual.out_axis_resources, step.out_tree), strict=True)
+
+
+def _broadcast(side: str, prefix: Any, tree: PyTreeDef) -> list[PartitionSpec]:
+    """The PartitionSpec of each leaf. Raises ShardingError if `prefix` is no prefix of `tree`."""
+
+    def as_spec(entry: Any) -> PartitionSpec:
+        if not isinstance(entry, PartitionSpec | None):
+            raise ShardingError(f"`{side}_axis_resources` has PartitionSpecs and None as leaves; got {entry!r}.")
+        return PartitionSpec() if entry is None else entry
+
+    # As in `pjit`, a list stands for the tuple of all arguments, too.
+    given = tuple(prefix) if isinstance(prefix, list) and side == "in" else prefix
+    specs = jax.tree.map(as_spec, given, is_leaf=lambda entry: entry is None)
+    try:
+        full = jax.tree.broadcast(specs, jax.tree.unflatten(tree, range(tree.num_leaves)))
+    except ValueError as error:
+        raise ShardingError(f"`{side}_axis_resources` is no pytree prefix of what it is for: {error}") from None
+    return jax.tree.leaves(full)

@@ -1,0 +1,229 @@
+"""Scripts with Alpa's `ManualShardingOption`: the shardings are those of the script, the numbers those of `jax.jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import minialpa
+import minialpa.compat.alpa as alpa
+from minialpa.compat.alpa import AutoShardingOption, PipeshardParallel, ShardParallel
+from tests.runtime.cluster.in_process_session import in_process_session
+
+AXES = ("data", "model")
+MANUAL = AutoShardingOption(enable_auto_sharding=False)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_script() -> Iterator[None]:
+    alpa.shutdown()
+    yield
+    alpa.shutdown()
+
+
+def shard_method(option: alpa.ManualShardingOption, **others: Any) -> ShardParallel:
+    """On four devices as a (2, 2) mesh."""
+    mesh = alpa.LocalPhysicalDeviceMesh(jax.local_devices()[:4]).get_logical_mesh((2, 2), (1, 1), (1, 1))
+    return ShardParallel(mesh, auto_sharding_option=MANUAL, manual_sharding_option=option, **others)
+
+
+def specs_of(placements: Any) -> list[P]:
+    """The PartitionSpecs of leaves that are on one mesh each."""
+    return [spec for placement in jax.tree.leaves(placements) for spec in placement.sharding_specs]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((P(None, "model"), P(None, "model")), [P(None, "y"), P(None, "y")]),
+        ((P("data", None), P("data", "model")), [P("x"), P("x", "y")]),
+        ((P(("data", "model")), None), [P(("x", "y")), P()]),
+        ([None, P("data")], [P(), P("x")]),
+        (P("data"), [P("x"), P("x")]),
+        (None, [P(), P()]),
+    ],
+)
+def test_arguments_are_sharded_as_the_script_has_it(given: Any, expected: list[P]) -> None:
+    a = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    method = shard_method(alpa.ManualShardingOption(AXES, in_axis_resources=given))
+    executable = alpa.parallelize(lambda a, b: a + b, method=method).get_executable(a, a)
+    assert specs_of(executable.get_input_placement_specs()) == expected
+    assert executable.get_input_placement_specs()[0].aval == jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    np.testing.assert_array_equal(executable(a, a), a + a)
+
+
+def test_results_are_sharded_as_the_script_has_it() -> None:
+    a = np.arange(24.0, dtype=np.float32).reshape(6, 4)
+    given = {"a": (P("data", None), None), "b": P(None, "model")}
+    method = shard_method(alpa.ManualShardingOption(AXES, out_axis_resources=given))
+    step = alpa.parallelize(lambda a: {"a": (a * 2, a + 1), "b": [a - 1]}, method=method)
+    results = step(a)
+    assert specs_of(step.get_last_executable().get_output_placement_specs()) == [P("x"), P(), P(None, "y")]
+    np.testing.assert_array_equal(np.stack(jax.tree.leaves(results)), np.stack([a * 2, a + 1, a - 1]))
+
+
+def two_layers(grad: Any, constrained: bool) -> Any:
+    """A step on weights and a batch, with the hidden values constrained by a bare PartitionSpec or not."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = jnp.tanh(batch["x"] @ params["in"])
+            if constrained:
+                hidden = jax.lax.with_sharding_constraint(hidden, P("data", "model"))
+            alpa.mark_pipeline_boundary()
+            return jnp.mean((hidden @ params["out"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, grad(loss)(params))
+
+    return step
+
+
+def weights_and_batch() -> tuple[Any, Any]:
+    key_in, key_out, key_x = jax.random.split(jax.random.key(0), 3)
+    params = {"in": jax.random.normal(key_in, (6, 8)), "out": jax.random.normal(key_out, (8, 10))}
+    return params, {"x": jax.random.normal(key_x, (32, 6))}
+
+
+def assert_like_one_device(actual: Any) -> None:
+    expected = jax.jit(two_layers(jax.grad, constrained=False))(*weights_and_batch())
+    alpa.testing.assert_allclose(actual, expected)
+
+
+#: Tensor parallel weights and a batch in data parallel parts.
+MEGATRON = ({"in": P(None, "model"), "out": P("model", None)}, P("data"))
+
+
+def test_gradients_are_accumulated_under_shardings_by_hand() -> None:
+    method = shard_method(alpa.ManualShardingOption(AXES, in_axis_resources=MEGATRON), num_micro_batches=2)
+    step = alpa.parallelize(two_layers(alpa.grad, constrained=True), method=method)
+    assert_like_one_device(step(*weights_and_batch()))
+    executable = step.get_last_executable()
+    assert specs_of(executable.get_input_placement_specs()) == [P(None, "y"), P("y"), P("x")]
+    # New weights are where the next step reads them, though nothing fixes the results.
+    assert specs_of(executable.get_output_placement_specs()) == [P(None, "y"), P("y")]
+    # The saved plan knows the names of the axes, too.
+    plan = minialpa.Plan.from_json(executable.get_parallel_plan().to_json())
+    assert_like_one_device(minialpa.parallelize(two_layers(minialpa.grad, True), method=plan)(*weights_and_batch()))
+
+
+def test_a_bare_partition_spec_decides_the_sharding_inside() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x * 2, P("data", "model")) + 1
+
+    option = alpa.ManualShardingOption(AXES, in_axis_resources=(None,))
+    executable = alpa.parallelize(step, method=shard_method(option), batch_argnums=()).get_executable(jnp.ones((8, 4)))
+    text = executable.get_hlo_text()
+    assert isinstance(text, str) and "f32[4,2]" in text
+    np.testing.assert_array_equal(executable(jnp.ones((8, 4))), np.full((8, 4), 3.0))
+
+
+def pipeline_method(option: alpa.ManualShardingOption, stages: Any, **others: Any) -> PipeshardParallel:
+    return PipeshardParallel(
+        num_micro_batches=2,
+        layer_option="manual",
+        stage_option=stages,
+        manual_sharding_option=option,
+        default_auto_sharding_option=AutoShardingOption(False),
+        **others,
+    )
+
+
+def test_each_stage_has_axes_of_its_own() -> None:
+    alpa.init("local", num_nodes=1, num_devices_per_node=4)
+    stages = alpa.ManualStageOption([[0], [1]], [(1, 2)] * 2, [(1, 2)] * 2, [{}] * 2)
+    names = (("one", "model"), ("one", "data"))
+    option = alpa.ManualShardingOption(None, names, ({"in": P(None, "model"), "out": None}, None))
+    option.pipeline_intermediate_axes = (("data", 0),)
+    step = alpa.parallelize(two_layers(alpa.grad, constrained=True), method=pipeline_method(option, stages))
+    assert_like_one_device(step(*weights_and_batch()))
+
+    executable = step.get_last_executable()
+    assert specs_of(executable.get_input_placement_specs()) == [P(None, "y"), P(), P()]
+    # As in Alpa, one program for each stage and pass. The second stage receives its part of 16 examples.
+    forward0, forward1, *others = executable.get_hlo_text()
+    assert len(others) == 4 and len(executable.function_names) == 6
+    assert "f32[16,6]" in _entry(forward0) and "f32[8,8]" in _entry(forward1)
+    assert [len(runs) for runs in executable.get_stage_execution_info()] == [2, 2, 2, 2, 1, 1]
+
+
+def _entry(text: str) -> str:
+    """The line of compiled HLO with the types of all parameters."""
+    return text[text.index("ENTRY") :].splitlines()[0]
+
+
+def test_equal_stages_have_the_same_axes() -> None:
+    alpa.init("local")
+    stages = alpa.UniformStageOption(2, submesh_physical_shape=[1, 4], submesh_logical_shape=[2, 2])
+    method = pipeline_method(alpa.ManualShardingOption(AXES, in_axis_resources=MEGATRON), stages)
+    step = alpa.parallelize(two_layers(alpa.grad, constrained=True), method=method)
+    assert_like_one_device(step(*weights_and_batch()))
+    specs = specs_of(step.get_last_executable().get_input_placement_specs())
+    assert specs == [P(None, "y"), P("y"), P("x")]
+
+
+@pytest.mark.slow  # shardings by hand in one process are the short relatives
+def test_shardings_by_hand_on_workers() -> None:
+    with in_process_session(1, 4):
+        option = alpa.ManualShardingOption(AXES, in_axis_resources=MEGATRON)
+        stages = alpa.ManualStageOption([[0], [1]], [(1, 2)] * 2, [(1, 2), (2, 1)], [{}] * 2)
+        methods = (
+            ShardParallel(logical_shape=(2, 2), manual_sharding_option=option),
+            pipeline_method(option, stages),
+        )
+        for method in methods:
+            step = alpa.parallelize(two_layers(alpa.grad, constrained=True), method=method)
+            assert_like_one_device(step(*weights_and_batch()))
+
+
+def test_3d_methods_take_shardings_by_hand() -> None:
+    alpa.init("local")
+    option = alpa.ManualShardingOption(AXES, in_axis_resources=MEGATRON)
+    method = alpa.get_3d_parallel_method(2, 4, 2, 1, manual_sharding_option=option)
+    plan = alpa.parallelize(two_layers(alpa.grad, constrained=True), method=method).plan(*weights_and_batch())
+    assert plan.stages[0].logical_shape == (4, 2)
+    assert [spec.partition_specs for spec in plan.input_specs] == [(P(None, "y"),), (P("y"),), (P("x"),)]
+
+
+def test_the_mesh_has_the_shape_of_hosts_and_devices_as_in_alpa() -> None:
+    alpa.init("local", None, 2, 4)
+    method = ShardParallel(manual_sharding_option=alpa.ManualShardingOption(AXES))
+    assert method.options().logical_shape == (2, 4)
+    copy = pickle.loads(pickle.dumps(dataclasses.replace(method, num_micro_batches=3)))
+    assert copy.manual_sharding_option == alpa.ManualShardingOption(AXES) and copy.num_micro_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (alpa.ManualShardingOption(), "needs names for the axes"),
+        (
+            alpa.ManualShardingOption(AXES, in_axis_resources=(P("dta"), None)),
+            r"name the axes \['dta'\]; the meshes have data",
+        ),
+        (alpa.ManualShardingOption(AXES, in_axis_resources=(None,)), "`in_axis_resources` is no pytree prefix"),
+        (alpa.ManualShardingOption(AXES, out_axis_resources=[None, None]), "`out_axis_resources` is no pytree prefix"),
+        (
+            alpa.ManualShardingOption(AXES, in_axis_resources=("data", None)),
+            "PartitionSpecs and None as leaves; got 'data'",
+        ),
+        (alpa.ManualShardingOption(("data",)), r"A logical mesh of \(2, 2\) has 2 axes, and the names are"),
+        (alpa.ManualShardingOption(submesh_axis_names=(AXES, ("a", "b"))), "different names for 2 stages"),
+    ],
+)
+def test_an_option_that_cannot_hold_says_why(option: alpa.ManualShardingOption, message: str) -> None:
+    step = alpa.parallelize(two_layers(alpa.grad, constrained=False), method=shard_method(option))
+    with pytest.raises(minialpa.MinialpaError, match=message):
+        step.plan(*weights_and_batch())
+
+
+def test_what_is_no_option_is_refused() -> None:
+    with pytest.raises(minialpa.ShardingError, match="is a `ManualShardingOption` or None; got 1"):
+        ShardParallel(manual_sharding_option=1)
