@@ -249,8 +249,11 @@ class Executable:
         runs: dict[tuple[int, str], list[Invocation]] = {
             (program.mesh, program.name): [] for program in self._stage_programs().values()
         }
+        first_host: dict[int, int] = {}
         for task in self.stage_timeline():
-            if task.instruction is not None and (task.mesh, task.name) in runs:
+            # All hosts of a mesh have timed the same calls.
+            is_first = first_host.setdefault(task.mesh, task.host) == task.host
+            if task.instruction is not None and is_first and (task.mesh, task.name) in runs:
                 stage = stages[task.mesh]
                 devices = tuple(range(stage.first_device, stage.first_device + stage.n_devices))
                 hosts = tuple(sorted({device // per_host for device in devices}))
