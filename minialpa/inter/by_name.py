@@ -90,6 +90,7 @@ def _plans_by_name(
     planned with half and with twice as many, and so on while the plan gets faster.
     """
     plans: list[tuple[Plan, PlanOptions]] = []
+    # They use all devices, which the user may have left out of the submeshes to search.
     space, cluster = auto.submesh_physical_shape_space, context.cluster
     if not isinstance(space, str) and (cluster.num_hosts, cluster.devices_per_host) not in space:
         return []
