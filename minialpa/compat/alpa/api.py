@@ -75,7 +75,7 @@ class _Source:
 
 
 class PlacementSpec(minialpa.PlacementSpec):
-    """`minialpa.PlacementSpec` with Alpa's arguments and attributes. Two are equal wherever in a pytree they are.
+    """`minialpa.PlacementSpec` with Alpa's arguments and attributes. Two for different arguments may be equal.
 
     source: the executable that it is of, and the number of its leaf; None for one that a script made.
     """
@@ -109,7 +109,7 @@ class PlacementSpec(minialpa.PlacementSpec):
         return new
 
     def _compared(self) -> tuple[Any, ...]:
-        # A PartitionSpec may leave out trailing dimensions that nothing splits.
+        # A PartitionSpec may leave out trailing dimensions that are whole.
         specs = tuple((*spec, *(None,) * (len(self.shape) - len(spec))) for spec in self.partition_specs)
         return self.shape, self.dtype, self.mesh_ids, specs, self.rows
 
@@ -176,7 +176,7 @@ class Executable:
         return results
 
     def preshard_dynamic_args(self, *leaves: Any) -> list[Any]:
-        """The leaves of the arguments on the devices, also those that the step does not read."""
+        """The leaves of the arguments on the devices, unread ones too."""
         self._check(leaves)
         return list(map(self._on_devices, self._runtime.place(list(leaves))))
 
@@ -210,7 +210,7 @@ class Executable:
         return tuple(function.name for function in self._stage_programs().values())
 
     def _stage_programs(self) -> dict[int, Any]:
-        """By their numbers, the programs of stages, without those that minialpa runs between them."""
+        """By their numbers, the programs of stages, without minialpa's own between them."""
         functions = self._runtime.program.functions
         return {i: function for i, function in enumerate(functions) if _STAGE_PROGRAM.match(function.name)}
 

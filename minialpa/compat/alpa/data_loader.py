@@ -26,7 +26,7 @@ class Placements:
         self._runtime = self._specs[0].source.runtime
 
     def place_batch(self, batch: Any) -> Any:
-        """The batch on the devices, with leaves in the order of the specs; one of another shape comes back as it is."""
+        """The batch on the devices, with leaves in the order of the specs; one of another shape is not placed."""
         leaves, tree = jax.tree.flatten(batch)
         if len(leaves) != len(self._specs):
             raise ShardingError(

@@ -61,7 +61,7 @@ def with_axes(options: Any, manual: ManualShardingOption) -> Any:
             "`ManualStageOption`, or the same names to all stages."
         )
 
-    # With Alpa's `enable_auto_sharding=False`, what has no PartitionSpec follows from what has one.
+    # With Alpa's `enable_auto_sharding=False`, shardings without a PartitionSpec follow from the others.
     common = {"enable_auto_sharding": True, "received_axes": tuple(manual.pipeline_intermediate_axes or ())}
     options = options.relaxed(lambda option: replace(option, axis_names=names[0], **common))
     match stages:
@@ -120,5 +120,5 @@ def _broadcast(side: str, prefix: Any, tree: PyTreeDef) -> list[PartitionSpec]:
     try:
         full = jax.tree.broadcast(specs, jax.tree.unflatten(tree, range(tree.num_leaves)))
     except ValueError as error:
-        raise ShardingError(f"`{side}_axis_resources` is no pytree prefix of what it is for: {error}") from None
+        raise ShardingError(f"`{side}_axis_resources` is no pytree prefix: {error}") from None
     return jax.tree.leaves(full)
