@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import DeviceSpec
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.sharding import AXIS_NAMES
+from minialpa.support.divisors import divisors
 
 #: What becomes of the attentions of a step.
 Attention = Literal["auto", "fused", "written"]
@@ -478,4 +479,4 @@ class PlanOptions:
         """Numbers of micro-batches to choose from."""
         if not self.choose_micro_batches:
             return (self.n_micro_batches,)
-        return tuple(n for n in range(1, (batch_size or 1) + 1) if (batch_size or 1) % n == 0)
+        return divisors(batch_size or 1)

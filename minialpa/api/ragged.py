@@ -11,6 +11,7 @@ from typing import Literal
 
 from minialpa.errors import InfeasibleError
 from minialpa.plan import Plan
+from minialpa.support.divisors import divisors
 from minialpa.tracing.trace import TracedStep
 
 #: Fewer micro-batches, or an error.
@@ -26,7 +27,7 @@ def numbers_to_try(traced: TracedStep, asked: int, on_ragged: OnRagged) -> tuple
     size = traced.batch_size
     if on_ragged == "error" or size is None or size % asked == 0:
         return (asked,)
-    return tuple(n for n in range(min(asked, size), 0, -1) if size % n == 0)
+    return tuple(n for n in reversed(divisors(size)) if n <= asked)
 
 
 def explain_fewer(traced: TracedStep, asked: int, n: int) -> str:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.support.divisors import divisors
 from minialpa.tracing.jaxprs import is_control_flow
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod", "xor"]
@@ -172,6 +173,6 @@ class Factors:
     def smallest_splits(self) -> Iterator[tuple[int, int]]:
         """Each factor that may be split, with the least number of parts that it may be split into."""
         for f in self.splittable:
-            n = next(n for n in range(2, self.sizes[f] + 1) if self.sizes[f] % n == 0)
+            _, n, *_ = divisors(self.sizes[f])
             if self.may_split(f, n):
                 yield f, n

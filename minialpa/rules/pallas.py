@@ -30,6 +30,7 @@ from minialpa.rules.kernel_body import carries, computes_on_blocks, positions_re
 from minialpa.rules.known_integers import UNKNOWN, Value, evaluate
 from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.registered import jaxpr_flops
+from minialpa.support.divisors import divisors
 from minialpa.support.private_jax import KernelArray, KernelGrid, kernel_grid, local_kernel_params, written_operands
 from minialpa.tracing.jaxprs import shape_of
 
@@ -127,12 +128,11 @@ class _Division:
 def _largest_cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int) -> _Cut | None:
     """The cut of an axis into the most parts, if there is any; `indices` as from `_indices`, for each array."""
     size, n_axes = grid.sizes[axis], len(grid.sizes)
-    for parts in range(size, 1, -1):
-        if size % parts == 0:
-            division = _Division(axis=axis, parts=parts, part_size=size // parts, n_axes=n_axes)
-            cut = _cut(grid, indices, division)
-            if cut is not None:
-                return cut
+    for parts in reversed(divisors(size)[1:]):
+        division = _Division(axis=axis, parts=parts, part_size=size // parts, n_axes=n_axes)
+        cut = _cut(grid, indices, division)
+        if cut is not None:
+            return cut
     return None
 
 

@@ -22,6 +22,7 @@ from minialpa.inter.microbatch.recomputation import compared_rows, recomputed_eq
 from minialpa.inter.microbatch.segments import Segments, find_segments
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.inter.microbatch.whole_batch import whole_batch
+from minialpa.support.divisors import divisors
 from minialpa.tracing.trace import TracedStep
 
 
@@ -45,13 +46,9 @@ def split_micro_batches(
     if step.batch_size % n:
         raise TraceError(
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "
-            f"Choose `num_micro_batches` among its divisors: {', '.join(map(str, _divisors(step.batch_size)))}."
+            f"Choose `num_micro_batches` among its divisors: {', '.join(map(str, divisors(step.batch_size)))}."
         )
     return _written(find_segments(step, n, chunk_of), keep_rows)
-
-
-def _divisors(n: int) -> list[int]:
-    return [divisor for divisor in range(1, n + 1) if n % divisor == 0]
 
 
 def _written(segments: Segments, keep_rows: bool) -> SplitStep:
