@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import itertools
+import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import minialpa
 from minialpa import CheckpointError, CheckpointManager, Plan, restore_checkpoint, save_checkpoint
+from minialpa.checkpoints.manager import _errors_of_orbax
 from minialpa.runtime.arrays import BlockedArray
 from tests.checkpoint_cases import bits, by_orbax_alone, case, methods, state_of_step, step_of
 
@@ -219,13 +224,128 @@ def test_a_manager_keeps_the_last_checkpoints(tmp_path: Path) -> None:
             manager.restore(5, like=state)
 
 
-def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
-    best = lambda metrics: metrics["loss"]  # noqa: E731
-    with CheckpointManager(tmp_path, max_to_keep=2, best_fn=best, best_mode="min") as manager:
-        for i, loss in enumerate((3.0, 1.0, 2.0, 5.0)):
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("mode", "losses", "best"),
+    [
+        ("min", [3.0, NAN, 1.0, 2.0, NAN, 5.0], (2, 3)),
+        ("max", [3.0, NAN, 1.0, 2.0, NAN, 5.0], (0, 5)),
+        ("max", [1.0, NAN, -INF, NAN], (0, 3)),
+        ("min", [NAN, NAN, NAN], (1, 2)),
+    ],
+)
+def test_the_best_checkpoints_stay(mode: Any, losses: list[float], best: tuple[int, ...], tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode=mode) as manager:
+        for i, loss in enumerate(losses):
             manager.save(i, {"w": jnp.ones(2)}, {"loss": loss})
         manager.wait_until_finished()
-        assert manager.all_steps() == (1, 2)
+        assert manager.all_steps() == best
+        with pytest.raises(KeyError, match="loss"):
+            manager.save(9, {"w": jnp.ones(2)}, {"no": 0.0})
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "[!x]*?", "**", "a b#%2f{}~"])
+def test_a_folder_may_have_the_characters_of_patterns(name: str, tmp_path: Path) -> None:
+    (tmp_path / "lr0").mkdir()
+    state = {"w": jnp.arange(3.0), "[w]*": jnp.arange(2)}
+    save_checkpoint(tmp_path / name, state, step=1)
+    save_checkpoint(tmp_path / name, state, step=2)
+    assert bits(restore_checkpoint(tmp_path / name, state)) == bits(state)
+    assert not any((tmp_path / "lr0").iterdir())
+
+
+@pytest.mark.parametrize("name", ["a\\b", os.fsdecode(b"a\x80b")])
+def test_a_folder_that_tensorstore_cannot_name_is_refused(name: str, tmp_path: Path) -> None:
+    """It would write the arrays to `a/b`."""
+    with pytest.raises(CheckpointError, match="without backslashes that are UTF-8"):
+        save_checkpoint(tmp_path / name, {"w": jnp.ones(2)}, step=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_links_point_to_is_not_deleted(tmp_path: Path) -> None:
+    home, run = tmp_path / "home", tmp_path / "run"
+    (home / "thesis").mkdir(parents=True)
+    (home / "thesis" / "a.txt").write_text("years of work")
+    run.mkdir()
+
+    # Links where a manager keeps what it deletes, deletes what is unfinished, and deletes old steps.
+    (run / ".deleted").symlink_to(home)
+    with pytest.raises(CheckpointError, match=r"`.*/run/\.deleted` is a link"):
+        CheckpointManager(run)
+    (run / ".deleted").unlink()
+    (run / "7.orbax-checkpoint-tmp-0").symlink_to(home)
+    (run / "1").symlink_to(home)
+    (run / ".minialpa-lock").symlink_to(home / "thesis" / "a.txt")
+    with pytest.raises(CheckpointError, match="symbolic links"):
+        CheckpointManager(run)
+    (run / ".minialpa-lock").unlink()
+    with CheckpointManager(run, max_to_keep=1) as manager:
+        for step in (2, 3):
+            manager.save(step, {"w": jnp.ones(2)})
+    assert (home / "thesis" / "a.txt").read_text() == "years of work"
+
+
+def test_one_manager_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
+    """The second one would delete what the first one is writing. The lock ends with its process, however that ends."""
+    state = {"w": jnp.ones(2)}
+    save_and_wait = [sys.executable, "-m", "tests.checkpoint_cases", str(tmp_path)]
+    other = subprocess.Popen(save_and_wait, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == b"saving\n"
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=f"Another manager saves checkpoints .* in process {other.pid} on"):
+                CheckpointManager(tmp_path)
+        with CheckpointManager(tmp_path, read_only=True) as reader:
+            assert reader.latest_step() is not None
+        other.kill()
+
+    with CheckpointManager(tmp_path) as first:
+        with pytest.raises(CheckpointError, match="Another manager saves checkpoints"):
+            save_checkpoint(tmp_path, state, step=10**6)
+        assert first.save(10**6, state)
+    save_checkpoint(tmp_path, state, step=10**6 + 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (ValueError("RESOURCE_EXHAUSTED: Failed to open: \"f\": Too many open files [os_error_code='24']"), False),
+        (ValueError("UNKNOWN: Error reading \"f\": Input/output error [os_error_code='5']"), False),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (MemoryError(), False),
+        (ValueError("DATA_LOSS: Error decoding manifest"), True),
+        (ValueError("NOT_FOUND: No such file or directory [os_error_code='2']"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), True),
+    ],
+)
+def test_an_error_of_the_system_is_no_damage(error: Exception, is_damage: bool) -> None:
+    with pytest.raises(CheckpointError) as caught, _errors_of_orbax("Reading", "The checkpoint is damaged."):
+        raise error
+    assert ("damaged" in str(caught.value)) == is_damage
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    state = {"w": jnp.ones(2)}
+    save_checkpoint(tmp_path, state, step=1)
+    with CheckpointManager(tmp_path, read_only=True) as manager:
+        manager.restore(like=state)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[0]), before[1]))
+        opened = []
+        try:
+            with suppress(OSError):
+                while True:
+                    opened.append(os.open(os.devnull, os.O_RDONLY))
+            with pytest.raises(CheckpointError, match="Too many open files") as caught:
+                manager.restore(like=state)
+        finally:
+            for number in opened:
+                os.close(number)
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert "damaged" not in str(caught.value)
+        assert bits(manager.restore(like=state).state) == bits(state)
 
 
 @pytest.mark.parametrize("data", [{1: 2}, (1, 2), {"x": np.ones(1)}, float("nan")])

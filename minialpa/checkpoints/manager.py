@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
+from minialpa.checkpoints.folder_lock import lock
 from minialpa.errors import CheckpointError, MinialpaError
 from minialpa.plan import Plan
 from minialpa.pytrees import hide_static, show_static
@@ -28,6 +31,8 @@ from minialpa.pytrees import hide_static, show_static
 #: Sub-folder of checkpoints that are to be deleted. orbax would delete their files where they are, and a process that
 #: is killed meanwhile would leave a step that looks complete and is not; moving a folder happens at once or not at all.
 _DELETED = ".deleted"
+#: How errors of the operating system and of devices read in errors of tensorstore and XLA.
+_SYSTEM = re.compile("os_error_code='(?!2')|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class CheckpointManager:
     under its step when all of it is written; a process that ends earlier leaves the older checkpoints as they were. Use
     it as a context manager, or call `close`, so that the last checkpoint is written before the program ends.
 
-    One process of a run may have a manager that saves to a folder.
+    One manager at a time saves to a folder: it holds a lock on the file `.minialpa-lock` there until it is closed.
     """
 
     def __init__(
@@ -73,25 +78,35 @@ class CheckpointManager:
         max_to_keep: number of checkpoints that stay; None for all.
         save_interval_steps: `save` skips steps that are no multiple of this.
         keep_period: steps that are a multiple of this stay in addition to `max_to_keep`.
-        best_fn: from metrics to a number; those with the best numbers stay, instead of the last ones.
+        best_fn: from metrics to a number; those with the best numbers stay, instead of the last ones. NaN is worse than
+            any number.
         best_mode: whether the best number is the largest or the smallest.
         read_only: change nothing in the folder, which must exist.
+
+        Raises CheckpointError if another manager saves to the folder.
         """
         ocp = _orbax()
+        from minialpa.checkpoints.paths import LiteralPath
         from minialpa.checkpoints.remote_handler import state_handler
         from minialpa.checkpoints.unfinished import UnfinishedCheckpoint
 
         self._directory, self._read_only = _absolute(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
             raise CheckpointError(f"There is no folder `{directory}`. Pass the folder that checkpoints were saved to.")
+        self._best = None if best_fn is None else _number_of(best_fn, worst=math.inf if best_mode == "min" else -math.inf)
+        self._lock: IO[str] | None = None
         with _errors_of_orbax(f"Opening the checkpoints in `{directory}`"):
+            if not read_only and "://" not in self._directory:
+                self._deleted()  # before anything is changed
+                Path(self._directory).mkdir(parents=True, exist_ok=True)
+                self._lock = lock(Path(self._directory))
             self._orbax = ocp.CheckpointManager(
-                self._directory,
+                self._directory if "://" in self._directory else LiteralPath(self._directory),
                 options=ocp.CheckpointManagerOptions(
                     max_to_keep=max_to_keep,
                     save_interval_steps=save_interval_steps,
                     keep_period=keep_period,
-                    best_fn=best_fn,
+                    best_fn=self._best,
                     best_mode=best_mode,
                     # orbax's own `read_only` logs three warnings each time.
                     create=not read_only,
@@ -162,6 +177,8 @@ class CheckpointManager:
         self._delete_old()
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         if numbers is not None:
+            if self._best is not None:
+                self._best(numbers)  # else orbax would call it first when the files are written
             items["numbers"] = ocp.args.JsonSave(numbers)
         with _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
             return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=numbers, force=force))
@@ -187,6 +204,7 @@ class CheckpointManager:
         with _errors_of_orbax(f"Reading {name}", "The checkpoint is damaged; restore an older one."):
             if not self._has(step, "state"):
                 raise CheckpointError(f"There is no `state` in {name}. minialpa did not save this checkpoint.")
+            list((self._orbax.directory / str(step)).iterdir())  # orbax takes a folder that it cannot list for an empty one
             stored = self._orbax.item_metadata(step)["state"]
             if stored is None:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
@@ -249,6 +267,8 @@ class CheckpointManager:
             self._orbax.close()
         if not self._read_only:
             self._delete_old()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -276,14 +296,24 @@ class CheckpointManager:
         from minialpa.checkpoints.unfinished import unfinished_checkpoints
 
         for unfinished in unfinished_checkpoints(Path(self._directory)):
-            deleted = Path(self._directory, _DELETED)
+            deleted = self._deleted()
             deleted.mkdir(exist_ok=True)
             unfinished.rename(deleted / unfinished.name)
 
     def _delete_old(self) -> None:
         """Delete the checkpoints that were moved aside. The folder that they were moved to stays."""
-        for old in Path(self._directory, _DELETED).glob("*"):
+        for old in self._deleted().glob("*"):
             shutil.rmtree(old, ignore_errors=True)
+
+    def _deleted(self) -> Path:
+        """The folder of checkpoints to delete. Raises CheckpointError for a link: what it points to is not ours."""
+        path = Path(self._directory, _DELETED)
+        if path.is_symlink():
+            raise CheckpointError(
+                f"`{path}` is a link, and checkpoints that are moved there are deleted. Remove the link, or choose "
+                "another folder."
+            )
+        return path
 
     def _has(self, step: int, item: str) -> bool:
         return bool((self._orbax.directory / str(step) / item).exists())
@@ -317,21 +347,51 @@ def _orbax() -> Any:
     return orbax.checkpoint
 
 
+def _number_of(best_fn: Callable[[Any], float], worst: float) -> Callable[[Any], float]:
+    """`best_fn`, with `worst` for NaN: numbers are sorted, and NaN has no place among them."""
+
+    def number(metrics: Any) -> float:
+        value = float(best_fn(metrics))
+        return worst if math.isnan(value) else value
+
+    return number
+
+
 def _absolute(directory: str | os.PathLike[str]) -> str:
-    """orbax takes absolute paths, and addresses such as gs://bucket/folder."""
+    """orbax takes absolute paths, and addresses such as gs://bucket/folder. Raises CheckpointError for others."""
     text = os.fspath(directory)
-    return text if "://" in text else str(Path(text).absolute())
+    if "://" in text:
+        return text
+    path = str(Path(text).absolute())
+    # tensorstore takes a backslash for the end of a folder's name, and would write elsewhere.
+    if "\\" in path or path.encode(errors="ignore").decode() != path:
+        raise CheckpointError(
+            f"Checkpoints cannot be in the folder {path!r}, since tensorstore, which writes them, takes only names "
+            "without backslashes that are UTF-8. Choose another folder."
+        )
+    return path
 
 
 @contextmanager
 def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
-    """Raise what orbax raises as a CheckpointError. Damaged files raise errors of many types."""
+    """Raise what orbax raises as a CheckpointError; `then` advises what to do about files that are damaged.
+
+    Damaged files raise errors of many types. Errors of the system, such as too many open files, are others.
+    """
     try:
         yield
     except MinialpaError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error} {then}".rstrip()) from error
+        advice = "" if _is_of_the_system(error) else then
+        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error} {advice}".rstrip()) from error
+
+
+def _is_of_the_system(error: Exception) -> bool:
+    """Whether an error is one of memory, files or devices, rather than one of what is in the files or is not there."""
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+    return isinstance(error, MemoryError) or _SYSTEM.search(str(error)) is not None
 
 
 def _as_json(data: Any) -> dict[str, Any]:
