@@ -31,8 +31,8 @@ from minialpa.session import running_session
 
 OnRagged = Literal["fewer", "error", "drop"]
 
-#: Seconds that the end of the process waits for a source to return.
-_EXIT_S = 5.0
+#: Seconds that closing a loader waits for a source to return, and that the end of the process does.
+_CLOSE_S, _EXIT_S = 1.0, 5.0
 
 
 class PlacesBatches(Protocol):
@@ -77,7 +77,7 @@ class DataLoader(Iterator[Any]):
         self._reader: _Reader | None = None
         self._stop_reader: Callable[[], object] = lambda: None
         self._state: dict[str, Any] | None = None
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
 
     def __iter__(self) -> Self:
         return self
@@ -89,8 +89,12 @@ class DataLoader(Iterator[Any]):
         if self._reader is None:
             self._start()
         assert self._reader is not None
+        if self._has_ended:
+            raise StopIteration
 
         outcome = self._reader.take()
+        if outcome is None and self._is_closed:
+            raise MinialpaError("The loader was closed by another thread.")
         if isinstance(outcome, _Failed):
             try:
                 raise outcome.error
@@ -126,24 +130,33 @@ class DataLoader(Iterator[Any]):
         if self._is_closed:
             raise MinialpaError("The loader is closed. Make another one and set its state.")
         self._end_reader()
-        self._state = None
+        self._state, self._has_ended = None, False
         self._batches.restore(copy.deepcopy(state))
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
+    def end(self) -> None:
+        """Have `next` say that there are no more batches, also where it is waiting for the source.
+
+        It waits for nothing, so that the handler of a signal may call it.
+        """
+        self._has_ended = True
+        if self._reader is not None:
+            self._reader.end()
+
     def close(self) -> None:
-        """End the thread, once the source has returned from what it is doing. Calling it twice is fine.
+        """End the thread, or have it end when the source returns, if that blocks. Calling it twice is fine.
 
         The source itself is not closed. It has been read ahead, so nothing else should read on from it.
         """
         self._is_closed = True
-        self._end_reader()
+        self._end_reader(_CLOSE_S)
 
-    def _end_reader(self) -> None:
+    def _end_reader(self, timeout_s: float | None = None) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
             self._stop_reader()
-            reader.join()
+            reader.join(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -262,7 +275,13 @@ class _Source:
         for holder in (opened, self._given):
             if methods := state_methods(holder):
                 _, set_ = methods
-                set_(state)
+                try:
+                    set_(state)
+                except Exception as error:
+                    raise MinialpaError(
+                        f"`{set_.__name__}` of the source, a {type(holder).__name__}, raised {type(error).__name__} "
+                        f"for the state {_shortened(state)}: {error}. Pass a state of this kind of source."
+                    ) from error
                 # The state of an iterable is that of the next iteration over it.
                 self._iterator = opened if holder is opened else iter(self._given)
                 self.n_read = n_read
@@ -333,8 +352,8 @@ class _Batches:
         self._source, self._step, self._on_ragged = source, step, on_ragged
         self._first_sizes: list[int] | None = None
 
-    def next(self) -> _Outcome:
-        """The next one, or what was raised in its place. Raises nothing."""
+    def read(self) -> _Outcome:
+        """The next one as the source has it, or what was raised in its place. Raises nothing."""
         try:
             batch = self._source.read()
             while not self._is_wanted(batch):
@@ -346,7 +365,16 @@ class _Batches:
 
         # Apart from the above: a StopIteration of this is an error, and no end.
         try:
-            return _Read(self._laid_out(batch), self.state())
+            return _Read(batch, self.state())
+        except BaseException as error:
+            return _Failed(error)
+
+    def lay_out(self, outcome: _Outcome) -> _Outcome:
+        """A batch that was read as the step reads it, or what was raised in its place. Raises nothing."""
+        if not isinstance(outcome, _Read):
+            return outcome
+        try:
+            return _Read(self._laid_out(outcome.batch), outcome.state)
         except BaseException as error:
             return _Failed(error)
 
@@ -356,8 +384,8 @@ class _Batches:
 
     def restore(self, state: Any) -> None:
         """Go on behind the batch of a state."""
-        if not isinstance(state, dict) or state.keys() != {"batches", "sizes", "source"}:
-            raise MinialpaError(f"This is no state of a loader, as `get_state` returns it: {state!r}.")
+        if not _is_state(state):
+            raise MinialpaError(f"This is no state of a loader, as `get_state` returns it: {_shortened(state)}.")
         self._source.restore(state["batches"], state["source"])
         self._first_sizes = state["sizes"]
 
@@ -398,6 +426,18 @@ def _owned(leaf: Any) -> Any:
     return leaf.copy() if leaf.dtype.hasobject else own_copy(leaf)
 
 
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, dict) or state.keys() != {"batches", "sizes", "source"}:
+        return False
+    sizes = [] if state["sizes"] is None else state["sizes"]
+    return isinstance(sizes, list) and all(type(count) is int and count >= 0 for count in (state["batches"], *sizes))
+
+
+def _shortened(state: Any) -> str:
+    text = repr(state)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _text(sizes: list[int]) -> str:
     """The numbers of examples of the leaves: one number if they agree."""
     return str(sizes[0]) if len(set(sizes)) == 1 else str(sizes)
@@ -423,12 +463,10 @@ class _Reader:
         self._thread.start()
 
     def take(self) -> _Outcome:
-        """The next outcome, once it is there; None from the end on, and after an error."""
+        """The next outcome, once it is there; None from the end on, after an error, and when the reader is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._has_ended or self._is_stopped)
-            if self._is_stopped:
-                raise MinialpaError("The loader was closed by another thread.")
-            if not self._queue:
+            if self._is_stopped or not self._queue:
                 return None
             outcome = self._queue.popleft()
             self._changed.notify_all()
@@ -437,13 +475,18 @@ class _Reader:
     def stop(self) -> None:
         """Have the thread end, and forget the queue. Garbage collection calls this, so it does not wait."""
         with self._changed:
-            self._is_stopped = True
+            self.end()
             self._queue.clear()
+
+    def end(self) -> None:
+        """As `stop`, but the queue stays: a signal may come while this very thread takes a batch from it."""
+        with self._changed:
+            self._is_stopped = True
             self._changed.notify_all()
 
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+    def join(self, timeout_s: float | None) -> None:
+        """Wait until the thread has ended, for as long as that."""
+        self._thread.join(timeout_s)
 
     def _end_with_process(self) -> None:
         self.stop()
@@ -457,7 +500,10 @@ class _Reader:
 
     def _fill_queue(self) -> None:
         while not self._has_ended and self._wait_for_room():
-            outcome = self._batches.next()
+            outcome = self._batches.read()
+            # Nobody may be left to wait until a batch is laid out, if the source has returned late.
+            if not self._is_stopped:
+                outcome = self._batches.lay_out(outcome)
             with self._changed:
                 if not self._is_stopped:
                     self._queue.append(outcome)

@@ -30,9 +30,10 @@ from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import prefetch
 from minialpa.checkpoints.manager import CheckpointManager
 from minialpa.data import DataLoader, state_methods
-from minialpa.errors import MinialpaError, WorkerError
+from minialpa.errors import CheckpointError, MinialpaError, VerifyError, WorkerError
 from minialpa.methods import CreateStateParallel
 from minialpa.plan import Plan
+from minialpa.runtime.executable import Executable
 from minialpa.session import available_hosts, current_session, failure, restart
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ _MOST_LOSSES = 3
 #: Seconds between two looks whether a host has come back, while there is none.
 _LOOK_EVERY_S = 2.0
 
-What = Literal["planned", "compiled", "created", "restored", "saved", "lost", "restarted"]
+What = Literal["unusable", "planned", "compiled", "created", "restored", "saved", "lost", "restarted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class TrainingEvent:
     Attributes:
         what: the step was "planned" and "compiled" for the devices of a session; its state was "created", or
             "restored" from a checkpoint; a checkpoint was "saved"; the session was "lost", and "restarted" on the
-            hosts that are there.
+            hosts that are there; the plan of a checkpoint was "unusable", so that the step is planned anew.
         n_steps: the number of steps that were done before.
         seconds: how long the loop waited for it. A checkpoint is written behind the steps that follow.
         text: the same for people.
@@ -133,7 +134,8 @@ def train(
     as information. A plan is saved with each checkpoint, and a run that starts again on the same devices uses it.
 
     With a folder, SIGTERM, by which clusters announce that they take a machine away, lets the step end and saves a
-    checkpoint; then the signal takes its course.
+    checkpoint; then the signal takes its course. Before the first step, and while a plan, a program or the state is
+    made, it does so at once.
 
     Raises the WorkerError if a session is lost and there is no folder, or three times at the same step; MinialpaError
     for arguments that cannot be.
@@ -198,6 +200,8 @@ class _Progress:
         last: the report of the last step.
         first_batch: the state of the data loader before it has read anything; None before it is asked.
         is_terminated: whether the process was told to end.
+        loader: that of the session, which a signal to end makes return no more batches.
+        has_state: whether there is a state of this session to save.
     """
 
     def __init__(self) -> None:
@@ -205,13 +209,14 @@ class _Progress:
         self.n_done = 0
         self.last: StepReport | None = None
         self.first_batch: dict[str, Any] | None = None
-        self.is_terminated = False
+        self.is_terminated = self.has_state = False
+        self.loader: DataLoader | None = None
         self._furthest = 0
         self._n_losses = 0
 
     def note(self, what: What, seconds: float, text: str) -> None:
         self.events.append(TrainingEvent(what=what, n_steps=self.n_done, seconds=seconds, text=text))
-        level = logging.WARNING if what in ("lost", "restarted") else logging.INFO
+        level = logging.WARNING if what in ("lost", "unusable", "restarted") else logging.INFO
         _log.log(level, "step %d: %s (%.2f s)", self.n_done, text, seconds)
 
     @contextmanager
@@ -238,26 +243,40 @@ class _Progress:
 
 @contextmanager
 def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
-    """In this context, SIGTERM is only noted. Behind it, the signal does what it would have done."""
-    if run.folder is None or threading.current_thread() is not threading.main_thread():
+    """In this context, SIGTERM ends the loop if there is a state to save. The signal then does what it would have done.
+
+    The loop ends at once if it waits for a batch, which may never come.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if run.folder is None or not is_main or before is None:  # None: a handler that is not Python's
         yield
         return
 
-    def note(number: int, frame: object) -> None:
-        progress.is_terminated = True
-
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield
-    finally:
+    def take_course() -> None:
         signal.signal(signal.SIGTERM, before)
         if progress.is_terminated:
             signal.raise_signal(signal.SIGTERM)
 
+    def note(number: int, frame: object) -> None:
+        progress.is_terminated = True
+        if progress.loader is not None:
+            progress.loader.end()
+        if not progress.has_state:
+            take_course()
+
+    progress.has_state = False
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is note:
+            take_course()
+
 
 def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> TrainingResult | None:
     """Train until the run is done, or the process is told to end. None if there are more hosts than the session has."""
-    loader = resources.enter_context(DataLoader(run.batches, run.step, run.prefetch_size))
+    loader = progress.loader = resources.enter_context(DataLoader(run.batches, run.step, run.prefetch_size))
     manager = None
     if run.folder is not None:
         manager = resources.enter_context(CheckpointManager(run.folder, max_to_keep=run.max_to_keep))
@@ -267,15 +286,19 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
         progress.first_batch = loader.get_state()
     loader.set_state(progress.first_batch)
     batch = next(loader, None)
+    if batch is None and progress.is_terminated:
+        raise MinialpaError("The process was told to end before `batches` had a batch.")
     if batch is None:
         raise MinialpaError("`batches` has no batch. If it is a function, it returns a new iterator each time.")
+    first_types = _types_text(batch)
     state, plan, batches = _first_state(run, progress, loader, manager, batch)
+    progress.has_state = True
 
     reports = _Reports(run, progress)
     while progress.n_done != run.n_steps and not progress.is_terminated:
         if (batch := next(batches, None)) is None:
             break
-        state, metrics = _one_step(run, state, batch)
+        state, metrics = _one_step(run, state, batch, first_types)
         progress.n_done += 1
         evaluation = None
         if run.evaluate is not None and progress.n_done % run.evaluate_every == 0:
@@ -290,7 +313,8 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
                 return None
 
     reports.give()
-    if manager is not None and progress.n_done not in manager.all_steps():
+    # Before the first step there is nothing to save, and the loader has read a batch already.
+    if manager is not None and progress.n_done not in (0, *manager.all_steps()):
         _save(run, progress, manager, state, loader, plan)
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
 
@@ -310,18 +334,17 @@ def _first_state(
     """The state of the last checkpoint, or a new one; the plan for this session; the batches that follow."""
     n_saved = None if manager is None else manager.latest_step()
     progress.n_done = n_saved or 0
+    if run.n_steps is not None and progress.n_done > run.n_steps:
+        raise MinialpaError(
+            f"`n_steps` is {run.n_steps}, and the last checkpoint in `{run.folder}` is of step {n_saved}. Pass a larger "
+            "number to go on from there, or another folder to train anew."
+        )
     saved = {} if manager is None or n_saved is None else _saved_data(manager, n_saved)
     create_state = parallelize(run.create_state, method=CreateStateParallel(run.step, (batch,)))
 
     # On the devices that the checkpoint was saved from, its plan gives the same numbers, and takes no time.
-    if manager is not None and saved.get("method") == repr(run.step.method) and not isinstance(run.step.method, Plan):
-        plan = manager.load_plan(n_saved)
-        assert plan is not None, "`_save` saves both"
-        run.step.use_plan(plan)
-    with progress.timed("planned", f"The step is planned for {_hosts_text()}."):
-        lowered = run.step.lower(create_state.eval_shape(), batch)
-    with progress.timed("compiled", "The step is compiled."):
-        executable = lowered.compile()
+    has_plan = saved.get("method") == repr(run.step.method) and not isinstance(run.step.method, Plan)
+    plan, executable = _planned(run, progress, create_state.eval_shape(), batch, manager if has_plan else None)
 
     if manager is None or n_saved is None:
         with progress.timed("created", "The state is created."):
@@ -330,9 +353,35 @@ def _first_state(
         with progress.timed("restored", f"The checkpoint of step {n_saved} is read."):
             state = manager.restore(n_saved, like=executable).state
     if not saved:
-        return state, lowered.plan, chain((batch,), loader)
+        return state, plan, chain((batch,), loader)
     loader.set_state(saved["batches"])
-    return state, lowered.plan, loader
+    return state, plan, loader
+
+
+def _planned(
+    run: _Run, progress: _Progress, state: Any, batch: Any, saved: CheckpointManager | None
+) -> tuple[Plan, Executable]:
+    """The step for this session. saved: has the plan to use; one that is damaged or of another version is replaced."""
+    try:
+        if saved is not None:
+            run.step.use_plan(_plan_in(saved))
+        with progress.timed("planned", f"The step is planned for {_hosts_text()}."):
+            lowered = run.step.lower(state, batch)
+        with progress.timed("compiled", "The step is compiled."):
+            return lowered.plan, lowered.compile()
+    except (CheckpointError, VerifyError) as error:
+        if saved is None:
+            raise
+        progress.note("unusable", 0.0, f"The plan of the checkpoint cannot be used, so the step is planned anew: {error}")
+        run.step.use_plan(None)
+        return _planned(run, progress, state, batch, None)
+
+
+def _plan_in(manager: CheckpointManager) -> Plan:
+    plan = manager.load_plan()
+    if plan is None:
+        raise CheckpointError("It is missing.")
+    return plan
 
 
 def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
@@ -348,14 +397,29 @@ def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
     )
 
 
-def _one_step(run: _Run, state: Any, batch: Any) -> tuple[Any, Any]:
-    result = run.step(state, batch)
+def _one_step(run: _Run, state: Any, batch: Any, first_types: str) -> tuple[Any, Any]:
+    try:
+        result = run.step(state, batch)
+    except (TypeError, ValueError) as error:
+        if (types := _types_text(batch)) == first_types:
+            raise
+        raise MinialpaError(
+            f"The step raised {type(error).__name__} for a batch of {types}; the first batch was {first_types}: {error}"
+        ) from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise MinialpaError(
             f"`train` calls `state, metrics = step(state, batch)`, and the step returned a {type(result).__name__}. "
             "Return a pair: the new state, and the metrics in any pytree."
         )
     return result
+
+
+def _types_text(batch: Any) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return ", ".join(
+        f"{jax.tree_util.keystr(path)} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
+        for path, leaf in leaves
+    )
 
 
 class _Reports:

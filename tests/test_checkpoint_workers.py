@@ -270,6 +270,7 @@ def test_a_worker_that_is_lost_while_it_writes_leaves_the_older_checkpoint(
         with pytest.raises(CheckpointError, match=r"could not write a checkpoint; older ones stay as they were"):
             manager.wait_until_finished()
         is_lost.set()
+        manager.close()
         with pytest.raises(WorkerError):
             step(state, batch)
         monkeypatch.undo()
@@ -320,6 +321,7 @@ def test_a_lost_worker_that_goes_on_writing_does_not_touch_later_checkpoints(
         with pytest.raises(CheckpointError):
             manager.wait_until_finished()
         monkeypatch.setattr(worker_files, "write", write)
+        manager.close()
 
     with in_process_session(2, 1), CheckpointManager(tmp_path) as manager:
         again = step_of(model, method)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +297,31 @@ def test_a_waiting_loop_ends_when_another_thread_closes_the_loader() -> None:
     closer.join()
 
 
+@pytest.mark.parametrize("how", ["interrupt", "end"])
+def test_a_loop_that_waits_for_a_source_can_be_stopped_by_a_signal(how: str) -> None:
+    go_on = threading.Event()
+
+    def blocked() -> Iterator[Any]:
+        yield np.zeros((2, 1))
+        go_on.wait(60)
+        yield np.ones((2, 1))
+
+    handler = signal.default_int_handler if how == "interrupt" else lambda number, frame: loader.end()
+    before = signal.signal(signal.SIGINT, handler)
+    start_s = time.monotonic()
+    try:
+        with suppress(KeyboardInterrupt), DataLoader(blocked, unused_step()) as loader:
+            next(loader)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            assert next(loader, None) is None and how == "end"
+            assert loader.get_state()["batches"] == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+        go_on.set()
+    assert time.monotonic() - start_s < 10
+    loader.close()
+
+
 def test_a_process_ends_with_a_loader_that_is_open() -> None:
     code = (
         "import itertools, minialpa, numpy as np\n"
@@ -433,6 +461,11 @@ class Counting:
         self._state = state
 
 
+class Refusing(Counting):
+    def set_state(self, state: dict[str, int]) -> None:
+        super().set_state({"next": state["next"] + 0})
+
+
 class Stateful:
     """An iterable with the state of its last iteration, as torch's and Hugging Face's."""
 
@@ -514,6 +547,12 @@ def test_states_that_do_not_fit_are_refused() -> None:
         other.set_state({"step": 3})
     with pytest.raises(minialpa.MinialpaError, match="behind batch 9, and the source ends after 4 batches"):
         other.set_state({**start, "batches": 9})
+    numbers = ("x", -1, 1.5, True, None)
+    for nonsense in (*({"batches": number} for number in numbers), {"sizes": 3}, {"sizes": [""]}):
+        with pytest.raises(minialpa.MinialpaError, match="no state of a loader"):
+            other.set_state({**start, **nonsense})
+    with pytest.raises(minialpa.MinialpaError, match=r"`set_state` of the source, a Refusing, raised TypeError"):
+        DataLoader(Refusing(4, 2), step).set_state({**start, "source": {"next": None}})
 
 
 # ---- Alpa's loader over samples --------------------------------------------------------------------------------------

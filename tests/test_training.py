@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +27,7 @@ from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.in_process import InProcessLauncher
 from minialpa.session import _Current, _session_on, current_session, running_session
 from tests.checkpoint_cases import bits
+from tests.training_driver import command, environment, losses_in
 from tests.training_runs import N_LAYERS, Log, batches, create_state, parallelized, serial_losses, train_step
 
 N_STEPS, SAVE_EVERY = 24, 5
@@ -102,6 +106,94 @@ def test_a_signal_to_end_saves_the_steps_that_are_done(tmp_path: Path) -> None:
     assert noted == [signal.SIGTERM]
     assert result.n_steps in (7, 8) and len(log.losses) == result.n_steps
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (result.n_steps,)
+
+
+@contextmanager
+def driver(folder: Path, fault: str) -> Iterator[subprocess.Popen[bytes]]:
+    words = command("local", folder, N_STEPS, SAVE_EVERY, 1, fault)
+    with (folder / "log").open("wb") as log, subprocess.Popen(words, env=environment(), stderr=log) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_process_that_is_told_to_end_before_the_first_step_leaves_nothing_out(
+    serial: dict[int, float], tmp_path: Path
+) -> None:
+    """The loader has read a batch by then, since its shapes decide the plan."""
+    with driver(tmp_path, "told to end") as process:
+        assert process.wait(120) == -signal.SIGTERM, (tmp_path / "log").read_text()
+    log = Log()
+    minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, folder=tmp_path / "run", report=log)
+    assert log.losses == pytest.approx(serial, rel=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_process_whose_batches_never_come_ends_when_it_is_told_to(
+    serial: dict[int, float], number: signal.Signals, tmp_path: Path
+) -> None:
+    with driver(tmp_path, "blocked") as process:
+        while not ((tmp_path / "blocked").exists() and len(losses_in(tmp_path)) >= 2):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        time.sleep(0.5)  # until it waits for the fourth batch
+        process.send_signal(number)
+        assert process.wait(30) == -number
+
+    # Told to end, it saves the steps that are done. Interrupted, it goes on from the last checkpoint.
+    reader = minialpa.CheckpointManager(tmp_path / "run", read_only=True)
+    assert reader.all_steps() == ((3,) if number == signal.SIGTERM else ())
+    log = Log()
+    log.losses = losses_in(tmp_path)
+    minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, folder=tmp_path / "run", report=log)
+    assert log.losses == pytest.approx(serial, rel=1e-4)
+
+
+def test_a_checkpoint_behind_the_end_of_the_run_is_refused_and_stays(tmp_path: Path) -> None:
+    """Neither a state of more steps than were asked for, nor a run that never meets its end."""
+    options: dict[str, Any] = {"folder": tmp_path, "save_every": 2, "max_to_keep": 1}
+    minialpa.train(parallelized(), create_state, batches, n_steps=6, **options)
+    with pytest.raises(MinialpaError, match=r"`n_steps` is 3, and the last checkpoint in `.*` is of step 6"):
+        minialpa.train(parallelized(), create_state, batches, n_steps=3, **options)
+    assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (6,)
+
+
+@pytest.mark.parametrize(
+    "damage", ["version", "does not fit", *(pytest.param(what, marks=pytest.mark.slow) for what in ("cut", "missing"))]
+)
+def test_a_plan_that_cannot_be_used_is_made_anew(
+    serial: dict[int, float], damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = Log()
+    step = minialpa.parallelize(train_step, method=ShardParallel())
+    minialpa.train(step, create_state, batches, n_steps=5, folder=tmp_path, report=log)
+    file = tmp_path / "5" / "plan" / "plan.json"
+    plan = json.loads(file.read_text())
+    if damage == "version":
+        plan["version"] = 999
+    if damage == "does not fit":
+        plan["plan"]["inputs"][0]["shape"] = [3, 3]
+    file.write_text(json.dumps(plan)[: 100 if damage == "cut" else None])
+    if damage == "missing":
+        shutil.rmtree(file.parent)
+
+    result = minialpa.train(
+        minialpa.parallelize(train_step, method=ShardParallel()),
+        create_state, batches, n_steps=N_STEPS, folder=tmp_path, report=log,
+    )  # fmt: skip
+    assert log.losses == pytest.approx(serial, rel=1e-4)
+    assert "unusable" in [event.what for event in result.events]
+    assert "planned anew" in caplog.text
+
+
+def test_a_batch_that_the_step_refuses_is_named_beside_the_first_one() -> None:
+    def changing() -> Iterator[Any]:
+        first = next(batches())
+        yield from (first, first, {**first, "x": first["x"][:, :3]})
+
+    with pytest.raises(MinialpaError, match=r"batch of \['x'\] float32\[16, 3\].*; the first batch was .*16, 8\]"):
+        minialpa.train(minialpa.parallelize(train_step, method=ShardParallel()), create_state, changing)
 
 
 def test_a_run_goes_on_under_another_method_if_it_is_given_one(serial: dict[int, float], tmp_path: Path) -> None:

@@ -209,8 +209,10 @@ class ParallelizedFunc:
         call = self._parameters.bind(args, kwargs)
         return self._plan_there(call, self._trace(call))
 
-    def use_plan(self, plan: Plan) -> None:
+    def use_plan(self, plan: Plan | None) -> None:
         """Use `plan`, in the place of planning, for calls with the step, shapes and cluster that it was made for.
+
+        None: plan again where such plans were used.
 
         A training run that starts again gives the plan that it saved with its checkpoint: it plans nothing, and
         computes the same numbers as before. Other calls are planned by the method. Raises ShardingError for a function
@@ -221,7 +223,10 @@ class ParallelizedFunc:
                 "`use_plan` gives a plan to a function that is planned by a method, such as `AutoParallel`. This one "
                 f"is planned by a {type(self._method).__name__}."
             )
-        self._planner.remember(plan)
+        if plan is None:
+            self._planner.forget_given()
+        else:
+            self._planner.remember(plan)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The step as `jax.jit(step).trace` gives it, for one device: `.jaxpr`, `.out_info`, `.lower()`.

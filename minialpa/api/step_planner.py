@@ -73,6 +73,12 @@ class StepPlanner:
         self._plans[key] = plan
         self._given.add(key)
 
+    def forget_given(self) -> None:
+        """Plan where a plan was to be remembered."""
+        for key in self._given:
+            del self._plans[key]
+        self._given.clear()
+
     def is_given(self, traced: TracedStep, target: Target) -> bool:
         """Whether the plan for a traced step is one that the user gave."""
         return bool(self._given) and (traced.fingerprint, target.cluster, target.logical_mesh) in self._given

@@ -16,12 +16,13 @@ import math
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from minialpa.checkpoints.folder_lock import lock
 from minialpa.errors import CheckpointError, MinialpaError
@@ -93,13 +94,14 @@ class CheckpointManager:
         self._directory, self._read_only = _absolute(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
             raise CheckpointError(f"There is no folder `{directory}`. Pass the folder that checkpoints were saved to.")
-        self._best = None if best_fn is None else _number_of(best_fn, worst=math.inf if best_mode == "min" else -math.inf)
-        self._lock: IO[str] | None = None
+        worst = math.inf if best_mode == "min" else -math.inf
+        self._best = None if best_fn is None else _number_of(best_fn, worst)
+        number = None
         with _errors_of_orbax(f"Opening the checkpoints in `{directory}`"):
             if not read_only and "://" not in self._directory:
                 self._deleted()  # before anything is changed
                 Path(self._directory).mkdir(parents=True, exist_ok=True)
-                self._lock = lock(Path(self._directory))
+                number = lock(Path(self._directory))
             self._orbax = ocp.CheckpointManager(
                 self._directory if "://" in self._directory else LiteralPath(self._directory),
                 options=ocp.CheckpointManagerOptions(
@@ -124,6 +126,8 @@ class CheckpointManager:
                     "numbers": ocp.JsonCheckpointHandler(filename="metrics.json"),
                 },
             )
+        # orbax's threads that still write keep its manager alive, and the folder locked.
+        self._unlock = weakref.finalize(self._orbax, os.close, number) if number is not None else None
 
         if not read_only:
             self._move_unfinished_aside()
@@ -204,7 +208,7 @@ class CheckpointManager:
         with _errors_of_orbax(f"Reading {name}", "The checkpoint is damaged; restore an older one."):
             if not self._has(step, "state"):
                 raise CheckpointError(f"There is no `state` in {name}. minialpa did not save this checkpoint.")
-            list((self._orbax.directory / str(step)).iterdir())  # orbax takes a folder that it cannot list for an empty one
+            list((self._orbax.directory / str(step)).iterdir())  # one that orbax cannot list is empty for orbax
             stored = self._orbax.item_metadata(step)["state"]
             if stored is None:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
@@ -263,12 +267,14 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait until every checkpoint is written, and end the threads. The manager cannot be used any more."""
-        with _errors_of_orbax(f"Saving to `{self._directory}`"):
-            self._orbax.close()
-        if not self._read_only:
-            self._delete_old()
-        if self._lock is not None:
-            self._lock.close()
+        try:
+            with _errors_of_orbax(f"Saving to `{self._directory}`"):
+                self._orbax.close()
+            if not self._read_only:
+                self._delete_old()
+        finally:
+            if self._unlock is not None:
+                self._unlock()
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from minialpa.session import current_session
 from tests.runtime.ray.faults import wait_until as wait_until_true
 from tests.runtime.ray.networked_cluster import needs_namespaces, networked_cluster
 from tests.runtime.ray.ray_cluster import WORKER_ENV, ray_nodes, resize
+from tests.training_driver import command, environment, losses_in, reports_in
 from tests.training_runs import Log, batches, create_state, parallelized, serial_losses
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
@@ -85,18 +85,6 @@ def test_it_goes_on_with_one_host_of_two_and_with_both_when_it_is_back(tmp_path:
 # ---- a driver in a process of its own -------------------------------------------------------------------------------
 
 
-def losses_in(folder: Path) -> dict[int, float]:
-    """The losses by step, as they were reported last."""
-    return {n: loss for n, loss, _ in reports_in(folder)}
-
-
-def reports_in(folder: Path) -> list[tuple[int, float, float]]:
-    """(steps, loss, time in seconds) of the reports, without a line that is being written."""
-    path = folder / "losses"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
 def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     while not is_there():
         assert process.poll() in (None, 0), log.read_text()[-3000:]
@@ -116,11 +104,6 @@ def driver(command: list[str], environment: dict[str, str], log: Path) -> Iterat
         process.wait()
 
 
-def arguments_of_driver(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int) -> list[str]:
-    numbers = map(str, (n_steps, save_every, n_hosts))
-    return [sys.executable, "-m", "tests.runtime.ray.training_driver", address, str(folder), *numbers]
-
-
 def finish(process: subprocess.Popen[bytes], folder: Path, log: Path) -> list[Any]:
     """Wait for the end of the run; its events, and the number of hosts that it had then."""
     assert process.wait(300) == 0, log.read_text()[-3000:]
@@ -132,14 +115,10 @@ def finish(process: subprocess.Popen[bytes], folder: Path, log: Path) -> list[An
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("undisturbed")
     with ray_nodes(2, 1) as cluster:
-        command = arguments_of_driver(cluster.address, folder, 60, 10, 2)
-        with driver(command, environment(), folder / "log") as process:
+        words = command(cluster.address, folder, 60, 10, 2)
+        with driver(words, environment(), folder / "log") as process:
             finish(process, folder, folder / "log")
     return losses_in(folder)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
 
 
 @pytest.mark.slow  # the above is the short relative
@@ -153,8 +132,8 @@ def test_kill_9_at_any_moment_changes_nothing(
     log = tmp_path / "log"
 
     with ray_nodes(2, 1) as cluster:
-        command = arguments_of_driver(cluster.address, tmp_path, n_steps, 10, 2)
-        with driver(command, environment(), log) as process:
+        words = command(cluster.address, tmp_path, n_steps, 10, 2)
+        with driver(words, environment(), log) as process:
             wait_until(lambda: len(reports_in(tmp_path)) >= moment, process, log)
             time.sleep(delay_s)
             killed_s = time.time()
@@ -170,7 +149,7 @@ def test_kill_9_at_any_moment_changes_nothing(
             if what != "driver":
                 events = finish(process, tmp_path, log)
         if what == "driver" and not (tmp_path / "events.json").exists():
-            with driver(command, environment(), log) as process:
+            with driver(words, environment(), log) as process:
                 events = finish(process, tmp_path, log)
 
     found = losses_in(tmp_path)
@@ -190,7 +169,7 @@ def test_kill_9_at_any_moment_changes_nothing(
 def test_two_of_four_hosts_are_lost_and_come_back(fault: str, tmp_path: Path) -> None:
     n_steps, log = 100, tmp_path / "log"
     with networked_cluster(5, tmp_path, n_devices_of_head=0) as cluster:
-        words = arguments_of_driver(cluster.address, tmp_path, n_steps, 5, 4)
+        words = command(cluster.address, tmp_path, n_steps, 5, 4)
         with driver(cluster.command(0, *words), cluster.environment, log) as process:
             wait_until(lambda: len(losses_in(tmp_path)) >= 30, process, log)
             getattr(cluster, fault)(2, 4)
