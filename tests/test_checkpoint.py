@@ -32,7 +32,16 @@ import minialpa
 from minialpa import CheckpointError, CheckpointManager, Plan, restore_checkpoint, save_checkpoint
 from minialpa.checkpoints.manager import _errors_of_orbax
 from minialpa.runtime.arrays import BlockedArray
-from tests.checkpoint_cases import bits, by_orbax_alone, case, methods, state_of_step, step_of
+from tests.checkpoint_cases import (
+    bits,
+    by_orbax_alone,
+    case,
+    evaluate_weights_alone,
+    methods,
+    state_of_step,
+    step_of,
+)
+from tests.training_runs import batches, create_state, parallelized
 
 PLANS = ("one device", "ZeRO-3 on 8", "ZeRO-3 on 4", "blocks on 2 stages")
 #: Pairs that always run: to blocks and from them, to fewer devices and to more.
@@ -90,6 +99,52 @@ def test_blocks_are_restored_by_their_own_and_by_the_types_of_a_plan(tmp_path: P
         ]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     assert bits(restore_checkpoint(tmp_path, shapes)) == bits(state)
+    weights = {"params": executable.get_input_targets()[0].params}
+    found = restore_checkpoint(tmp_path, weights, partial_restore=True)
+    assert bits(found) == bits({"params": state.params})
+    assert any(isinstance(leaf, BlockedArray) for leaf in jax.tree.leaves(found))
+
+
+def test_weights_alone_go_into_an_evaluation_step_under_another_plan(tmp_path: Path) -> None:
+    state, _ = parallelized()(create_state(), next(batches()))
+    save_checkpoint(tmp_path, state, step=0)
+    for name in ("one device", "ZeRO-3 on 4"):
+        evaluate_weights_alone(tmp_path, state, methods()[name])
+
+
+def test_a_part_of_a_state_is_read_by_the_names_of_its_leaves(tmp_path: Path) -> None:
+    """A pair has its parts by number."""
+    part = functools.partial(restore_checkpoint, partial_restore=True)
+    weights = {"a": jnp.arange(12.0).reshape(3, 4), "b": [jnp.ones(2), jnp.zeros(3)]}
+    pair = (weights, optax.adam(1e-3).init(weights))
+    save_checkpoint(tmp_path / "pair", pair, step=0)
+    for target in ((weights,), {"0": weights}, {"0": {"b": {"1": weights["b"][1]}}}, (None, pair[1]), pair):
+        assert bits(part(tmp_path / "pair", target)) == bits(target)
+
+    module = eqx.nn.MLP(4, 4, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
+    save_checkpoint(tmp_path / "eqx", {"model": module, "n": 3}, step=0)
+    model = part(tmp_path / "eqx", {"model": eqx.filter_eval_shape(lambda: module)})["model"]
+    assert model.activation is jnp.tanh and bits(eqx.filter(model, eqx.is_array)) == bits(
+        eqx.filter(module, eqx.is_array)
+    )
+
+
+def test_a_part_that_does_not_match_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"params": {"w": jnp.ones((2, 3))}, "n": 3}
+    save_checkpoint(tmp_path, state, step=0)
+    targets = {
+        r"`\['params'\]\['head'\]`: not in the checkpoint; expected float32\[2\]": {"params": {"head": jnp.ones(2)}},
+        r"`\['params'\]\['w'\]`: the checkpoint has float32\[2, 3\]; expected float32\[3, 2\]": {
+            "params": {"w": jnp.ones((3, 2))}
+        },
+        r"`\['params'\]`: not in the checkpoint; expected float32\[2, 3\]": {"params": jnp.ones((2, 3))},
+        "The target has no leaves": {"params": None},
+    }
+    for message, target in targets.items():
+        with pytest.raises(CheckpointError, match=message):
+            restore_checkpoint(tmp_path, target, partial_restore=True)
+    with pytest.raises(CheckpointError, match=r"`n`: the checkpoint has int64\[\]; not in the target"):
+        restore_checkpoint(tmp_path, {"params": state["params"]})
 
 
 def many_leaves() -> dict[str, Any]:

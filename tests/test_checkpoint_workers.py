@@ -36,8 +36,9 @@ from minialpa.runtime.cluster import array_files, in_process
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.runtime.workers import array_files as worker_files
-from tests.checkpoint_cases import bits, by_orbax_alone, case, methods, step_of
+from tests.checkpoint_cases import bits, by_orbax_alone, case, evaluate_weights_alone, methods, step_of
 from tests.runtime.cluster.in_process_session import in_process_session
+from tests.training_runs import batches, create_state, parallelized
 
 
 def sessions() -> dict[str, tuple[tuple[int, int], Method]]:
@@ -218,6 +219,15 @@ def test_numbers_on_workers_come_back_as_weak_as_they_were(tmp_path: Path) -> No
             np.testing.assert_array_equal(found["half"], (-1.0) ** k * np.arange(4))
             found, _ = again(found, batch)
             assert int(found["step"]) == k + 1
+
+
+def test_weights_alone_go_into_an_evaluation_step_on_workers(tmp_path: Path) -> None:
+    with in_process_session(2, 1):
+        state, _ = parallelized()(create_state(), next(batches()))
+        save_checkpoint(tmp_path, state, step=0)
+        minialpa.prefetch(state)
+    with in_process_session(1, 2):
+        evaluate_weights_alone(tmp_path, state, minialpa.Zero3Parallel())
 
 
 def test_a_step_may_donate_what_workers_still_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

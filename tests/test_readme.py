@@ -56,7 +56,7 @@ def test_the_examples_of_checkpoints_run_one_after_the_other(tmp_path: Path, mon
     examples = re.findall(r"```python\n(.*?)```", CHECKPOINTS.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile("\n".join(examples), str(CHECKPOINTS), "exec"), names)
-    assert len(examples) == 2 and np.isfinite(float(names["metrics"]["loss"]))
+    assert len(examples) == 3 and np.isfinite(float(names["metrics"]["loss"]))
 
 
 def test_the_examples_of_training_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

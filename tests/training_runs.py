@@ -40,6 +40,13 @@ def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict
     return {"params": params, "opt_state": opt_state, "n": state["n"] + 1, "key": key}, {"loss": loss}
 
 
+def evaluate(params: list[jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
 def batches() -> Iterator[dict[str, np.ndarray[Any, Any]]]:
     rng = np.random.default_rng(0)
     while True:

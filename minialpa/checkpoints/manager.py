@@ -187,7 +187,7 @@ class CheckpointManager:
         with _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
             return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=numbers, force=force))
 
-    def restore(self, step: int | None = None, *, like: Any) -> Checkpoint:
+    def restore(self, step: int | None = None, *, like: Any, partial_restore: bool = False) -> Checkpoint:
         """Read the checkpoint of `step`, by default the latest one, which a call of `save` may still be writing.
 
         like: what the state becomes, either an `Executable`, whose argument 0 the state then is, in the planned
@@ -195,10 +195,18 @@ class CheckpointManager:
             sharding of its target, without a copy of the whole array on any device. Without a sharding, it goes to
             jax's default device. What goes to workers of a cluster is read by them, and NumPy arrays stay such.
             Functions, and what else is no array in a module of equinox, are those of the target.
+        partial_restore: read the leaves of the target alone, such as the weights of a training state,
+            `{"params": executable.get_input_targets()[0]}`. Else the checkpoint may have no others.
 
         Raises CheckpointError if there is no such checkpoint, if it is of another model, or damaged.
         """
-        from minialpa.checkpoints.targets import restore_arguments, restored, target_tree
+        from minialpa.checkpoints.targets import (
+            in_stored_tree,
+            out_of_stored_tree,
+            restore_arguments,
+            restored,
+            target_tree,
+        )
 
         ocp = _orbax()
         self.wait_until_finished()
@@ -213,11 +221,15 @@ class CheckpointManager:
             if stored is None:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
             weak = (stored.custom_metadata or {}).get("weak_numbers", ())
-            arguments = restore_arguments(target, stored.tree, name, weak)
-            items = {"state": ocp.args.PyTreeRestore(item=target, restore_args=arguments)}
+            arguments = restore_arguments(target, stored.tree, name, weak, partial_restore=partial_restore)
+            item = target
+            if partial_restore:
+                item, arguments = (in_stored_tree(tree, stored.tree) for tree in (target, arguments))
+            items = {"state": ocp.args.PyTreeRestore(item=item, restore_args=arguments)}
             items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
             found = self._orbax.restore(step, args=ocp.args.Composite(**items))
-            state = show_static(restored(found["state"], target, name, weak))
+            state = out_of_stored_tree(found["state"], target) if partial_restore else found["state"]
+            state = show_static(restored(state, target, name, weak))
             data, metrics = found.get("data"), found.get("numbers")
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
 
@@ -334,13 +346,15 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan:
         manager.save(step, tree, plan=plan, force=True)
 
 
-def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, step: int | None = None) -> Any:
+def restore_checkpoint(
+    path: str | os.PathLike[str], target: Any, *, step: int | None = None, partial_restore: bool = False
+) -> Any:
     """The pytree that was saved in the folder `path`, at `step` or, by default, at the latest one.
 
-    `CheckpointManager.restore` says what `target` may be, and what it raises.
+    `CheckpointManager.restore` says what `target` and `partial_restore` may be, and what it raises.
     """
     with CheckpointManager(path, read_only=True) as manager:
-        return manager.restore(step, like=target).state
+        return manager.restore(step, like=target, partial_restore=partial_restore).state
 
 
 def _orbax() -> Any:
@@ -394,7 +408,7 @@ def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
 
 
 def _is_of_the_system(error: Exception) -> bool:
-    """Whether an error is one of memory, files or devices, rather than one of what is in the files or is not there."""
+    """Whether an error is one of memory, files or devices, rather than one of missing files or of their content."""
     if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
     return isinstance(error, MemoryError) or _SYSTEM.search(str(error)) is not None

@@ -11,7 +11,7 @@ from etils import epath
 _LocalPath: Any = type(epath.Path("/"))
 
 
-class LiteralPath(_LocalPath):  # type: ignore[misc]
+class LiteralPath(_LocalPath):
     """A local path for orbax. `epath` reads the whole path as a pattern in `glob`, so that in a folder `lr[0.1]` orbax
     finds none of the files that it has written, and saves a checkpoint without arrays."""
 

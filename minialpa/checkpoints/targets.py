@@ -79,16 +79,20 @@ def target_tree(like: Any) -> Any:
     return tree
 
 
-def restore_arguments(target: Any, stored: Any, name: str, weak: Collection[str]) -> Any:
+def restore_arguments(
+    target: Any, stored: Any, name: str, weak: Collection[str], *, partial_restore: bool = False
+) -> Any:
     """orbax's RestoreArgs for every leaf of `target`.
 
-    stored: orbax's metadata of the leaves. name: of the checkpoint, for messages. weak: see `weak_numbers`. Raises
-    CheckpointError, which lists the leaves, if the checkpoint has others than `target`, or others of these shapes and
-    dtypes.
+    stored: orbax's metadata of the leaves. name: of the checkpoint, for messages. weak: see `weak_numbers`.
+    partial_restore: whether the checkpoint may have leaves that the target lacks. Raises CheckpointError, which lists
+    the leaves, if the checkpoint has others than `target`, or others of these shapes and dtypes.
     """
     there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
-    wrong = list(_differences(leaves, there))
+    if not leaves:
+        raise CheckpointError(f"The target has no leaves, so there is nothing to read from {name}.")
+    wrong = list(_differences(leaves, there, partial_restore=partial_restore))
     if wrong:
         rest = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise CheckpointError(
@@ -100,6 +104,23 @@ def restore_arguments(target: Any, stored: Any, name: str, weak: Collection[str]
         return _restore_argument(leaf, there[_name(path)], is_weak=".".join(_name(path)) in weak)
 
     return jax.tree.unflatten(tree, [argument(path, leaf) for path, leaf in leaves])
+
+
+def in_stored_tree(tree: Any, stored: Any) -> Any:
+    """The leaves of a target at their places in the tree that was saved, and orbax's placeholders for all others.
+
+    orbax would compare containers, so that weights could not be read from the pair (weights, optimizer).
+    """
+    leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: leaves.get(_name(path), ocp.PLACEHOLDER), stored, is_leaf=lambda node: hasattr(node, "shape")
+    )
+
+
+def out_of_stored_tree(state: Any, target: Any) -> Any:
+    """What orbax read for `in_stored_tree` in the structure of the target."""
+    leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], target)
 
 
 def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
@@ -155,8 +176,11 @@ def _as_saved(leaf: Any) -> Any:
     return np.asarray(leaf) if isinstance(leaf, complex | np.bool_) and not isinstance(leaf, np.ndarray) else leaf
 
 
-def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
-    """A line for each leaf that only one side has, or that has other shapes or dtypes."""
+def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_restore: bool) -> Iterator[str]:
+    """A line for each leaf that only one side has, or that has other shapes or dtypes.
+
+    partial_restore: whether the checkpoint may have leaves that the target lacks.
+    """
     wanted = {_name(path): (jax.tree_util.keystr(path), leaf) for path, leaf in leaves}
     for path, (text, leaf) in wanted.items():
         shape, dtype = _stored_type(leaf)
@@ -168,7 +192,7 @@ def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> Iterator[
                 f"`{text}`: the checkpoint has {_type_text(found.shape, found.dtype)}; expected "
                 f"{_type_text(shape, dtype)}"
             )
-    for path in there.keys() - wanted.keys():
+    for path in () if partial_restore else there.keys() - wanted.keys():
         found = there[path]
         yield f"`{'.'.join(path)}`: the checkpoint has {_type_text(found.shape, found.dtype)}; not in the target"
 
