@@ -182,10 +182,11 @@ def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[t
 
     The launcher copies such a shard to each host once. It goes beside the arguments, which refer to it by position.
     """
-    large = [
-        {id(s): s for x in mine if isinstance(x, Given) for s in x.shards if np.asarray(s).nbytes >= _SHARE_BYTES}
-        for mine in arguments
-    ]
+    given = [{id(s): s for x in mine if isinstance(x, Given) for s in x.shards} for mine in arguments]
+    sizes = {key: np.asarray(shard).nbytes for shards in given for key, shard in shards.items()}
+    if sum(sizes.values()) >= _SHARE_BYTES:
+        launcher.check_room(sum(sizes.values()))
+    large = [{key: s for key, s in shards.items() if sizes[key] >= _SHARE_BYTES} for shards in given]
     users = Counter(key for shards in large for key in shards)
     refs = {key: launcher.share(shard) for key, shard in ChainMap(*large).items() if users[key] > 1}
 

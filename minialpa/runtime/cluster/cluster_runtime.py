@@ -79,6 +79,7 @@ class ClusterRuntime:
         self._lock = threading.RLock()
         self._steps: deque[dict[Reply, WorkerHandle]] = deque()
         self._waiting: deque[dict[Reply, WorkerHandle]] = deque()
+        self._beat_at_s = time.monotonic()
 
     def turn(self) -> AbstractContextManager[None]:
         """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
@@ -245,7 +246,8 @@ class ClusterRuntime:
                 seen.add(ref)
                 waiting.discard(ref)
 
-            if not done:
+            # Steps that take moments each may never make a wait long enough to look after workers and cluster.
+            if not done or time.monotonic() - self._beat_at_s >= self._watch.interval_s:
                 self._beat()
 
     def _look_at(self, ref: Reply, worker: WorkerHandle) -> None:
@@ -371,6 +373,7 @@ class ClusterRuntime:
     def _beat(self) -> None:
         """Raise WorkerError if a worker hangs, or hosts or the cluster are lost."""
         with self._lock:
+            self._beat_at_s = time.monotonic()
             failure = self._watch.heartbeat(bool(self._steps))
             late = self._watch.late(_LATE_S)
 
@@ -412,7 +415,9 @@ class ClusterRuntime:
                     statuses.append(self._placed(self.launcher.answer(ref)))
 
         known = {f.where.worker for f in found}
-        found += [silent(self._status(w), grace_s) for w in asked.values() if w.number not in known]
+        with self._lock:
+            seconds = {w.number: self._watch.unanswered_s(w, grace_s) for w in asked.values()}
+        found += [silent(self._status(w), seconds[w.number]) for w in asked.values() if w.number not in known]
         return self._with_lost_hosts(found), statuses
 
     def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:

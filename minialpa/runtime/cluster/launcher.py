@@ -109,6 +109,12 @@ class Launcher(Protocol):
     def share(self, value: Any) -> Any:
         """A value to pass as an argument to several workers, which is copied to each host once."""
 
+    def check_room(self, n_bytes: int) -> None:
+        """Raise MinialpaError if large arguments of so many bytes find no room on the way to the workers.
+
+        The kernel ends a process that writes to shared memory which is full.
+        """
+
     def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:
         """Wait until one of the replies is there, and return it, or none after `timeout_s` seconds."""
 

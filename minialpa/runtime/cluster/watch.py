@@ -89,6 +89,12 @@ class Watch:
         now = time.monotonic()
         return [w for w, asked_s in self._asked.values() if now - asked_s >= seconds]
 
+    def unanswered_s(self, worker: WorkerHandle, least_s: float) -> float:
+        """Seconds since the first call that the worker has not answered; `least_s` if later ones were answered."""
+        self._read_answers()
+        now = time.monotonic()
+        return max([least_s, *(now - asked_s for w, asked_s in self._asked.values() if w.number == worker.number)])
+
     def _last_status(self, worker: WorkerHandle) -> Status:
         return self._known.get(worker.number) or Status(worker=worker.number, host=worker.host)
 

@@ -7,12 +7,15 @@ All of it works with Ray 2.60.0, and a test keeps these names out of other modul
 | `ray._private.utils.read_ray_address` | the address of a cluster on this machine | `ray.init("auto")` with a timeout |
 | `ray._private.state.available_resources_per_node` | what other programs leave of a node | a public call for one node |
 | `_internal_kv_exists` | whether the head still knows this process | a public call that asks the head for anything |
+| files `plasma*` among the mappings of this process | the folder of shared memory | a public call for the room there |
 | `_system_config` of `ray.init` | workers at the priority of their caller | a public option for the priority |
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
@@ -46,6 +49,13 @@ def available_resources() -> Mapping[str, Mapping[str, float]]:
 
     available: Mapping[str, Mapping[str, float]] = available_resources_per_node()
     return available
+
+
+def folder_of_shared_memory() -> Path | None:
+    """The folder of the memory that large values go through, mostly `/dev/shm`; None before the first of them."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r" (/.*)/plasma[^/\n]*$", maps, re.MULTILINE)
+    return Path(found[1]) if found else None
 
 
 def head_knows_this_process() -> bool:

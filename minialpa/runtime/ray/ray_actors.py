@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from minialpa.errors import MinialpaError
 from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded
+from minialpa.runtime.ray.private_ray import folder_of_shared_memory
 from minialpa.runtime.workers.worker import Worker
 
 #: Calls of a concurrency group have a thread of their own in the actor. One of `live` never returns.
@@ -45,8 +50,19 @@ def start_actor(options: dict[str, Any], *args: Any) -> RayActor:
 class RayCalls:
     """The calls of a `Launcher`, for `RayActor`s."""
 
+    _shared_memory: Path | None = None
+
     def share(self, value: Any) -> Any:
         return ray.put(value)
+
+    def check_room(self, n_bytes: int) -> None:
+        folder = self._shared_memory = self._shared_memory or folder_of_shared_memory()
+        free_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
+        if n_bytes > free_bytes:
+            raise MinialpaError(
+                f"Arrays of {n_bytes / 1e6:.3g} MB go to the workers through `{folder}`, which has "
+                f"{free_bytes / 1e6:.3g} MB free. Remove what fills it, or mount a larger one; the session goes on."
+            )
 
     def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:
         return list(ray.wait(list(replies), num_returns=1, timeout=timeout_s)[0])

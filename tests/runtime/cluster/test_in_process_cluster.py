@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,10 @@ from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program,
 from minialpa.runtime.cluster.cluster_executable import ClusterExecutable
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.in_process import ThreadActor
+from minialpa.runtime.cluster.launcher import WorkerHandle
+from minialpa.runtime.cluster.watch import Watch
 from minialpa.runtime.transports.in_process_transport import InProcessTransport
+from minialpa.runtime.workers.failures import Status
 from minialpa.runtime.workers.worker import Worker
 from minialpa.sharding import specs_of
 from minialpa.testing import assert_allclose
@@ -333,3 +337,62 @@ def test_keys_that_a_step_returns_are_keys_for_jax_and_are_fetched_when_it_reads
     )
     assert calls["fetch"] == 2
     assert isinstance(second["key"], jax.Array) and second["keys"].shape == (3,)
+
+
+# ---- the cluster as a whole ------------------------------------------------------------------------------------------
+
+
+def summing(state: Any, batch: Any) -> Any:
+    return state + batch.sum(), batch.mean()
+
+
+def test_a_cluster_that_is_lost_is_noticed_while_steps_are_short(
+    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No wait is as long as the interval between two looks, so steps alone would never look."""
+    step = minialpa.parallelize(summing, method=minialpa.DataParallel())
+    state, batch = jnp.zeros(()), np.ones((8, 4), np.float32)
+    state, mean = step(state, batch)
+    assert float(mean) == 1.0
+
+    monkeypatch.setattr(runtime.launcher, "fault", lambda: "The head is gone.")
+    end_s = time.monotonic() + 20
+    with pytest.raises(WorkerError, match="The head is gone"):
+        while time.monotonic() < end_s:
+            state, mean = step(state, batch)
+            float(mean)
+
+
+def test_arrays_for_which_there_is_no_room_are_refused_and_cost_nothing(
+    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = minialpa.parallelize(summing, method=minialpa.DataParallel())
+    batch = np.ones((512, 1024), np.float32)
+    state, _ = step(jnp.zeros(()), batch)
+
+    def refuse(n_bytes: int) -> None:
+        assert n_bytes == batch.nbytes
+        raise minialpa.MinialpaError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.launcher, "check_room", refuse)
+        for big in (batch, batch + 1):
+            with pytest.raises(minialpa.MinialpaError, match="no room"):
+                step(state, big)
+    state, _ = step(state, batch)
+    assert float(state) == 2 * batch.size
+
+
+def test_a_worker_is_silent_since_the_first_call_that_it_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("minialpa.runtime.cluster.watch.time.monotonic", lambda: now[0])
+    launcher = Mock(timeout_s=300.0, ready=lambda replies: [])
+    worker = WorkerHandle(number=1, host=0, first_device=0, n_devices=1, actor=Mock())
+    watch = Watch(launcher)
+    watch.add([worker])
+    now[0] = 62.0
+    assert watch.heartbeat(is_stepping=True) is None
+    assert watch.unanswered_s(worker, 2.0) == 62.0
+
+    launcher.ready, launcher.answer.return_value = list, Status(worker=1, host=0)
+    assert watch.unanswered_s(worker, 2.0) == 2.0

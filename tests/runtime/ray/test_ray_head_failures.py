@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +59,16 @@ def head_at(address: str) -> Iterator[None]:
             head.stdin.close()
 
 
+def short_steps(training: Training) -> None:
+    """Steps of which no wait is long. Ray would end this process after a minute."""
+    end_s = time.monotonic() + 30
+    while time.monotonic() < end_s:
+        np.asarray(training.run()[1])
+
+
 @pytest.mark.slow  # test_node_lost is the short relative
-def test_head_killed() -> None:
+@pytest.mark.parametrize("steps", ["long", "short"])
+def test_head_killed(steps: str) -> None:
     with ray_nodes(1, 2) as cluster:
         ray.init(address=cluster.address, log_to_driver=False)
         training = Training(cluster.address)
@@ -67,7 +76,8 @@ def test_head_killed() -> None:
         training.advance()
         pids = Traces.of_session().pids
         servers = [process.pid for name, process in cluster.head_node.live_processes() if name == "gcs_server"]
-        told = told_of(kill(servers[0]), long_step(training, 0), after_s=1.0)
+        call = long_step(training, 0) if steps == "long" else lambda: short_steps(training)
+        told = told_of(kill(servers[0]), call, after_s=1.0)
         assert told.seconds < SOON_S
         assert "The head of the Ray cluster" in str(told.error)
         wait_until(lambda: not any(lives(pid) for pid in pids))
