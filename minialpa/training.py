@@ -336,8 +336,8 @@ def _first_state(
     progress.n_done = n_saved or 0
     if run.n_steps is not None and progress.n_done > run.n_steps:
         raise MinialpaError(
-            f"`n_steps` is {run.n_steps}, and the last checkpoint in `{run.folder}` is of step {n_saved}. Pass a larger "
-            "number to go on from there, or another folder to train anew."
+            f"`n_steps` is {run.n_steps}, and the last checkpoint in `{run.folder}` is of step {n_saved}. Pass more "
+            "steps to go on from there, or another folder to train anew."
         )
     saved = {} if manager is None or n_saved is None else _saved_data(manager, n_saved)
     create_state = parallelize(run.create_state, method=CreateStateParallel(run.step, (batch,)))
@@ -372,7 +372,7 @@ def _planned(
     except (CheckpointError, VerifyError) as error:
         if saved is None:
             raise
-        progress.note("unusable", 0.0, f"The plan of the checkpoint cannot be used, so the step is planned anew: {error}")
+        progress.note("unusable", 0.0, f"The step is planned anew, since the plan in the checkpoint fails: {error}")
         run.step.use_plan(None)
         return _planned(run, progress, state, batch, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import subprocess
@@ -18,7 +19,6 @@ from tests.training_driver import command, environment, losses_in, reports_in
 #: A run of two seconds or more of steps behind several seconds of start-up.
 N_STEPS, SAVE_EVERY = 60, 7
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-MOST_KILLS = 4
 
 pytestmark = pytest.mark.slow  # tests/test_training.py and tests/runtime/ray/test_ray_training.py have short relatives
 
@@ -55,13 +55,21 @@ def test_a_run_that_is_killed_and_started_again_is_the_undisturbed_one(
     while not (tmp_path / "events.json").exists():
         process = run(address, tmp_path)
         try:
-            if len(told) == MOST_KILLS:
+            if len(told) == 1 + seed % 2:
                 assert process.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
                 break
-            number, moment_s = rng.choice(SIGNALS), rng.uniform(0.0, seconds)
-            time.sleep(moment_s)
+            # Half of the moments are anywhere in a run, which mostly starts up, and half while it steps.
+            start_s, n_before = time.monotonic(), len(reports_in(tmp_path))
+            n_more, end_s = rng.randrange(1, N_STEPS // 2), math.inf
+            if rng.random() < 0.5:
+                n_more, end_s = N_STEPS, start_s + rng.uniform(0.0, seconds)
+            while process.poll() is None and time.monotonic() < end_s and len(reports_in(tmp_path)) < n_before + n_more:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.0, 0.2))
+            number = rng.choice(SIGNALS)
             process.send_signal(number)
-            told.append((number.name, f"{moment_s:.1f} s", len(losses_in(tmp_path)), process.wait(60)))
+            seconds_s = f"{time.monotonic() - start_s:.1f} s"
+            told.append((number.name, seconds_s, len(losses_in(tmp_path)), process.wait(60)))
         finally:
             process.kill()
             process.wait()
