@@ -363,6 +363,34 @@ def test_one_manager_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, state, step=10**6 + 1)
 
 
+def test_a_forked_child_that_outlives_its_process_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """As readers of data may, which share the open files of the process that was killed."""
+    code = f"""
+import os, time
+from pathlib import Path
+from minialpa.checkpoints.folder_lock import lock
+lock(Path({str(tmp_path)!r}))
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        with pytest.raises(CheckpointError, match=f"in process {process.pid} on"):
+            CheckpointManager(tmp_path)
+        process.kill()
+        process.wait()
+        try:
+            with CheckpointManager(tmp_path), pytest.raises(CheckpointError, match=f"in process {os.getpid()} on"):
+                CheckpointManager(tmp_path)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("error", "is_damage"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -24,14 +25,34 @@ def lock(directory: Path) -> int:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.read(number, 1000).decode(errors="replace") or "another process"
-        os.close(number)
-        raise CheckpointError(
-            f"Another manager saves checkpoints to `{directory}`, in {owner}. Close it or end that process first, or "
-            "save to another folder; `read_only=True` and `restore_checkpoint` read meanwhile."
-        ) from None
+        owner = os.read(number, 1000).decode(errors="replace")
+        if not _has_ended(owner):
+            os.close(number)
+            raise CheckpointError(
+                f"Another manager saves checkpoints to `{directory}`, in {owner or 'another process'}. Close it or end "
+                "that process first, or save to another folder; `read_only=True` and `restore_checkpoint` read "
+                "meanwhile."
+            ) from None
     except OSError:
         return number
     os.ftruncate(number, 0)
-    os.write(number, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    os.pwrite(number, _name(os.getpid()).encode(), 0)
     return number
+
+
+def _name(process: int | str) -> str:
+    return f"process {process} on {socket.gethostname()}"
+
+
+def _has_ended(owner: str) -> bool:
+    """Whether the process that wrote its name has ended on this host. Its children by fork may still hold its lock."""
+    found = re.fullmatch(_name(r"(\d+)"), owner)
+    if found is None:
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
