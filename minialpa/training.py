@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import jax
@@ -33,7 +34,6 @@ from minialpa.data import DataLoader, state_methods
 from minialpa.errors import CheckpointError, MinialpaError, VerifyError, WorkerError
 from minialpa.methods import CreateStateParallel
 from minialpa.plan import Plan
-from minialpa.runtime.executable import Executable
 from minialpa.session import available_hosts, current_session, failure, restart
 
 _log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def train(
     while True:
         session = current_session()
         try:
-            with _termination_noted(run, progress), ExitStack() as resources:
+            with _interrupt_noted(progress), _termination_noted(run, progress), ExitStack() as resources:
                 end = _in_one_session(run, progress, resources)
         except MinialpaError as error:
             lost = failure(session)
@@ -200,6 +200,7 @@ class _Progress:
         last: the report of the last step.
         first_batch: the state of the data loader before it has read anything; None before it is asked.
         is_terminated: whether the process was told to end.
+        is_interrupted: whether it was interrupted from the keyboard.
         loader: that of the session, which a signal to end makes return no more batches.
         has_state: whether there is a state of this session to save.
     """
@@ -209,7 +210,7 @@ class _Progress:
         self.n_done = 0
         self.last: StepReport | None = None
         self.first_batch: dict[str, Any] | None = None
-        self.is_terminated = self.has_state = False
+        self.is_terminated = self.is_interrupted = self.has_state = False
         self.loader: DataLoader | None = None
         self._furthest = 0
         self._n_losses = 0
@@ -242,6 +243,25 @@ class _Progress:
 
 
 @contextmanager
+def _interrupt_noted(progress: _Progress) -> Iterator[None]:
+    """In this context, an interrupt is also noted: Python drops a KeyboardInterrupt in a callback of C code."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        progress.is_interrupted = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
 def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
     """In this context, SIGTERM ends the loop if there is a state to save. The signal then does what it would have done.
 
@@ -249,7 +269,8 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGTERM)
     is_main = threading.current_thread() is threading.main_thread()
-    if run.folder is None or not is_main or before is None:  # None: a handler that is not Python's
+    # None is a handler that is not Python's, and a signal that is ignored ends nothing.
+    if run.folder is None or not is_main or before in (None, signal.SIG_IGN):
         yield
         return
 
@@ -296,6 +317,8 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
 
     reports = _Reports(run, progress)
     while progress.n_done != run.n_steps and not progress.is_terminated:
+        if progress.is_interrupted:
+            raise KeyboardInterrupt
         if (batch := next(batches, None)) is None:
             break
         state, metrics = _one_step(run, state, batch, first_types)
@@ -360,8 +383,8 @@ def _first_state(
 
 def _planned(
     run: _Run, progress: _Progress, state: Any, batch: Any, saved: CheckpointManager | None
-) -> tuple[Plan, Executable]:
-    """The step for this session. saved: has the plan to use; one that is damaged or of another version is replaced."""
+) -> tuple[Plan, Any]:
+    """The plan for this session and its executable. saved: has a plan to use, if it is whole and of this version."""
     try:
         if saved is not None:
             run.step.use_plan(_plan_in(saved))

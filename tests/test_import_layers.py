@@ -252,6 +252,7 @@ def test_other_packages_are_those_that_are_installed_with_it() -> None:
     always = [i for i in _imports() if not i.lazy and not i.typing_only and i.part not in front]
     found = {(i.part, i.target.split(".")[0]) for i in always}
     assert not {(part, name) for part, name in found if name not in allowed and name not in STDLIB} - {
+        ("checkpoints", "etils"),  # the paths of orbax
         ("checkpoints", "orbax"),
         ("runtime", "cupy"),
         ("runtime", "ray"),

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -151,6 +151,26 @@ def test_a_process_whose_batches_never_come_ends_when_it_is_told_to(
     assert log.losses == pytest.approx(serial, rel=1e-4)
 
 
+def test_an_interrupt_that_a_callback_drops_ends_the_run_before_the_next_step() -> None:
+    """As Python does in a callback of its garbage collector, and jax has one."""
+    done: list[int] = []
+
+    def report(report: StepReport) -> None:
+        done.append(report.n_steps)
+        if report.n_steps == 3:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, report=report)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done in ([1, 2, 3], [1, 2, 3, 4])
+
+
 def test_a_checkpoint_behind_the_end_of_the_run_is_refused_and_stays(tmp_path: Path) -> None:
     """Neither a state of more steps than were asked for, nor a run that never meets its end."""
     options: dict[str, Any] = {"folder": tmp_path, "save_every": 2, "max_to_keep": 1}
@@ -195,6 +215,17 @@ def test_a_batch_that_the_step_refuses_is_named_beside_the_first_one() -> None:
 
     with pytest.raises(MinialpaError, match=r"batch of \['x'\] float32\[16, 3\].*; the first batch was .*16, 8\]"):
         minialpa.train(minialpa.parallelize(train_step, method=ShardParallel()), create_state, changing)
+
+
+def test_a_signal_to_end_that_the_program_ignores_ends_nothing(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        step = minialpa.parallelize(train_step, method=ShardParallel())
+        told = lambda done: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+        result = minialpa.train(step, create_state, batches, n_steps=4, folder=tmp_path, report=told)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.n_steps == 4
 
 
 def test_a_run_goes_on_under_another_method_if_it_is_given_one(serial: dict[int, float], tmp_path: Path) -> None:
