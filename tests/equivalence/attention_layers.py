@@ -196,10 +196,11 @@ def products_of_matrices(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention(FUSED, **_PROJECTIONS)
 def divided_last(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The division stands behind the product with the values."""
+    """The division stands behind the product with the values. No query sees a key before the last one."""
     q, k, v = _qkv(p, h)
     scores = jnp.einsum("bthd,bshd->bhts", q, k / _ROOT)
-    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -jnp.inf)
+    seen = _causal(TIME, TIME) & (jnp.arange(TIME)[None] >= jnp.arange(TIME)[:, None] - 1)
+    scores = jnp.where(seen[None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
     total = jnp.sum(weights, -1)[..., None]
     return _merged(p, jnp.swapaxes(jnp.einsum("bhts,bshd->bhtd", weights, v) / total, 1, 2))
@@ -243,11 +244,11 @@ def segments(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention(FUSED, **_PROJECTIONS)
 def slopes(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """A constant bias by the distance, other for each head."""
+    """A constant that grows with the distance, other for each head, off the scores."""
     q, k, v = _qkv(p, h)
     distance = (jnp.arange(TIME)[:, None] - jnp.arange(TIME)[None]).astype(h.dtype)
-    bias = -(2.0 ** -jnp.arange(1, HEADS + 1, dtype=h.dtype))[:, None, None] * jnp.abs(distance)[None]
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT + bias[None]
+    slope = (2.0 ** -jnp.arange(1, HEADS + 1, dtype=h.dtype))[:, None, None] * jnp.abs(distance)[None]
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT - slope[None]
     return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
 
 
@@ -340,13 +341,20 @@ def normalised_over_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Arra
     return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
 
 
-@_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
+@_attention(WRITTEN, **_PROJECTIONS)
 def two_masked_values(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """What comes later is far below, padding a little below, and a bias stands behind the masks."""
+    """What comes later is far below, and padding a little below."""
     q, k, v = _qkv(p, h)
     scores = jnp.where(_is_padding(h, 1)[:, None, None, :], -3.0, jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT)
-    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9) + p["bias"]
+    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9)
     return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+@_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
+def bias_after_a_mask(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = _qkv(p, h)
+    scores = jnp.where(_causal(TIME, TIME)[None, None], jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT, -2.0)
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores + p["bias"]), v))
 
 
 @_attention(WRITTEN, **_PROJECTIONS)

@@ -8,6 +8,7 @@ cheap and has found most comes most often, and what lets examples meet, and may 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -49,7 +50,7 @@ def example_of(number: int) -> Example:
     way = _way(random, inside)
     way = dataclasses.replace(way, attention=_attention(random, training.model))
     example = _in_narrower_types(random, _on_gpus(random, _other_batches(random, Example(training, way))))
-    return _with_flags_and_keys(random, _with_counts(random, example))
+    return _spread(random, _with_flags_and_keys(random, _with_counts(random, example)))
 
 
 def pieces(example: Example) -> frozenset[str]:
@@ -69,6 +70,7 @@ def pieces(example: Example) -> frozenset[str]:
         "typed keys": example.training.typed,
         "a flag before": bool(example.way.flag),
         "casts once": example.way.casts_once,
+        "spread arguments": bool(example.way.spread),
         "branches with dropout": bool(names & {*IN_BRANCHES}),
         "batch norm": any(norm.may_be_own for norm in norms),
         "norm of the whole batch": any(not norm.may_be_own for norm in norms),
@@ -234,6 +236,14 @@ def _with_flags_and_keys(random: Random, example: Example) -> Example:
     if random.random() < 0.125:
         way = dataclasses.replace(way, flag=random.choice(list(FLAGS)))
     return Example(training, way)
+
+
+def _spread(random: Random, example: Example) -> Example:
+    """The example; two in three of `ShardParallel` on several devices have shardings of arguments."""
+    way = example.way
+    if way.kind != "shard" or math.prod(way.mesh) == 1 or way.first or random.random() < 1 / 3:
+        return example
+    return Example(example.training, dataclasses.replace(way, spread=random.randint(1, 999)))
 
 
 # ---- ways to run them -----------------------------------------------------------------------------------------------

@@ -7,7 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from minialpa.attention import blockwise
+from minialpa.calls import Parameters
 from minialpa.errors import ShardingError
 from tests.equivalence.comparison import MANY_RUNS, N_RUNS, Reference, reference
 from tests.equivalence.drawing import Example
@@ -15,7 +18,7 @@ from tests.equivalence.losses import Loss
 from tests.equivalence.model import Model
 from tests.equivalence.outcomes import Outcome, outcome_of
 from tests.equivalence.steps import Training, batch_argnums, make_args, make_step
-from tests.equivalence.ways import FLAGS, Way, make_method
+from tests.equivalence.ways import FLAGS, Way, make_method, spread_specs
 
 
 def run(example: Example) -> Outcome:
@@ -54,7 +57,7 @@ def _run(example: Example, n_runs: int) -> Outcome:
         return reference(make_step(training, ghosts), args, n_runs=n_runs)
 
     try:
-        method = make_method(example.way)
+        method = make_method(example.way, _spread(example))
     except ShardingError as error:
         return Outcome("rejected", f"ShardingError: {error}")
     found = outcome_of(
@@ -69,6 +72,18 @@ def _run(example: Example, n_runs: int) -> Outcome:
     if found.kind == "crash":
         reference_for(1, make_args(training))
     return found
+
+
+def _spread(example: Example) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Shardings of arguments that the example asks for."""
+    training, way = example.training, example.way
+    if not way.spread:
+        return ()
+    parameters = Parameters(make_step(training), (), (), batch_argnums(training))
+    call = parameters.bind(make_args(training), {})
+    paths, _ = parameters.paths(call)
+    pairs = list(zip(paths, call.leaves, strict=True))
+    return spread_specs(pairs, way.mesh, way.n, training.batch_size, way.spread)
 
 
 def smaller(example: Example, outcome: Outcome) -> Example:
@@ -95,7 +110,7 @@ def _simpler(example: Example) -> Iterator[Example]:
 
 
 def _simpler_ways(way: Way) -> Iterator[Way]:
-    names = ("attention", "first", "gpus", "casts_once", "flag")
+    names = ("attention", "first", "gpus", "casts_once", "flag", "spread")
     kept: dict[str, Any] = {name: getattr(way, name) for name in names}
     for candidate in (
         Way("shard", (1,), way.n, **kept),
@@ -110,6 +125,8 @@ def _simpler_ways(way: Way) -> Iterator[Way]:
         yield dataclasses.replace(way, attention="auto")
     if way.flag:
         yield dataclasses.replace(way, flag="")
+    if way.spread:
+        yield dataclasses.replace(way, spread=0)
     if way.n > 2:
         yield dataclasses.replace(way, n=2)
     for name in ("gpus", "casts_once"):

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def outcomes(numbers: Iterable[int], seconds: float | None = None) -> Iterator[F
         yield Found(number, outcome, time.process_time() - began)
         if i % 20 == 19:
             jax.clear_caches()
+
+
+def until_wrong(numbers: Sequence[int], first: AbstractSet[str]) -> int:
+    """Runs examples, those with parts in `first` before others, until one is wrong or crashes. Returns whether one is.
+
+    Prints how many have run, and what became of the last.
+    """
+    ordered = sorted(numbers, key=lambda number: first.isdisjoint(pieces(example_of(number))))
+    for n, found in enumerate(outcomes(ordered), 1):
+        if found.outcome.kind in ("wrong", "crash"):
+            print(n, found.number, found.outcome.kind, found.outcome.reason.replace("\n", " ")[:200])
+            return 1
+    print(len(ordered), "examples are right")
+    return 0
 
 
 def summary(found: list[tuple[Example, Outcome, float]]) -> str:
@@ -152,6 +167,8 @@ def _main() -> None:
     parser.add_argument(
         "--pieces", help="only examples with one of these parts of the grammar, such as attention,kernels"
     )
+    parser.add_argument("--until-wrong", action="store_true", help="end at the first example that is wrong or crashes")
+    parser.add_argument("--first", default="", help="then examples with one of these parts run before others")
     parser.add_argument("--log", type=Path, help="a file of outcomes: those that it holds are not run again")
     parser.add_argument("--processes", type=int, default=1, help="so many processes, which need a --log")
     parser.add_argument("--part", default="0/1", help="I/N: of the examples, the I-th and each N-th after it")
@@ -168,6 +185,8 @@ def _main() -> None:
     if args.pieces:
         wanted = set(args.pieces.split(","))
         numbers = [number for number in numbers if pieces(example_of(number)) & wanted]
+    if args.until_wrong:
+        sys.exit(until_wrong(numbers, set(args.first.split(","))))
     i, n = map(int, args.part.split("/"))
     if args.processes > 1:
         if args.log is None:

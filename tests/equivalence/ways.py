@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from minialpa import (
     AutoLayerOption,
@@ -27,6 +31,7 @@ from minialpa import (
 )
 from minialpa.methods import AutoParallel, Method
 from minialpa.options import Attention, PlanOptions
+from minialpa.sharding import specs_of
 
 ONE_STAGE: dict[str, Any] = {
     "shard": ShardParallel,
@@ -46,6 +51,7 @@ class Way:
     gpus: whether it is planned for GPUs, whose programs are others, and runs here all the same.
     casts_once: weights are cast to narrower types before the micro-batches, whether that is faster or not.
     flag: the setting of jax that a call before has otherwise, see `FLAGS`; empty for no such call.
+    spread: a seed of shardings that half of the arguments have, whatever they cost, see `spread_specs`; 0 for none.
     """
 
     kind: str = "shard"
@@ -59,6 +65,7 @@ class Way:
     gpus: bool = False
     casts_once: bool = False
     flag: str = ""
+    spread: int = 0
 
 
 #: Settings of jax, each with another value than the one that the tests have.
@@ -72,11 +79,29 @@ FLAGS: dict[str, Any] = {
 _SEARCHED = AutoStageOption(planned_steps=math.inf)
 
 
-def make_method(way: Way) -> Method | None:
-    """The method that `way` describes; None leaves everything to minialpa."""
+def spread_specs(
+    leaves: Sequence[tuple[str, Any]], mesh: tuple[int, ...], n: int, batch_size: int, seed: int
+) -> tuple[tuple[str, PartitionSpec], ...]:
+    """A sharding for half of the arguments, by path: any that a micro-batch can have.
+
+    So operators run on parts that no plan would choose: of windows, of sequences, of sums.
+    """
+    random, found = Random(seed), []
+    for path, leaf in leaves:
+        shape = np.shape(leaf)
+        rows = (shape[0] // n, *shape[1:]) if shape and shape[0] == batch_size else shape
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or "key" in path
+        specs = [spec for spec in specs_of(rows, mesh) if spec.axes]
+        if specs and not is_key and random.random() < 0.5:
+            found.append((path, random.choice(specs).partition_spec()))
+    return tuple(found)
+
+
+def make_method(way: Way, fixed: tuple[tuple[str, PartitionSpec], ...] = ()) -> Method | None:
+    """The method that `way` describes; None leaves everything to minialpa. fixed: shardings of arguments."""
     if way.kind == "none":
         return None
-    method = _method(way)
+    method = _method(way, fixed)
     return _casting_once(method) if way.casts_once else method
 
 
@@ -91,10 +116,10 @@ def _casting_once(method: Method) -> Method:
     return CastingOnce(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
 
 
-def _method(way: Way) -> Method:
+def _method(way: Way, fixed: tuple[tuple[str, PartitionSpec], ...]) -> Method:
     n_devices = math.prod(way.mesh)
     devices: Any = ClusterSpec.preset("h100", devices_per_host=n_devices) if way.gpus else jax.devices()[:n_devices]
-    option = AutoShardingOption(attention=way.attention)
+    option = AutoShardingOption(attention=way.attention, fixed_specs=fixed)
     if way.kind in ONE_STAGE:
         shape = way.mesh if len(way.mesh) == 2 else None
         if shape and not way.gpus:
