@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -72,17 +73,14 @@ def outcomes(numbers: Iterable[int], seconds: float | None = None) -> Iterator[F
             jax.clear_caches()
 
 
-def until_wrong(numbers: Sequence[int], first: AbstractSet[str]) -> int:
-    """Runs examples, those with parts in `first` before others, until one is wrong or crashes. Returns whether one is.
-
-    Prints how many have run, and what became of the last.
-    """
-    ordered = sorted(numbers, key=lambda number: first.isdisjoint(pieces(example_of(number))))
-    for n, found in enumerate(outcomes(ordered), 1):
+def until_wrong(numbers: Iterable[int]) -> int:
+    """Runs examples until one is wrong or crashes; prints how many have run, and the last. Returns whether one is."""
+    n = 0
+    for n, found in enumerate(outcomes(numbers), 1):
         if found.outcome.kind in ("wrong", "crash"):
             print(n, found.number, found.outcome.kind, found.outcome.reason.replace("\n", " ")[:200])
             return 1
-    print(len(ordered), "examples are right")
+    print(n, "examples are right")
     return 0
 
 
@@ -167,8 +165,11 @@ def _main() -> None:
     parser.add_argument(
         "--pieces", help="only examples with one of these parts of the grammar, such as attention,kernels"
     )
-    parser.add_argument("--until-wrong", action="store_true", help="end at the first example that is wrong or crashes")
-    parser.add_argument("--first", default="", help="then examples with one of these parts run before others")
+    parser.add_argument(
+        "--until-wrong",
+        action="store_true",
+        help="end at the first example that is wrong or crashes; --examples then counts those with --pieces alone",
+    )
     parser.add_argument("--log", type=Path, help="a file of outcomes: those that it holds are not run again")
     parser.add_argument("--processes", type=int, default=1, help="so many processes, which need a --log")
     parser.add_argument("--part", default="0/1", help="I/N: of the examples, the I-th and each N-th after it")
@@ -181,12 +182,14 @@ def _main() -> None:
         _replay(eval(args.replay, _NAMES), args.smaller)
         return
 
-    numbers = range(args.seed * 1_000_000, args.seed * 1_000_000 + args.examples)
-    if args.pieces:
-        wanted = set(args.pieces.split(","))
-        numbers = [number for number in numbers if pieces(example_of(number)) & wanted]
+    wanted = set(args.pieces.split(",")) if args.pieces else set[str]()
     if args.until_wrong:
-        sys.exit(until_wrong(numbers, set(args.first.split(","))))
+        drawn = (number for number in itertools.count(args.seed * 1_000_000) if _has_part(number, wanted))
+        sys.exit(until_wrong(itertools.islice(drawn, args.examples)))
+
+    numbers = range(args.seed * 1_000_000, args.seed * 1_000_000 + args.examples)
+    if wanted:
+        numbers = [number for number in numbers if _has_part(number, wanted)]
     i, n = map(int, args.part.split("/"))
     if args.processes > 1:
         if args.log is None:
@@ -200,6 +203,10 @@ def _main() -> None:
         found = list(outcomes(numbers[i::n], args.seconds))
     wanted_numbers = set(numbers)
     print(summary([(example_of(f.number), f.outcome, f.seconds) for f in found if f.number in wanted_numbers]))
+
+
+def _has_part(number: int, wanted: AbstractSet[str]) -> bool:
+    return not wanted or bool(pieces(example_of(number)) & wanted)
 
 
 def _replay(example: Example, smaller: bool) -> None:
