@@ -279,17 +279,23 @@ def _run_highs(problem: Any, deadline: Deadline) -> float:
     limit_s = deadline.left_s
     if deadline.counts_work:
         limit_s = _SAFETY * limit_s + _SAFETY_S
-    problem.solve(
-        pulp.HiGHS(
-            msg=False,
-            threads=1,
-            random_seed=0,
-            gapRel=0.0,
-            timeLimit=limit_s,
-            callbackTuple=(look, None),
-            callbacksToActivate=[highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
-        )
-    )
+    options = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 0.0, "time_limit": float(limit_s)}
+
+    class Quiet(highspy.Highs):  # type: ignore[misc]
+        def enableCallbacks(self) -> None:
+            # The constructor calls this, and with output on, the first callback makes HiGHS print its version.
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    class Solver(pulp.HiGHS):  # type: ignore[misc]
+        def createAndConfigureSolver(self, lp: Any) -> None:
+            lp.solverModel = Quiet()
+            lp.solverModel.setCallback(look, None)
+            lp.solverModel.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+            for name, value in options.items():
+                lp.solverModel.setOptionValue(name, value)
+
+    problem.solve(Solver())
     bound = float(problem.solverModel.getInfo().mip_dual_bound)
     return bound if np.isfinite(bound) else -np.inf
 

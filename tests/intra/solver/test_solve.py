@@ -498,6 +498,22 @@ def test_infeasible_core_says_so() -> None:
         ilp_model.solve_program(residual, solver="highs", deadline=Deadline(10.0))
 
 
+def test_highs_prints_nothing() -> None:
+    """In a process of its own, as HiGHS prints its version once in each."""
+    script = """
+import pulp
+from minialpa.intra.solver.clock import Deadline
+from minialpa.intra.solver.ilp_model import _run_highs
+problem = pulp.LpProblem("p")
+x = [pulp.LpVariable(f"x{i}", cat="Binary") for i in range(2)]
+problem += 2 * x[0] + 3 * x[1]
+problem += x[0] + x[1] >= 1
+assert _run_highs(problem, Deadline(10.0)) == 2.0
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
 ONE = (np.zeros(1),)
 
 
