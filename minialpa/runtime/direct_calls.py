@@ -169,6 +169,8 @@ def _is_array_or_number(leaf: Any) -> bool:
 
 def is_direct(program: Program, compiled: Sequence[Any]) -> bool:
     """Whether jax can dispatch the calls of a program: it is one function of leaves and constants."""
+    if not program.instructions:  # the step returns no arrays
+        return False
     run, *others = program.instructions
     if program.blocks or not isinstance(run, Run) or not all(isinstance(other, Free) for other in others):
         return False
