@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata as metadata
+import inspect
 import io
 import json
 import os
+import reprlib
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minialpa.errors import MinialpaError, VerifyError
 from minialpa.plan import Plan
@@ -21,6 +25,12 @@ from minialpa.support.files import write_text
 
 if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
+
+#: What `module:function` has to be.
+_CONTRACT = (
+    "The function returns `(step, state, batch)`: the training step for one device and its arguments, arrays or "
+    "`jax.ShapeDtypeStruct`s. `--batch-size N` calls the function with `batch_size=N`."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()  # here, so that a full disk or a closed pipe is an error of this command
         return status
+    except KeyboardInterrupt:
+        return 130  # as shells have it
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _drop_output()
         return 1
@@ -62,10 +74,17 @@ def _drop_output() -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    number = _number(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError("0 is not positive")
     return number
+
+
+def _number(text: str) -> int:
+    """A number that is not negative."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not positive" if text[:1] == "-" else f"{text} is no number")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,13 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     plan = commands.add_parser("plan", help="plan a model for a cluster; needs no device")
-    plan.add_argument("model", help="a model such as `gpt` or `gpt-1.3b`, or `module:function`")
+    plan.add_argument("model", help=f"a model such as `gpt` or `gpt-1.3b`, or `module:function`. {_CONTRACT}")
     plan.add_argument("--cluster", default="a100-80gb", help="a preset, or a JSON file of a ClusterSpec")
-    plan.add_argument("--num-hosts", type=_positive, default=1)
-    plan.add_argument("--devices-per-host", type=_positive, default=8)
-    plan.add_argument("--batch-size", type=_positive, default=None)
-    plan.add_argument("--micro-batches", type=int, default=0, help="0 (default) chooses a divisor of the batch")
-    plan.add_argument("--layers", type=int, default=0, help="pipeline layers; 0 (default): the blocks of the model")
+    plan.add_argument("--num-hosts", type=_positive, default=None, help="of a preset; default 1")
+    plan.add_argument("--devices-per-host", type=_positive, default=None, help="of a preset; default 8")
+    plan.add_argument("--batch-size", type=_positive, default=None, help="default: that of the model")
+    plan.add_argument("--micro-batches", type=_number, default=0, help="0 (default) chooses a divisor of the batch")
+    plan.add_argument("--layers", type=_number, default=0, help="pipeline layers; 0 (default): the blocks of the model")
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument("--check", action="store_true", help="compile the plan for the GPU, as `minialpa check` does")
     plan.set_defaults(run=_plan)
@@ -100,10 +119,11 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("plan", type=Path, metavar="PLAN.json")
-    report.add_argument(
+    shown = report.add_mutually_exclusive_group()
+    shown.add_argument(
         "--explain", default=None, metavar="WHAT", help="only placements and operators whose name has WHAT in it"
     )
-    report.add_argument("--python", action="store_true", help="placements as Python source, for `jax.jit`")
+    shown.add_argument("--python", action="store_true", help="placements as Python source, for `jax.jit`")
     report.set_defaults(run=_report)
 
     diff = commands.add_parser("diff", help="print how the decisions of two saved plans differ")
@@ -138,28 +158,32 @@ def _plan(args: argparse.Namespace) -> int:
     import minialpa
     from minialpa.cluster import ClusterSpec
 
+    if args.cluster.endswith(".json") and not Path(args.cluster).is_file():
+        raise MinialpaError(f"There is no file `{args.cluster}`. `minialpa calibrate --out` writes one.")
     if Path(args.cluster).is_file():
+        if args.num_hosts or args.devices_per_host:
+            raise MinialpaError(f"`{args.cluster}` has its own hosts. Leave out --num-hosts and --devices-per-host.")
         cluster = ClusterSpec.from_json(Path(args.cluster).read_text(encoding="utf-8", errors="replace"))
     else:
-        cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host)
+        cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts or 1, devices_per_host=args.devices_per_host or 8)
     if args.save is not None:
         _check_folder(args.save)
 
-    step, state, batch = _load(args.model, args.batch_size)
+    model = _load(args.model, args.batch_size)
     method = minialpa.AutoParallel(
         num_micro_batches=args.micro_batches or "auto",
         layer_option=minialpa.AutoLayerOption(layer_num=args.layers or "auto", remat="auto"),
     )
 
     start = time.perf_counter()
-    found = minialpa.plan(step, (state, batch), cluster=cluster, method=method)
+    found = minialpa.plan(model.step, model.args, cluster=cluster, method=method)
     print(found.summary())
     print(f"Planned in {time.perf_counter() - start:.1f} s.")
     if args.save is not None:
         found.save(args.save)
         print(f"Written to {args.save}.")
     if args.check:
-        return _print_check(minialpa.check(found, step, (state, batch)))
+        return _print_check(minialpa.check(found, model.step, model.args))
     return 0
 
 
@@ -168,8 +192,10 @@ def _check(args: argparse.Namespace) -> int:
     import minialpa
 
     plan = _load_plan(args.plan)
-    step, state, batch = _load(args.model, args.batch_size or plan.n_examples)
-    found = minialpa.check(plan, step, (state, batch), target=args.target, cache=args.cache)
+    if args.json is not None:
+        _check_folder(args.json)
+    model = _load(args.model, args.batch_size, plan.n_examples)
+    found = minialpa.check(plan, model.step, model.args, target=args.target, cache=args.cache)
     if args.json is not None:
         write_text(args.json, found.to_json())
     return _print_check(found)
@@ -202,6 +228,8 @@ def _check_folder(path: Path) -> None:
     """Told before minutes of work, not after them."""
     if not path.parent.is_dir():
         raise MinialpaError(f"There is no folder `{path.parent}` to write `{path.name}` to.")
+    if path.is_dir():
+        raise MinialpaError(f"`{path}` is a folder. Name a file in it.")
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -228,37 +256,113 @@ def _load_plan(path: Path) -> Plan:
         raise VerifyError(f"`{path}` cannot be read: {error.strerror}. `minialpa plan --save` writes plans.") from error
 
 
-def _load(name: str, batch_size: int | None) -> tuple[Any, Any, Any]:
-    """Step, abstract state and batch of a model of `minialpa.models`, or the three that `module:function` returns."""
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A step and its arguments, which may be `jax.ShapeDtypeStruct`s."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def _load(name: str, batch_size: int | None, planned_size: int | None = None) -> _Model:
+    """A model of `minialpa.models`, or what `module:function` returns.
+
+    batch_size: what the user has asked for.
+    planned_size: the batch size of a saved plan, for models that take one.
+    """
     import jax
 
     import minialpa
 
+    jax.config.update("jax_platforms", "cpu")  # planning needs no device, and GPUs may be busy or absent
     if ":" in name:
-        loaded: tuple[Any, Any, Any] = _find_function(name)()
-        return loaded
+        return _users_model(name, batch_size, planned_size)
 
     from minialpa import models
 
+    file = Path(name.removesuffix(".py") + ".py")
+    if file.is_file() and name not in {**models.MODELS, **models.SIZES}:
+        raise MinialpaError(f"`{name}` is no model. Name a function of {file}: `{file.stem}:FUNCTION`. {_CONTRACT}")
     case = models.build(name)
     state = jax.eval_shape(case.init, jax.eval_shape(jax.random.key, 0))  # a real key would start a device
-    batch = case.make_batch(0, batch_size or case.batch_size)
-    return case.train_step(minialpa.value_and_grad), state, batch
+    batch = case.make_batch(0, batch_size or planned_size or case.batch_size)
+    return _Model(case.train_step(minialpa.value_and_grad), (state, batch))
 
 
-def _find_function(name: str) -> Callable[[], Any]:
+def _users_model(name: str, batch_size: int | None, planned_size: int | None) -> _Model:
+    """What `module:function` returns. Raises MinialpaError, with the place, if it or the step fails."""
+    import minialpa
+    from minialpa.api.parallelized import ParallelizedFunc
+
+    make = _find_function(name)
+    with _users_code(f"`{name}`"):
+        parameters = inspect.signature(make).parameters.values()
+    options = {}
+    if any(p.name == "batch_size" or p.kind is p.VAR_KEYWORD for p in parameters):
+        size = batch_size or planned_size
+        options = {} if size is None else {"batch_size": size}
+    elif batch_size is not None:
+        raise MinialpaError(f"`{name}` has no parameter `batch_size`, and so `--batch-size` cannot change its batch.")
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if not set(needed) <= {"batch_size"}:
+        raise MinialpaError(f"`{name}` is called without arguments, and it needs {', '.join(needed)}. {_CONTRACT}")
+    if needed and not options:
+        raise MinialpaError(f"`{name}` needs a batch size. Give one with `--batch-size`.")
+
+    with _users_code(f"`{name}`"):
+        returned = make(**options)
+    if not isinstance(returned, tuple | list) or len(returned) < 2 or not callable(returned[0]):
+        kinds = [type(value).__name__ for value in returned] if isinstance(returned, tuple | list) else returned
+        raise MinialpaError(f"`{name}` returned {reprlib.repr(kinds)}. {_CONTRACT}")
+    step, *args = returned
+    if isinstance(step, ParallelizedFunc):
+        raise MinialpaError(f"`{name}` returned a parallelized step. Return the step itself, `step.__wrapped__`.")
+    with _users_code(f"The step of `{name}`"):
+        minialpa.parallelize(step).trace(*args)
+    return _Model(step, tuple(args))
+
+
+@contextmanager
+def _users_code(what: str) -> Iterator[None]:
+    """Raises the errors of a user's code as MinialpaErrors that name the last line outside of libraries."""
+    try:
+        yield
+    except MinialpaError:
+        raise
+    except Exception as error:
+        libraries = (str(Path(__file__).parent), sys.base_prefix, "<")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+        own = [f for f in frames if "site-packages" not in f.filename]
+        place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        raise MinialpaError(f"{what} failed{place}: {type(error).__name__}: {error}") from error
+
+
+def _find_function(name: str) -> Callable[..., Any]:
     """The function of `module:function`; the module is in the current folder or installed."""
     module, _, function = name.partition(":")
+    if not module or not function:
+        raise MinialpaError(f"`{name}` is no `module:function`. {_CONTRACT}")
+    if module.endswith(".py") or os.sep in module:
+        dotted = module.removesuffix(".py").replace(os.sep, ".").strip(".")
+        raise MinialpaError(f"`{module}` is a file. Name the module: `{dotted}:{function}`.")
+
     sys.path.insert(0, os.getcwd())
+    found: Any
     try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+        with _users_code(f"Importing `{module}`"):
+            found = importlib.import_module(module)
+    except MinialpaError as error:
+        missing = getattr(error.__cause__, "name", None) if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or not f"{module}.".startswith(f"{missing}."):
             raise  # the missing module is one that `module` imports
         raise MinialpaError(f"There is no module `{module}` in this folder or among the installed ones.") from error
-    except AttributeError as error:
-        raise MinialpaError(f"`{name}` cannot be called: {error}.") from error
-    return found
+    for part in function.split("."):
+        if not hasattr(found, part):
+            raise MinialpaError(f"`{name}` cannot be called: `{module}` has no `{function}`. {_CONTRACT}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise MinialpaError(f"`{name}` is a {type(found).__name__}, not a function. {_CONTRACT}")
+    return cast(Callable[..., Any], found)
 
 
 #: Packages whose versions `minialpa doctor` prints, besides cupy, which has a name for each version of CUDA.

@@ -12,6 +12,8 @@ import jax
 import pytest
 
 from minialpa.cli import main
+from minialpa.cluster import ClusterSpec
+from minialpa.plan import Plan
 from minialpa.support.machine_code import cache_folder
 from minialpa.support.progress import ProgressBar
 from tests.plans import pipeline_plan, shard_plan
@@ -100,9 +102,81 @@ def test_a_model_of_this_folder_with_names_in_any_letters_is_planned_and_reporte
         assert main(["plan", "a_model_of_mine:make", "--save", "plän.json"]) == 0
         assert main(["report", "plän.json", "--explain", "größe"]) == 0
     assert b"gr\\xf6\\xdfe" in ascii_only.buffer.getvalue()  # type: ignore[attr-defined]
-    for name, message in (("a_model_of_mine:run", "has no attribute 'run'"), ("not_mine:make", "no module `not_mine`")):
-        assert main(["plan", name]) == 1
-        assert message in capsys.readouterr().err
+
+
+_MISTAKES = """
+import jax.numpy as jnp, minialpa
+
+def step(state, batch):
+    return state * jnp.sum(batch @ state)
+
+def make(): return step, jnp.eye(4), jnp.ones((8, 4))
+def sized(batch_size=8): return step, jnp.eye(4), jnp.ones((batch_size, 4))
+def unsized(batch_size): return sized(batch_size)
+def needs(width): return make()
+def empty(): return None
+def one(): return (step,)
+def turned(): return jnp.eye(4), jnp.ones((8, 4)), step
+def fails(): return undefined
+def wrong(): return step, jnp.eye(4), jnp.ones((8, 5))
+def parallel(): return minialpa.parallelize(step), jnp.eye(4), jnp.ones((8, 4))
+VALUE = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mistakes:make", "--batch-size", "7"], "`mistakes:make` has no parameter `batch_size`"),
+        (["mistakes:unsized"], "`mistakes:unsized` needs a batch size"),
+        (["mistakes:needs"], "and it needs width. The function returns `(step, state, batch)`"),
+        (["mistakes:empty"], "`mistakes:empty` returned None. The function returns"),
+        (["mistakes:one"], "`mistakes:one` returned ['function']"),
+        (["mistakes:turned"], "returned ['ArrayImpl', 'ArrayImpl', 'function']"),
+        (["mistakes:fails"], "mistakes.py:14: NameError: name 'undefined' is not defined"),
+        (["mistakes:wrong"], "The step of `mistakes:wrong` failed at "),
+        (["mistakes:parallel"], "Return the step itself, `step.__wrapped__`"),
+        (["mistakes:VALUE"], "`mistakes:VALUE` is a int, not a function"),
+        (["mistakes:run"], "`mistakes` has no `run`"),
+        (["mistakes:"], "`mistakes:` is no `module:function`"),
+        ([":make"], "`:make` is no `module:function`"),
+        (["mistakes.py:make"], "Name the module: `mistakes:make`"),
+        (["mistakes.py"], "Name a function of mistakes.py: `mistakes:FUNCTION`"),
+        (["not_mine:make"], "There is no module `not_mine`"),
+        (["no_syntax:make"], "Importing `no_syntax` failed: SyntaxError"),
+        (["no_package:make"], "No module named 'a_package_that_is_not_there'"),
+        (["mistakes:make", "--cluster", "none.json"], "There is no file `none.json`"),
+        (["mistakes:make", "--cluster", "cpu.json", "--num-hosts", "2"], "`cpu.json` has its own hosts"),
+        (["mistakes:make", "--save", "."], "`.` is a folder"),
+    ],
+)
+def test_mistakes_in_the_model_that_is_to_be_planned_are_told_in_a_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    files = {"mistakes": _MISTAKES, "no_syntax": "def f(:", "no_package": "import a_package_that_is_not_there"}
+    for name, text in files.items():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        Path(f"{name}.py").write_text(text, encoding="utf-8")
+    Path("cpu.json").write_text(ClusterSpec.preset("cpu").to_json(), encoding="utf-8")
+    assert main(["plan", *arguments]) == 1
+    printed = capsys.readouterr().err
+    assert message in printed and printed.startswith("minialpa: ") and printed.count("\n") == 1
+
+
+def test_a_batch_size_reaches_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("my_sizes.py").write_text(_MISTAKES, encoding="utf-8")
+    assert main(["plan", "my_sizes:unsized", "--batch-size", "12", "--devices-per-host", "2", "--save", "p.json"]) == 0
+    assert Plan.load("p.json").n_examples == 12
 
 
 def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
