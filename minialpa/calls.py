@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from minialpa.tracing.host_memory import host_kind
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
+Argnames = str | Iterable[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +105,19 @@ class Parameters:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], static_argnums: Argnums, donate_argnums: Argnums, batch_argnums: Argnums
+        self,
+        fun: Callable[..., Any],
+        *,
+        static: tuple[Argnums, Argnames],
+        donate: tuple[Argnums, Argnames],
+        batch: Argnums,
     ) -> None:
+        """static, donate: numbers and names of arguments. batch: numbers."""
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
-        self._static = self._argnums("static_argnums", static_argnums)
-        self.donate = self._argnums("donate_argnums", donate_argnums)
-        self.batch = self._argnums("batch_argnums", batch_argnums)
+        self._static = self._argnums("static", *static)
+        self.donate = self._argnums("donate", *donate)
+        self.batch = self._argnums("batch", batch, ())
         self._recent_modules: tuple[PyTreeDef, list[bool] | None] | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -219,14 +226,23 @@ class Parameters:
             return name
         return self._names[name] if name < len(self._names) else f"args[{name}]"
 
-    def _argnums(self, option: str, value: Argnums) -> tuple[int, ...] | Literal["auto"]:
-        """The argument numbers as a tuple. Negative ones count from the last parameter, as in jax."""
-        if isinstance(value, str) and value == "auto":
-            return "auto"
+    def _argnums(self, option: str, value: Argnums, names: Argnames) -> tuple[int, ...] | Literal["auto"]:
+        """The argument numbers as a tuple. Negative ones count from the last parameter, as in jax.
+
+        option: the option's name, without "_argnums".
+        """
         numbers: list[int] = []
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in self._names:
+                known = f"has the parameters {', '.join(self._names)}" if self._names else "has no named parameters"
+                raise TraceError(f"`{option}_argnames` has {name!r}, and the step {known}.")
+            numbers.append(self._names.index(name))
+        if isinstance(value, str) and value == "auto":
+            return tuple(numbers) or "auto"
+
         for number in (value,) if isinstance(value, int) else value:
             if not isinstance(number, int):
-                raise TraceError(f"`{option}` takes argument numbers; got {value!r}.")
+                raise TraceError(f"`{option}_argnums` takes argument numbers; got {value!r}.")
             numbers.append(number)
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 
@@ -234,7 +250,7 @@ class Parameters:
 def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fun)
-    except (TypeError, ValueError):  # A builtin has no signature.
+    except Exception:  # A builtin has no signature, and attributes of a callable object may raise anything.
         return None
 
 
@@ -249,14 +265,12 @@ def are_alive(leaves: Sequence[Any]) -> bool:
 def _is_alive(leaf: Any) -> bool:
     if isinstance(leaf, Shape | jax.core.Tracer):
         return False
-    is_deleted = getattr(leaf, "is_deleted", None)
-    return is_deleted is None or not is_deleted()
+    return not isinstance(leaf, jax.Array | RemoteArray) or not leaf.is_deleted()
 
 
 def leaf_types(leaves: Sequence[Any]) -> list[Any]:
     """Of each leaf its abstract value, an object that arrays of one type mostly share, or its key if it has none."""
-    avals = [getattr(leaf, "aval", None) for leaf in leaves]
-    return [_leaf_key(leaf) if aval is None else aval for aval, leaf in zip(avals, leaves, strict=True)]
+    return [leaf.aval if type(leaf) is ArrayImpl else _leaf_key(leaf) for leaf in leaves]
 
 
 def _leaf_key(leaf: Any) -> Hashable:
@@ -339,7 +353,7 @@ def is_numeric(value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return False
     arrays = jax.Array | Shape | np.ndarray | np.generic | RemoteArray
-    return isinstance(value, arrays | int | float | complex) or hasattr(value, "__jax_array__")
+    return isinstance(value, arrays | int | float | complex) or hasattr(type(value), "__jax_array__")
 
 
 def _hashable(name: str, value: Any) -> Hashable:
@@ -356,5 +370,6 @@ def _hashable(name: str, value: Any) -> Hashable:
 
 
 def is_train_state(value: Any) -> bool:
-    """Whether a value has the attributes of a flax TrainState."""
-    return all(hasattr(value, name) for name in ("params", "opt_state", "apply_gradients"))
+    """Whether a value has the attributes of a flax TrainState. Asks no code of the value, which may raise anything."""
+    names = ("params", "opt_state", "apply_gradients")
+    return all(inspect.getattr_static(value, name, None) is not None for name in names)

@@ -165,7 +165,8 @@ def _plan(args: argparse.Namespace) -> int:
             raise MinialpaError(f"`{args.cluster}` has its own hosts. Leave out --num-hosts and --devices-per-host.")
         cluster = ClusterSpec.from_json(Path(args.cluster).read_text(encoding="utf-8", errors="replace"))
     else:
-        cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts or 1, devices_per_host=args.devices_per_host or 8)
+        n_hosts, devices_per_host = args.num_hosts or 1, args.devices_per_host or 8
+        cluster = ClusterSpec.preset(args.cluster, num_hosts=n_hosts, devices_per_host=devices_per_host)
     if args.save is not None:
         _check_folder(args.save)
 

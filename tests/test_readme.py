@@ -83,7 +83,7 @@ def test_the_example_of_states_runs() -> None:
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", PLANS.read_text(), re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     names: dict[str, Any] = {}
     with pytest.warns(UserWarning, match="the shardings were solved again"):
         exec(compile("\n".join(examples), str(PLANS), "exec"), names)

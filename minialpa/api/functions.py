@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_planner import OnStale, StepPlanner
-from minialpa.calls import Argnums
+from minialpa.calls import Argnames, Argnums
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
@@ -30,11 +30,14 @@ def parallelize(
     *,
     method: Method | FollowingMethod | Plan | None = None,
     static_argnums: Argnums = "auto",
+    static_argnames: Argnames = (),
     donate_argnums: Argnums = "auto",
+    donate_argnames: Argnames = (),
     batch_argnums: Argnums = "auto",
     on_stale: OnStale = "refuse",
     on_ragged: OnRagged = "fewer",
     plan_cache: str | Path | None = None,
+    **of_jit: Any,
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
@@ -42,6 +45,7 @@ def parallelize(
         `CreateStateParallel` and `FollowParallel`. With None the planner chooses everything (`AutoParallel`).
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
+    static_argnames, donate_argnames: the same by name; with names and no numbers, none but these.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these. "auto"
         finds them (`inter/microbatch/find_batch.py`): the second argument of `step(state, batch)`, and in other
         signatures those whose leading dimension goes through the step as that of examples does. Raises TraceError,
@@ -55,27 +59,39 @@ def parallelize(
     plan_cache: a folder for the plans that a method makes. A script that is started again finds them there, and plans
         nothing, where step, shapes, cluster, options and versions are the same.
     """
-    if fun is None:
-        return functools.partial(
-            parallelize,
-            method=method,
-            static_argnums=static_argnums,
-            donate_argnums=donate_argnums,
-            batch_argnums=batch_argnums,
-            on_stale=on_stale,
-            on_ragged=on_ragged,
-            plan_cache=plan_cache,
-        )
-    return ParallelizedFunc(
-        fun,
-        AutoParallel() if method is None else method,
+    for name in of_jit:
+        if name not in _OF_JIT:
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+        raise ShardingError(f"`{name}` is an option of `jax.jit`, not of `parallelize`. {_OF_JIT[name]}")
+    make = functools.partial(
+        ParallelizedFunc,
+        method=AutoParallel() if method is None else method,
         static_argnums=static_argnums,
+        static_argnames=static_argnames,
         donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
         batch_argnums=batch_argnums,
         on_stale=on_stale,
         on_ragged=on_ragged,
         plan_cache=plan_cache,
     )
+    return make if fun is None else make(fun)
+
+
+_LEFT_OUT = "Leave it out; it changes no result."
+_PLANNED = "The planner decides: leave it out, or fix shardings with `AutoShardingOption(fixed_specs=...)`."
+_DEVICES = "The `devices` of a method choose devices."
+#: What takes the place of options of `jax.jit`.
+_OF_JIT = {
+    "abstracted_axes": "Each set of shapes is planned by itself.",
+    "backend": _DEVICES,
+    "compiler_options": "Plans hold the options that their programs are compiled with.",
+    "device": _DEVICES,
+    "in_shardings": _PLANNED,
+    "inline": _LEFT_OUT,
+    "keep_unused": _LEFT_OUT,
+    "out_shardings": _PLANNED,
+}
 
 
 def _method(method: Method | None) -> Method:

@@ -11,7 +11,7 @@ import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
 from minialpa.calls import (
+    Argnames,
     Argnums,
     Call,
     Parameters,
@@ -92,6 +93,14 @@ class Recent:
     pattern: CallPattern | None
 
 
+@dataclass(slots=True)
+class _Latest:
+    """The last call's types and program, so that a training loop looks nothing up, and the last executable."""
+
+    recent: Recent | None = None
+    executable: Executable | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """A step that is planned for some arguments, before it is compiled. See `ParallelizedFunc.lower`.
@@ -118,7 +127,9 @@ class ParallelizedFunc:
         method: Method | FollowingMethod | Plan,
         *,
         static_argnums: Argnums = "auto",
+        static_argnames: Argnames = (),
         donate_argnums: Argnums = "auto",
+        donate_argnames: Argnames = (),
         batch_argnums: Argnums = "auto",
         on_stale: OnStale = "refuse",
         on_ragged: OnRagged = "fewer",
@@ -129,12 +140,23 @@ class ParallelizedFunc:
             raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
         if on_ragged not in ("fewer", "error"):
             raise ShardingError(f'`on_ragged` is "fewer" or "error"; got {on_ragged!r}.')
-        functools.update_wrapper(self, fun)
+        _check_function(fun)
+        with suppress(Exception):  # attributes of a callable object may raise anything
+            functools.update_wrapper(self, fun, updated=())
         self._fun, self._method = fun, method
-        self._parameters = Parameters(fun, static_argnums, donate_argnums, batch_argnums)
+        # What a method of a class is called on; empty for functions. See `__get__`.
+        self._bound: tuple[Any, ...] = ()
+        self._parameters = Parameters(
+            fun,
+            static=(static_argnums, static_argnames),
+            donate=(donate_argnums, donate_argnames),
+            batch=batch_argnums,
+        )
         self._options: dict[str, Any] = {
             "static_argnums": static_argnums,
+            "static_argnames": static_argnames,
             "donate_argnums": donate_argnums,
+            "donate_argnames": donate_argnames,
             "batch_argnums": batch_argnums,
             "on_stale": on_stale,
             "on_ragged": on_ragged,
@@ -149,14 +171,13 @@ class ParallelizedFunc:
         self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
         self._known_trees: list[tuple[PyTreeDef, tuple[int | str, ...]]] = []
-        # The last call's types and program, so that a training loop looks nothing up.
-        self._recent: Recent | None = None
         # The keys of calls that compute gradients.
         self._training: set[Hashable] = set()
-        self._last: Executable | None = None
+        self._latest = _Latest()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recent = self._recent  # another thread may replace it
+        args = (*self._bound, *args)
+        recent = self._latest.recent  # another thread may replace it
         if recent is not None and recent.pattern is not None:
             args, kwargs = self._parameters.as_positional(args, kwargs)
             match = recent.pattern.match(args, kwargs)
@@ -168,7 +189,7 @@ class ParallelizedFunc:
         self._check_alive(call)
         recent = self._get(call)
         executable, result_of = recent.compiled
-        self._last = executable
+        self._latest.executable = executable
         run = executable.run if recent.pattern is None or executable.direct is None else executable.direct.learned
         result = result_of(run(call.leaves))
         if call.graph is None:
@@ -190,23 +211,37 @@ class ParallelizedFunc:
         options = ", ".join(f"{f.name}={reprlib.repr(getattr(method, f.name))}" for f in chosen)
         return f"<parallelized {name} by {type(method).__name__}({options})>"
 
+    def __get__(self, instance: Any, owner: type | None = None) -> ParallelizedFunc:
+        """The function as a method of an object, which is argument 0, as for `jax.jit`. It shares all programs."""
+        return self if instance is None else self._on((instance,))
+
+    def _on(self, bound: tuple[Any, ...]) -> ParallelizedFunc:
+        method = object.__new__(type(self))
+        method.__dict__.update(self.__dict__, _bound=bound)
+        return method
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return self._parameters.bind((*self._bound, *args), kwargs)
+
     def __reduce__(self) -> tuple[Callable[..., ParallelizedFunc], tuple[Any, ...]]:
         """A copy, or what is read from a pickle, plans and compiles for itself."""
+        if self._bound:
+            return ParallelizedFunc.__get__, (self._on(()), *self._bound)
         return functools.partial(type(self), **self._options), (self._fun, self._method)
 
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
-        executable, _ = self._get(self._parameters.bind(args, kwargs)).compiled
-        self._last = executable
+        executable, _ = self._get(self._bind(args, kwargs)).compiled
+        self._latest.executable = executable
         return executable
 
     def get_last_executable(self) -> Executable | None:
         """The executable of the last call; None before the first."""
-        return self._last
+        return self._latest.executable
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
         return self._plan_there(call, self._trace(call))
 
     def use_plan(self, plan: Plan | None) -> None:
@@ -233,7 +268,7 @@ class ParallelizedFunc:
 
         Static arguments are those of this function. Nothing is planned: see `lower`.
         """
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
 
         flat_fun = on_leaves(self._fun, call)
 
@@ -247,7 +282,7 @@ class ParallelizedFunc:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """What a call with these arguments returns, with a `jax.ShapeDtypeStruct` for each leaf. Runs nothing."""
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
         traced = self._trace(call)
         return shown(traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
 
@@ -258,7 +293,7 @@ class ParallelizedFunc:
         next call with such arguments runs.
         """
         self._check_plans("lower")
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
         session = current_session()
         traced, followed = self._trace(call), self._followed(call.key(), call, session)
         plan, target = self._plan_for(call, traced, session, followed)
@@ -280,7 +315,7 @@ class ParallelizedFunc:
         from minialpa.inter.alternatives import explain_step
 
         self._check_plans("explain")
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
         traced = self._trace(call)
         plan = self._plan_there(call, traced)
         with collection_paused():
@@ -294,7 +329,7 @@ class ParallelizedFunc:
         from minialpa.api.gpu_check import check_plan
 
         self._check_plans("check")
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
         traced = self._trace(call)
         return check_plan(traced, self._plan_there(call, traced), target, cache)
 
@@ -305,7 +340,7 @@ class ParallelizedFunc:
         axes "x" and "y". In a pipeline, only arguments and results on mesh `mesh` have a spec; the others have None.
         """
         self._check_plans("export_specs")
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
         traced = self._trace(call)
         plan = self._plan_there(call, traced)
         specs = plan.export_specs(mesh)
@@ -316,10 +351,11 @@ class ParallelizedFunc:
 
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, on the devices and in the shardings in which the step reads them."""
-        call = self._parameters.bind(args, kwargs)
+        call = self._bind(args, kwargs)
         self._check_alive(call)
         self._last = executable = self._get(call).compiled[0]
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
+        new_args = new_args[len(self._bound) :]
         return (new_args, new_kwargs) if kwargs else new_args
 
     def place_batch(self, batch: Any) -> Any:
@@ -329,7 +365,7 @@ class ParallelizedFunc:
         no program takes yet comes back as it is. Leaves that the step cuts into micro-batches come back in these parts,
         as `MicroBatchedArray`s: arrays with a shape and a dtype, which `np.asarray` reads.
         """
-        recent = self._recent
+        recent = self._latest.recent
         # A loader's thread may come here between two sessions, and must not start one.
         session = running_session()
         if recent is None or recent.session is not session:
@@ -414,7 +450,7 @@ class ParallelizedFunc:
         elif are_alive(leaves) and leaf_types(leaves) == recent.leaf_types:
             results = executable.run(leaves)
         if results is not None:
-            self._last = executable
+            self._latest.executable = executable
         return results
 
     def _get(self, call: Call) -> Recent:
@@ -422,14 +458,14 @@ class ParallelizedFunc:
         session, types = current_session(), call.types()
         # A training step that is new in the session may be one to follow.
         n_training_steps = len(session.training_steps)
-        recent = self._recent  # another thread may replace it
+        recent = self._latest.recent  # another thread may replace it
         if recent is None or (recent.session, recent.n_training_steps, recent.types) != (
             session,
             n_training_steps,
             types,
         ):
             compiled = self._find(call, session)
-            recent = self._recent = Recent(
+            recent = self._latest.recent = Recent(
                 session=session,
                 n_training_steps=n_training_steps,
                 types=types,
@@ -475,7 +511,7 @@ class ParallelizedFunc:
 
     @property
     def _name(self) -> str:
-        return getattr(self._fun, "__qualname__", None) or repr(self._fun)
+        return self.__dict__.get("__qualname__") or repr(self._fun)
 
     def _compile(self, call: Call, session: Session, followed: Followed | None) -> Executable:
         config: Any = jax.config  # which does not declare its flags
@@ -617,6 +653,17 @@ class ParallelizedFunc:
                 f"The step fails on these arguments: {error!r}. Their structure differs from that of earlier calls:\n"
                 f"  now     {call.tree[0]}\n  earlier {self._known_trees[-1][0]}"
             ) from error
+
+
+def _check_function(fun: Any) -> None:
+    """Raise TraceError for what is no function of a step's arguments."""
+    if isinstance(fun, staticmethod | classmethod):
+        kind = type(fun).__name__
+        raise TraceError(f"`parallelize` takes functions; got a {kind}. Write `@{kind}` above `@minialpa.parallelize`.")
+    if not callable(fun):
+        raise TraceError(
+            f"`parallelize` takes a function; got a {type(fun).__name__}. Options such as `method=` are given by name."
+        )
 
 
 def _runs_here() -> bool:

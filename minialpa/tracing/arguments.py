@@ -30,7 +30,7 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
         try:
             found = jax.typeof(leaf)
-        except (TypeError, ValueError) as error:  # a ValueError for what jax took once, such as a masked array
+        except Exception as error:  # a ValueError for what jax took once, or what a leaf's own code raises
             raise TraceError(_why_no_array(leaf, path)) from error
         if not isinstance(found, jax.core.ShapedArray):  # a Ref has a shape, too
             raise TraceError(_why_no_array(leaf, path))
@@ -55,7 +55,7 @@ def _why_no_array(leaf: Any, path: str) -> str:
     otherwise = "other values as whole arguments listed in `static_argnums`"
     if not isinstance(leaf, np.ndarray | np.generic):
         kind = type(leaf).__name__
-        if hasattr(leaf, "__jax_array__"):
+        if hasattr(type(leaf), "__jax_array__"):
             return (
                 f"Argument leaf `{path}` is a {kind}, which has `__jax_array__` and is no array. Pass `jnp.asarray(x)`."
             )

@@ -147,7 +147,9 @@ def trace_step(
     try:
         with tracing_step():
             flat, results = trace_flat(fun, *types)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, ValueError) as error:
+        if isinstance(error, ValueError) and "Non-hashable static arguments" not in str(error):  # of an inner `jax.jit`
+            raise
         raise TraceError(
             f"The step's Python code uses the value of a traced argument: {error}\n"
             "Make that argument static with `static_argnums`, or use `jax.lax.cond`."

@@ -1,0 +1,262 @@
+"""What `jax.jit` takes, `parallelize` takes with the same results, or refuses by name: functions, methods, options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import MinialpaError, ShardingError, ShardParallel, TraceError
+from minialpa.testing import assert_allclose
+
+W, X = jnp.eye(4), jnp.arange(32.0).reshape(8, 4) / 10
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+def descend(w: jax.Array, x: jax.Array, rate: float = 0.1) -> tuple[jax.Array, jax.Array]:
+    loss, grad = minialpa.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - jnp.asarray(rate, w.dtype) * grad, loss
+
+
+def same_as_jit(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    expected = jax.jit(step)(*args, **kwargs)
+    parallel = minialpa.parallelize(step, donate_argnums=(), method=ShardParallel())
+    for _ in range(2):
+        result = parallel(*args, **kwargs)
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
+        assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("result", [None, {}, (), (None, {}), 3.0])
+def test_steps_may_return_no_arrays(result: Any) -> None:
+    same_as_jit(lambda w, x: result, W, X)
+
+
+def test_what_a_step_without_results_calls_is_called_once_per_call() -> None:
+    seen: list[float] = []
+
+    def report(w: jax.Array, x: jax.Array) -> None:
+        jax.debug.callback(lambda mean: seen.append(float(mean)), jnp.mean(x @ w))
+
+    # On one device: a program for several of them calls once for each, as jax.jit does.
+    parallel = minialpa.parallelize(report, method=ShardParallel(devices=jax.devices()[:1]), batch_argnums=(1,))
+    for _ in range(3):
+        parallel(W, X)
+    jax.effects_barrier()
+    assert_allclose(seen, [float(jnp.mean(X))] * 3)
+
+
+# ---- pytrees whose attributes raise ---------------------------------------------------------------------------------
+
+
+class ByKey(dict[str, Any]):
+    __getattr__ = dict.__getitem__  # raises KeyError
+
+
+class Anything(dict[str, Any]):
+    __getattr__ = dict.get  # has every attribute
+
+
+class Refusing(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class State:
+    w: Any
+
+    @property
+    def opt_state(self) -> Any:
+        raise RuntimeError("no optimizer yet")
+
+    params = opt_state
+
+    def apply_gradients(self) -> None: ...
+
+    def tree_flatten(self) -> Any:
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> State:
+        return cls(*children)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+for _class in (ByKey, Anything, Refusing):
+    jax.tree_util.register_pytree_node(
+        _class,
+        lambda d: (tuple(d.values()), tuple(d)),
+        functools.partial(lambda kind, keys, values: kind(zip(keys, values, strict=True)), _class),
+    )
+
+
+@pytest.mark.parametrize("kind", [ByKey, Anything, Refusing, State])
+def test_attributes_of_pytrees_may_raise(kind: Any) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        w, loss = descend(state["w"], batch["w"])
+        return kind(w=w), loss
+
+    same_as_jit(step, kind(w=W), kind(w=X))
+
+
+class NoArray:
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Model(NoArray):
+    def __call__(self, w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(x @ w)
+
+
+def test_attributes_of_other_arguments_and_of_functions_may_raise() -> None:
+    parallel = minialpa.parallelize(lambda model, w, x: model(w, x), method=ShardParallel())
+    assert_allclose(parallel(Model(), W, X), jnp.mean(X))
+    assert_allclose(minialpa.parallelize(Model(), method=ShardParallel())(W, X), jnp.mean(X))
+    with pytest.raises(TraceError, match=r"Argument leaf `w\['model'\]` is a NoArray, not an array"):
+        minialpa.parallelize(lambda w, x: x)({"model": NoArray()}, X)
+
+
+def test_attributes_of_a_callable_object_do_not_hide_those_of_the_function() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.plan = "mine"
+
+        def __call__(self, w: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.mean(x @ w)
+
+    assert minialpa.parallelize(Trainer(), method=ShardParallel()).plan(W, X).n_examples == 8
+
+
+# ---- methods of classes ---------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    @functools.partial(minialpa.parallelize, method=ShardParallel(num_micro_batches=2))
+    def step(self, w: jax.Array, x: jax.Array) -> Any:
+        return descend(w, x, self.rate)
+
+    # As written for `jax.jit`: the object is argument 0.
+    @functools.partial(minialpa.parallelize, static_argnums=(0,), donate_argnums=(1,), method=ShardParallel())
+    def numbered(self, w: jax.Array, x: jax.Array) -> Any:
+        return descend(w, x, self.rate)
+
+    @staticmethod
+    @functools.partial(minialpa.parallelize, method=ShardParallel())
+    def static(w: jax.Array, x: jax.Array) -> Any:
+        return descend(w, x)
+
+    @classmethod
+    @functools.partial(minialpa.parallelize, method=ShardParallel())
+    def of_class(cls, w: jax.Array, x: jax.Array) -> Any:
+        return descend(w, x)
+
+
+@pytest.mark.parametrize("name", ["step", "numbered", "static", "of_class"])
+def test_methods_bind(name: str) -> None:
+    slow, fast = Trainer(0.1), Trainer(0.5)
+    for trainer in (slow, fast, slow):
+        rate = trainer.rate if name in ("step", "numbered") else 0.1
+        assert_allclose(getattr(trainer, name)(W + 0, X), jax.jit(descend)(W, X, rate), rtol=1e-5, atol=1e-6)
+
+
+def test_a_method_of_an_object_has_all_that_a_function_has() -> None:
+    trainer = Trainer(0.1)
+    expected = jax.jit(descend)(W, X)
+    assert trainer.step.plan(W, x=X).n_examples == 8
+    assert trainer.step.eval_shape(W, X)[0].shape == W.shape
+    assert_allclose(trainer.step.get_executable(W, X) and trainer.step(W + 0, X), expected, rtol=1e-5, atol=1e-6)
+    assert trainer.step.get_last_executable() is Trainer.step.get_last_executable() is not None
+    assert len(trainer.step.preshard_dynamic_args(W, X)) == 2
+    w = W + 0
+    with minialpa.DataLoader([np.asarray(X)], trainer.step) as loader:
+        for batch in loader:
+            w, loss = trainer.step(w, batch)
+    assert_allclose((w, loss), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_object_that_is_a_pytree_is_an_argument_of_its_methods() -> None:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: jax.Array
+
+        @minialpa.parallelize(method=ShardParallel())
+        def loss(self, x: jax.Array) -> jax.Array:
+            return jnp.mean(x @ self.w)
+
+    model = Model(W)
+    assert_allclose(model.loss(X), jnp.mean(X))
+    model.w = 2 * W
+    assert_allclose(model.loss(X), 2 * jnp.mean(X))
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, 3, ShardParallel()])
+def test_what_is_no_function_is_refused(kind: Any) -> None:
+    with pytest.raises(TraceError, match="`parallelize` takes"):
+        minialpa.parallelize(kind(descend) if isinstance(kind, type) else kind)
+
+
+# ---- options of jax.jit ---------------------------------------------------------------------------------------------
+
+
+def scaled(w: jax.Array, x: jax.Array, *, kind: str = "once", n: int = 2) -> jax.Array:
+    return jnp.mean(x @ w) * (n if kind == "often" else 1)
+
+
+def test_static_arguments_are_given_by_name() -> None:
+    parallel = minialpa.parallelize(scaled, static_argnames=("kind", "n"), method=ShardParallel())
+    for options in ({"kind": "often", "n": 5}, {"kind": "once"}, {"kind": "often"}):
+        expected = jax.jit(scaled, static_argnames=("kind", "n"))(W, X, **options)  # type: ignore[arg-type]
+        assert_allclose(parallel(W, X, **options), expected)
+    assert_allclose(minialpa.parallelize(static_argnames="kind")(scaled)(W, X, kind="often", n=3), 3 * jnp.mean(X))
+
+
+def test_donated_arguments_are_given_by_name() -> None:
+    step = minialpa.parallelize(lambda state, x: (state * 2, jnp.sum(x)), donate_argnames="state")
+    state, _ = step(W + 0, X)
+    step(state, X)
+    assert state.is_deleted()
+
+
+@pytest.mark.parametrize("option", ["static_argnames", "donate_argnames"])
+def test_names_that_are_not_there_are_refused(option: str) -> None:
+    with pytest.raises(TraceError, match=f"`{option}` has 'kid', and the step has the parameters w, x, kind, n"):
+        minialpa.parallelize(scaled, **{option: ["w", "kid"]})
+
+
+@pytest.mark.parametrize("option", ["in_shardings", "out_shardings", "device", "backend", "keep_unused", "inline"])
+def test_other_options_of_jit_are_refused_by_name(option: str) -> None:
+    with pytest.raises(ShardingError, match=f"`{option}` is an option of `jax.jit`, not of `parallelize`"):
+        minialpa.parallelize(scaled, **{option: None})
+
+
+def test_static_arguments_of_an_inner_jit_have_to_be_static_here() -> None:
+    inner = jax.jit(scaled, static_argnames=("kind", "n"))
+    with pytest.raises(MinialpaError, match="Make that argument static"):
+        minialpa.parallelize(inner)(W, X, kind="often", n=5)
+    parallel = minialpa.parallelize(inner, static_argnames=("kind", "n"))
+    assert_allclose(parallel(W, X, kind="often", n=5), 5 * jnp.mean(X))
