@@ -31,7 +31,7 @@ from minialpa.pytrees import (
     variables_in,
     with_static,
 )
-from minialpa.support.private_jax import ArrayImpl, current_settings
+from minialpa.support.private_jax import ArrayImpl, UsersMesh, current_settings, under_mesh, users_mesh
 from minialpa.tracing.host_memory import host_kind
 
 #: Types that stand for an array if only its shape and dtype matter.
@@ -51,6 +51,7 @@ class Call:
         n_args: The number of positional arguments.
         has_static: Whether the pytree holds functions, each in a `StaticLeaf`.
         settings: The settings of jax when the call was made, see `current_settings`.
+        mesh: The mesh of the user that was set then.
         graph: The structure of the modules of flax.nnx among the arguments, whose values are leaves; None without any.
         modules: These modules, which are the caller's and get new values after the step.
         given: The arguments that are not static, as the caller gave them, if there are modules among them.
@@ -61,6 +62,7 @@ class Call:
     static: tuple[tuple[int | str, Hashable], ...]
     n_args: int
     settings: Hashable
+    mesh: UsersMesh
     has_static: bool = False
     graph: GraphArguments | None = None
     modules: tuple[Any, ...] = ()
@@ -156,6 +158,7 @@ class Parameters:
             static=tuple(static),
             n_args=len(args),
             settings=current_settings(),
+            mesh=users_mesh(),
             has_static=has_functions,
             graph=graph,
             modules=modules,
@@ -316,7 +319,8 @@ def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
         given = (*enumerate(args), *kwargs.items())
         variables = variables_in([value for name, value in given if name not in in_graph])
 
-        result = fun(*args, **kwargs)
+        with under_mesh(call.mesh):
+            result = fun(*args, **kwargs)
         check_returned(variables, result)
         check_no_graph(result, "The result")
         if call.graph is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 from jax.tree_util import PyTreeDef
@@ -58,13 +58,28 @@ from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
-from minialpa.support.private_jax import current_settings
+from minialpa.support.private_jax import NO_MESH, current_settings, under_mesh
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _without_mesh(fun: Callable[P, T]) -> Callable[P, T]:
+    """The function, outside of `jax.set_mesh`: planning and compiling have meshes of their own."""
+
+    @functools.wraps(fun)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with under_mesh(NO_MESH):
+            return fun(*args, **kwargs)
+
+    return run
+
 
 #: What a call needs: the program on its devices, and what makes its result of the leaves that the program returns.
 Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
@@ -318,7 +333,7 @@ class ParallelizedFunc:
         call = self._bind(args, kwargs)
         traced = self._trace(call)
         plan = self._plan_there(call, traced)
-        with collection_paused():
+        with collection_paused(), under_mesh(NO_MESH):
             return explain_step(traced, plan, what)
 
     def check(self, *args: Any, target: str | None = None, cache: str | Path | None = None, **kwargs: Any) -> PlanCheck:
@@ -331,7 +346,8 @@ class ParallelizedFunc:
         self._check_plans("check")
         call = self._bind(args, kwargs)
         traced = self._trace(call)
-        return check_plan(traced, self._plan_there(call, traced), target, cache)
+        with under_mesh(NO_MESH):
+            return check_plan(traced, self._plan_there(call, traced), target, cache)
 
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
         """Pytrees of PartitionSpecs: of the arguments, as a tuple without the static ones, and of the results.
@@ -476,6 +492,7 @@ class ParallelizedFunc:
             )
         return recent
 
+    @_without_mesh
     def _find(self, call: Call, session: Session) -> Compiled:
         key = call.key()
         followed = self._followed(key, call, session)
@@ -487,6 +504,7 @@ class ParallelizedFunc:
             note_training_step(session, self._name, found[0], self.target(session))
         return found
 
+    @_without_mesh
     def _keep(
         self, call: Call, session: Session, followed: Followed | None, compile_: Callable[[], Executable]
     ) -> Compiled:
@@ -530,7 +548,8 @@ class ParallelizedFunc:
                 "A function that creates a state keeps its arguments: they are on every mesh. Leave `donate_argnums` "
                 "out."
             )
-        train_step = self._method.train_step.get_executable(state_shapes(traced), *self._method.other_args)
+        with under_mesh(call.mesh):
+            train_step = self._method.train_step.get_executable(state_shapes(traced), *self._method.other_args)
         return compile_creation(call, traced, train_step, self.target(session), session)
 
     # ---- planning -------------------------------------------------------------------------------------------------
@@ -552,6 +571,7 @@ class ParallelizedFunc:
                 f"`train_step.{what}`."
             )
 
+    @_without_mesh
     def _plan_for(
         self, call: Call, traced: TracedStep, session: Session | None = None, followed: Followed | None = None
     ) -> tuple[Plan, Target]:
@@ -593,6 +613,7 @@ class ParallelizedFunc:
                 error.add_note(f"The examples were taken to be in {names}; `batch_argnums=(…)` says it otherwise.")
             raise
 
+    @_without_mesh
     def _trace(self, call: Call) -> TracedStep:
         """The step for these arguments, as it is planned and run."""
         traced = self._traced_as_written(call)

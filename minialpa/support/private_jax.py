@@ -5,7 +5,9 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | private | minialpa needs it for | would be replaced by |
 |---|---|---|
 | `JaxprEqn.source_info`, `user_frames` | source lines and name scopes of equations | accessors in `jax.extend.core` |
-| `JaxprEqn.ctx` | the settings that an equation was traced under | an accessor in `jax.extend.core` |
+| `JaxprEqn.ctx`, `JaxprEqnContext` | the settings of an equation's trace | an accessor in `jax.extend.core` |
+| `abstract_mesh_context_manager`, `device_context` | the mesh of the user, inside a trace | `jax.set_mesh` there |
+| `AbstractRef` | refusing mutable arrays | it in `jax.ref` |
 | `config.trace_context` | the settings under which `jax.jit` does not trace a function again | it in `jax.config` |
 | `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
@@ -28,14 +30,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import config as private_config
+from jax._src import mesh as private_mesh
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.config import trace_context
+from jax._src.core import JaxprEqnContext
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.source_info_util import user_frames
 from jax.extend import source_info_util
@@ -97,6 +102,53 @@ def current_settings() -> Hashable:
     """
     config: Any = jax.config  # which does not declare its flags
     return trace_context(), config.jax_default_prng_impl
+
+
+class UsersMesh(NamedTuple):
+    """The meshes that `jax.set_mesh` and `jax.sharding.use_abstract_mesh` set in a thread; empty ones without any."""
+
+    abstract: Any
+    devices: Any
+
+
+NO_MESH = UsersMesh(private_mesh.empty_abstract_mesh, private_mesh.empty_concrete_mesh)
+
+
+def users_mesh() -> UsersMesh:
+    """The meshes of this thread."""
+    return UsersMesh(private_mesh.get_abstract_mesh(), private_mesh.get_concrete_mesh())
+
+
+@contextmanager
+def under_mesh(mesh: UsersMesh) -> Iterator[None]:
+    """A context with this mesh, also inside a trace. jax compares it with the mesh of whatever is traced or lowered."""
+    if users_mesh() == mesh:  # so that nothing is traced again for a setting that differs in name only
+        yield
+        return
+    abstract = private_config.abstract_mesh_context_manager.swap_local(mesh.abstract)
+    devices = private_config.device_context.swap_local(mesh.devices)
+    try:
+        yield
+    finally:
+        private_config.abstract_mesh_context_manager.set_local(abstract)
+        private_config.device_context.set_local(devices)
+
+
+def mesh_of(eqn: JaxprEqn) -> Any:
+    """The abstract mesh under which an equation was traced, which may be empty."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def with_no_mesh(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation as if it had been traced without a mesh; its variables are the same."""
+    with eqn.ctx.manager, under_mesh(NO_MESH):
+        new: JaxprEqn = eqn.replace(ctx=JaxprEqnContext())
+    return new
+
+
+def is_ref(aval: Any) -> bool:
+    """Whether this is the type of a mutable array, as `jax.new_ref` makes them."""
+    return type(aval).__name__ == "AbstractRef"
 
 
 # ---- equations that run again ----------------------------------------------------------------------------------------

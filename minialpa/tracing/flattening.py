@@ -45,6 +45,7 @@ from minialpa.tracing.jaxprs import (
     with_each_body,
 )
 from minialpa.tracing.ragged_products import dense_product
+from minialpa.tracing.users_meshes import refuse_programs_of_devices, without_meshes
 
 #: Names of the primitives that have a rule of their own, which `keep` adds. All others are written out if they can be.
 _KEPT: set[str] = set()
@@ -68,10 +69,12 @@ def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
     """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes.
 
     Copies the NumPy arrays that `fun` captures, so that the program keeps their current values. Raises TraceError if
-    it uses host memory.
+    it uses host memory, or is a program for several devices already.
     """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     refuse_host_memory(closed)
+    refuse_programs_of_devices(closed.jaxpr)
+    closed = without_meshes(closed)
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     return replace(flat, consts=_own_constants(flat.consts)), out_shape
 

@@ -1,0 +1,166 @@
+"""Meshes of the user around and inside a step change no result, and programs for them are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import minialpa
+from minialpa import PipeshardParallel, ShardParallel, TraceError
+from minialpa.testing import assert_allclose
+
+W, X = jnp.eye(8), jnp.arange(128.0).reshape(16, 8) / 100
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+
+def descend(w: jax.Array, loss: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    value, grad = minialpa.value_and_grad(loss)(w)
+    return w - 0.1 * grad, value
+
+
+def plain(w: jax.Array, x: jax.Array) -> Any:
+    return descend(w, lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))
+
+
+def under_abstract_mesh(w: jax.Array, x: jax.Array) -> Any:
+    def loss(w: jax.Array) -> jax.Array:
+        with jax.sharding.use_abstract_mesh(mesh().abstract_mesh):
+            return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    return descend(w, loss)
+
+
+def constrained_by_name(w: jax.Array, x: jax.Array) -> Any:
+    return descend(w, lambda w: jnp.mean(jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("data")) ** 2))
+
+
+def with_loops(w: jax.Array, x: jax.Array) -> Any:
+    """A scan, branches and a loop, in each of which an array is made like one that a constraint has put on a mesh."""
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("data")))
+
+    def layer(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ w) + jnp.full_like(h, 0.5), None
+
+    def loss(w: jax.Array) -> jax.Array:
+        h, _ = jax.lax.scan(jax.checkpoint(layer), x, None, length=2)
+        return jnp.mean(jax.nn.relu(h @ w) ** 2)
+
+    new, value = descend(w, loss)
+    grad = jax.lax.with_sharding_constraint(w - new, NamedSharding(mesh(), P()))
+    grad = jax.lax.cond(value > 0, lambda: grad, lambda: jnp.zeros_like(grad))
+    return jax.lax.fori_loop(0, 2, lambda _, w: w - grad + jnp.zeros_like(w), w), value
+
+
+CLIPPED = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), 2)
+
+
+def multi_steps(state: Any, x: jax.Array) -> Any:
+    w, opt_state = state
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("data")))
+    value, grad = minialpa.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    updates, opt_state = CLIPPED.update(grad, opt_state, w)
+    return (optax.apply_updates(w, updates), opt_state), value
+
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+@pytest.mark.parametrize(
+    ("step", "around"),
+    [
+        (plain, lambda: jax.set_mesh(mesh())),
+        (plain, lambda: jax.sharding.use_abstract_mesh(mesh().abstract_mesh)),
+        (under_abstract_mesh, nullcontext),
+        (constrained_by_name, lambda: jax.set_mesh(mesh())),
+        (with_loops, nullcontext),
+        (with_loops, lambda: jax.set_mesh(mesh())),
+        (multi_steps, lambda: jax.set_mesh(mesh())),
+    ],
+)
+def test_meshes_of_the_user_change_no_result(step: Callable[..., Any], around: Around) -> None:
+    state = (W, CLIPPED.init(W)) if step is multi_steps else W
+    parallel = minialpa.parallelize(step, method=ShardParallel(), donate_argnums=(), batch_argnums=(1,))
+    with jax.numpy_dtype_promotion("standard"), around():
+        for _ in range(2):
+            assert_allclose(parallel(state, X), jax.jit(step)(state, X), rtol=1e-5, atol=1e-6)
+
+
+def test_a_pipeline_is_made_under_a_mesh_with_arrays_that_were_made_there() -> None:
+    method = PipeshardParallel(num_micro_batches=2, stage_option="uniform")
+    with jax.set_mesh(mesh()):
+        scale, w = jnp.full((8, 8), 2.0), jnp.eye(8)
+        x = jax.device_put(X, P("data"))
+
+        def step(w: jax.Array, x: jax.Array) -> Any:
+            return descend(w, lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ scale) ** 2))
+
+        found = minialpa.parallelize(step, method=method, donate_argnums=())(w, x)
+        assert_allclose(found, jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)
+    assert_allclose(minialpa.parallelize(step, method=method, donate_argnums=())(w, x), found)
+
+
+def summed(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(jnp.sum(x), "data")
+
+
+def explicit(w: jax.Array, x: jax.Array) -> Any:
+    with jax.sharding.use_abstract_mesh(mesh(AxisType.Explicit).abstract_mesh):
+        return plain(w, x)
+
+
+def with_ref(w: jax.Array, x: jax.Array) -> Any:
+    total = jax.new_ref(jnp.zeros(()))
+    total[...] = jnp.mean(x @ w)
+    return total[...]
+
+
+COUNT = jax.new_ref(jnp.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (
+            lambda w, x: jax.shard_map(summed, mesh=mesh(), in_specs=P("data"), out_specs=P())(x @ w),
+            "`jax.shard_map`.* write the step for one device",
+        ),
+        (
+            lambda w, x: jax.lax.map(jax.shard_map(summed, mesh=mesh(), in_specs=P("data"), out_specs=P()), x[None]),
+            "`jax.shard_map`.* write the step for one device",
+        ),
+        (lambda w, x: jax.pmap(jnp.tanh)(x.reshape(8, 2, 8)) @ w, "`jax.pmap` is a program for the devices"),
+        (explicit, "is on a mesh with Explicit axes.*AxisType.Auto"),
+        (
+            lambda w, x: jax.sharding.reshard(x, NamedSharding(mesh(AxisType.Explicit), P("data"))),
+            "`reshard` at .* is on a mesh with Explicit axes",
+        ),
+        (with_ref, r"uses a mutable array .* at .*with_ref.*return the new value"),
+        (lambda w, x: COUNT[...] + jnp.sum(x @ w), "uses a mutable array"),
+    ],
+)
+def test_programs_for_devices_of_the_user_are_refused(step: Callable[..., Any], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        minialpa.parallelize(step, method=ShardParallel(), batch_argnums=(1,)).plan(W, X)
+
+
+def test_a_mesh_with_explicit_axes_around_a_call_is_refused() -> None:
+    with jax.set_mesh(mesh(AxisType.Explicit)), pytest.raises(TraceError, match="on a mesh with Explicit axes"):
+        minialpa.parallelize(plain, method=ShardParallel())(W, X)
