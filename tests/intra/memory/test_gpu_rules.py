@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from minialpa.intra.memory.compiler import Kernel
 from minialpa.intra.memory.xla.epilogues import with_epilogues
 from minialpa.intra.memory.xla.gathers import ColumnGather, of_transposed
+from minialpa.intra.memory.xla.gpu_fusion import fused
 from minialpa.intra.memory.xla.gpu_overlap import overlapped
+from minialpa.intra.memory.xla.graph import Graph
 from minialpa.intra.memory.xla.operations import Operation
 from minialpa.intra.memory.xla.siblings import joined
 
@@ -146,3 +150,22 @@ def test_a_matrix_for_products_is_gathered_in_the_other_order() -> None:
     assert [(op.reads, op.writes) for op in found] == [((0,), (9,)), ((9,), (2,)), ((2, 5), (6,))]
     assert renamed == {1: 2}
     assert of_transposed(operations, [2, 6], gathers) == (tuple(operations), {})
+
+
+# ---- long chains ------------------------------------------------------------------------
+
+
+def test_memory_grows_with_the_length_of_a_chain_and_not_with_its_square() -> None:
+    """A chain of n operations, each of which reads an argument of its own, is one kernel that reads all of them."""
+
+    def peak_bytes(n: int) -> int:
+        chain = [Operation("loop", (n + i, i), (n + i + 1,), elementwise=True) for i in range(n)]
+        sizes = [4.0] * (2 * n + 1)
+        tracemalloc.start()
+        (kernel,) = fused(Graph(chain, [2 * n], sizes))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(kernel.reads) == n + 1
+        return peak
+
+    assert peak_bytes(4000) < 3 * peak_bytes(2000)  # 4 times for the square

@@ -14,6 +14,8 @@ if the operand is an argument that nothing else reads.                          
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minialpa.intra.memory.compiler import Kernel
 from minialpa.intra.memory.xla.graph import Graph, kernels_of
 
@@ -69,24 +71,32 @@ class _Chains:
     """What each operation costs with all that is computed for it alone; a class because one follows from others.
 
     Attributes:
-        reads: for each operation, the values from memory that it starts from.
+        read_bytes: for each operation, the bytes of the values from memory that it starts from.
         work_bytes: what computing it costs, as the bytes that a GPU moves in that time.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self.reads: list[frozenset[int]] = []
+        self.read_bytes: list[float] = []
         self.work_bytes: list[float] = []
+        # The values that operations start from, until they are part of another operation's: else memory would grow with
+        # the square of the length of a chain.
+        self._reads: dict[int, set[int]] = {}
         for number, op in enumerate(graph.operations):
-            reads, work_bytes = set[int](), op.work_bytes
-            for v in op.reads:
+            reads, work_bytes = _Reads(graph.sizes), op.work_bytes
+            for v in op.reads if graph.live[number] else ():
                 producer = graph.maker.get(v)
                 if producer is None or not self._is_only_for(producer, number):
-                    reads.add(v)
-                else:
-                    reads |= self.reads[producer]
+                    reads.add({v})
+                elif graph.operations[producer].kind == "fill":
+                    reads.add(set(self._reads[producer]))
                     work_bytes += self.work_bytes[producer]
-            self.reads.append(frozenset(reads))
+                else:
+                    # Gone, if the same operand was read before.
+                    reads.add(self._reads.pop(producer, set()), self.read_bytes[producer])
+                    work_bytes += self.work_bytes[producer]
+            self._reads[number] = reads.values
+            self.read_bytes.append(reads.n_bytes)
             self.work_bytes.append(work_bytes)
 
     def _is_only_for(self, producer: int, reader: int) -> bool:
@@ -99,6 +109,25 @@ class _Chains:
         op, sizes = self._graph.operations[producer], self._graph.sizes
         if op.kind in ("fill", "view"):
             return True
-        n_in = sum(sizes[v] for v in self.reads[producer]) + self.work_bytes[producer]
+        n_in = self.read_bytes[producer] + self.work_bytes[producer]
         n_out = sum(sizes[v] for v in op.writes)
         return n_kernels * n_in <= n_in + (1 + n_kernels) * n_out
+
+
+class _Reads:
+    """Values and their bytes, of which the smaller part is added to the larger one."""
+
+    def __init__(self, sizes: Sequence[float]) -> None:
+        self._sizes = sizes
+        self.values: set[int] = set()
+        self.n_bytes = 0.0
+
+    def add(self, values: set[int], n_bytes: float | None = None) -> None:
+        """Add values, in a set that nobody else has."""
+        if n_bytes is None:
+            n_bytes = sum(self._sizes[v] for v in values)
+        if len(values) > len(self.values):
+            self.values, values, self.n_bytes = values, self.values, n_bytes
+        for v in values - self.values:
+            self.values.add(v)
+            self.n_bytes += self._sizes[v]

@@ -67,29 +67,44 @@ def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]
 
 def kernels_of(graph: Graph, stored: Sequence[bool], joined: Sequence[Collection[int]]) -> list[Kernel]:
     """The kernels of live operations whose results are `stored`. joined: readers that compute each operation."""
-    # For each operation, the stored values that computing it reads, and whether element by element.
-    reads: list[dict[int, bool]] = []
+    # For each operation, the stored values that computing it reads, and whether element by element; until the last
+    # operation that computes it has them, too.
+    reads: dict[int, dict[int, bool]] = {}
+    last_reader = [max(readers, default=-1) for readers in joined]
     kernels: list[Kernel] = []
     for number, op in enumerate(graph.operations):
-        reads.append(_stored_reads(graph, number, joined, reads))
+        own = _stored_reads(graph, number, joined, reads, last_reader)
         if stored[number] and graph.live[number]:
-            kernels.append(_kernel(op, reads[number]))
+            kernels.append(_kernel(op, own))
+        if last_reader[number] >= 0:
+            reads[number] = own
     return kernels
 
 
 def _stored_reads(
-    graph: Graph, reader: int, joined: Sequence[Collection[int]], reads: Sequence[Mapping[int, bool]]
+    graph: Graph,
+    reader: int,
+    joined: Sequence[Collection[int]],
+    reads: dict[int, dict[int, bool]],
+    last_reader: Sequence[int],
 ) -> dict[int, bool]:
-    """What `reader` reads from memory, and whether element by element; `reads` is the same for those before it."""
+    """What `reader` reads from memory, and whether element by element; `reads` is the same for those before it, and
+    loses what nobody after `reader` computes."""
     op = graph.operations[reader]
     own: dict[int, bool] = {}
+    computed = [p for p in map(graph.maker.get, op.reads) if p is not None and reader in joined[p]]
     for value in op.reads:
         producer = graph.maker.get(value)
-        if producer is None or reader not in joined[producer]:
+        if producer not in computed or producer is None:
             own[value] = own.get(value, True) and op.elementwise
+        elif not own and op.elementwise and last_reader[producer] == reader and computed.count(producer) == 1:
+            own = reads.pop(producer)
         else:
             for v, once in reads[producer].items():
                 own[v] = own.get(v, True) and once and op.elementwise
+    for producer in computed:
+        if last_reader[producer] == reader:
+            reads.pop(producer, None)
     return own
 
 
