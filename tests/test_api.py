@@ -409,6 +409,35 @@ def test_a_replaced_state_is_donated(n: int) -> None:
     assert is_deleted(first) and not is_deleted(second)
 
 
+def regular_loss(params: Params, batch: Any) -> jax.Array:
+    """A loss whose gradients depend on the parameters element by element, too."""
+    return loss_fn(params, batch) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+
+def sum_in_scan(params: Params, batch: Any) -> Params:
+    parts = jax.tree.map(lambda x: x.reshape(2, -1, WIDTH), batch)
+    add = lambda total, part: (jax.tree.map(jnp.add, total, jax.grad(regular_loss)(params, part)), None)  # noqa: E731
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)[0]
+
+
+def clipped(params: Params, batch: Any) -> Params:
+    grads = jax.grad(regular_loss)(params, batch)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda g: g / norm, grads)
+
+
+@pytest.mark.parametrize("gradients", [jax.grad(regular_loss), sum_in_scan, clipped])
+def test_states_are_donated_and_gradients_are_not_where_gradients_are_those_of_jax(gradients: Any) -> None:
+    step = minialpa.parallelize(
+        lambda params, batch: (descend(params, gradients(params, batch)), 0.0), method=ShardParallel()
+    )
+    first, _ = step(make_params(), make_batch())
+    second, _ = step(first, make_batch())
+    assert is_deleted(first) and not is_deleted(second)
+    minialpa.parallelize(gradients, method=ShardParallel(), batch_argnums=(1,))(second, make_batch())
+    assert not is_deleted(second)
+
+
 def test_gradients_do_not_donate_parameters() -> None:
     params = jax.tree.map(jnp.asarray, make_params())
     parallel = minialpa.parallelize(grad_step)

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.tracing.jaxprs import FlatJaxpr, is_inexact, is_literal, operand_vars, shape_of
+from minialpa.support.private_jax import name_stack
+from minialpa.tracing.jaxprs import FlatJaxpr, is_inexact, is_literal, operand_vars, shape_of, sub_jaxprs
+from minialpa.tracing.scopes import is_transposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +99,10 @@ def _signature(atom: Any) -> tuple[Any, ...]:
 def _is_updated(values: StepValues, inputs: Sequence[Var], outputs: Sequence[Any]) -> bool:
     """Whether `outputs` are new values of `inputs`, and not, for example, gradients with respect to them.
 
-    True if gradients are marked, no output is a marked gradient, and each float input contributes to its own
-    replacement by operations after the gradients.
+    True if there are gradients, no output is one, and each float input contributes to its own replacement by operations
+    after the gradients. Gradients are marked, or what backward passes of `jax.grad` compute.
     """
-    marked = set(values.gradients)
+    marked = set(values.gradients) or _backward_values(values.flat)
     if not marked or any(not is_literal(atom) and atom in marked for atom in outputs):
         return False
 
@@ -111,6 +113,17 @@ def _is_updated(values: StepValues, inputs: Sequence[Var], outputs: Sequence[Any
         if is_literal(target) or not _reaches(target, source, producers, marked):
             return False
     return True
+
+
+def _backward_values(flat: FlatJaxpr) -> set[Var]:
+    """The results of equations of a backward pass, and of loops and branches that have one inside."""
+    scoped = zip(flat.eqns, flat.scopes, strict=True)
+    return {var for eqn, scope in scoped if is_transposed(scope) or _has_backward_pass(eqn) for var in eqn.outvars}
+
+
+def _has_backward_pass(eqn: JaxprEqn) -> bool:
+    bodies = sub_jaxprs(eqn)
+    return any(is_transposed(name_stack(inner)) or _has_backward_pass(inner) for body in bodies for inner in body.eqns)
 
 
 def _reaches(target: Var, source: Var, producers: dict[Var, JaxprEqn], stop: set[Var]) -> bool:
