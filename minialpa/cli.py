@@ -9,7 +9,6 @@ import inspect
 import io
 import json
 import os
-import reprlib
 import sys
 import time
 import traceback
@@ -313,8 +312,10 @@ def _users_model(name: str, batch_size: int | None, planned_size: int | None) ->
     with _users_code(f"`{name}`"):
         returned = make(**options)
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not callable(returned[0]):
-        kinds = [type(value).__name__ for value in returned] if isinstance(returned, tuple | list) else returned
-        raise MinialpaError(f"`{name}` returned {reprlib.repr(kinds)}. {_CONTRACT}")
+        kind = type(returned).__name__
+        if isinstance(returned, tuple | list):
+            kind = f"({', '.join(type(value).__name__ for value in returned)})"
+        raise MinialpaError(f"`{name}` returned {kind}. {_CONTRACT}")
     step, *args = returned
     if isinstance(step, ParallelizedFunc):
         raise MinialpaError(f"`{name}` returned a parallelized step. Return the step itself, `step.__wrapped__`.")

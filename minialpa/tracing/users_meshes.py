@@ -130,7 +130,8 @@ class _Cleaner:
                 return self.jaxpr(value)
             case tuple() if any(isinstance(one, ClosedJaxpr) for one in value):
                 cleaned = [self._closed(one) if isinstance(one, ClosedJaxpr) else one for one in value]
-                return type(value)(*cleaned) if hasattr(value, "_fields") else tuple(cleaned)
+                make: Any = getattr(type(value), "_make", tuple)  # those of a linear solve are a named tuple
+                return make(cleaned)
             case _:
                 return value
 

@@ -281,13 +281,13 @@ def _run_highs(problem: Any, deadline: Deadline) -> float:
         limit_s = _SAFETY * limit_s + _SAFETY_S
     options = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 0.0, "time_limit": float(limit_s)}
 
-    class Quiet(highspy.Highs):  # type: ignore[misc]
+    class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:
             # The constructor calls this, and with output on, the first callback makes HiGHS print its version.
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()
 
-    class Solver(pulp.HiGHS):  # type: ignore[misc]
+    class Solver(pulp.HiGHS):
         def createAndConfigureSolver(self, lp: Any) -> None:
             lp.solverModel = Quiet()
             lp.solverModel.setCallback(look, None)
