@@ -105,7 +105,7 @@ def current_settings() -> Hashable:
 
 
 class UsersMesh(NamedTuple):
-    """The meshes that `jax.set_mesh` and `jax.sharding.use_abstract_mesh` set in a thread; empty ones without any."""
+    """The meshes that `jax.set_mesh` and `jax.sharding.use_abstract_mesh` set in a thread, or empty ones."""
 
     abstract: Any
     devices: Any
@@ -121,7 +121,7 @@ def users_mesh() -> UsersMesh:
 
 @contextmanager
 def under_mesh(mesh: UsersMesh) -> Iterator[None]:
-    """A context with this mesh, also inside a trace. jax compares it with the mesh of whatever is traced or lowered."""
+    """A context with this mesh, also inside a trace. jax compares it with the mesh of the program that it lowers."""
     if users_mesh() == mesh:  # so that nothing is traced again for a setting that differs in name only
         yield
         return

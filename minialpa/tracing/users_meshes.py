@@ -2,7 +2,7 @@
 
 `jax.set_mesh`, `jax.sharding.use_abstract_mesh` and constraints leave a mesh in the types, settings and parameters of
 equations. With Auto axes it changes no value, and the plan has meshes of its own: `without_meshes` keeps the mesh in
-constraints only. `shard_map`, `pmap` and Explicit axes say what each device computes, which the planner decides.
+constraints only. `shard_map`, `pmap` and Explicit axes fix what each device computes, which the planner decides.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def refuse_programs_of_devices(jaxpr: Jaxpr) -> None:
 
 
 def without_meshes(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without meshes of the user, but for those of constraints; itself, if there are none."""
+    """The program with meshes of the user in its constraints only; the same object if it has no mesh elsewhere."""
     if not _has_mesh(closed.jaxpr):
         return closed
     with under_mesh(NO_MESH):
@@ -130,7 +130,7 @@ class _Cleaner:
                 return self.jaxpr(value)
             case tuple() if any(isinstance(one, ClosedJaxpr) for one in value):
                 cleaned = [self._closed(one) if isinstance(one, ClosedJaxpr) else one for one in value]
-                make: Any = getattr(type(value), "_make", tuple)  # those of a linear solve are a named tuple
+                make: Any = getattr(type(value), "_make", tuple)  # a linear solve has a named tuple of programs
                 return make(cleaned)
             case _:
                 return value
@@ -143,7 +143,7 @@ class _Cleaner:
 
 
 def _clean_value(value: Any) -> Any:
-    """A literal. NumPy arrays of jax's own class keep the type that they had first, and copies have none yet."""
+    """A literal. NumPy arrays of jax's own class keep the type that they had first, and copies get a new one."""
     if isinstance(value, np.ndarray):
         value = value.copy()
         jax.typeof(value)

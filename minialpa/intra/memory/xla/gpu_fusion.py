@@ -123,7 +123,7 @@ class _Reads:
         self.n_bytes = 0.0
 
     def add(self, values: set[int], n_bytes: float | None = None) -> None:
-        """Add values, in a set that nobody else has."""
+        """Add values. Takes over the set."""
         if n_bytes is None:
             n_bytes = sum(self._sizes[v] for v in values)
         if len(values) > len(self.values):

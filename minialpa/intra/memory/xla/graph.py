@@ -67,8 +67,8 @@ def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]
 
 def kernels_of(graph: Graph, stored: Sequence[bool], joined: Sequence[Collection[int]]) -> list[Kernel]:
     """The kernels of live operations whose results are `stored`. joined: readers that compute each operation."""
-    # For each operation, the stored values that computing it reads, and whether element by element; until the last
-    # operation that computes it has them, too.
+    # The stored values that an operation reads, and whether element by element. Kept until its last reader: memory
+    # would grow with the square of the length of a chain.
     reads: dict[int, dict[int, bool]] = {}
     last_reader = [max(readers, default=-1) for readers in joined]
     kernels: list[Kernel] = []
@@ -88,8 +88,10 @@ def _stored_reads(
     reads: dict[int, dict[int, bool]],
     last_reader: Sequence[int],
 ) -> dict[int, bool]:
-    """What `reader` reads from memory, and whether element by element; `reads` is the same for those before it, and
-    loses what nobody after `reader` computes."""
+    """What `reader` reads from memory, and whether element by element.
+
+    reads: the same for operations that later ones compute, too; entries that no later reader needs are removed.
+    """
     op = graph.operations[reader]
     own: dict[int, bool] = {}
     computed = [p for p in map(graph.maker.get, op.reads) if p is not None and reader in joined[p]]
