@@ -79,7 +79,7 @@ def _spread(example: Example) -> tuple[tuple[str, PartitionSpec], ...]:
     training, way = example.training, example.way
     if not way.spread:
         return ()
-    parameters = Parameters(make_step(training), (), (), batch_argnums(training))
+    parameters = Parameters(make_step(training), static=((), ()), donate=((), ()), batch=batch_argnums(training))
     call = parameters.bind(make_args(training), {})
     paths, _ = parameters.paths(call)
     pairs = list(zip(paths, call.leaves, strict=True))
