@@ -56,7 +56,7 @@ def example_of(number: int) -> Example:
 def pieces(example: Example) -> frozenset[str]:
     """The parts of the grammar that an example is drawn from, by which outcomes are counted."""
     model = example.training.model
-    names = {layer.name for layer in model.layers if isinstance(layer, Layer)}
+    names = layers(example)
     norms = [layer for layer in model.layers if isinstance(layer, BatchNorm)]
     found = {
         "attention": bool(names & {*ATTENTIONS}),
@@ -79,6 +79,11 @@ def pieces(example: Example) -> frozenset[str]:
         "kernels": any("pallas" in name or name in ("registered_function", "partitioned") for name in names),
     }
     return frozenset(name for name, is_in in found.items() if is_in)
+
+
+def layers(example: Example) -> frozenset[str]:
+    """The names of the layers of an example."""
+    return frozenset(layer.name for layer in example.training.model.layers if isinstance(layer, Layer))
 
 
 def _often(random: Random, *weighted: tuple[int, Sequence[Any]]) -> Any:

@@ -4,7 +4,8 @@
     python -m tests.equivalence.faults --only "scale" --log F     some of them; F keeps what was found
 
 A fault replaces a text of one file. It is put into a copy of the package, which runs in processes of its own. `parts`
-names parts of the grammar, and only examples with one of them run: with a fault in the attention, those with one.
+names parts of the grammar or layers, and only examples with one of them run: with a fault in the attention, those with
+one.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ FAULTS: tuple[Fault, ...] = (
         "recognition/rewrites.py",
         '-1.0 if eqn.primitive.name == "sub" else 1.0',
         "1.0",
-        _ATTENTION,
+        ("slopes",),
     ),
     Fault(
         "a mask hides what it shows",
@@ -73,21 +74,14 @@ FAULTS: tuple[Fault, ...] = (
         "recognition/rewrites.py",
         "or (scores.masks and scores.masked_score != c)",
         "",
-        ("attention",),
-    ),
-    Fault(
-        "scores in 16 bits may have biases",
-        "recognition/rewrites.py",
-        "if aval_of(eqn.outvars[0]).dtype.itemsize < 4 or scores.masks:",
-        "if scores.masks:",
-        _MASKS,
+        ("two_masked_values",),
     ),
     Fault(
         "a bias before a mask is one after it",
         "recognition/rewrites.py",
         "dtype.itemsize < 4 or scores.masks:",
         "dtype.itemsize < 4:",
-        ("attention",),
+        ("bias_after_a_mask",),
     ),
     Fault(
         "a negated mask is the mask",
@@ -130,7 +124,7 @@ FAULTS: tuple[Fault, ...] = (
         "attention/blockwise.py",
         "return jnp.where(maximum == -jnp.inf, 0, maximum)",
         "return maximum",
-        ("attention",),
+        ("divided_last",),
     ),
     Fault(
         "a softmax has the derivative of an exponential",
@@ -158,7 +152,7 @@ FAULTS: tuple[Fault, ...] = (
         "attention/blockwise.py",
         "bounds = [ahead >= -self.kind.left]",
         "bounds = [ahead > -self.kind.left]",
-        (*_MASKS, *_ATTENTION),
+        ("window_dot_product", "causal_window_dot_product"),
     ),
     # ---- statistics of micro-batches
     Fault(

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # before jax starts its backend
 import jax
 
 from tests.equivalence import engine
-from tests.equivalence.drawing import Example, example_of, pieces
+from tests.equivalence.drawing import Example, example_of, layers, pieces
 from tests.equivalence.exact import Counted
 from tests.equivalence.layers import Layer
 from tests.equivalence.losses import Loss, Term
@@ -163,7 +163,7 @@ def _main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="examples begin with the number 1,000,000 times this")
     parser.add_argument("--seconds", type=float, help="no example begins after so many seconds")
     parser.add_argument(
-        "--pieces", help="only examples with one of these parts of the grammar, such as attention,kernels"
+        "--pieces", help="only examples with one of these parts of the grammar or layers: attention,kernels"
     )
     parser.add_argument(
         "--until-wrong",
@@ -206,7 +206,8 @@ def _main() -> None:
 
 
 def _has_part(number: int, wanted: AbstractSet[str]) -> bool:
-    return not wanted or bool(pieces(example_of(number)) & wanted)
+    example = example_of(number)
+    return not wanted or bool((pieces(example) | layers(example)) & wanted)
 
 
 def _replay(example: Example, smaller: bool) -> None:

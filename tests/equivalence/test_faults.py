@@ -7,6 +7,7 @@ import pytest
 
 from tests.equivalence.drawing import example_of, pieces
 from tests.equivalence.faults import FAULTS, Fault, patched
+from tests.equivalence.layers import RULES
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -19,5 +20,5 @@ def test_faults_have_names_of_their_own() -> None:
 
 
 def test_faults_name_parts_that_the_grammar_has() -> None:
-    drawn = frozenset[str]().union(*(pieces(example_of(number)) for number in range(400)))
+    drawn = frozenset[str]().union(RULES, *(pieces(example_of(number)) for number in range(400)))
     assert {part for fault in FAULTS for part in fault.parts} <= drawn
