@@ -420,13 +420,13 @@ def sum_in_scan(params: Params, batch: Any) -> Params:
     return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)[0]
 
 
-def clipped(params: Params, batch: Any) -> Params:
+def of_norm_one(params: Params, batch: Any) -> Params:
     grads = jax.grad(regular_loss)(params, batch)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
     return jax.tree.map(lambda g: g / norm, grads)
 
 
-@pytest.mark.parametrize("gradients", [jax.grad(regular_loss), sum_in_scan, clipped])
+@pytest.mark.parametrize("gradients", [jax.grad(regular_loss), sum_in_scan, of_norm_one])
 def test_states_are_donated_and_gradients_are_not_where_gradients_are_those_of_jax(gradients: Any) -> None:
     step = minialpa.parallelize(
         lambda params, batch: (descend(params, gradients(params, batch)), 0.0), method=ShardParallel()

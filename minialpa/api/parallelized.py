@@ -369,7 +369,7 @@ class ParallelizedFunc:
         """The arguments, on the devices and in the shardings in which the step reads them."""
         call = self._bind(args, kwargs)
         self._check_alive(call)
-        self._last = executable = self._get(call).compiled[0]
+        self._latest.executable = executable = self._get(call).compiled[0]
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         new_args = new_args[len(self._bound) :]
         return (new_args, new_kwargs) if kwargs else new_args

@@ -310,8 +310,8 @@ class ParallelizedFunc(minialpa.ParallelizedFunc):
         placed = jax.tree.map(executable._on_devices, placed)
         if kwargs:
             return placed
-        static = {name for name, _ in self._parameters.bind(args, kwargs).static}
-        return tuple(arg for i, arg in enumerate(placed) if i not in static)
+        static = {name for name, _ in self._bind(args, kwargs).static}
+        return tuple(arg for i, arg in enumerate(placed, len(self._bound)) if i not in static)
 
     def get_last_executable(self) -> Any:
         """The executable of the last call; None before the first."""
