@@ -16,6 +16,7 @@ from minialpa import Plan
 LONG = (
     "call",
     "checkpoint",
+    "gpu_fidelity",
     "gpu_overlap",
     "input_pipeline",
     "inter_plans",

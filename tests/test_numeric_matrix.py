@@ -99,7 +99,7 @@ def _serial_step(case: models.ModelCase, n_micro_batches: int) -> Any:
 SHORT = {
     "bert": (),
     "gpt": ("1f1b-4",),
-    "resnet": ("1f1b-4",),
+    "resnet": ("1f1b-2",),
     "two_tower": ("shard-8", "1f1b-4"),
     "unet": (),
 }
