@@ -371,6 +371,7 @@ def not_quite_a_softmax(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 #: Which key positions a query sees, [b 1 t s] or with dimensions of length 1.
 _SEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "causal": lambda h: _causal(TIME, TIME)[None, None],
+    "prefix": lambda h: (_causal(TIME, TIME) | (jnp.arange(TIME)[None] < 2))[None, None],
     "padding": lambda h: ~_is_padding(h, 1)[:, None, None, :],
     "all_padding": lambda h: ~_is_padding(h, 0)[:, None, None, :],
     "window": lambda h: (_causal(TIME, TIME) & ~_causal(TIME, TIME + 2)[:, :TIME])[None, None],

@@ -98,11 +98,11 @@ FAULTS: tuple[Fault, ...] = (
         _MASKS,
     ),
     Fault(
-        "positions that are subtracted are added",
+        "what a comparison of positions leaves out is one position less",
         "recognition/positions.py",
-        'sign = 1 if eqn.primitive.name == "add" else -1',
-        "sign = 1",
-        (*_MASKS, *_ATTENTION),
+        "difference[None] -= 1",
+        "pass",
+        _MASKS,
     ),
     # ---- attention in blocks
     Fault(
