@@ -196,11 +196,10 @@ def products_of_matrices(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention(FUSED, **_PROJECTIONS)
 def divided_last(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The division stands behind the product with the values. No query sees a key before the last one."""
+    """The division stands behind the product with the values."""
     q, k, v = _qkv(p, h)
     scores = jnp.einsum("bthd,bshd->bhts", q, k / _ROOT)
-    seen = _causal(TIME, TIME) & (jnp.arange(TIME)[None] >= jnp.arange(TIME)[:, None] - 1)
-    scores = jnp.where(seen[None, None], scores, -jnp.inf)
+    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
     total = jnp.sum(weights, -1)[..., None]
     return _merged(p, jnp.swapaxes(jnp.einsum("bhts,bshd->bhtd", weights, v) / total, 1, 2))
@@ -222,6 +221,36 @@ def additive_masks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     scores = scores + jnp.where(_causal(TIME, TIME), 0.0, -1e4)[None, None]
     scores = scores + (-1e4 * _is_padding(h, 1).astype(h.dtype))[:, None, None, :]
     return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+def _softmax_where(p: Params, h: jax.Array, seen: jax.Array, masked_score: float) -> jax.Array:
+    """seen: [t s]"""
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    weights = jax.nn.softmax(jnp.where(seen[None, None], scores, masked_score))
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+def _ahead() -> jax.Array:
+    """How far each key is ahead of each query, [t s]."""
+    return jnp.arange(TIME)[None] - jnp.arange(TIME)[:, None]
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def infinite_band(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A query sees itself and the position before, so the first blocks of the last queries have no score."""
+    return _softmax_where(p, h, ~(_ahead() > 0) & (_ahead() >= -1), -jnp.inf)
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def far_ahead(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The last two queries see nothing, and average over all keys."""
+    return _softmax_where(p, h, _ahead() >= 2, -1e9)
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def prefix_or_causal(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _softmax_where(p, h, (_ahead() <= 0) | (jnp.arange(TIME)[None] < 2), -1e9)
 
 
 @_attention(FUSED, **_PROJECTIONS)
@@ -371,7 +400,6 @@ def not_quite_a_softmax(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 #: Which key positions a query sees, [b 1 t s] or with dimensions of length 1.
 _SEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "causal": lambda h: _causal(TIME, TIME)[None, None],
-    "prefix": lambda h: (_causal(TIME, TIME) | (jnp.arange(TIME)[None] < 2))[None, None],
     "padding": lambda h: ~_is_padding(h, 1)[:, None, None, :],
     "all_padding": lambda h: ~_is_padding(h, 0)[:, None, None, :],
     "window": lambda h: (_causal(TIME, TIME) & ~_causal(TIME, TIME + 2)[:, :TIME])[None, None],
@@ -379,10 +407,6 @@ _SEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "rows_of_padding": lambda h: ~(_is_padding(h, 1)[:, None, :, None] | _is_padding(h, 0)[:, None, None, :]),
     "never": lambda h: _causal(TIME, TIME)[None, None] & (_ahead() >= 2)[None, None],
 }
-
-
-def _ahead() -> jax.Array:
-    return jnp.arange(TIME)[None] - jnp.arange(TIME)[:, None]
 
 
 def _where(value: float) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -95,14 +95,14 @@ FAULTS: tuple[Fault, ...] = (
         "recognition/masks.py",
         'if eqn.primitive.name != ("and" if positive else "or") or',
         'if eqn.primitive.name not in ("and", "or") or',
-        _MASKS,
+        ("prefix_or_causal",),
     ),
     Fault(
         "what a comparison of positions leaves out is one position less",
         "recognition/positions.py",
         "difference[None] -= 1",
         "pass",
-        _MASKS,
+        ("infinite_band",),
     ),
     # ---- attention in blocks
     Fault(
@@ -117,14 +117,14 @@ FAULTS: tuple[Fault, ...] = (
         "attention/blockwise.py",
         "kept * total + n_keys.astype(problem.dtype) * weight",
         "kept * total + weight",
-        _MASKS,
+        ("far_ahead",),
     ),
     Fault(
         "a maximum of -inf is subtracted",
         "attention/blockwise.py",
         "return jnp.where(maximum == -jnp.inf, 0, maximum)",
         "return maximum",
-        ("divided_last",),
+        ("infinite_band",),
     ),
     Fault(
         "a softmax has the derivative of an exponential",
@@ -138,21 +138,21 @@ FAULTS: tuple[Fault, ...] = (
         "attention/blockwise.py",
         "score_bar = jnp.where(seen, score_bar, 0)",
         "pass",
-        _MASKS,
+        ("far_ahead",),
     ),
     Fault(
         "values of hidden blocks have no gradients",
         "attention/blockwise.py",
         "value_bar + lax.dynamic_index_in_dim(rows.masked, i, 2), bias_bars",
         "value_bar, bias_bars",
-        _MASKS,
+        ("far_ahead",),
     ),
     Fault(
         "a window begins one key later",
         "attention/blockwise.py",
         "bounds = [ahead >= -self.kind.left]",
         "bounds = [ahead > -self.kind.left]",
-        ("window_dot_product", "causal_window_dot_product"),
+        ("infinite_band",),
     ),
     # ---- statistics of micro-batches
     Fault(
