@@ -156,6 +156,10 @@ class Trainer:
         self.rate = rate
 
     @functools.partial(minialpa.parallelize, method=ShardParallel(num_micro_batches=2))
+    def unannounced(self, w: jax.Array, x: jax.Array) -> Any:
+        return descend(w, x, self.rate)
+
+    @functools.partial(minialpa.parallelize, static_argnums=0, method=ShardParallel(num_micro_batches=2))
     def step(self, w: jax.Array, x: jax.Array) -> Any:
         return descend(w, x, self.rate)
 
@@ -181,6 +185,13 @@ def test_methods_bind(name: str) -> None:
     for trainer in (slow, fast, slow):
         rate = trainer.rate if name in ("step", "numbered") else 0.1
         assert_allclose(getattr(trainer, name)(W + 0, X), jax.jit(descend)(W, X, rate), rtol=1e-5, atol=1e-6)
+
+
+def test_attributes_that_a_program_keeps_are_warned_of() -> None:
+    trainer = Trainer(0.1)
+    with pytest.warns(UserWarning, match="keeps the attributes that the object has now"):
+        found = trainer.unannounced(W + 0, X)
+    assert_allclose(found, jax.jit(descend)(W, X, 0.1), rtol=1e-5, atol=1e-6)
 
 
 def test_a_method_of_an_object_has_all_that_a_function_has() -> None:

@@ -164,3 +164,17 @@ def test_programs_for_devices_of_the_user_are_refused(step: Callable[..., Any], 
 def test_a_mesh_with_explicit_axes_around_a_call_is_refused() -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)), pytest.raises(TraceError, match="on a mesh with Explicit axes"):
         minialpa.parallelize(plain, method=ShardParallel())(W, X)
+
+
+def test_a_state_made_under_a_mesh_is_copied_for_a_step_on_some_of_its_devices() -> None:
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        state, x = {"w": jnp.ones((4, 4))}, jnp.ones((8, 4))
+
+        def step(state: Any, x: Any) -> Any:
+            loss, grads = jax.value_and_grad(lambda s: jnp.mean((x @ s["w"]) ** 2))(state)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+        parallel = minialpa.parallelize(step, method=minialpa.ShardParallel(devices=jax.devices()[:2]))
+        expected = jax.jit(step)(state, x)
+        assert_allclose(parallel(state, x), expected, rtol=1e-5, atol=1e-6)

@@ -623,10 +623,25 @@ class ParallelizedFunc:
         with collection_paused():
             return recognise(traced, everywhere=attention == "fused")
 
+    def _warn_of_object(self, call: Call) -> None:
+        """Warn of attributes of `self` that the program keeps as they are now, unless the user has said so."""
+        owner = next((value for name, value in call.static if name == 0), None) if self._bound else None
+        has_state = bool(getattr(type(owner), "__dictoffset__", 0)) and bool(vars(owner))
+        is_auto = self._options["static_argnums"] == "auto" and not isinstance(owner, type)
+        if has_state and is_auto and type(owner).__hash__ is object.__hash__:
+            warnings.warn(
+                f"`{self._name}` is called on a {type(owner).__name__}, and its program keeps the attributes that the "
+                "object has now: a later change has no effect. Pass what changes as an argument, or register the class "
+                "as a pytree. If nothing changes, say `static_argnums=0`.",
+                UserWarning,
+                stacklevel=2,
+            )
+
     def _traced_as_written(self, call: Call) -> TracedStep:
         tree, names = call.tree
         values = jax.tree.unflatten(tree, call.leaves)
         paths, numbers = self._parameters.paths(call)
+        self._warn_of_object(call)
 
         known = self._parameters
         for name, value in zip(names, values, strict=True):

@@ -21,7 +21,7 @@ from minialpa.programs.mesh_program import overwritten_rows
 from minialpa.programs.program import InputSlot, Program, Run, reads
 from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.steps.compiled import paced
-from minialpa.support.private_jax import addresses_of
+from minialpa.support.private_jax import NO_MESH, addresses_of, under_mesh
 
 #: Bytes of an array up to which it is put on several CPU devices from a copy on the host.
 _SMALL_BYTES = 2**24
@@ -143,7 +143,7 @@ class LocalArguments:
             leaf = leaves[slot.leaf]
             part = _placed_part(leaf, slot.rows, sharding) if isinstance(leaf, MicroBatchedArray) else None
             if part is not None and i in self._overwritten_rows:
-                part = part.copy()
+                part = _copy(part)
 
             if part is None and slot.leaf not in here:
                 here[slot.leaf] = _in_this_process(leaf)
@@ -175,7 +175,7 @@ class LocalArguments:
                 continue
             if id(value) in seen or value.sharding != sharding:
                 # In the sharding of the program: an array that it returns as it was is then not copied again.
-                values[i], copied = jax.device_put(value.copy(), sharding), True
+                values[i], copied = jax.device_put(_copy(value), sharding), True
             seen.add(id(values[i]))
         return copied
 
@@ -194,7 +194,7 @@ class LocalArguments:
         """
         if slot.leaf not in self._donated_leaves or not isinstance(leaf, jax.Array):
             return array
-        return array.copy() if _shares_buffer(array, leaf) else array
+        return _copy(array) if _shares_buffer(array, leaf) else array
 
 
 class RowCutter:
@@ -212,7 +212,8 @@ class RowCutter:
         """The rows of the array for each input: laid out as the input reads them, if the array is on its devices."""
         devices = array.sharding.device_set
         cut = self._laid_out if self._devices == {frozenset(devices)} else self._by_itself
-        rows = iter(paced(cut, 0, devices)(array))
+        with under_mesh(NO_MESH):
+            rows = iter(paced(cut, 0, devices)(array))
         return [next(rows) if is_cut else array for is_cut in self._is_cut]
 
 
@@ -252,6 +253,12 @@ def _rows_of(leaf: Any, rows: MicroRows) -> Any:
 def _placed_part(leaf: MicroBatchedArray, rows: MicroRows, sharding: NamedSharding) -> Any:
     """The rows of a leaf in a sharding; None if they are not there in it."""
     return next((part for part in leaf.parts(rows) if _lies(part, sharding)), None)
+
+
+def _copy(array: Any) -> Any:
+    """A copy on the same devices, which need not be those of a mesh that the user has set."""
+    with under_mesh(NO_MESH):
+        return array.copy()
 
 
 def _owned_here(value: Any) -> Any:
