@@ -156,3 +156,12 @@ def test_a_long_step_is_searched_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(worth, "plan_without_search", lambda *_: pytest.fail("planned without a search"))
     assert searched(planned(mlp(4096), CLUSTER, AutoParallel()))
     assert searched(planned(mlp(16), CLUSTER, AutoParallel(stage_option=ALWAYS)))
+
+
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_a_step_without_gradients_is_planned_on_any_number_of_devices(n_devices: int) -> None:
+    """On one device, two attempts at a plan stage the same step, which gives them other equations."""
+    shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    cluster = ClusterSpec.preset("cpu", devices_per_host=n_devices)
+    plan = minialpa.plan(lambda w, x: jnp.mean(jnp.tanh(x @ w)), shapes, cluster=cluster)
+    assert len(plan.stages) == 1 and plan.cost.total_s > 0

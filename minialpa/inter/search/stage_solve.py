@@ -97,7 +97,8 @@ class StageSolver:
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
-        self._last: tuple[_Solution, SolvedStage] | None = None
+        # What was solved last, and the step in whose equations it is.
+        self._last: tuple[_Solution, SolvedStage, StagedStep] | None = None
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
@@ -137,7 +138,7 @@ class StageSolver:
                     seconds=seconds_of(stage, solved),
                     bound_s=bound_s,
                 )
-                self._solutions[key], self._last = own, (own, solved)
+                self._solutions[key], self._last = own, (own, solved, stage.staged)
             return self._solutions[key]
 
         # Before anything is solved: the compute alone may take too long.
@@ -183,11 +184,12 @@ class StageSolver:
         self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
     ) -> SolvedStage:
         """A solution in the variables of `problem`, with what its programs communicate."""
-        variables = _variables(problem)
-        if self._last is not None and self._last[0] is solution and variables == solution.variables:
-            return self._last[1]
+        if self._last is not None and self._last[0] is solution and self._last[2] is staged:
+            variables = _variables(problem)
+            if variables == solution.variables:
+                return self._last[1]
 
-        names = dict(zip(solution.variables, variables, strict=True))
+        names = dict(zip(solution.variables, _variables(problem), strict=True))
         sharding = replace(
             solution.sharding,
             # Variables inside loops have specs too, which their equations hold.
