@@ -295,20 +295,7 @@ def _users_model(name: str, batch_size: int | None, planned_size: int | None) ->
     from minialpa.api.parallelized import ParallelizedFunc
 
     make = _find_function(name)
-    with _users_code(f"`{name}`"):
-        parameters = inspect.signature(make).parameters.values()
-    options = {}
-    if any(p.name == "batch_size" or p.kind is p.VAR_KEYWORD for p in parameters):
-        size = batch_size or planned_size
-        options = {} if size is None else {"batch_size": size}
-    elif batch_size is not None:
-        raise MinialpaError(f"`{name}` has no parameter `batch_size`, and so `--batch-size` cannot change its batch.")
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if not set(needed) <= {"batch_size"}:
-        raise MinialpaError(f"`{name}` is called without arguments, and it needs {', '.join(needed)}. {_CONTRACT}")
-    if needed and not options:
-        raise MinialpaError(f"`{name}` needs a batch size. Give one with `--batch-size`.")
-
+    options = _size_option(name, make, batch_size, planned_size)
     with _users_code(f"`{name}`"):
         returned = make(**options)
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not callable(returned[0]):
@@ -322,6 +309,26 @@ def _users_model(name: str, batch_size: int | None, planned_size: int | None) ->
     with _users_code(f"The step of `{name}`"):
         minialpa.parallelize(step).trace(*args)
     return _Model(step, tuple(args))
+
+
+def _size_option(
+    name: str, make: Callable[..., Any], batch_size: int | None, planned_size: int | None
+) -> dict[str, int]:
+    """The batch size, if the user's function takes one. Raises MinialpaError if it needs anything else."""
+    with _users_code(f"`{name}`"):
+        parameters = inspect.signature(make).parameters.values()
+    options = {}
+    if any(p.name == "batch_size" or p.kind is p.VAR_KEYWORD for p in parameters):
+        size = batch_size or planned_size
+        options = {} if size is None else {"batch_size": size}
+    elif batch_size is not None:
+        raise MinialpaError(f"`{name}` has no parameter `batch_size`, and so `--batch-size` cannot change its batch.")
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if not set(needed) <= {"batch_size"}:
+        raise MinialpaError(f"`{name}` is called without arguments, and it needs {', '.join(needed)}. {_CONTRACT}")
+    if needed and not options:
+        raise MinialpaError(f"`{name}` needs a batch size. Give one with `--batch-size`.")
+    return options
 
 
 @contextmanager

@@ -302,15 +302,7 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
     if run.folder is not None:
         manager = resources.enter_context(CheckpointManager(run.folder, max_to_keep=run.max_to_keep))
 
-    # The shapes of a batch decide the plan, so one is read before the state is there.
-    if progress.first_batch is None:
-        progress.first_batch = loader.get_state()
-    loader.set_state(progress.first_batch)
-    batch = next(loader, None)
-    if batch is None and progress.is_terminated:
-        raise MinialpaError("The process was told to end before `batches` had a batch.")
-    if batch is None:
-        raise MinialpaError("`batches` has no batch. If it is a function, it returns a new iterator each time.")
+    batch = _first_batch(progress, loader)
     first_types = _types_text(batch)
     state, plan, batches = _first_state(run, progress, loader, manager, batch)
     progress.has_state = True
@@ -340,6 +332,19 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
     if manager is not None and progress.n_done not in (0, *manager.all_steps()):
         _save(run, progress, manager, state, loader, plan)
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
+
+
+def _first_batch(progress: _Progress, loader: DataLoader) -> Any:
+    """The first batch: its shapes decide the plan, so it is read before the state is there."""
+    if progress.first_batch is None:
+        progress.first_batch = loader.get_state()
+    loader.set_state(progress.first_batch)
+    batch = next(loader, None)
+    if batch is None and progress.is_terminated:
+        raise MinialpaError("The process was told to end before `batches` had a batch.")
+    if batch is None:
+        raise MinialpaError("`batches` has no batch. If it is a function, it returns a new iterator each time.")
+    return batch
 
 
 def _save(

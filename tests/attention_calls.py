@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from minialpa.attention import blockwise
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+
+
+@contextmanager
+def blocks_of(side: int) -> Iterator[None]:
+    """Within this context, attentions run in blocks of `side` positions, so that short arrays have several."""
+    before, caches = blockwise.SIDE, (blockwise.attend, blockwise.differentiate)
+    blockwise.SIDE = side
+    for fun in caches:
+        fun.clear_cache()
+    try:
+        yield
+    finally:
+        blockwise.SIDE = before
+        for fun in caches:
+            fun.clear_cache()
 
 
 def causal(d: int, **facts: Any) -> Attention:

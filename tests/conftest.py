@@ -36,6 +36,16 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture
+def fresh_session() -> Iterator[None]:
+    """A test begins and ends without a session."""
+    import minialpa
+
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+@pytest.fixture
 def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sharding rules that a test registers are gone after it."""
     from minialpa.rules import known_rules, registered

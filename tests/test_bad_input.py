@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,11 +30,7 @@ from tests.helpers import METHODS
 WIDTH, N_EXAMPLES = 8, 16
 
 
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def make_params() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +19,7 @@ from minialpa.testing import assert_allclose
 W, X = jnp.eye(4), jnp.arange(32.0).reshape(8, 4) / 10
 
 
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def descend(w: jax.Array, x: jax.Array, rate: float = 0.1) -> tuple[jax.Array, jax.Array]:

@@ -25,11 +25,7 @@ WIDTH, N_EXAMPLES, N_CLASSES = 8, 16, 4
 Arrays = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 @pytest.fixture(autouse=True)

@@ -38,11 +38,7 @@ def serial() -> dict[int, float]:
     return serial_losses(N_STEPS)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,11 +20,7 @@ from minialpa.testing import assert_allclose
 W, X = jnp.eye(8), jnp.arange(128.0).reshape(16, 8) / 100
 
 
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def mesh(kind: AxisType = AxisType.Auto) -> Mesh:

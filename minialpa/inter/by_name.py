@@ -4,8 +4,8 @@ A search adds up the costs of pieces, and such a sum can be larger than the memo
 whole stage. So the search may refuse a step that fits, and may miss the fastest plan. Therefore `ShardParallel`,
 `DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices are planned as well, with the number of micro-batches
 of the options or of the search. If one of these plans fits, there is a plan, and it costs at most as much as the best
-of them: a method is given up only if a bound shows that it is not faster. In large steps methods rematerialise all
-layers or none, so one that mixes both may still be faster.
+of them: a method is given up only if a bound shows that it is not faster. The bound holds for shardings that treat
+repeated layers alike. In large steps methods rematerialise all layers or none, so one that mixes both may be faster.
 """
 
 from __future__ import annotations
@@ -89,43 +89,74 @@ def _plans_by_name(
     The options or `found` give the number of micro-batches. If the options leave it open, the best method is also
     planned with half and with twice as many, and so on while the plan gets faster.
     """
-    plans: list[tuple[Plan, PlanOptions]] = []
     # They use all devices, which the user may have left out of the submeshes to search.
     space, cluster = auto.submesh_physical_shape_space, context.cluster
     if not isinstance(space, str) and (cluster.num_hosts, cluster.devices_per_host) not in space:
         return []
 
-    def is_better(options: PlanOptions) -> bool:
-        least_s = _least_s([*found, *(plan for plan, _ in plans)])
-        try:
-            made = [best_variant(planned(replace(context, options=options, below_s=least_s)))]
-        except StageTooLargeError as error:
-            made = list(planned_variants(options, least_s)) if error.is_too_slow else []
-        except (InfeasibleError, TraceError):  # this number may not split the step
-            return False
-        plans.extend((plan, options) for plan in made)
-        return _least_s(made) < least_s
-
-    def planned_variants(options: PlanOptions, below_s: float) -> Iterator[Plan]:
-        """Plans of the variants, which may be faster where the plan of the options itself is not."""
-        for variant in _variants(context, options):
-            with contextlib.suppress(InfeasibleError):
-                yield planned(replace(context, options=variant, below_s=below_s))
-
+    tries = _Tries(context, planned, best_variant, _least_s(found))
     numbers = context.options.micro_batch_choices(context.traced.batch_size)
     # Without a plan to start from, each device has one example at a time.
-    first = found[0].n_micro_batches if found else max(1, numbers[-1] // context.cluster.n_devices)
+    first = found[0].n_micro_batches if found else max(1, numbers[-1] // cluster.n_devices)
     first = max(n for n in numbers if n <= first or n == numbers[0])
     for options in _options_by_name(context, auto, first):
-        is_better(options)
+        tries.is_better(options)
 
-    if plans and len(numbers) > 1:
-        _, best = min(plans, key=lambda pair: pair[0].cost.total_s)
+    if tries.best is not None and len(numbers) > 1:
+        best = tries.best
         for others in (_halves(numbers, first), _doubles(numbers, first)):
             for n in others:
-                if not is_better(replace(best, n_micro_batches=n)):
+                if not tries.is_better(replace(best, n_micro_batches=n)):
                     break
-    return [plan for plan, _ in plans]
+    return tries.plans
+
+
+class _Tries:
+    """Methods that are planned one after the other, each of which has to be faster than all before.
+
+    Attributes:
+        plans: the plans that were made.
+        best: the options of the fastest of them; None without plans.
+    """
+
+    def __init__(
+        self,
+        context: PlanningContext,
+        planned: Callable[[PlanningContext], Plan],
+        best_variant: Callable[[Plan], Plan],
+        least_s: float,
+    ) -> None:
+        """least_s: seconds of a step of the fastest plan so far."""
+        self._context, self._planned, self._best_variant, self._least_s = context, planned, best_variant, least_s
+        self.plans: list[Plan] = []
+        self.best: PlanOptions | None = None
+
+    def is_better(self, options: PlanOptions) -> bool:
+        """Plan with these options. Returns whether a plan of theirs is faster than all before."""
+        try:
+            made = [self._best_variant(self._plan(options))]
+        except StageTooLargeError as error:
+            made = self._variants(options) if error.is_too_slow else []
+        except (InfeasibleError, TraceError):  # this number may not split the step
+            return False
+
+        if _least_s(made) < _least_s(self.plans):
+            self.best = options
+        self.plans += made
+        is_better = _least_s(made) < self._least_s
+        self._least_s = min(self._least_s, _least_s(made))
+        return is_better
+
+    def _plan(self, options: PlanOptions) -> Plan:
+        return self._planned(replace(self._context, options=options, below_s=self._least_s))
+
+    def _variants(self, options: PlanOptions) -> list[Plan]:
+        """Plans of the variants, which may be faster where the plan of the options itself is not."""
+        plans = []
+        for variant in _variants(self._context, options):
+            with contextlib.suppress(InfeasibleError):
+                plans.append(self._plan(variant))
+        return plans
 
 
 def _variants(context: PlanningContext, options: PlanOptions) -> Iterator[PlanOptions]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from minialpa.attention import blockwise
 from minialpa.calls import Parameters
 from minialpa.errors import ShardingError
+from tests.attention_calls import blocks_of
 from tests.equivalence.comparison import MANY_RUNS, N_RUNS, Reference, reference
 from tests.equivalence.drawing import Example
 from tests.equivalence.losses import Loss
@@ -27,24 +26,9 @@ def run(example: Example) -> Outcome:
     What differs by little more than a few serial runs do is compared with many. Raises what the serial run raises: then
     the grammar is at fault.
     """
-    with _blocks_of_two():
+    with blocks_of(2):
         found = _run(example, N_RUNS)
         return _run(example, MANY_RUNS) if found.kind == "wrong" else found
-
-
-@contextlib.contextmanager
-def _blocks_of_two() -> Iterator[None]:
-    """Attentions that are one operation run in blocks of two positions, so that all of the grammar have several."""
-    side, caches = blockwise.SIDE, (blockwise.attend, blockwise.differentiate)
-    blockwise.SIDE = 2
-    for fun in caches:
-        fun.clear_cache()
-    try:
-        yield
-    finally:
-        blockwise.SIDE = side
-        for fun in caches:
-            fun.clear_cache()
 
 
 def _run(example: Example, n_runs: int) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,11 +25,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def run_source(plan: Plan, mesh: int = 0) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from minialpa.attention import blockwise
 from minialpa.models import build
 from minialpa.tracing.evaluation import eval_flat
+from tests.attention_calls import blocks_of
 from tests.recognition.compared import array, recognised
 from tests.recognition.special_floats import assert_same_floats
 
@@ -32,13 +32,9 @@ Attention = Callable[[Any, Any, Any], Any]
 
 
 @pytest.fixture(autouse=True)
-def _blocks_of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(blockwise, "SIDE", 3)
-    for fun in (blockwise.attend, blockwise.differentiate):
-        fun.clear_cache()
-    yield
-    for fun in (blockwise.attend, blockwise.differentiate):
-        fun.clear_cache()
+def _blocks_of_three() -> Iterator[None]:
+    with blocks_of(3):
+        yield
 
 
 def _written(product: Any = HALF, scaled: Any = HALF, softmax: Any = HALF, scale: float = 0.5, mask: Any = None) -> Any:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minialpa.attention import blockwise
 from minialpa.recognition.rewrites import REWRITES, Rewrite
 from minialpa.recognition.terms import Kind
 from minialpa.tracing.evaluation import eval_flat
+from tests.attention_calls import blocks_of
 from tests.recognition.compared import array, recognised
 from tests.recognition.special_floats import arrays, assert_same_floats, floats
 
@@ -143,13 +143,9 @@ ATTENTIONS: dict[str, Attention] = {
 
 
 @pytest.fixture
-def _blocks_of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(blockwise, "SIDE", 3)
-    for fun in (blockwise.attend, blockwise.differentiate):
-        fun.clear_cache()
-    yield
-    for fun in (blockwise.attend, blockwise.differentiate):
-        fun.clear_cache()
+def _blocks_of_three() -> Iterator[None]:
+    with blocks_of(3):
+        yield
 
 
 LONG = [(name, dtype) for name in ATTENTIONS for dtype in DTYPES if (name, dtype) != ("causal", np.float32)]

@@ -46,7 +46,7 @@ _LITTLE = 1e-3
 
 
 class NotFasterError(InfeasibleError):
-    """A stage is given up: the caller has a plan that is as fast as any of its shardings that fit in memory."""
+    """The caller has a plan that is as fast as any shardings of this stage that fit and treat repeated layers alike."""
 
     def __init__(self, seconds: float, below_s: float) -> None:
         super().__init__(f"A step takes {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")

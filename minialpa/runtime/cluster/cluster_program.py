@@ -193,14 +193,19 @@ def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[t
     out: list[tuple[Sequence[Argument], list[Any]]] = []
     for mine, shards in zip(arguments, large, strict=True):
         shared = [key for key in shards if key in refs]
-        numbers = {key: i for i, key in enumerate(shared)}
-        if shared:
-            mine = [
-                Given(tuple(numbers.get(id(s), s) for s in x.shards), x.shard_of_device) if isinstance(x, Given) else x
-                for x in mine
-            ]
-        out.append((mine, [refs[key] for key in shared]))
+        out.append((_referring(mine, shared), [refs[key] for key in shared]))
     return out
+
+
+def _referring(arguments: Sequence[Argument], shared: Sequence[int]) -> Sequence[Argument]:
+    """The arguments of a worker, with the positions of shards in `shared`, which has their `id`s, in their place."""
+    if not shared:
+        return arguments
+    numbers = {key: i for i, key in enumerate(shared)}
+    return [
+        Given(tuple(numbers.get(id(s), s) for s in x.shards), x.shard_of_device) if isinstance(x, Given) else x
+        for x in arguments
+    ]
 
 
 def arrays_on_workers(leaf: Any) -> list[DistributedArray]:

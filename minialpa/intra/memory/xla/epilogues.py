@@ -31,19 +31,18 @@ def with_epilogues(
     # For arguments, views of them and arrays that repeat them, the arguments that a kernel reads.
     loaded: dict[int, tuple[int, ...]] = {v: (v,) for v in inputs}
     for op in operations:
-        is_loaded = [v in loaded or not sizes[v] for v in op.reads]
-        if all(is_loaded) and (op.repeats or op.kind in ("fill", "view")):
+        others = {v for v in op.reads if v not in loaded and sizes[v]}
+        if not others and (op.repeats or op.kind in ("fill", "view")):
             reads = tuple(read for v in op.reads for read in loaded.get(v, (v,)))
             loaded.update(dict.fromkeys(op.writes, reads))
-        product = next((v for v in op.reads if v in products), None) if _is_epilogue(op, sizes) else None
-        if sum(is_loaded) + (product is not None) < len(op.reads):
-            product = None
-        if product is not None:
+        # All that it reads besides one product, once, are arguments.
+        (product,) = others if len(others) == 1 else (None,)
+        if product in products and op.reads.count(product) == 1 and _is_epilogue(op, sizes):
             place = products.pop(product)
             before = out[place]
             assert before is not None
-            others = (read for v in op.reads if v != product for read in loaded.get(v, (v,)))
-            op = before._replace(reads=(*before.reads, *others), writes=op.writes)
+            arguments = (read for v in op.reads if v != product for read in loaded.get(v, (v,)))
+            op = before._replace(reads=(*before.reads, *arguments), writes=op.writes)
             out[place] = None
         out.append(op)
         if op.is_product and len(op.writes) == 1 and n_reads[op.writes[0]] == 1:
