@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from minialpa.errors import InfeasibleError, ShardingError, TraceError
 from minialpa.inter.build_plan import StageTooLargeError
@@ -86,8 +87,8 @@ def _plans_by_name(
 ) -> list[Plan]:
     """Plans of methods by name. A method that cannot be faster than an earlier plan or than `found` has none.
 
-    The options or `found` give the number of micro-batches. If the options leave it open, the best method is also
-    planned with half and with twice as many, and so on while the plan gets faster.
+    The options or `found` give the number of micro-batches. If the options leave it open, others are tried, see
+    `_with_other_numbers`.
     """
     # They use all devices, which the user may have left out of the submeshes to search.
     space, cluster = auto.submesh_physical_shape_space, context.cluster
@@ -99,16 +100,48 @@ def _plans_by_name(
     # Without a plan to start from, each device has one example at a time.
     first = found[0].n_micro_batches if found else max(1, numbers[-1] // cluster.n_devices)
     first = max(n for n in numbers if n <= first or n == numbers[0])
-    for options in _options_by_name(context, auto, first):
-        tries.is_better(options)
-
-    if tries.best is not None and len(numbers) > 1:
-        best = tries.best
-        for others in (_halves(numbers, first), _doubles(numbers, first)):
-            for n in others:
-                if not tries.is_better(replace(best, n_micro_batches=n)):
-                    break
+    by_name = list(_options_by_name(context, auto, first))
+    for options in by_name:
+        tries.add(options)
+    if len(numbers) > 1:
+        _with_other_numbers(tries, by_name, numbers, lambda n: _options_by_name(context, auto, n))
     return tries.plans
+
+
+def _with_other_numbers(
+    tries: _Tries,
+    by_name: Sequence[PlanOptions],
+    numbers: Sequence[int],
+    with_number: Callable[[int], Iterator[PlanOptions]],
+) -> None:
+    """Plan methods with other numbers of micro-batches.
+
+    Fewer micro-batches take more memory and, as a rule, less time. The best number of a pipeline says little about that
+    of a single stage, which has no bubble to fill. So `ShardParallel` is planned with fewer until it does not fit, and
+    the best method of all with fewer and with more as long as that is faster; then the other methods with its number.
+
+    by_name: what was planned so far, all with one number. numbers: those to choose from.
+    with_number: the options of each method with another number.
+    """
+    first = by_name[0].n_micro_batches if by_name else 1
+    for options in by_name:
+        if not options.sharding.data_parallel:
+            for n in _halves(numbers, first):
+                if tries.add(replace(options, n_micro_batches=n)) == "too large":
+                    break
+
+    for others in (_halves, _doubles):
+        best = tries.best
+        if best is not None:
+            for n in others(numbers, best.n_micro_batches):
+                if tries.add(replace(best, n_micro_batches=n)) != "faster":
+                    break
+    if tries.best is not None:
+        for options in with_number(tries.best.n_micro_batches):
+            tries.add(options)
+
+
+_Outcome = Literal["faster", "slower", "too large"]
 
 
 class _Tries:
@@ -130,22 +163,32 @@ class _Tries:
         self._context, self._planned, self._best_variant, self._least_s = context, planned, best_variant, least_s
         self.plans: list[Plan] = []
         self.best: PlanOptions | None = None
+        self._outcomes: dict[PlanOptions, _Outcome] = {}
 
-    def is_better(self, options: PlanOptions) -> bool:
-        """Plan with these options. Returns whether a plan of theirs is faster than all before."""
+    def add(self, options: PlanOptions) -> _Outcome:
+        """Plan with these options, if that was not done before, and compare with all before."""
+        if options not in self._outcomes:
+            self._outcomes[options] = self._outcome(options)
+        return self._outcomes[options]
+
+    def _outcome(self, options: PlanOptions) -> _Outcome:
         try:
             made = [self._best_variant(self._plan(options))]
         except StageTooLargeError as error:
-            made = self._variants(options) if error.is_too_slow else []
-        except (InfeasibleError, TraceError):  # this number may not split the step
-            return False
+            if not error.is_too_slow:
+                return "too large"
+            made = self._variants(options)
+        except TraceError:  # this number may not split the step
+            return "slower"
+        except InfeasibleError:
+            return "too large"
 
         if _least_s(made) < _least_s(self.plans):
             self.best = options
         self.plans += made
-        is_better = _least_s(made) < self._least_s
+        is_faster = _least_s(made) < self._least_s
         self._least_s = min(self._least_s, _least_s(made))
-        return is_better
+        return "faster" if is_faster else "slower"
 
     def _plan(self, options: PlanOptions) -> Plan:
         return self._planned(replace(self._context, options=options, below_s=self._least_s))

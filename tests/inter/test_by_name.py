@@ -114,6 +114,21 @@ def test_a_search_that_finds_nothing_takes_what_fits_by_name(mlp: TracedStep, mo
         planned(mlp, GPUS, searching(4, math.inf, nothing))
 
 
+def test_a_single_stage_is_tried_with_far_fewer_micro_batches(mlp: TracedStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it loses with the number of the search, and with half of that."""
+    whole, by_number = pipeline._planned, {n: planned(mlp, GPUS, ShardParallel(num_micro_batches=n)) for n in (8, 64)}
+    cost = dataclasses.replace(by_number[64].cost, total_s=1.001 * by_number[8].cost.total_s)
+    assert planned(mlp, GPUS, ShardParallel(num_micro_batches=32)).cost.total_s > cost.total_s
+
+    def with_many_micro_batches(context: Any) -> Plan:
+        is_search = context.options.layers is not None
+        return dataclasses.replace(by_number[64], cost=cost) if is_search else whole(context)
+
+    monkeypatch.setattr(pipeline, "_planned", with_many_micro_batches)
+    found = planned(mlp, GPUS, searching(None, math.inf))
+    assert found.cost.total_s <= best_by_name(mlp, GPUS, (1, 2, 4, 8)).cost.total_s
+
+
 @pytest.mark.parametrize(
     "cluster, limit_bytes", [(GPUS, None), (CPUS, None), pytest.param(GPUS, 4e5, marks=pytest.mark.slow)]
 )
