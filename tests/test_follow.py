@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import minialpa
-from minialpa import CreateStateParallel, FollowParallel, PipeshardParallel, ShardingError, ShardParallel
+from minialpa import (
+    AutoShardingOption,
+    CreateStateParallel,
+    FollowParallel,
+    PipeshardParallel,
+    ShardingError,
+    ShardParallel,
+)
 from minialpa.methods import Method
 from minialpa.runtime.cluster.in_process import ThreadActor
 from minialpa.testing import assert_allclose
@@ -60,6 +69,30 @@ def test_an_argument_may_be_a_part_of_the_state() -> None:
     wanted = jax.jit(scanned.evaluate_params)(expected["params"], scanned.BATCH)
     assert_allclose(evaluate(state["params"], scanned.BATCH), wanted, rtol=1e-4)
     assert_read_in_place(evaluate, state["params"], scanned.BATCH)
+
+    # `p` may be the moments, too, which are in the same place.
+    renamed = minialpa.parallelize(lambda p, batch: scanned.evaluate_params(p, batch), method=FollowParallel(step))
+    assert_allclose(renamed(state["params"], scanned.BATCH), wanted, rtol=1e-4)
+    assert_read_in_place(renamed, state["params"], scanned.BATCH)
+
+
+def test_of_two_leaves_in_different_places_none_is_followed_by_guess() -> None:
+    def train(a: Any, b: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, (grad_a, grad_b) = minialpa.value_and_grad(lambda w: jnp.mean((x @ w[0]["w"] @ w[1]["w"]) ** 2))((a, b))
+        return jax.tree.map(jnp.subtract, a, grad_a), jax.tree.map(jnp.subtract, b, grad_b), loss
+
+    weights, x = {"w": np.eye(8, dtype=np.float32)}, np.ones((16, 8), np.float32)
+    fixed = AutoShardingOption(fixed_specs={"a['w']": P("x"), "b['w']": P()})
+    step = minialpa.parallelize(train, method=ShardParallel(auto_sharding_option=fixed))
+    step.get_executable(weights, weights, x)
+    by_name = minialpa.parallelize(lambda b, x: (x @ b["w"]).sum(), method=FollowParallel(step))
+    assert by_name.plan(weights, x).input_specs[0].partition_specs == (P(),)
+    by_guess = minialpa.parallelize(lambda v, x: (x @ v["w"]).sum(), method=FollowParallel(step))
+    with pytest.raises(ShardingError, match=r"`v\['w'\]` may be `a\['w'\]` or `b\['w'\]`.*Name the argument"):
+        by_guess.plan(weights, x)
+    mixed = minialpa.parallelize(lambda a, v, x: (x @ a["w"] @ v["w"]).sum(), method=FollowParallel(step))
+    with pytest.warns(UserWarning, match=r"`v\['w'\]` may be `a\['w'\]` or `b\['w'\]`.*planned anew"):
+        assert mixed.plan(weights, weights, x).input_specs[0].partition_specs == (P("x"),)
 
 
 def test_a_last_batch_of_another_size_is_planned_without_the_split() -> None:

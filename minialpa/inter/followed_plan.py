@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,27 +104,38 @@ def plan_following(
 def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
     """The leaves of the function that are leaves of the step of `source`.
 
-    A leaf is the same if its type is and its path is, but for the name of the argument. A path may also be the end of
-    one: `params['w']` is `state.params['w']`.
+    A leaf of the step is the same if it has the same type and its path ends with the path of the leaf: `params['w']` is
+    `state.params['w']`. If there is none, the name of the argument is left out: `p['w']` is the same leaf, too.
     """
-    known: dict[tuple[str, ...], PlacedValue] = {}
-    without_name: dict[tuple[str, ...], PlacedValue] = {}
+    endings: dict[tuple[str, ...], list[PlacedValue]] = defaultdict(list)
     for value in source.inputs:
         keys = _keys(value.path)
-        without_name.setdefault(keys[1:], value)
         for i in range(len(keys)):
-            known.setdefault(keys[i:], value)
+            endings[keys[i:]].append(value)
 
     of_leaf: dict[int, PlacedValue] = {}
+    ambiguous: list[str] = []
     leaves = zip(traced.flat.invars, traced.in_paths, traced.batch_dims, strict=True)
     for number, (var, path, batch_dim) in enumerate(leaves):
         keys = _keys(path)
-        candidates = (without_name.get(keys[1:]) if keys[1:] else None, known.get(keys))
-        same = [one for one in candidates if one is not None and _is_type_of(one, var)]
-        if batch_dim is None and same:
-            of_leaf[number] = same[0]
+        same = _same_leaves(endings, keys, var) or _same_leaves(endings, keys[1:], var, len(keys))
+        if batch_dim is not None or not same:
+            continue
+        of_leaf[number] = same[0]
+        others = [one for one in same if dataclasses.replace(one, path=same[0].path) != same[0]]
+        if others:  # in one place, all are as good
+            del of_leaf[number]
+            ambiguous.append(f"`{path}` may be `{same[0].path}` or `{others[0].path}`")
 
-    if not of_leaf:
+    if ambiguous:
+        message = (
+            f"`FollowParallel` follows leaves by their paths and types, and {ambiguous[0]}, which the followed function "
+            "keeps in different places. Name the argument as this part of the state is named."
+        )
+        if not of_leaf:
+            raise ShardingError(message)
+        warnings.warn(f"{message} Its place is planned anew, so calls may move it.", UserWarning, stacklevel=2)
+    elif not of_leaf:
         raise ShardingError(
             "`FollowParallel` follows the leaves that both functions read, by their paths and types, and there are "
             f"none. The followed function has {_some(value.path for value in source.inputs)}; this one has "
@@ -131,13 +144,17 @@ def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
     return _Homes(of_leaf)
 
 
+def _same_leaves(
+    endings: Mapping[tuple[str, ...], list[PlacedValue]], keys: tuple[str, ...], var: Var, n_keys: int | None = None
+) -> list[PlacedValue]:
+    """The leaves with the type of `var` whose paths end with `keys`; if paths of `n_keys` keys do, only these."""
+    same = [one for one in endings.get(keys, ()) if one.shape == shape_of(var) and one.dtype == dtype_name(var)]
+    return [one for one in same if len(_keys(one.path)) == (n_keys or len(keys))] or same
+
+
 def _keys(path: str) -> tuple[str, ...]:
     """The keys of a path: `state.params['w']` has `state`, `params` and `w`."""
     return tuple(key.strip(".[]'") for key in re.findall(r"\['.*?'\]|\[[^\]]*\]|\.?[^.\[]+", path))
-
-
-def _is_type_of(value: PlacedValue, var: Var) -> bool:
-    return value.shape == shape_of(var) and value.dtype == dtype_name(var)
 
 
 def _some(paths: Iterator[str] | Sequence[str]) -> str:
