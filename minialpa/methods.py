@@ -38,6 +38,9 @@ from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
 from minialpa.tracing.trace import TracedStep
 
+#: Micro-batches that are planned in seconds.
+_MOST_MICRO_BATCHES = 2**20
+
 Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
 
@@ -155,6 +158,8 @@ def _shard_options(method: ShardParallel, name: str | None = None) -> PlanOption
 def _micro_batches(n: int) -> int:
     if not isinstance(n, Integral) or n < 1:
         raise ShardingError(f"`num_micro_batches` is at least 1; got {n!r}.")
+    if n > _MOST_MICRO_BATCHES:  # a schedule lists them
+        raise ShardingError(f"`num_micro_batches` is at most {_MOST_MICRO_BATCHES:,}; got {n:,}.")
     return n
 
 

@@ -43,7 +43,11 @@ _MOST_LOSSES = 3
 #: Seconds between two looks whether a host has come back, while there is none.
 _LOOK_EVERY_S = 2.0
 
-What = Literal["unusable", "planned", "compiled", "created", "restored", "saved", "lost", "restarted"]
+What = Literal[
+    "unusable", "loaded", "planned", "compiled", "created", "restored", "saved", "ended", "lost", "restarted"
+]
+#: Events that are logged as warnings.
+_WARNINGS = ("unusable", "ended", "lost", "restarted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +70,12 @@ class TrainingEvent:
     """What happened beside the steps, and what it cost.
 
     Attributes:
-        what: the step was "planned" and "compiled" for the devices of a session; its state was "created", or
-            "restored" from a checkpoint; a checkpoint was "saved"; the session was "lost", and "restarted" on the
-            hosts that are there; the plan of a checkpoint was "unusable", so that the step is planned anew.
-        n_steps: the number of steps that were done before.
-        seconds: how long the loop waited for it. A checkpoint is written behind the steps that follow.
+        what: the step was "planned", or its plan "loaded" from a checkpoint, and "compiled" for the devices of a
+            session; its state was "created", or "restored" from a checkpoint; the files of a checkpoint were "saved";
+            the batches "ended" before `n_steps` steps; the session was "lost", and "restarted" on the hosts that are
+            there; the plan of a checkpoint was "unusable", so that the step is planned anew.
+        n_steps: the number of steps that were done before; of a checkpoint, its step.
+        seconds: how long the loop waited for it. A checkpoint is written during the steps that follow.
         text: the same for people.
     """
 
@@ -130,8 +135,8 @@ def train(
     prefetch_size: the number of batches to read ahead.
     wait_for_hosts_s: how many seconds to wait for a host where all were lost.
 
-    Events are logged with their costs by the logger `minialpa.training`: losses and restarts as warnings, all others
-    as information. A plan is saved with each checkpoint, and a run that starts again on the same devices uses it.
+    Events are logged with their costs by the logger `minialpa.training`: losses, restarts, batches that end too early
+    and plans that cannot be used as warnings, all others as information. A plan is saved with each checkpoint, and a run that starts again on the same devices uses it.
 
     With a folder, SIGTERM, by which clusters announce that they take a machine away, lets the step end and saves a
     checkpoint; then the signal takes its course. Before the first step, and while a plan, a program or the state is
@@ -203,6 +208,7 @@ class _Progress:
         is_interrupted: whether it was interrupted from the keyboard.
         loader: that of the session, which a signal to end makes return no more batches.
         has_state: whether there is a state of this session to save.
+        saving: the step of the checkpoint that is being written, and the seconds that the loop waited for it.
     """
 
     def __init__(self) -> None:
@@ -212,13 +218,17 @@ class _Progress:
         self.first_batch: dict[str, Any] | None = None
         self.is_terminated = self.is_interrupted = self.has_state = False
         self.loader: DataLoader | None = None
+        self.saving: tuple[int, float] | None = None
         self._furthest = 0
         self._n_losses = 0
 
-    def note(self, what: What, seconds: float, text: str) -> None:
-        self.events.append(TrainingEvent(what=what, n_steps=self.n_done, seconds=seconds, text=text))
-        level = logging.WARNING if what in ("lost", "unusable", "restarted") else logging.INFO
-        _log.log(level, "step %d: %s (%.2f s)", self.n_done, text, seconds)
+    def note(self, what: What, seconds: float, text: str, n_steps: int | None = None) -> None:
+        """n_steps: as in `TrainingEvent`; None for the steps that are done."""
+        event = TrainingEvent(what=what, n_steps=n_steps or self.n_done, seconds=seconds, text=text)
+        self.events.append(event)
+        _log.log(
+            logging.WARNING if what in _WARNINGS else logging.INFO, "step %d: %s (%.2f s)", event.n_steps, text, seconds
+        )
 
     @contextmanager
     def timed(self, what: What, text: str) -> Iterator[None]:
@@ -305,7 +315,7 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
     batch = _first_batch(progress, loader)
     first_types = _types_text(batch)
     state, plan, batches = _first_state(run, progress, loader, manager, batch)
-    progress.has_state = True
+    progress.has_state, progress.saving = True, None
 
     reports = _Reports(run, progress)
     while progress.n_done != run.n_steps and not progress.is_terminated:
@@ -319,18 +329,24 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
         if run.evaluate is not None and progress.n_done % run.evaluate_every == 0:
             evaluation = run.evaluate(state)
         reports.add(progress.n_done, metrics, evaluation)
+        if manager is not None and not manager.is_saving():
+            _note_saved(progress, manager)
 
         if manager is not None and progress.n_done % run.save_every == 0:
             reports.give()
             _save(run, progress, manager, state, loader, plan)
             if progress.n_done != run.n_steps and available_hosts() > current_session().cluster.num_hosts:
-                manager.wait_until_finished()
+                _note_saved(progress, manager)
                 return None
 
     reports.give()
+    if run.n_steps is not None and progress.n_done < run.n_steps and not progress.is_terminated:
+        progress.note("ended", 0.0, f"The batches ended after {progress.n_done} of {run.n_steps} steps.")
     # Before the first step there is nothing to save, and the loader has read a batch already.
     if manager is not None and progress.n_done not in (0, *manager.all_steps()):
         _save(run, progress, manager, state, loader, plan)
+    if manager is not None:
+        _note_saved(progress, manager)
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
 
 
@@ -351,9 +367,19 @@ def _save(
     run: _Run, progress: _Progress, manager: CheckpointManager, state: Any, loader: DataLoader, plan: Plan
 ) -> None:
     """Save the state behind the steps that are done, all of which have been reported."""
-    with progress.timed("saved", "A checkpoint was handed over."):
-        data = {"batches": loader.get_state(), "method": repr(run.step.method)}
-        manager.save(progress.n_done, state, data=data, plan=plan, force=True)
+    start_s = time.monotonic()
+    _note_saved(progress, manager)  # of the checkpoint before
+    data = {"batches": loader.get_state(), "method": repr(run.step.method)}
+    manager.save(progress.n_done, state, data=data, plan=plan, force=True)
+    progress.saving = progress.n_done, time.monotonic() - start_s
+
+
+def _note_saved(progress: _Progress, manager: CheckpointManager) -> None:
+    """Wait until the checkpoint is written that is being written, if one is, and note that it is saved."""
+    if progress.saving is not None:
+        manager.wait_until_finished()
+        (n_steps, seconds), progress.saving = progress.saving, None
+        progress.note("saved", seconds, f"The checkpoint of step {n_steps} is saved.", n_steps)
 
 
 def _first_state(
@@ -391,10 +417,16 @@ def _planned(
 ) -> tuple[Plan, Any]:
     """The plan for this session and its executable. saved: has a plan to use, if it is whole and of this version."""
     try:
-        if saved is not None:
-            run.step.use_plan(_plan_in(saved))
-        with progress.timed("planned", f"The step is planned for {_hosts_text()}."):
-            lowered = run.step.lower(state, batch)
+        given = None if saved is None else _plan_in(saved)
+        if given is not None:
+            run.step.use_plan(given)
+        start_s = time.monotonic()
+        lowered = run.step.lower(state, batch)
+        planned_s = time.monotonic() - start_s
+        if lowered.plan is given:
+            progress.note("loaded", planned_s, f"The plan in the checkpoint is used for {_hosts_text()}.")
+        else:
+            progress.note("planned", planned_s, f"The step is planned for {_hosts_text()}.")
         with progress.timed("compiled", "The step is compiled."):
             return lowered.plan, lowered.compile()
     except (CheckpointError, VerifyError) as error:

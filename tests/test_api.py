@@ -510,7 +510,8 @@ def test_a_ragged_last_batch_is_split_otherwise_with_a_warning(method: Any) -> N
     params, expected = make_params(), make_params()
     for n in (16, 5, 16):
         if n == 5:
-            with pytest.warns(UserWarning, match=r"force_.* splits the examples over 8 devices.*planned without"):
+            name = rf"`{type(method).__name__}` .* splits the examples over 8 devices.*planned without"
+            with pytest.warns(UserWarning, match=name):
                 params, value = parallel(params, make_batch(n))
         else:
             params, value = parallel(params, make_batch(n))
@@ -519,7 +520,8 @@ def test_a_ragged_last_batch_is_split_otherwise_with_a_warning(method: Any) -> N
 
 
 def test_a_first_batch_that_the_devices_do_not_divide_is_refused() -> None:
-    with pytest.raises(minialpa.InfeasibleError, match="`force_data_parallel` splits the examples over 8 devices"):
+    by_name = r"`DataParallel` \(`force_data_parallel=True`\) splits the examples over 8 devices"
+    with pytest.raises(minialpa.InfeasibleError, match=by_name):
         minialpa.parallelize(train_step, method=DataParallel())(make_params(), make_batch(5))
 
 

@@ -247,8 +247,8 @@ def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> Pipeshard
         (ShardParallel(devices=[]), r"`devices` takes a list of jax devices.*got \[\]"),
         (ShardParallel(devices=["gpu:0"]), r"`devices` takes a list of jax devices.*got \['gpu:0'\]"),
         (ShardParallel(devices=4), "`devices` takes a list of jax devices.*got 4"),
-        (PipeshardParallel(layer_option=AutoLayerOption(10_000)), "`layer_num=10000` layers cannot be made of"),
-        (PipeshardParallel(layer_option=AutoLayerOption(0)), "`layer_num=0` layers cannot be made of"),
+        (PipeshardParallel(layer_option=AutoLayerOption(10_000)), "cannot make 10000 layers of a pipeline. Ask for"),
+        (PipeshardParallel(layer_option=AutoLayerOption(0)), "cannot make 0 layers of a pipeline"),
         (PipeshardParallel(stage_option=UniformStageOption(5)), "`num_stages=5` stages cannot be made of 2 layers"),
         (PipeshardParallel(stage_option=UniformStageOption(0)), "`num_stages` is at least 1; got 0"),
         (PipeshardParallel(layer_option="guess"), "`layer_option` is \"manual\" or an option object; got 'guess'"),
@@ -259,11 +259,20 @@ def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> Pipeshard
         (PipeshardParallel(pipeline_schedule="inference"), "`inference` has no backward pass.*Use `1f1b`"),
         (PipeshardParallel(num_micro_batches=0), "`num_micro_batches` is at least 1; got 0"),
         (ShardParallel(num_micro_batches=-1), "`num_micro_batches` is at least 1; got -1"),
+        (ShardParallel(num_micro_batches=2**26), "`num_micro_batches` is at most 1,048,576; got 67,108,864"),
     ],
 )
 def test_methods_that_ask_for_what_is_not_there(method: Any, message: str) -> None:
     parallel = minialpa.parallelize(train_step, method=method)
     refused((ShardingError, TraceError), message, parallel, make_params(), make_batch())
+
+
+def test_a_pipeline_of_a_step_whose_results_need_no_operation() -> None:
+    def nothing(params: Any, batch: Any) -> None:
+        jax.grad(loss_fn)(params, batch)
+
+    message = "no result of the step needs an operation. Return what the step computes.*or use .*`ShardParallel`"
+    refused(TraceError, message, minialpa.parallelize(nothing, method=PipeshardParallel()), make_params(), make_batch())
 
 
 def test_degrees_of_parallelism_that_do_not_fit() -> None:

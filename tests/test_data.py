@@ -398,7 +398,7 @@ def test_fewer_examples_than_devices_can_share_are_split_otherwise_with_a_warnin
     if is_even:
         found = step(params, batch)
     else:
-        with pytest.warns(UserWarning, match=f"has {n} of them.*planned without the option"):
+        with pytest.warns(UserWarning, match=f"has {n} of them.*planned without this split"):
             found = step(params, batch)
     assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 

@@ -100,7 +100,7 @@ def test_a_last_batch_of_another_size_is_planned_without_the_split() -> None:
     evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step))
     evaluate(state, scanned.BATCH)
     last = {name: rows[:3] for name, rows in scanned.BATCH.items()}
-    with pytest.warns(UserWarning, match="planned without the option"):
+    with pytest.warns(UserWarning, match="planned without this split"):
         found = evaluate(state, last)
     assert_allclose(found, jax.jit(scanned.evaluate)(expected, last), rtol=1e-4)
     assert_read_in_place(evaluate, state, last)

@@ -124,7 +124,7 @@ def test_a_first_batch_of_which_the_devices_divide_no_part_is_refused(kind: Any)
     # A later one is split in another way.
     step = minialpa.parallelize(train_step, method=kind(num_micro_batches=4))
     fewer, otherwise = runs_as_alone(step, {32: 4, 10: 2})
-    assert "run in 2 of 5" in fewer and "planned without the option" in otherwise
+    assert "run in 2 of 5" in fewer and "planned without this split" in otherwise
 
 
 def test_no_memory_for_fewer_micro_batches_says_why_they_are_fewer() -> None:

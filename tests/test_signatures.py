@@ -209,7 +209,7 @@ def test_errors_of_examples_name_the_batch_that_was_found() -> None:
     with pytest.raises(TraceError, match="cannot be split into 4") as caught:
         minialpa.parallelize(two_arrays, method=method, on_ragged="error")(*args)
     (note,) = caught.value.__notes__
-    assert note == "The examples were taken to be in `x`, `y`; `batch_argnums=(…)` says it otherwise."
+    assert note == "The examples were taken to be in `x`, `y`. If they are elsewhere, give `batch_argnums`."
     with pytest.raises(TraceError, match="cannot be split into 4") as caught:
         minialpa.parallelize(two_arrays, method=method, batch_argnums=(1, 2), on_ragged="error")(*args)
     assert not hasattr(caught.value, "__notes__")

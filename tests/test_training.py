@@ -26,6 +26,7 @@ from minialpa.inter import pipeline
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.in_process import InProcessLauncher
 from minialpa.session import _Current, _session_on, current_session, running_session
+from minialpa.training import _Progress
 from tests.checkpoint_cases import bits
 from tests.training_driver import command, environment, losses_in
 from tests.training_runs import N_LAYERS, Log, batches, create_state, parallelized, serial_losses, train_step
@@ -79,6 +80,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stop_at: int
     # Finished runs have nothing left to do.
     again = minialpa.train(step, create_state, batches, **options)
     assert again.report is None and again.n_steps == N_STEPS
+    assert [event.what for event in again.events] == ["loaded", "compiled", "restored"]
     assert bits(again.state) == bits(result.state)
 
 
@@ -249,13 +251,31 @@ def test_pretrained_weights_are_a_checkpoint_of_step_0(serial: dict[int, float],
         minialpa.train(parallelized(), other_weights, batches, n_steps=N_STEPS + 2, folder=tmp_path)
 
 
-def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path) -> None:
+def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def few() -> Iterator[Any]:
         return itertools.islice(batches(), 7)
 
-    result = minialpa.train(parallelized(), create_state, few, folder=tmp_path, save_every=4)
+    step = parallelized()
+    result = minialpa.train(step, create_state, few, folder=tmp_path, save_every=4)
     assert result.n_steps == 7
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
+    assert [event.n_steps for event in result.events if event.what == "saved"] == [4, 7]
+
+    result = minialpa.train(step, create_state, few, n_steps=9)
+    assert (result.events[-1].what, result.n_steps) == ("ended", 7)
+    assert "The batches ended after 7 of 9 steps." in caplog.text
+
+
+def test_a_checkpoint_is_saved_when_its_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note, told = _Progress.note, []
+
+    def check(progress: _Progress, what: Any, seconds: float, text: str, n_steps: int | None = None) -> None:
+        note(progress, what, seconds, text, n_steps)
+        told.extend([(tmp_path / str(n_steps)).is_dir()] if what == "saved" else [])
+
+    monkeypatch.setattr(_Progress, "note", check)
+    minialpa.train(parallelized(), create_state, batches, n_steps=3, folder=tmp_path, save_every=1, max_to_keep=None)
+    assert told == [True] * 3
 
 
 def test_evaluation_sees_the_state_behind_its_step() -> None:

@@ -610,7 +610,7 @@ class ParallelizedFunc:
         except (TraceError, InfeasibleError) as error:
             if self._parameters.batch == "auto" and traced.batch_arguments:
                 names = ", ".join(f"`{name}`" for name in traced.batch_arguments)
-                error.add_note(f"The examples were taken to be in {names}; `batch_argnums=(…)` says it otherwise.")
+                error.add_note(f"The examples were taken to be in {names}. If they are elsewhere, give `batch_argnums`.")
             raise
 
     @_without_mesh

@@ -209,7 +209,7 @@ def _relaxed(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> t
 
     # The devices may not divide the last batch of an epoch. Its examples are split in another way or not at all.
     if not is_first and is_uneven(error):
-        what = "This batch has another shape than the one before, so it is planned without the option."
+        what = "This batch has another shape than the one before, so it is planned without this split."
         return AutoShardingOption.for_any_batch, what
     return None
 

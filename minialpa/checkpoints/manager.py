@@ -270,6 +270,10 @@ class CheckpointManager:
         """The steps that have a complete checkpoint, or one that is being written, in order."""
         return tuple(sorted(self._orbax.all_steps()))
 
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return bool(self._orbax.is_saving_in_progress())
+
     def wait_until_finished(self) -> None:
         """Wait until every checkpoint is written. Raises CheckpointError if one could not be."""
         with _errors_of_orbax(f"Saving to `{self._directory}`"):

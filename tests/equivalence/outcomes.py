@@ -51,7 +51,7 @@ class Outcome:
 
 
 #: Errors about what was asked for, which need not name an operation.
-_ABOUT_THE_REQUEST = re.compile(r"`layer_num=|cannot be split into|cannot make \d+ layers")
+_ABOUT_THE_REQUEST = re.compile(r"cannot be split into|cannot make \d+ layers")
 
 
 #: A batch runs in fewer micro-batches than were asked for.

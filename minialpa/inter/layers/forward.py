@@ -65,9 +65,14 @@ def _forward_equations(traced: TracedStep) -> Iterator[tuple[JaxprEqn, int]]:
 def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     """Layer of each forward group.
 
-    Raises TraceError when there are fewer equations than layers, VerifyError when the layers of a plan are for another
-    number of equations.
+    Raises TraceError if there are fewer equations than layers, VerifyError if the layers of a plan are for another number
+    of equations.
     """
+    if not traced.flat.eqns:
+        raise TraceError(
+            "A pipeline runs the layers of a model, and no result of the step needs an operation. Return what the step "
+            "computes, such as the new state, or use a method without a pipeline, such as `ShardParallel`."
+        )
     match option:
         case FixedLayerOption():
             return _planned_layers(traced, option)
@@ -100,7 +105,10 @@ def _clustered_layers(traced: TracedStep, option: AutoLayerOption) -> tuple[int,
     n_groups = traced.n_groups
     n_layers = natural_layers(traced) if option.layer_num == "auto" else option.layer_num
     if not 1 <= n_layers <= n_groups:
-        raise TraceError(f"`layer_num={n_layers}` layers cannot be made of {n_groups} forward equations.")
+        raise TraceError(
+            f"{n_groups} forward equations cannot make {n_layers} layers of a pipeline. Ask for another number with "
+            "`layer_option=AutoLayerOption(layer_num=...)`."
+        )
     return _clustered(traced, n_layers, option.eps)
 
 

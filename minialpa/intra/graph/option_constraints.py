@@ -16,7 +16,7 @@ from minialpa.intra.graph.folding import Folding, fold
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.strategies.loops import ScanBody, examples_inside
 from minialpa.intra.strategies.strategy_cache import StrategyCache
-from minialpa.options import AutoShardingOption
+from minialpa.options import DATA_PARALLEL_METHODS, AutoShardingOption
 from minialpa.rules.factors import Factors
 from minialpa.sharding import Spec, specs_of
 from minialpa.tracing.jaxprs import aval_of, dtype_name, is_extended, is_literal, shape_of
@@ -120,9 +120,10 @@ class OptionConstraints:
         n_devices = math.prod(self.mesh.shape[axis] for axis in self.batch_axes or ())
         name = f"`{self.problem.paths[var]}`" if var in self.problem.paths else "a value"
         return UnevenBatchError(
-            f"`{_batch_option(self.option)}` splits the examples over {n_devices} devices, and {name} of shape "
+            f"{_batch_option(self.option)} splits the examples over {n_devices} devices, and {name} of shape "
             f"{shape_of(var)} has {shape_of(var)[dim]} of them in dimension {dim}, in each micro-batch. Use a multiple "
-            f"of {n_devices}, fewer devices or micro-batches, or leave the option out."
+            f"of {n_devices} examples, fewer devices or micro-batches, or `ShardParallel`, which may split other "
+            "dimensions."
         )
 
     # ---- loops and equations --------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
         )
     if option.data_parallel and forced is not None and live not in ((), (forced,)):
         raise InfeasibleError(
-            f"`{_batch_option(option)}` splits the examples over all of a logical mesh of {mesh_shape}, and "
+            f"{_batch_option(option)} splits the examples over all of a logical mesh of {mesh_shape}, and "
             f"`force_batch_dim_to_mesh_dim={forced}` over axis {forced} alone. Leave one of them out."
         )
 
@@ -213,10 +214,13 @@ def _is_raw_key(var: Var) -> bool:
 
 
 def _batch_option(option: AutoShardingOption) -> str:
-    """The name of the option that says how examples are split."""
-    if option.force_data_parallel:
-        return "force_data_parallel"
-    return "force_zero_stage_3" if option.force_zero_stage_3 else "force_batch_dim_to_mesh_dim"
+    """The option that says how examples are split, after the method that stands for it, if there is one."""
+    names = ("force_zero_stage_3", "force_data_parallel", "force_batch_dim_to_mesh_dim")
+    text = next(f"`{name}={getattr(option, name)}`" for name in names if getattr(option, name) not in (False, None))
+    for method, values in DATA_PARALLEL_METHODS.items():
+        if all(getattr(option, name) == value for name, value in values.items()):
+            return f"`{method}` ({text})"
+    return text
 
 
 def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, wanted: Spec, ends: str = "") -> str:
