@@ -117,6 +117,8 @@ class Parameters:
         """static, donate: numbers and names of arguments. batch: numbers."""
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
+        kinds = {p.kind for p in self._signature.parameters.values()} if self._signature else set()
+        self._takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
         self._static = self._argnums("static", *static)
         self.donate = self._argnums("donate", *donate)
         self.batch = self._argnums("batch", batch, ())
@@ -246,6 +248,11 @@ class Parameters:
         for number in (value,) if isinstance(value, int) else value:
             if not isinstance(number, int):
                 raise TraceError(f"`{option}_argnums` takes argument numbers; got {value!r}.")
+            if self._signature and not self._takes_any and not -len(self._names) <= number < len(self._names):
+                raise TraceError(
+                    f"`{option}_argnums` has {number}, and the step has {len(self._names)} arguments, numbered from 0: "
+                    f"{', '.join(self._names)}."
+                )
             numbers.append(number)
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 

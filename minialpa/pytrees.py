@@ -126,8 +126,9 @@ class GraphArguments:
         graph, values = _split(modules)
         if graph != self.graph:
             raise TraceError(
-                "The step changes the structure of an nnx module: it adds, removes or shares variables or submodules. "
-                "Make them before the step, so that the step replaces only their values."
+                "The step changes an nnx module in more than the values of its variables: it sets an attribute, as "
+                "`model.eval()` and `model.train()` do, or adds, removes or shares variables or submodules. Do that "
+                "before the step; `eval` also works in it on a copy, `nnx.clone(model)`."
             )
         return values
 

@@ -136,7 +136,8 @@ def train(
     wait_for_hosts_s: how many seconds to wait for a host where all were lost.
 
     Events are logged with their costs by the logger `minialpa.training`: losses, restarts, batches that end too early
-    and plans that cannot be used as warnings, all others as information. A plan is saved with each checkpoint, and a run that starts again on the same devices uses it.
+    and plans that cannot be used as warnings, all others as information. A plan is saved with each checkpoint, and a
+    run that starts again on the same devices uses it.
 
     With a folder, SIGTERM, by which clusters announce that they take a machine away, lets the step end and saves a
     checkpoint; then the signal takes its course. Before the first step, and while a plan, a program or the state is

@@ -226,6 +226,9 @@ def test_argument_numbers_that_are_no_numbers() -> None:
         for value in (("batch",), "batch", (0.5,)):
             with pytest.raises(TraceError, match=f"`{option}` takes argument numbers; got "):
                 minialpa.parallelize(train_step, **{option: value})
+        for number in (2, -3):
+            with pytest.raises(TraceError, match=f"`{option}` has {number}, and the step has 2 arguments.*params, batch"):
+                minialpa.parallelize(train_step, **{option: number})
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import MinialpaError, ShardingError, ShardParallel, TraceError
+from minialpa import MinialpaError, PipeshardParallel, ShardingError, ShardParallel, TraceError
 from minialpa.testing import assert_allclose
 
 W, X = jnp.eye(4), jnp.arange(32.0).reshape(8, 4) / 10
@@ -34,6 +34,33 @@ def same_as_jit(step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         result = parallel(*args, **kwargs)
         assert jax.tree.structure(result) == jax.tree.structure(expected)
         assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [ShardParallel(), PipeshardParallel(num_micro_batches=2)])
+def test_values_that_jax_forbids_are_errors_as_of_jit(method: Any) -> None:
+    parallel = minialpa.parallelize(descend, method=method, donate_argnums=())
+    nan = X.at[0, 0].set(jnp.nan)  # which jax would forbid below
+    parallel(W, X)
+    with jax.debug_nans(True):
+        parallel(W, X)
+        for step in (jax.jit(descend), parallel, parallel.get_executable(W, X)):
+            with pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in"):
+                step(W, nan)
+    large = minialpa.parallelize(lambda x: [jnp.exp(x * 1e3)], method=ShardParallel())
+    with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"\(inf\) encountered in `result\[0\]`"):
+        large(X)
+
+
+def test_values_between_stages_are_no_results() -> None:
+    def masked(w: jax.Array, x: jax.Array) -> jax.Array:
+        logits = jnp.where(x @ w > 1, -jnp.inf, x)
+        minialpa.mark_pipeline_boundary()
+        return jnp.exp(logits @ jnp.eye(4)).sum()
+
+    stages = PipeshardParallel(pipeline_schedule="inference", layer_option="manual")
+    with jax.debug_infs(True):
+        same = minialpa.parallelize(masked, method=stages)(W, X)
+        assert_allclose(same, jax.jit(masked)(W, X), rtol=1e-5)
 
 
 # ---- results --------------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_errors_of_examples_name_the_batch_that_was_found() -> None:
     with pytest.raises(TraceError, match="cannot be split into 4") as caught:
         minialpa.parallelize(two_arrays, method=method, on_ragged="error")(*args)
     (note,) = caught.value.__notes__
-    assert note == "The examples were taken to be in `x`, `y`. If they are elsewhere, give `batch_argnums`."
+    assert note == "The examples were taken to be in `x`, `y`. Otherwise, give `batch_argnums`."
     with pytest.raises(TraceError, match="cannot be split into 4") as caught:
         minialpa.parallelize(two_arrays, method=method, batch_argnums=(1, 2), on_ragged="error")(*args)
     assert not hasattr(caught.value, "__notes__")
@@ -424,7 +424,7 @@ def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
             minialpa.parallelize(nested)({"model": model}, make_x())
         with pytest.raises(TraceError, match=r"The result holds an nnx Net.*`nnx.split`"):
             minialpa.parallelize(returned)(model, make_x())
-        with pytest.raises(TraceError, match="changes the structure of an nnx module"):
+        with pytest.raises(TraceError, match=r"changes an nnx module in more than the values.*`model.eval\(\)`"):
             minialpa.parallelize(changed)(model, make_x())
         assert minialpa.parallelize(lambda model, x: model(x))(model, make_x()).shape == (N_EXAMPLES, WIDTH)
 
@@ -522,6 +522,13 @@ def test_lower_plans_and_compile_makes_the_program_that_the_next_call_runs() -> 
     assert_allclose(step(*args), two_arrays(*args), rtol=1e-4, atol=1e-5)
     assert step.get_last_executable() is executable is step.lower(*args).compile()
     assert executable.get_parallel_plan() == lowered.plan
+
+    first, *others = args
+    assert_allclose(executable(first, others[0], y=others[1]), two_arrays(*args), rtol=1e-4, atol=1e-5)
+    with pytest.raises(TraceError, match=r"`x` is float32\[\d+, 1\] instead of float32\[\d+, \d+\]\. Compile for these"):
+        executable(first, others[0][:, :1], others[1])
+    with pytest.raises(TraceError, match="their structure is .* instead of"):
+        executable(first, *others, others[1])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ import jax
 from jax.tree_util import PyTreeDef
 
 from minialpa.api.call_patterns import CallPattern, pattern_of
+from minialpa.api.compiled_call import CompiledCall, check_alive, result_of_call
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
+from minialpa.api.invalid_values import call_checked, checks_values
 from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import compile_creation, compile_step
@@ -30,7 +32,6 @@ from minialpa.calls import (
     Argnums,
     Call,
     Parameters,
-    Shape,
     are_alive,
     is_train_state,
     leaf_types,
@@ -38,7 +39,7 @@ from minialpa.calls import (
     rebuild,
     shown,
 )
-from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
+from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.inter.microbatch.find_batch import find_batch
 from minialpa.methods import (
     CreateStateParallel,
@@ -52,7 +53,7 @@ from minialpa.methods import (
     resolve_devices,
 )
 from minialpa.plan import Plan
-from minialpa.pytrees import check_no_graph, update_modules
+from minialpa.pytrees import check_no_graph
 from minialpa.recognition.step import recognise
 from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
@@ -191,6 +192,8 @@ class ParallelizedFunc:
         self._latest = _Latest()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if checks_values():
+            return call_checked(self._name, self, args, kwargs)
         args = (*self._bound, *args)
         recent = self._latest.recent  # another thread may replace it
         if recent is not None and recent.pattern is not None:
@@ -201,17 +204,12 @@ class ParallelizedFunc:
                 return recent.pattern.result(match, known)
 
         call = self._parameters.bind(args, kwargs)
-        self._check_alive(call)
+        check_alive(call, self._parameters)
         recent = self._get(call)
         executable, result_of = recent.compiled
         self._latest.executable = executable
         run = executable.run if recent.pattern is None or executable.direct is None else executable.direct.learned
-        result = result_of(run(call.leaves))
-        if call.graph is None:
-            return result
-        values, result = result
-        update_modules(call.modules, values)
-        return result
+        return result_of_call(call, result_of(run(call.leaves)))
 
     @property
     def method(self) -> Method | FollowingMethod | Plan:
@@ -368,7 +366,7 @@ class ParallelizedFunc:
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, on the devices and in the shardings in which the step reads them."""
         call = self._bind(args, kwargs)
-        self._check_alive(call)
+        check_alive(call, self._parameters)
         self._latest.executable = executable = self._get(call).compiled[0]
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         new_args = new_args[len(self._bound) :]
@@ -423,35 +421,6 @@ class ParallelizedFunc:
         return numbers if min(numbers, default=-1) >= 0 else ()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
-
-    def _check_alive(self, call: Call) -> None:
-        """Raise before anything runs: a compiled program may crash on an array that has no memory any more."""
-        if are_alive(call.leaves):
-            return
-        for i, leaf in enumerate(call.leaves):
-            is_deleted = getattr(leaf, "is_deleted", None)
-            if is_deleted is None:
-                # Numbers and NumPy arrays cannot be deleted, and neither can what only has a shape.
-                if isinstance(leaf, Shape):
-                    raise TraceError(
-                        f"`{self._path(call, i)}` is a shape, and a call needs arrays. Only `plan` and "
-                        f"`get_executable` take a `{type(leaf).__name__}`."
-                    )
-                continue
-
-            if isinstance(leaf, jax.core.Tracer):
-                raise TraceError(
-                    f"`{self._path(call, i)}` is a traced value. A parallelized function runs on devices and cannot be "
-                    "called inside `jax.jit`, `jax.grad` or `jax.vmap`; call it outside, or call the plain function."
-                )
-            if is_deleted():
-                raise WorkerError(
-                    f"`{self._path(call, i)}` has been deleted: it was donated to an earlier call, whose result "
-                    "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
-                )
-
-    def _path(self, call: Call, i: int) -> str:
-        return self._parameters.paths(call)[0][i]
 
     def _known(self, recent: Recent, leaves: list[Any]) -> list[Any] | None:
         """The result leaves of a call with these leaves that is like the recent one in all else; None if it has to be
@@ -515,6 +484,9 @@ class ParallelizedFunc:
             if found is None:
                 executable = compile_()
                 found = executable, shown(executable.out_tree)
+                executable.call = CompiledCall(
+                    name=self._name, parameters=self._parameters, bound=self._bound, key=key, result_of=found[1]
+                )
                 # Only tracing has shown whether this is a training step, which follows no other one.
                 meshes = None if followed is None or key in self._training else followed.meshes
                 self._executables[key, *where, meshes] = found
@@ -610,7 +582,7 @@ class ParallelizedFunc:
         except (TraceError, InfeasibleError) as error:
             if self._parameters.batch == "auto" and traced.batch_arguments:
                 names = ", ".join(f"`{name}`" for name in traced.batch_arguments)
-                error.add_note(f"The examples were taken to be in {names}. If they are elsewhere, give `batch_argnums`.")
+                error.add_note(f"The examples were taken to be in {names}. Otherwise, give `batch_argnums`.")
             raise
 
     @_without_mesh

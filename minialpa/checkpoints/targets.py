@@ -97,7 +97,7 @@ def restore_arguments(
         rest = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise CheckpointError(
             f"The checkpoint of {name} is of another model:\n  " + "\n  ".join(wrong[:8]) + rest + "\nPass a target "
-            "with the structure, shapes and dtypes that were saved."
+            "with the structure, shapes and dtypes that were saved." + _part_hint(leaves, there)
         )
 
     def argument(path: Any, leaf: Any) -> Any:
@@ -195,6 +195,23 @@ def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_r
     for path in () if partial_restore else there.keys() - wanted.keys():
         found = there[path]
         yield f"`{'.'.join(path)}`: the checkpoint has {_type_text(found.shape, found.dtype)}; not in the target"
+
+
+def _part_hint(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> str:
+    """How to read the target alone, if it is a part of the checkpoint, or parts have leaves of all its names."""
+    if not any(_differences(leaves, there, partial_restore=True)):
+        return " `partial_restore=True` reads the leaves of the target alone."
+    names = [_name(path) for path, _ in leaves]
+    n = len(names[0])
+    starts = [path[:-n] for path in there if n and len(path) > n and path[-n:] == names[0]]
+    parts = sorted((part for part in starts if all((*part, *name) in there for name in names)), key=len)
+    if not parts:
+        return ""
+    target = "target"
+    for key in reversed(parts[0]):
+        target = f"{{{key!r}: {target}}}"
+    where = " and ".join(f"`{'.'.join(part)}`" for part in parts)
+    return f" It has leaves of these names in {where}: `{target}` with `partial_restore=True` reads them alone."
 
 
 def _stored_type(target: Any) -> tuple[tuple[int, ...], Any]:

@@ -129,8 +129,8 @@ def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
 
     if ambiguous:
         message = (
-            f"`FollowParallel` follows leaves by their paths and types, and {ambiguous[0]}, which the followed function "
-            "keeps in different places. Name the argument as this part of the state is named."
+            f"`FollowParallel` follows leaves by their paths and types, and {ambiguous[0]}, which the followed "
+            "function keeps in different places. Name the argument as this part of the state is named."
         )
         if not of_leaf:
             raise ShardingError(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Executable:
         is_local: whether `run` takes arrays of this process as they are.
         direct: runs a step on argument leaves, too, if the caller knows that their types are those that it was traced
             for: leaves that it knows it does not check again. None if it cannot.
+        call: calls with the arguments of the step, which the function that compiled it sets; see `__call__`.
     """
 
     def __init__(
@@ -61,6 +62,15 @@ class Executable:
         self.place = calls.place
         self.is_local = isinstance(runner, LocalExecutable) and not program.blocks
         self.direct = runner if isinstance(runner, LocalExecutable) and runner.is_direct else None
+        self.call: Callable[[Executable, tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on arguments like those that it was compiled for, static ones included; returns its result.
+
+        Raises TraceError if their structure, shapes or dtypes are others.
+        """
+        assert self.call is not None
+        return self.call(self, args, kwargs)
 
     @property
     def program(self) -> Program:

@@ -65,8 +65,8 @@ def _forward_equations(traced: TracedStep) -> Iterator[tuple[JaxprEqn, int]]:
 def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     """Layer of each forward group.
 
-    Raises TraceError if there are fewer equations than layers, VerifyError if the layers of a plan are for another number
-    of equations.
+    Raises TraceError if there are fewer equations than layers, VerifyError if the layers of a plan are for another
+    number of equations.
     """
     if not traced.flat.eqns:
         raise TraceError(
