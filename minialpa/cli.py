@@ -23,6 +23,8 @@ from minialpa.plan import Plan
 from minialpa.support.files import write_text
 
 if TYPE_CHECKING:
+    from minialpa.cluster import ClusterSpec
+    from minialpa.methods import Method
     from minialpa.plan.check import PlanCheck
 
 #: What `module:function` has to be.
@@ -30,6 +32,10 @@ _CONTRACT = (
     "The function returns `(step, state, batch)`: the training step for one device and its arguments, arrays or "
     "`jax.ShapeDtypeStruct`s. `--batch-size N` calls the function with `batch_size=N`."
 )
+
+
+#: The methods that `minialpa plan` takes by name, the default first.
+_METHODS = ("AutoParallel", "ShardParallel", "DataParallel", "Zero2Parallel", "Zero3Parallel", "PipeshardParallel")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,9 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", default="a100-80gb", help="a preset, or a JSON file of a ClusterSpec")
     plan.add_argument("--num-hosts", type=_positive, default=None, help="of a preset; default 1")
     plan.add_argument("--devices-per-host", type=_positive, default=None, help="of a preset; default 8")
+    plan.add_argument("--method", choices=_METHODS, default=_METHODS[0], help=f"default {_METHODS[0]}, a search")
     plan.add_argument("--batch-size", type=_positive, default=None, help="default: that of the model")
-    plan.add_argument("--micro-batches", type=_number, default=0, help="0 (default) chooses a divisor of the batch")
-    plan.add_argument("--layers", type=_number, default=0, help="pipeline layers; 0 (default): the blocks of the model")
+    plan.add_argument(
+        "--micro-batches", type=_number, default=0, help="a divisor of the batch; 0 (default) leaves it to the method"
+    )
+    plan.add_argument(
+        "--layers", type=_number, default=0, help="layers of a pipeline; 0 (default) leaves them to the method"
+    )
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument("--check", action="store_true", help="compile the plan for the GPU, as `minialpa check` does")
     plan.set_defaults(run=_plan)
@@ -170,13 +181,10 @@ def _plan(args: argparse.Namespace) -> int:
         _check_folder(args.save)
 
     model = _load(args.model, args.batch_size)
-    method = minialpa.AutoParallel(
-        num_micro_batches=args.micro_batches or "auto",
-        layer_option=minialpa.AutoLayerOption(layer_num=args.layers or "auto", remat="auto"),
-    )
+    method = _method(args, cluster)
 
     start = time.perf_counter()
-    found = minialpa.plan(model.step, model.args, cluster=cluster, method=method)
+    found = minialpa.parallelize(model.step, method=method, on_ragged="error").plan(*model.args)
     print(found.summary())
     print(f"Planned in {time.perf_counter() - start:.1f} s.")
     if args.save is not None:
@@ -187,15 +195,38 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _method(args: argparse.Namespace, cluster: ClusterSpec) -> Method:
+    """The method by its name, with the options that the user has given."""
+    import minialpa
+
+    options: dict[str, Any] = {"devices": cluster}
+    if args.micro_batches:
+        options["num_micro_batches"] = args.micro_batches
+    if args.layers:
+        if args.method not in ("AutoParallel", "PipeshardParallel"):
+            raise MinialpaError(f"--layers is for pipelines, and {args.method} makes none. Leave it out.")
+        remat = "auto" if args.method == "AutoParallel" else False
+        options["layer_option"] = minialpa.AutoLayerOption(layer_num=args.layers, remat=remat)
+    made: Method = getattr(minialpa, args.method)(**options)
+    return made
+
+
 def _check(args: argparse.Namespace) -> int:
     """The exit status is 1 if a stage needs more memory than its devices have."""
     import minialpa
+    from minialpa.inter.staging.replan import StalePlanError
 
     plan = _load_plan(args.plan)
     if args.json is not None:
         _check_folder(args.json)
     model = _load(args.model, args.batch_size, plan.n_examples)
-    found = minialpa.check(plan, model.step, model.args, target=args.target, cache=args.cache)
+    try:
+        found = minialpa.check(plan, model.step, model.args, target=args.target, cache=args.cache)
+    except StalePlanError as error:
+        raise MinialpaError(
+            f"`{args.plan}` was made for another model or batch than `{args.model}`: {error.difference}. Plan that one "
+            f"with `minialpa plan {args.model} --save`."
+        ) from error
     if args.json is not None:
         write_text(args.json, found.to_json())
     return _print_check(found)

@@ -417,6 +417,8 @@ class ClusterSpec:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ShardingError(f"Not a cluster description: {error}. Write one with `ClusterSpec.to_json`.") from error
+        if isinstance(data, dict) and "plan" in data:
+            raise ShardingError("This is a plan, and no cluster description. Write one with `ClusterSpec.to_json`.")
         return ClusterSpec.from_dict(data)
 
     @staticmethod

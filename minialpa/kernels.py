@@ -7,10 +7,12 @@ rule from then on.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend.core import Primitive
@@ -18,11 +20,12 @@ from jax.extend.core import Primitive
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError
 from minialpa.rules.factors import Reduction
-from minialpa.rules.known_rules import is_kernel, operation_name
+from minialpa.rules.known_rules import is_kernel, known_primitives, operation_name
 from minialpa.rules.notation import parse_rule
 from minialpa.rules.registered import Flops, OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
 from minialpa.rules.rule_check import check_parts
 from minialpa.rules.sharding_rule import ShardingRule
+from minialpa.support.private_jax import compiled_primitives
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import trace_flat
 from minialpa.tracing.jaxprs import is_literal
@@ -72,6 +75,7 @@ def register_sharding_rule(
             raise ShardingError("`static_argnums` is for functions; parameters of a primitive are static.")
         target = operation.removeprefix("ffi:")
         if target == operation:
+            _check_name(operation)
             return register_primitive(operation, text, localize=localize, flops=flops, check=check)
         if localize is not None:
             raise ShardingError("The result types of `ffi_call` are those of the shards; leave `localize` out.")
@@ -83,7 +87,34 @@ def register_sharding_rule(
         raise ShardingError(f"`{operation.__name__}` already has a sharding rule.")
     if localize is not None:
         raise ShardingError("A function is called on shards as it is; leave `localize` out.")
+    _note_rule(operation, text)
     return _WithRule(operation, text, tuple(static_argnums), flops, check)
+
+
+#: The rule that each function got first.
+_RULES: WeakKeyDictionary[Callable[..., Any], ShardingRule] = WeakKeyDictionary()
+
+
+def _note_rule(function: Callable[..., Any], text: ShardingRule) -> None:
+    """Raise ShardingError if the function was given another rule before."""
+    try:
+        known = _RULES.setdefault(function, text)
+    except TypeError:  # a callable object without a hash or weak references
+        return
+    if known != text:
+        raise ShardingError(
+            f"`{getattr(function, '__name__', function)}` already has another sharding rule. Correct it where it was "
+            "given, or give the second rule to a function of its own that calls this one."
+        )
+
+
+def _check_name(primitive: str) -> None:
+    """Raise ShardingError if no primitive has this name."""
+    names = compiled_primitives() | set(known_primitives())
+    if primitive not in names:
+        close = difflib.get_close_matches(primitive, names, 1)
+        advice = f"There is `{close[0]}`." if close else "Import the library that defines it first."
+        raise ShardingError(f"jax has no primitive `{primitive}`. {advice}")
 
 
 class _WithRule:

@@ -324,8 +324,7 @@ class FollowParallel:
     The function is planned on the meshes of the plan by which `src_func` ran last, with the shardings of all leaves
     that both read fixed, and each equation runs on the mesh of its parameters. So calls of both may alternate, and no
     state is moved. A leaf is known by its type and its path. An argument of the function may be a part of the state,
-    and may have another name: `params['w']` is `state.params['w']`, and so is `p['w']` unless leaves in different places
-    end with `['w']`.
+    and may have another name: `params['w']` is `state.params['w']`, and so is `p['w']` if no leaf elsewhere ends so.
 
     Attributes:
         src_func: a parallelized function that was called or compiled before.

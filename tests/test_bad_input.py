@@ -227,7 +227,9 @@ def test_argument_numbers_that_are_no_numbers() -> None:
             with pytest.raises(TraceError, match=f"`{option}` takes argument numbers; got "):
                 minialpa.parallelize(train_step, **{option: value})
         for number in (2, -3):
-            with pytest.raises(TraceError, match=f"`{option}` has {number}, and the step has 2 arguments.*params, batch"):
+            with pytest.raises(
+                TraceError, match=f"`{option}` has {number}, and the step has 2 arguments.*params, batch"
+            ):
                 minialpa.parallelize(train_step, **{option: number})
 
 

@@ -144,7 +144,10 @@ def test_a_part_that_does_not_match_is_refused_by_name(tmp_path: Path) -> None:
     for message, target in targets.items():
         with pytest.raises(CheckpointError, match=message):
             restore_checkpoint(tmp_path, target, partial_restore=True)
-    with pytest.raises(CheckpointError, match=r"(?s)`n`: the checkpoint has int64\[\]; not in the target.* `partial_restore=True` reads"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)`n`: the checkpoint has int64\[\]; not in the target.* `partial_restore=True` reads",
+    ):
         restore_checkpoint(tmp_path, {"params": state["params"]})
 
 

@@ -23,7 +23,7 @@ def test_a_saved_plan_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[
     plan, path = pipeline_plan(), tmp_path / "plan.json"
     plan.save(path)
     assert main(["report", str(path)]) == 0
-    assert capsys.readouterr().out == plan.summary() + "\n"
+    assert capsys.readouterr().out == plan.summary() + "\n" == f"{plan}\n"
     assert main(["report", str(path), "--explain", "params['w']"]) == 0
     assert capsys.readouterr().out == plan.explain("params['w']") + "\n"
     assert main(["report", str(path), "--python"]) == 0
@@ -138,6 +138,8 @@ VALUE = 3
         (["mistakes:parallel"], "Return the step itself, `step.__wrapped__`"),
         (["mistakes:VALUE"], "`mistakes:VALUE` is a int, not a function"),
         (["mistakes:run"], "`mistakes` has no `run`"),
+        (["mistakes:make", "--micro-batches", "16"], "8 examples cannot be split into 16 equal micro-batches"),
+        (["mistakes:make", "--method", "DataParallel", "--layers", "2"], "--layers is for pipelines, and DataParallel"),
         (["mistakes:"], "`mistakes:` is no `module:function`"),
         ([":make"], "`:make` is no `module:function`"),
         (["mistakes.py:make"], "Name the module: `mistakes:make`"),
@@ -169,6 +171,22 @@ def test_mistakes_in_the_model_that_is_to_be_planned_are_told_in_a_line(
     assert message in printed and printed.startswith("minialpa: ") and printed.count("\n") == 1
 
 
+def test_a_method_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    options = ["--devices-per-host", "4", "--micro-batches", "2", "--save", path]
+    assert main(["plan", "mlp", "--method", "PipeshardParallel", "--layers", "2", *options]) == 0
+    assert "2 stages, 2 micro-batches" in capsys.readouterr().out
+    assert main(["plan", "mlp", "--method", "Zero3Parallel", *options]) == 0
+    assert "1 stage, 2 micro-batches" in capsys.readouterr().out
+    assert Plan.load(Path(path)).stages[0].option.force_zero_stage_3
+
+    assert main(["check", path, "bert"]) == 1
+    error = capsys.readouterr().err
+    assert "was made for another model or batch than `bert`: argument" in error and "on_stale" not in error
+    assert main(["plan", "mlp", "--cluster", path]) == 1
+    assert "minialpa: This is a plan, and no cluster description" in capsys.readouterr().err
+
+
 def test_a_batch_size_reaches_the_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +209,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_written_is_told_before_planning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("minialpa.plan", None)
+    monkeypatch.setattr("minialpa.parallelize", None)
     assert main(["plan", "mlp", "--save", "nowhere/plan.json"]) == 1
     assert capsys.readouterr().err == "minialpa: There is no folder `nowhere` to write `plan.json` to.\n"
 

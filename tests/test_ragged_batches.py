@@ -88,13 +88,13 @@ def test_a_ragged_batch_runs_in_the_most_micro_batches_that_divide_it(name: str)
     assert [message.split(" as ")[0] for message in said] == [
         f"A batch of {n} examples cannot be split into 4 equal micro-batches," for n in (18, 7, 2)
     ]
-    assert "It is run in 3 of 6. Memory" in said[0]
+    assert "It runs in 3 micro-batches of 6 examples each. Memory" in said[0]
 
 
 def test_the_first_batch_may_be_ragged() -> None:
     step = minialpa.parallelize(train_step, method=METHODS["shard"])
     assert len(runs_as_alone(step, {6: 3, 16: 4})) == 1
-    with pytest.warns(UserWarning, match="10 examples .* run in 2 of 5"):
+    with pytest.warns(UserWarning, match="10 examples .* runs in 2 micro-batches of 5 examples"):
         plan = minialpa.plan(
             train_step,
             (make_params(), make_batch(10)),
@@ -124,7 +124,7 @@ def test_a_first_batch_of_which_the_devices_divide_no_part_is_refused(kind: Any)
     # A later one is split in another way.
     step = minialpa.parallelize(train_step, method=kind(num_micro_batches=4))
     fewer, otherwise = runs_as_alone(step, {32: 4, 10: 2})
-    assert "run in 2 of 5" in fewer and "planned without this split" in otherwise
+    assert "runs in 2 micro-batches of 5 examples" in fewer and "planned without this split" in otherwise
 
 
 def test_no_memory_for_fewer_micro_batches_says_why_they_are_fewer() -> None:
@@ -205,7 +205,7 @@ def test_an_evaluation_on_a_ragged_batch_runs_where_the_state_is(follows: bool) 
     params, _ = step(make_params(), make_batch(16))
     method: Any = minialpa.FollowParallel(step, 4) if follows else PipeshardParallel(num_micro_batches=4)
     evaluate = minialpa.parallelize(loss_of, method=method)
-    with pytest.warns(UserWarning, match="run in 2 of 5"):
+    with pytest.warns(UserWarning, match="runs in 2 micro-batches of 5 examples"):
         found = evaluate(params, make_batch(10))
     assert_allclose(found, loss_of(jax.device_get(params), make_batch(10)), rtol=1e-5, atol=1e-6)
     meshes = [
@@ -248,7 +248,7 @@ def test_train_goes_over_the_ends_of_epochs() -> None:
             yield from samples(0, 42, 16)
 
     losses, expected, params = [], [], make_params()
-    with pytest.warns(UserWarning, match="10 examples .* run in 2 of 5"):
+    with pytest.warns(UserWarning, match="10 examples .* runs in 2 micro-batches of 5 examples"):
         result = minialpa.train(
             minialpa.parallelize(train_step, method=METHODS["pipeline"]),
             make_params,

@@ -525,9 +525,11 @@ def test_lower_plans_and_compile_makes_the_program_that_the_next_call_runs() -> 
 
     first, *others = args
     assert_allclose(executable(first, others[0], y=others[1]), two_arrays(*args), rtol=1e-4, atol=1e-5)
-    with pytest.raises(TraceError, match=r"`x` is float32\[\d+, 1\] instead of float32\[\d+, \d+\]\. Compile for these"):
+    with pytest.raises(
+        TraceError, match=r"`x` is float32\[\d+, 1\] instead of float32\[\d+, \d+\]\. Compile for these"
+    ):
         executable(first, others[0][:, :1], others[1])
-    with pytest.raises(TraceError, match="their structure is .* instead of"):
+    with pytest.raises(TraceError, match=r"their structure is .* instead of"):
         executable(first, *others, others[1])
 
 

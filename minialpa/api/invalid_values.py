@@ -39,9 +39,10 @@ def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwa
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             found = [kind for kind, test in tests.items() if test is not None and _any(test, leaf)]
             if found:
+                value = f"`{what}{jax.tree_util.keystr(path)}` of {name}"
                 raise FloatingPointError(
-                    f"invalid value ({found[0]}) encountered in `{what}{jax.tree_util.keystr(path)}` of {name}. To find "
-                    "the operation, call the function without `parallelize`."
+                    f"invalid value ({found[0]}) encountered in {value}. To find the operation, call the function "
+                    "without `parallelize`."
                 )
     return result
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from minialpa.errors import InfeasibleError
 from minialpa.plan import Plan
+from minialpa.plan.text import count
 from minialpa.support.divisors import divisors
 from minialpa.tracing.trace import TracedStep
 
@@ -35,7 +36,7 @@ def explain_fewer(traced: TracedStep, asked: int, n: int) -> str:
     size = traced.batch_size or 0
     return (
         f"A batch of {size} examples cannot be split into {asked} equal micro-batches, as `num_micro_batches` says. It "
-        f"is run in {n} of {size // n}."
+        f"runs in {count(n, 'micro-batch')} of {count(size // n, 'example')} each."
     )
 
 
@@ -44,7 +45,7 @@ def warn_of_fewer(traced: TracedStep, asked: int, plan: Plan) -> None:
     if traced.batch_size is None or traced.batch_size % asked == 0:
         return
     warnings.warn(
-        f"{explain_fewer(traced, asked, plan.n_micro_batches)} Memory has to hold the activations of so many examples. "
+        f"{explain_fewer(traced, asked, plan.n_micro_batches)} Memory has to hold the activations of these examples. "
         'With `parallelize(..., on_ragged="error")` this is an error.',
         UserWarning,
         stacklevel=2,

@@ -88,6 +88,9 @@ class PlanCheck:
         """All fields, as JSON."""
         return json.dumps({"fits": self.fits, **dataclasses.asdict(self)}, indent=2)
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
         """A few lines for each stage."""
         lines = [f"Compiled for {self.target}: {'fits' if self.fits else 'DOES NOT FIT'}"]

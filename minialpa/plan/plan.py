@@ -26,6 +26,9 @@ from minialpa.support.files import write_text
 class Plan(PlanRecord):
     """The plan of one step on one cluster. Equal inputs give equal plans and equal JSON. Its fields: `PlanRecord`."""
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
         """The plan as a text of a few lines for each stage."""
         return summary(self)

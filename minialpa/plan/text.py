@@ -15,7 +15,7 @@ def summary(plan: PlanRecord) -> str:
         f"Plan for {header(plan)}",
         f"Predicted {seconds_text(cost.total_s)} per step: compute {seconds_text(cost.compute_s)}, "
         f"communication {seconds_text(cost.communication_s)}, bubble {seconds_text(cost.bubble_s)}, "
-        f"update {seconds_text(cost.update_s)}",
+        f"update {seconds_text(cost.update_s)}{_once_text(plan, cost.update_s)}",
     ]
     if plan.batch:
         names = ", ".join(f"`{name}`" for name in plan.batch)
@@ -36,17 +36,24 @@ def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
     stage = plan.stages[k]
     forward = tuple(op for op in stage.operators if op.part == "forward")
     collectives = (c for c in plan.collectives if c.stage == k)
+    hidden_s = sum(one.hidden_s for one in stage.passes)
+    hidden = f" ({seconds_text(hidden_s)} more beside the compute)" if hidden_s else ""
     return [
         f"Stage {k}: {stage_text(plan, k)}",
-        f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication per "
-        f"micro-batch, {seconds_text(stage.update_s)} update, {bytes_text(stage.peak_bytes)} per device"
-        + ("" if stage.optimal else "; shardings not proven optimal"),
+        f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication{hidden} per "
+        f"micro-batch, {seconds_text(stage.update_s)} update{_once_text(plan, stage.update_s)}, "
+        f"{bytes_text(stage.peak_bytes)} per device" + ("" if stage.optimal else "; shardings not proven optimal"),
         *(f"  {line}" for line in operator_lines(plan, forward)),
         *(
             f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step"
             for c in collectives
         ),
     ]
+
+
+def _once_text(plan: PlanRecord, update_s: float) -> str:
+    """Says that the collectives which run once per step are in the seconds of an update."""
+    return " (with collectives)" if update_s and plan.collectives else ""
 
 
 def _ragged_text(product: RaggedProduct) -> str:
@@ -120,11 +127,13 @@ def seconds_text(value: float) -> str:
 
 def bytes_text(value: float) -> str:
     """Three digits and the unit that suits them; a kB is 1000 bytes."""
-    for unit in ("B", "kB", "MB"):
+    if value < 1000:
+        return f"{value:.0f} B"  # an average may be a part of a byte
+    for unit in ("kB", "MB"):
+        value /= 1000
         if value < 1000:
             return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"
+    return f"{value / 1000:.3g} GB"
 
 
 def count(n: int, noun: str) -> str:

@@ -13,7 +13,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
 | `ShapedArray.manual_axis_type` | the axes of a `shard_map` that a new primitive's results vary over | the same |
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
-| `mlir._lowerings`, closure of `lower_fun` | what primitives of other libraries compute | a function in `jax.extend` |
+| `mlir._lowerings`, closure of `lower_fun` | what other primitives compute; their names | a function in `jax.extend` |
 | parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `_jax.pjit`, `dispatch_registry`, `create_cpp_call`, `ArrayImpl` | calls in C++ | a `Compiled` that knows types |
@@ -255,6 +255,12 @@ def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | No
     if fun is None or "multiple_results" not in closed_over:  # in another version of jax
         return None
     return fun if closed_over["multiple_results"] else lambda *operands, **params: (fun(*operands, **params),)
+
+
+def compiled_primitives() -> set[str]:
+    """The names of all primitives that jax can compile on some platform, those of imported libraries included."""
+    own = getattr(private_mlir, "_platform_specific_lowerings", {})
+    return {str(one.name) for table in (getattr(private_mlir, "_lowerings", {}), *own.values()) for one in table}
 
 
 def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import minialpa
 from minialpa import ClusterSpec, PipeshardParallel, Plan, ShardParallel
+from minialpa.plan.text import bytes_text
 from minialpa.testing import assert_allclose
 from tests.plans import make_args, pipeline_plan, train_step
 
@@ -55,6 +57,16 @@ def test_the_summary_tells_stages_submeshes_and_shapes() -> None:
     assert "Stage 0: layer 0, submesh 1x4 (devices 0-3), logical shape (4,)" in text
     assert "Stage 1: layer 1, submesh 1x4 (devices 4-7), logical shape (4,)" in text
     assert "layer 0 forward: dot_general [4, 8]" in text and "per step: compute" in text
+
+
+def test_the_summary_tells_of_collectives_that_take_no_time_in_passes() -> None:
+    plan = pipeline_plan()
+    first, *others = plan.stages
+    passes = tuple(dataclasses.replace(one, communication_s=0.0, hidden_s=1e-6) for one in first.passes)
+    stages = (dataclasses.replace(first, passes=passes, update_s=2e-6), *others)
+    text = str(dataclasses.replace(plan, stages=stages, cost=dataclasses.replace(plan.cost, update_s=2e-6)))
+    assert "+ 0 s communication (2 us more beside the compute) per micro-batch, 2 us update (with collectives)" in text
+    assert bytes_text(0.187) == "0 B" and bytes_text(999.4) == "999 B"
 
 
 def test_explain_finds_arguments_results_and_operators() -> None:

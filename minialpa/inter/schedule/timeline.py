@@ -115,6 +115,9 @@ class Timeline:
         """Bytes per device of each stage at its peak."""
         return tuple(stage.peak_bytes for stage in self.stages)
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def summary(self) -> str:
         """One line for the step and one for each stage."""
         order = f", schedule {self.schedule}" if len(self.stages) > 1 else ""

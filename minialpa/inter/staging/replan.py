@@ -78,15 +78,23 @@ def difference(traced: TracedStep, plan: Plan) -> str | None:
     return _argument_difference(traced, plan) or "the step itself has changed: " + _step_difference(traced, plan)
 
 
+class StalePlanError(VerifyError):
+    """A plan was made for another step or other shapes. Attribute `difference`: what differs."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"The plan does not fit this call: {difference}. `plan.fingerprint` is that of the step that it was made "
+            'for. Call it as the plan was made, plan again, or pass `on_stale="replan"` to `parallelize`, which keeps '
+            "the stages of the plan and solves the shardings again."
+        )
+        self.difference = difference
+
+
 def check_fits(traced: TracedStep, plan: Plan) -> None:
     """Raise VerifyError, which says where they differ, unless `plan` was made for this step and these shapes."""
     found = difference(traced, plan)
     if found is not None:
-        raise VerifyError(
-            f"The plan does not fit this call: {found}. `plan.fingerprint` is that of the step that it was made for. "
-            'Call it as the plan was made, plan again, or pass `on_stale="replan"` to `parallelize`, which keeps the '
-            "stages of the plan and solves the shardings again."
-        )
+        raise StalePlanError(found)
 
 
 def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:

@@ -281,9 +281,11 @@ def test_the_trace_has_a_process_for_each_stage(tmp_path: Path) -> None:
 
 
 def test_the_summary_tells_time_waiting_and_memory() -> None:
-    text = simulate(toy(2, 3, [(1, 2)] * 2, kept=[50, 0])).summary()
+    timeline = simulate(toy(2, 3, [(1, 2)] * 2, kept=[50, 0]))
+    text = str(timeline)
     assert text == (
         "Simulated 12 s per step: 2 stages, 3 micro-batches, schedule 1f1b\n"
         "Stage 0: busy 9 s, waits 25.0%, at most 2 passes in flight, 200 B per device\n"
         "Stage 1: busy 9 s, waits 25.0%, at most 1 passes in flight, 100 B per device"
     )
+    assert text == timeline.summary()
