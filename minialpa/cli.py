@@ -205,8 +205,8 @@ def _method(args: argparse.Namespace, cluster: ClusterSpec) -> Method:
     if args.layers:
         if args.method not in ("AutoParallel", "PipeshardParallel"):
             raise MinialpaError(f"--layers is for pipelines, and {args.method} makes none. Leave it out.")
-        remat = "auto" if args.method == "AutoParallel" else False
-        options["layer_option"] = minialpa.AutoLayerOption(layer_num=args.layers, remat=remat)
+        is_search = args.method == "AutoParallel"
+        options["layer_option"] = minialpa.AutoLayerOption(args.layers, remat="auto" if is_search else "none")
     made: Method = getattr(minialpa, args.method)(**options)
     return made
 

@@ -108,7 +108,7 @@ def test_micro_batches_are_those_that_the_devices_divide() -> None:
     """12 examples could be in 4 parts of 3 or 3 parts of 4, which six devices do not divide."""
     step = minialpa.parallelize(train_step, method=DataParallel(jax.local_devices()[:2], num_micro_batches=4))
     (said,) = runs_as_alone(step, {16: 4, 18: 3})
-    assert "3 of 6" in said
+    assert "3 micro-batches of 6" in said
     step = minialpa.parallelize(train_step, method=DataParallel(jax.local_devices()[:6], num_micro_batches=5))
     (said,) = runs_as_alone(step, {30: 5, 12: 2})
     assert "12 examples cannot be split into 5" in said and "2 of 6" in said
@@ -176,7 +176,7 @@ def test_the_stages_of_the_other_batches_stay(monkeypatch: pytest.MonkeyPatch) -
     method = PipeshardParallel(cluster, num_micro_batches=4, layer_option=layers, stage_option="auto")
     step = minialpa.parallelize(train_step, method=method)
     first = step.plan(params, batches[0])
-    with pytest.warns(UserWarning, match="3 of 341"):
+    with pytest.warns(UserWarning, match="3 micro-batches of 341"):
         last = step.plan(params, batches[1])
     assert len(searches) == 1
     places = [[(stage.layers, stage.submesh, stage.logical_shape) for stage in plan.stages] for plan in (first, last)]
@@ -193,7 +193,7 @@ def test_a_plan_from_a_file_gives_its_stages_to_ragged_batches() -> None:
 
     stale = minialpa.parallelize(train_step, method=saved, on_stale="replan")
     fewer, replanned = runs_as_alone(stale, {16: 4, 6: 3})
-    assert "run in 3 of 2" in fewer and "The plan was made for another call" in replanned
+    assert "runs in 3 micro-batches of 2" in fewer and "The plan was made for another call" in replanned
     exact = minialpa.parallelize(train_step, method=saved, on_stale="replan", on_ragged="error")
     with pytest.raises(minialpa.TraceError, match="cannot be split into 4"):
         exact(make_params(), make_batch(6))
