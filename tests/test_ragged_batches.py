@@ -111,7 +111,7 @@ def test_micro_batches_are_those_that_the_devices_divide() -> None:
     assert "3 micro-batches of 6" in said
     step = minialpa.parallelize(train_step, method=DataParallel(jax.local_devices()[:6], num_micro_batches=5))
     (said,) = runs_as_alone(step, {30: 5, 12: 2})
-    assert "12 examples cannot be split into 5" in said and "2 of 6" in said
+    assert "12 examples cannot be split into 5" in said and "2 micro-batches of 6" in said
 
 
 @pytest.mark.parametrize("kind", [DataParallel, Zero3Parallel])

@@ -51,13 +51,13 @@ class CompiledCall:
     def _difference(self, call: Call) -> str:
         (tree, *_, types), own = self.key, call.key()
         own_tree, own_types = own[0], own[-1]  # type: ignore[index]
-        if own_tree != tree:
+        if own_tree[0] != tree[0]:
             return f"their structure is {own_tree[0]} instead of {tree[0]}"
         for i, (found, wanted) in enumerate(zip(own_types, types, strict=True)):
             if found != wanted:
                 path = self.parameters.paths(call)[0][i]
                 return f"`{path}` is {_type_text(found)} instead of {_type_text(wanted)}"
-        return "static arguments or settings of jax differ"
+        return "static arguments, their number or settings of jax differ"
 
 
 def result_of_call(call: Call, made: Any) -> Any:

@@ -33,8 +33,8 @@ def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwa
         result = call(*args, **kwargs)
 
     # Modules of flax.nnx get their new values in place.
-    given: dict[int | str, Any] = dict(enumerate(args))
-    values, graph = split_graph({**given, **kwargs})
+    given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+    values, graph = split_graph(dict(given))
     modules = {} if graph is None else {key: values[key] for key in graph.names}
     for what, tree in (("result", result), ("modules", modules)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
