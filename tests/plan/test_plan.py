@@ -15,6 +15,7 @@ import pytest
 
 import minialpa
 from minialpa import ClusterSpec, PipeshardParallel, Plan, ShardParallel
+from minialpa.plan import PlannedCollective
 from minialpa.plan.text import bytes_text
 from minialpa.testing import assert_allclose
 from tests.plans import make_args, pipeline_plan, train_step
@@ -64,7 +65,8 @@ def test_the_summary_tells_of_collectives_that_take_no_time_in_passes() -> None:
     first, *others = plan.stages
     passes = tuple(dataclasses.replace(one, communication_s=0.0, hidden_s=1e-6) for one in first.passes)
     stages = (dataclasses.replace(first, passes=passes, update_s=2e-6), *others)
-    text = str(dataclasses.replace(plan, stages=stages, cost=dataclasses.replace(plan.cost, update_s=2e-6)))
+    sums = PlannedCollective(stage=0, kind="all-reduce", axes=(0,), n_bytes=1.0, times_per_step=1)
+    text = str(dataclasses.replace(plan, stages=stages, collectives=(sums,)))
     assert "+ 0 s communication (2 us more beside the compute) per micro-batch, 2 us update (with collectives)" in text
     assert bytes_text(0.187) == "0 B" and bytes_text(999.4) == "999 B"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import time
 import warnings
@@ -337,4 +338,14 @@ def parallelize(
     chosen = ShardParallel() if method is None else method
     if fun is None:
         return functools.partial(parallelize, method=chosen, **options)
+    if batch_argnums == (1,) and not _takes_two(fun):  # the default is for every function
+        options["batch_argnums"] = ()
     return ParallelizedFunc(fun, chosen, **options)
+
+
+def _takes_two(fun: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # a builtin has no signature
+        return True
+    return len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
