@@ -1,7 +1,7 @@
 """A `ModelCase` is a model to train: functions that make its state, its batches and its training step.
 
-Each model file has a flax module, an optimizer, a function that draws synthetic batches, and a loss. `make_case` makes
-the three functions of them. The training step is written for one device:
+A `Model` is a frozen value: sizes as fields; forward pass, loss, optimizer and synthetic batches as methods.
+`make_case` makes the three functions from it. The training step is written for one device:
 
     (loss, ...), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     state = state.apply_gradients(grads=grads)
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,15 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from jax.typing import DTypeLike
 
 from minialpa.errors import TraceError
 
 Batch = dict[str, np.ndarray]
+Metrics = dict[str, jax.Array]
 Hook = Callable[[], None]
 GradFn = Callable[..., Callable[..., Any]]
-Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+Step = Callable[[Any, Any], tuple[Any, Metrics]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +74,8 @@ class Boundaries:
     def __post_init__(self) -> None:
         if self.hook is not None and not 0 <= self.count < self.n_blocks:
             raise TraceError(
-                f"{self.count} boundaries do not fit between {self.n_blocks} blocks. "
-                f"`n_boundaries` must be in 0..{self.n_blocks - 1}; add layers or ask for fewer."
+                f"{self.count} boundaries do not fit between {self.n_blocks} blocks. `n_boundaries` must be in "
+                f"0..{self.n_blocks - 1}; add layers or ask for fewer. Layers in a scan are one block."
             )
 
     def after(self, block: int) -> None:
@@ -83,64 +85,112 @@ class Boundaries:
             self.hook()
 
 
-def make_case(
-    name: str,
-    *,
-    model: nn.Module,
-    inputs: tuple[str, ...],
-    loss: Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]],
-    optimizer: optax.GradientTransformation,
-    sample: Callable[[np.random.Generator, int], Batch],
-    batch_size: int,
-    dropout: float = 0.0,
-) -> ModelCase:
-    """The case of a flax module, a loss, an optimizer and a sampler.
+OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
+    "adafactor": optax.adafactor,
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+}
 
-    model: has a field `boundaries`.
-    inputs: names of the batch leaves that the model is applied to.
-    loss: from outputs and batch to a float32 scalar and further metrics.
-    sample: `sample(rng, n)` draws `n` examples.
-    dropout: whether it is 0 says if the state has a key for dropout.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What every model has. The fields are arguments of `minialpa.models.build`.
+
+    inputs: the leaves of a batch that `forward` gets.
+    optimizer: a key of `OPTIMIZERS`.
+    """
+
+    inputs: ClassVar[tuple[str, ...]]
+
+    batch_size: int = 16
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    dtype: DTypeLike = jnp.float32
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks there are for pipeline boundaries to lie between."""
+        raise NotImplementedError
+
+    @property
+    def has_dropout(self) -> bool:
+        return False
+
+    def forward(self, network: Network, *inputs: Any) -> Any:
+        """The outputs. `network` owns the parameters, and its `boundaries` are called after each block."""
+        raise NotImplementedError
+
+    def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, Metrics]:
+        """A float32 scalar and further metrics."""
+        raise NotImplementedError
+
+    def sample(self, rng: np.random.Generator, n: int) -> Batch:
+        """A batch of `n` examples."""
+        raise NotImplementedError
+
+
+class Network(nn.Module):
+    """`model.forward` as a flax module."""
+
+    model: Model
+    boundaries: Boundaries
+
+    @nn.compact
+    def __call__(self, *inputs: Any) -> Any:
+        return self.model.forward(self, *inputs)
+
+
+def make_case(
+    name: str, kind: type[Model], /, *, boundary: Hook | None = None, n_boundaries: int = 1, **arguments: Any
+) -> ModelCase:
+    """The case of `kind(**arguments)`, with `n_boundaries` calls of `boundary` between its blocks.
 
     flax and optax run under standard dtype promotion: bfloat16 norms and Adam's step count break the strict one.
     """
+    # Flax modules are keys of caches, which lists cannot be.
+    hashable: Any = {field: tuple(value) if isinstance(value, list) else value for field, value in arguments.items()}
+    model = kind(**hashable)
+    if model.optimizer not in OPTIMIZERS:
+        raise TraceError(f"There is no optimizer `{model.optimizer}`. Known optimizers: {', '.join(OPTIMIZERS)}.")
+    network = Network(model, Boundaries(boundary, n_boundaries, model.n_blocks), name=kind.__name__)
 
     def make_batch(seed: int, n_examples: int) -> Batch:
-        return sample(np.random.default_rng(seed), n_examples)
+        return model.sample(np.random.default_rng(seed), n_examples)
 
     def init(key: jax.Array) -> ModelState:
         params_key, dropout_key = jax.random.split(key)
         example = make_batch(0, 1)
 
         # Boundaries belong to the training step: initialisation runs the forward pass without them.
-        quiet = model.clone(boundaries=Boundaries())
+        quiet = network.clone(boundaries=Boundaries())
         with jax.numpy_dtype_promotion("standard"):
             rngs = {"params": params_key, "dropout": dropout_key}
-            variables = _variables(quiet, rngs, *(example[leaf] for leaf in inputs))
+            variables = _variables(quiet, rngs, *(example[leaf] for leaf in model.inputs))
 
         state = ModelState.create(
-            apply_fn=model.apply,
+            apply_fn=network.apply,
             params=variables["params"],
-            tx=optimizer,
+            tx=OPTIMIZERS[model.optimizer](model.learning_rate),
             batch_stats=variables.get("batch_stats"),
-            dropout_key=dropout_key if dropout else None,
+            dropout_key=dropout_key if model.has_dropout else None,
         )
         # `create` starts from a Python 0, a weakly typed scalar.
         initial: ModelState = state.replace(step=jnp.zeros((), jnp.int32))
         return initial
 
     def train_step(value_and_grad: GradFn) -> Step:
-        def step(state: ModelState, batch: Any) -> tuple[ModelState, dict[str, jax.Array]]:
-            rngs = {"dropout": jax.random.fold_in(state.dropout_key, state.step)} if dropout else {}
+        def step(state: ModelState, batch: Any) -> tuple[ModelState, Metrics]:
+            rngs = {"dropout": jax.random.fold_in(state.dropout_key, state.step)} if model.has_dropout else {}
 
-            def loss_fn(params: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+            def loss_fn(params: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
                 variables = {"params": params}
                 if state.batch_stats is not None:
                     variables["batch_stats"] = state.batch_stats
-                leaves = (batch[leaf] for leaf in inputs)
+                leaves = (batch[leaf] for leaf in model.inputs)
                 with jax.numpy_dtype_promotion("standard"):
-                    outputs, updated = model.apply(variables, *leaves, rngs=rngs, mutable=["batch_stats"])
-                value, metrics = loss(outputs, batch)
+                    outputs, updated = network.apply(variables, *leaves, rngs=rngs, mutable=["batch_stats"])
+                value, metrics = model.loss(outputs, batch)
                 return value, (metrics, updated.get("batch_stats"))
 
             (value, (metrics, batch_stats)), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -150,7 +200,7 @@ def make_case(
 
         return step
 
-    return ModelCase(name=name, batch_size=batch_size, init=init, make_batch=make_batch, train_step=train_step)
+    return ModelCase(name=name, batch_size=model.batch_size, init=init, make_batch=make_batch, train_step=train_step)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -50,6 +50,16 @@ def _weights(scores: jax.Array, causal: bool, bias: jax.Array | None) -> jax.Arr
     return jax.nn.softmax(scores)
 
 
+def rotate(x: jax.Array, base: float) -> jax.Array:
+    """Rotary embedding (Su et al., 2021) of [b s h d]: turns (x[i], x[i + d/2]) at position s by s base^(-2i/d)."""
+    _, s, _, d = x.shape
+    frequency = base ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
+    angle = jnp.arange(s, dtype=jnp.float32)[:, None] * frequency[None]
+    cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
 class FusedAttention(nn.Module):
     """Self-attention with one projection for query, key and value, laid out head by head so that heads can be split."""
 
@@ -65,6 +75,38 @@ class FusedAttention(nn.Module):
         query, key, value = jnp.split(qkv.reshape(*leading, self.n_heads, -1), 3, axis=-1)
         out = attend(query, key, value, causal=self.causal)
         return nn.Dense(hidden, dtype=self.dtype, name="out")(out.reshape(x.shape))
+
+
+class Attention(nn.Module):
+    """`x` [b q hidden] asks `memory` [b k hidden]. Returns [b q hidden]."""
+
+    n_heads: int
+    causal: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: jax.Array, memory: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        hidden = x.shape[-1]
+        heads = (self.n_heads, hidden // self.n_heads)
+        query = nn.DenseGeneral(heads, use_bias=False, dtype=self.dtype, name="query")(x)
+        key = nn.DenseGeneral(heads, use_bias=False, dtype=self.dtype, name="key")(memory)
+        value = nn.DenseGeneral(heads, use_bias=False, dtype=self.dtype, name="value")(memory)
+        out = attend(query, key, value, causal=self.causal, bias=bias)
+        return nn.DenseGeneral(hidden, axis=(-2, -1), use_bias=False, dtype=self.dtype, name="out")(out)
+
+
+class PositionBias(nn.Module):
+    """A learned score for each head and distance k - q, clipped to +-`reach`. [1 h s s]."""
+
+    n_heads: int
+    reach: int
+
+    @nn.compact
+    def __call__(self, seq_len: int) -> jax.Array:
+        table = self.param("table", nn.initializers.normal(0.02), (2 * self.reach + 1, self.n_heads))
+        position = jnp.arange(seq_len)
+        distance = jnp.clip(position[None] - position[:, None], -self.reach, self.reach)
+        return jnp.transpose(table[distance + self.reach], (2, 0, 1))[None]
 
 
 class FeedForward(nn.Module):
