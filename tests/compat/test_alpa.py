@@ -20,16 +20,23 @@ from jax.sharding import PartitionSpec
 import minialpa
 import minialpa.compat.alpa as alpa
 from minialpa.compat.alpa import names, options
-from minialpa.compat.alpa.api import EXECUTABLE_INSTEAD
+from minialpa.compat.alpa.global_env import GlobalConfig
 from minialpa.compat.alpa.settings import Adjustable
-from tests.compat.alpa_doc import ADJUSTABLE, PATH, page
 from tests.compat.alpa_scripts import BATCH_SIZE, make_state_and_batch, step_with, train_and_compare
 from tests.runtime.cluster.in_process_session import in_process_session
+
+PAGE = (Path(__file__).parents[2] / "docs" / "alpa.md").read_text(encoding="utf-8")
+
+#: The classes with settings.
+ADJUSTABLE: tuple[type[Adjustable], ...] = (
+    *(cls for cls in vars(options).values() if dataclasses.is_dataclass(cls) and cls.__module__ == options.__name__),
+    GlobalConfig,
+)
 
 
 @pytest.fixture(autouse=True)
 def _as_in_a_script() -> Iterator[None]:
-    """Scripts run under jax's own dtype promotion, start and end a session, and leave global settings behind."""
+    """Scripts run under jax's own dtype promotion, start and end a session, and change global settings."""
     alpa.shutdown()
     before = dataclasses.asdict(alpa.global_config)
     with jax.numpy_dtype_promotion("standard"):
@@ -211,7 +218,7 @@ def test_a_setting_without_an_equal_warns_once_or_is_refused(owner: type[Adjusta
         assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("owner", ADJUSTABLE, ids=lambda owner: owner.__name__)
+@pytest.mark.parametrize("owner", ADJUSTABLE[:-1], ids=lambda owner: owner.__name__)
 def test_each_field_has_a_meaning_here_or_a_sentence(owner: type[Adjustable]) -> None:
     """A field is one of minialpa's, has an entry in SETTINGS, or a line of its own in the docstring."""
     ours = getattr(minialpa, owner.__name__, None)
@@ -222,7 +229,7 @@ def test_each_field_has_a_meaning_here_or_a_sentence(owner: type[Adjustable]) ->
 
 @pytest.mark.parametrize("owner", [alpa.AutoShardingOption, alpa.AutoStageOption, alpa.UniformStageOption])
 def test_an_option_has_the_fields_of_minialpas(owner: type[Adjustable]) -> None:
-    """So that a field which minialpa gets is added here, too."""
+    """A new field of minialpa's option is added to Alpa's, too."""
     ours = {field.name for field in dataclasses.fields(getattr(minialpa, owner.__name__))}
     assert ours <= {field.name for field in dataclasses.fields(owner)}  # type: ignore[arg-type]
 
@@ -321,7 +328,7 @@ def test_a_logical_mesh_of_local_devices_shards_a_step() -> None:
 
     with pytest.raises(minialpa.ShardingError, match="cannot be viewed as"):
         mesh.get_logical_mesh((2, 3))
-    with pytest.raises(minialpa.ShardingError, match=r"and these are others. Use `ShardParallel\(devices="):
+    with pytest.raises(minialpa.ShardingError, match=r"and these are others: .* Use `ShardParallel\(devices="):
         alpa.LocalPhysicalDeviceMesh(jax.local_devices()[4:]).get_logical_mesh((2, 2))
     with pytest.raises(minialpa.ShardingError, match="`devices` is a list of jax devices"):
         alpa.LocalPhysicalDeviceMesh([0, 1])  # type: ignore[list-item]
@@ -393,13 +400,6 @@ def test_the_execution_of_stages_is_measured() -> None:
     assert any(start < stop for start, stop, *_ in runs)
     # Each pass runs once for each micro-batch.
     assert list(map(len, info)) == [2, 2, 2, 2, 1, 1]
-
-
-@pytest.mark.parametrize("name", sorted(EXECUTABLE_INSTEAD))
-def test_an_attribute_of_alpas_executables_that_is_not_here_says_what_to_use(name: str) -> None:
-    executable = alpa.parallelize(lambda x: x * 2, batch_argnums=()).get_executable(np.ones(8, np.float32))
-    with pytest.raises(AttributeError, match=re.escape(EXECUTABLE_INSTEAD[name])):
-        getattr(executable, name)
 
 
 def test_a_placement_spec_has_alpas_arguments_and_is_minialpas() -> None:
@@ -475,103 +475,45 @@ def test_timers_measure_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     assert timer.elapsed() == 0.0
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+#: Names that work, by the page.
+WORKS = re.findall(r"^\| `(\w+)` \|", PAGE.partition("## Names that work")[2].partition("\n## ")[0], re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", sorted(names.WORKS))
-def test_a_name_that_works_can_be_imported_and_used(name: str) -> None:
-    value = getattr(importlib.import_module("minialpa.compat.alpa"), name)
-    assert name in alpa.__all__ and not isinstance(value, names.Instead)
-    if name in USES:
-        USES[name]()
-    else:
-        text = "".join(file.read_text() for file in Path(__file__).parent.glob("*.py"))
-        assert f"alpa.{name}" in text, "no script uses it"
+def test_the_page_has_every_name_setting_and_sentence() -> None:
+    assert len(WORKS) > 50
+    for name in WORKS:
+        assert not isinstance(getattr(alpa, name), names.Instead), name
+    public = {name for name in vars(alpa) if f" as {name}\n" in Path(str(alpa.__file__)).read_text(encoding="utf-8")}
+    assert public - {"_names"} <= set(WORKS)
+    for name, sentence in names.INSTEAD.items():
+        assert f"| `{name}` | {sentence} |" in PAGE
+        assert sentence.endswith(".") and not re.search(r"[a-z`)]\. [A-Z]", sentence), sentence
+    for owner in ADJUSTABLE:
+        for name, setting in owner.SETTINGS.items():
+            kind = "error" if setting.is_refused else "warning"
+            assert f"| `{owner.__name__}.{name}` | {kind} | {setting.sentence} |" in PAGE
 
 
-def _warns(make: Callable[[], Any], sentence: str) -> None:
-    with pytest.warns(UserWarning, match=sentence):
-        make()
-
-
-#: A use of each name that no script above uses.
-USES: dict[str, Callable[[], Any]] = {
-    "DeviceCluster": lambda: isinstance(alpa.get_global_cluster(), alpa.DeviceCluster) or pytest.fail(),
-    "DistributedArray": lambda: not isinstance(jnp.ones(2), alpa.DistributedArray) or pytest.fail(),
-    "ManualLayerOption": lambda: (
-        alpa.PipeshardParallel(layer_option=alpa.ManualLayerOption(remat_layer=True)).options().layers
-        == minialpa.ManualLayerOption(remat=True)
-        or pytest.fail()
-    ),
-    "ParallelizedFunc": lambda: isinstance(alpa.parallelize(abs), alpa.ParallelizedFunc) or pytest.fail(),
-    "PhysicalDeviceMesh": lambda: isinstance(alpa.LocalPhysicalDeviceMesh(), alpa.PhysicalDeviceMesh) or pytest.fail(),
-    "ReplicatedDistributedArray": lambda: alpa.ReplicatedDistributedArray is alpa.DistributedArray or pytest.fail(),
-    "UniformStageOption": lambda: (
-        alpa.UniformStageOption(2, [1, 2], [2, 1], {"prefer_reduce_scatter": True}).read()
-        == minialpa.UniformStageOption(2, (1, 2), (2, 1), minialpa.AutoShardingOption(prefer_reduce_scatter=True))
-        or pytest.fail()
-    ),
-    "VirtualPhysicalMesh": lambda: (
-        isinstance(alpa.get_global_virtual_physical_mesh(), alpa.VirtualPhysicalMesh) or pytest.fail()
-    ),
-    "__version__": lambda: alpa.__version__ == minialpa.__version__ or pytest.fail(),
-    "data_loader": lambda: alpa.data_loader.DataLoader is alpa.DataLoader or pytest.fail(),
-    "clear_executable_cache": lambda: _warns(alpa.clear_executable_cache, "Delete the function"),
-    "device_mesh": lambda: alpa.device_mesh.get_global_cluster is alpa.get_global_cluster or pytest.fail(),
-    "get_global_num_devices": lambda: alpa.get_global_num_devices() == 8 or pytest.fail(),
-    "get_global_physical_mesh": lambda: (
-        alpa.get_global_physical_mesh(create_if_not_exist=True).num_devices == 8 or pytest.fail()
-    ),
-    "global_env": lambda: alpa.global_env.global_config is alpa.global_config or pytest.fail(),
-    "grad": lambda: float(alpa.grad(lambda x: x**2)(3.0)) == 6.0 or pytest.fail(),
-    "parallel_method": lambda: alpa.parallel_method.ShardParallel is alpa.ShardParallel or pytest.fail(),
-    "plan_to_method": lambda: _same_stages_by_a_plans_method(),
-    "prefetch": lambda: alpa.prefetch({"x": jnp.ones(2)}),
-    "set_global_physical_mesh": lambda: _runs_on_a_global_physical_mesh(),
-    "set_seed": lambda: _warns(lambda: alpa.set_seed(3), "keys to the step"),
-    "timer": lambda: alpa.timer.timers is alpa.timers or pytest.fail(),
-}
-
-
-def _same_stages_by_a_plans_method() -> None:
-    step = step_with(alpa.value_and_grad)
-    args = make_state_and_batch()
-    plan = alpa.parallelize(step, method=alpa.get_3d_parallel_method(2, 2, 1, 2)).get_executable(*args)
-    again = alpa.parallelize(step, method=alpa.plan_to_method(plan.get_parallel_plan())).plan(*args)
-    assert [stage.layers for stage in again.stages] == [stage.layers for stage in plan.get_parallel_plan().stages]
-
-
-def _runs_on_a_global_physical_mesh() -> None:
-    alpa.set_global_physical_mesh(alpa.LocalPhysicalDeviceMesh(jax.devices()[6:]))
-    y = alpa.parallelize(lambda x: x * 2, batch_argnums=())(np.ones((BATCH_SIZE, 2), np.float32))
-    assert y.devices() == set(jax.devices()[6:])
-    alpa.set_global_physical_mesh(None)
-
-
-@pytest.mark.parametrize("name", sorted(names.FROM_MINIALPA))
-def test_a_name_that_minialpa_may_have_is_minialpas_or_says_what_to_use(name: str) -> None:
-    found = getattr(alpa, name)
-    if hasattr(minialpa, name):
-        assert found is getattr(minialpa, name)
-    else:
-        _says(found, names.FROM_MINIALPA[name])
-
-
-def test_a_name_is_minialpas_as_soon_as_minialpa_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    marker = object()
-    monkeypatch.setattr(minialpa, "save_checkpoint", marker, raising=False)
-    assert alpa.save_checkpoint is marker
+def test_the_example_of_the_page_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(example, "docs/alpa.md", "exec"), found)
+    assert np.isfinite(float(found["loss"]))
 
 
 @pytest.mark.parametrize("name", sorted(names.INSTEAD))
 def test_a_name_that_is_not_here_says_what_to_use(name: str) -> None:
-    module, _, attribute = f"minialpa.compat.alpa.{name}".rpartition(".")
-    _says(getattr(importlib.import_module(module), attribute), names.INSTEAD[name])
-
-
-def _says(found: Any, sentence: str) -> None:
     """It can be imported; to call it, to ask for its type and to take an attribute raise the sentence."""
-    sentence = re.escape(sentence)
+    sentence = re.escape(names.INSTEAD[name])
+    module, _, attribute = f"minialpa.compat.alpa.{name}".rpartition(".")
+    if ".executable" in module:
+        executable = alpa.parallelize(lambda x: x * 2, batch_argnums=()).get_executable(np.ones(8, np.float32))
+        with pytest.raises(AttributeError, match=sentence):
+            getattr(executable, attribute)
+        return
+    found = getattr(importlib.import_module(module), attribute)
     with pytest.raises(minialpa.MinialpaError, match=sentence):
         found(lambda x: x)
     with pytest.raises(minialpa.MinialpaError, match=sentence):
@@ -580,46 +522,42 @@ def _says(found: Any, sentence: str) -> None:
         found.anything  # noqa: B018
 
 
-def test_sentences_are_single_and_end() -> None:
-    for sentence in (*names.INSTEAD.values(), *names.FROM_MINIALPA.values(), *EXECUTABLE_INSTEAD.values()):
-        assert sentence.endswith(".") and not re.search(r"[a-z`)]\. [A-Z]", sentence), sentence
-
-
-def test_an_unknown_name_says_where_to_ask() -> None:
-    with pytest.raises(AttributeError, match=r"Did you mean `parallelize`\? `minialpa.__all__` lists"):
+def test_an_unknown_name_says_where_to_look() -> None:
+    with pytest.raises(AttributeError, match=r"`paralelize` is no name of Alpa that minialpa knows"):
         alpa.paralelize  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no name of Alpa that minialpa knows. `minialpa.__all__`"):
-        alpa.xyzzy  # noqa: B018
     with pytest.raises(AttributeError, match=r"`util.xyzzy` is no name of Alpa"):
         alpa.util.xyzzy  # noqa: B018
 
 
-def test_names_of_minialpa_are_here_too() -> None:
-    assert alpa.ClusterSpec is minialpa.ClusterSpec and alpa.AutoParallel is minialpa.AutoParallel
+def test_names_that_need_no_equal_of_their_own_are_minialpas() -> None:
+    assert alpa.ClusterSpec is minialpa.ClusterSpec and alpa.save_checkpoint is minialpa.save_checkpoint
+    assert alpa.__version__ == minialpa.__version__ and alpa.ReplicatedDistributedArray is alpa.DistributedArray
+    assert isinstance(alpa.parallelize(abs), alpa.ParallelizedFunc)
+    assert float(alpa.grad(lambda x: x**2)(3.0)) == 6.0
+    layers = alpa.PipeshardParallel(layer_option=alpa.ManualLayerOption(remat_layer=True)).options().layers
+    assert layers == minialpa.ManualLayerOption(remat=True)
+    stages = alpa.UniformStageOption(2, [1, 2], [2, 1], {"prefer_reduce_scatter": True}).read()
+    option = minialpa.AutoShardingOption(prefer_reduce_scatter=True)
+    assert stages == minialpa.UniformStageOption(2, (1, 2), (2, 1), option)
 
 
-def test_the_tables_do_not_overlap_and_have_every_name() -> None:
-    tables = [set(names.WORKS), set(names.FROM_MINIALPA), set(names.INSTEAD)]
-    assert sum(map(len, tables)) == len(set.union(*tables))
-    assert set(names.WORKS) == set(alpa.__all__)
-    assert {owner.__name__ for owner in vars(options).values() if _is_adjustable(owner)} <= {
-        owner.__name__ for owner in ADJUSTABLE
-    }
+def test_what_has_no_effect_warns() -> None:
+    with pytest.warns(UserWarning, match="Delete the function"):
+        alpa.clear_executable_cache()
+    with pytest.warns(UserWarning, match="keys to the step"):
+        alpa.set_seed(3)
 
 
-def _is_adjustable(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Adjustable) and value is not Adjustable
+def test_a_plan_is_a_method() -> None:
+    step, args = step_with(alpa.value_and_grad), make_state_and_batch()
+    plan = alpa.parallelize(step, method=alpa.get_3d_parallel_method(2, 2, 1, 2)).plan(*args)
+    again = alpa.parallelize(step, method=alpa.plan_to_method(plan)).plan(*args)
+    assert [stage.layers for stage in again.stages] == [stage.layers for stage in plan.stages]
 
 
-# ---- the page -------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert PATH.read_text(encoding="utf-8") == page()
-
-
-def test_the_example_of_the_page_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PATH.read_text(encoding="utf-8"), re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(compile(example, str(PATH), "exec"), found)
-    assert np.isfinite(float(found["loss"]))
+def test_a_step_runs_on_a_global_physical_mesh() -> None:
+    assert alpa.get_global_physical_mesh(create_if_not_exist=True).num_devices == alpa.get_global_num_devices() == 8
+    alpa.set_global_physical_mesh(alpa.LocalPhysicalDeviceMesh(jax.devices()[6:]))
+    assert isinstance(alpa.get_global_physical_mesh(), alpa.LocalPhysicalDeviceMesh)
+    y = alpa.parallelize(lambda x: x * 2, batch_argnums=())(np.ones((BATCH_SIZE, 2), np.float32))
+    assert y.devices() == set(jax.devices()[6:])

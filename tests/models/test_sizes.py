@@ -18,8 +18,8 @@ def n_parameters(name: str, key: jax.Array, **arguments: Any) -> int:
 
 
 def of_all_layers(name: str, key: jax.Array) -> int:
-    """The parameters of a model, from those of two and of four layers where it has more: two layers more have as many
-    more each time. MoE has experts in every second layer, so that layers come in pairs."""
+    """The number of parameters of a model. Of a deep one, two and four layers are counted: each further pair of layers
+    adds the same number. Layers come in pairs as MoE has experts in every second layer."""
     n_layers = SIZES[name].arguments.get("n_layers", 0)
     if n_layers <= 4:
         return n_parameters(name, key)

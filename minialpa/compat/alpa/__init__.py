@@ -1,120 +1,64 @@
 """Alpa's names, for scripts that were written for Alpa: `import minialpa.compat.alpa as alpa`.
 
-Each name does what it did in Alpa, or raises an error that says what to use instead; `names` has the table. Names that
-only minialpa has are here, too.
+Each name does what it did in Alpa, or raises an error that says what to use instead, see `names`. Names that only
+minialpa has are here, too.
 """
 
 from typing import Any
 
-from minialpa import (
-    __version__,
-    get_last_dp_result,
-    grad,
-    mark_pipeline_boundary,
-    plan_to_method,
-    prefetch,
-    value_and_grad,
-)
-from minialpa.compat.alpa import data_loader, device_mesh, global_env, names, parallel_method, testing, timer, util
-from minialpa.compat.alpa.api import (
-    ParallelizedFunc,
-    PlacementSpec,
-    clear_executable_cache,
-    init,
-    parallelize,
-    set_seed,
-    shutdown,
-)
-from minialpa.compat.alpa.data_loader import DataLoader, MeshDriverDataLoader
-from minialpa.compat.alpa.device_mesh import (
-    DeviceCluster,
-    DistributedArray,
-    DistributedPhysicalDeviceMesh,
-    LocalPhysicalDeviceMesh,
-    PhysicalDeviceMesh,
-    ReplicatedDistributedArray,
-    VirtualPhysicalMesh,
-    get_global_cluster,
-    get_global_num_devices,
-    get_global_physical_mesh,
-    get_global_virtual_physical_mesh,
-    set_global_physical_mesh,
-    set_global_virtual_physical_mesh,
-)
-from minialpa.compat.alpa.global_env import global_config
-from minialpa.compat.alpa.manual_sharding import ManualShardingOption
-from minialpa.compat.alpa.options import (
-    AutoLayerOption,
-    AutoShardingOption,
-    AutoStageOption,
-    ManualLayerOption,
-    ManualStageOption,
-    UniformStageOption,
-)
-from minialpa.compat.alpa.parallel_method import (
-    DataParallel,
-    PipeshardParallel,
-    ShardParallel,
-    Zero2Parallel,
-    Zero3Parallel,
-    get_3d_parallel_method,
-)
-from minialpa.compat.alpa.timer import timers
-
-__all__ = [
-    "AutoLayerOption",
-    "AutoShardingOption",
-    "AutoStageOption",
-    "DataLoader",
-    "DataParallel",
-    "DeviceCluster",
-    "DistributedArray",
-    "DistributedPhysicalDeviceMesh",
-    "LocalPhysicalDeviceMesh",
-    "ManualLayerOption",
-    "ManualShardingOption",
-    "ManualStageOption",
-    "MeshDriverDataLoader",
-    "ParallelizedFunc",
-    "PhysicalDeviceMesh",
-    "PipeshardParallel",
-    "PlacementSpec",
-    "ReplicatedDistributedArray",
-    "ShardParallel",
-    "UniformStageOption",
-    "VirtualPhysicalMesh",
-    "Zero2Parallel",
-    "Zero3Parallel",
-    "__version__",
-    "clear_executable_cache",
-    "data_loader",
-    "device_mesh",
-    "get_3d_parallel_method",
-    "get_global_cluster",
-    "get_global_num_devices",
-    "get_global_physical_mesh",
-    "get_global_virtual_physical_mesh",
-    "get_last_dp_result",
-    "global_config",
-    "global_env",
-    "grad",
-    "init",
-    "mark_pipeline_boundary",
-    "parallel_method",
-    "parallelize",
-    "plan_to_method",
-    "prefetch",
-    "set_global_physical_mesh",
-    "set_global_virtual_physical_mesh",
-    "set_seed",
-    "shutdown",
-    "testing",
-    "timer",
-    "timers",
-    "util",
-    "value_and_grad",
-]
+from minialpa import __version__ as __version__
+from minialpa import get_last_dp_result as get_last_dp_result
+from minialpa import grad as grad
+from minialpa import mark_pipeline_boundary as mark_pipeline_boundary
+from minialpa import plan_to_method as plan_to_method
+from minialpa import prefetch as prefetch
+from minialpa import value_and_grad as value_and_grad
+from minialpa.compat.alpa import data_loader as data_loader
+from minialpa.compat.alpa import device_mesh as device_mesh
+from minialpa.compat.alpa import global_env as global_env
+from minialpa.compat.alpa import names as _names
+from minialpa.compat.alpa import parallel_method as parallel_method
+from minialpa.compat.alpa import testing as testing
+from minialpa.compat.alpa import timer as timer
+from minialpa.compat.alpa import util as util
+from minialpa.compat.alpa.api import ParallelizedFunc as ParallelizedFunc
+from minialpa.compat.alpa.api import PlacementSpec as PlacementSpec
+from minialpa.compat.alpa.api import clear_executable_cache as clear_executable_cache
+from minialpa.compat.alpa.api import init as init
+from minialpa.compat.alpa.api import parallelize as parallelize
+from minialpa.compat.alpa.api import set_seed as set_seed
+from minialpa.compat.alpa.api import shutdown as shutdown
+from minialpa.compat.alpa.data_loader import DataLoader as DataLoader
+from minialpa.compat.alpa.data_loader import MeshDriverDataLoader as MeshDriverDataLoader
+from minialpa.compat.alpa.device_mesh import DeviceCluster as DeviceCluster
+from minialpa.compat.alpa.device_mesh import DistributedArray as DistributedArray
+from minialpa.compat.alpa.device_mesh import DistributedPhysicalDeviceMesh as DistributedPhysicalDeviceMesh
+from minialpa.compat.alpa.device_mesh import LocalPhysicalDeviceMesh as LocalPhysicalDeviceMesh
+from minialpa.compat.alpa.device_mesh import PhysicalDeviceMesh as PhysicalDeviceMesh
+from minialpa.compat.alpa.device_mesh import ReplicatedDistributedArray as ReplicatedDistributedArray
+from minialpa.compat.alpa.device_mesh import VirtualPhysicalMesh as VirtualPhysicalMesh
+from minialpa.compat.alpa.device_mesh import get_global_cluster as get_global_cluster
+from minialpa.compat.alpa.device_mesh import get_global_num_devices as get_global_num_devices
+from minialpa.compat.alpa.device_mesh import get_global_physical_mesh as get_global_physical_mesh
+from minialpa.compat.alpa.device_mesh import get_global_virtual_physical_mesh as get_global_virtual_physical_mesh
+from minialpa.compat.alpa.device_mesh import set_global_physical_mesh as set_global_physical_mesh
+from minialpa.compat.alpa.device_mesh import set_global_virtual_physical_mesh as set_global_virtual_physical_mesh
+from minialpa.compat.alpa.global_env import global_config as global_config
+from minialpa.compat.alpa.manual_sharding import ManualShardingOption as ManualShardingOption
+from minialpa.compat.alpa.options import AutoLayerOption as AutoLayerOption
+from minialpa.compat.alpa.options import AutoShardingOption as AutoShardingOption
+from minialpa.compat.alpa.options import AutoStageOption as AutoStageOption
+from minialpa.compat.alpa.options import ManualLayerOption as ManualLayerOption
+from minialpa.compat.alpa.options import ManualStageOption as ManualStageOption
+from minialpa.compat.alpa.options import UniformStageOption as UniformStageOption
+from minialpa.compat.alpa.parallel_method import DataParallel as DataParallel
+from minialpa.compat.alpa.parallel_method import PipeshardParallel as PipeshardParallel
+from minialpa.compat.alpa.parallel_method import ShardParallel as ShardParallel
+from minialpa.compat.alpa.parallel_method import Zero2Parallel as Zero2Parallel
+from minialpa.compat.alpa.parallel_method import Zero3Parallel as Zero3Parallel
+from minialpa.compat.alpa.parallel_method import get_3d_parallel_method as get_3d_parallel_method
+from minialpa.compat.alpa.timer import timers as timers
 
 
 def __getattr__(name: str) -> Any:
-    return names.find(name)
+    return _names.find(name)

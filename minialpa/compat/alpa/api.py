@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import minialpa
 from minialpa.compat.alpa.device_mesh import set_global_virtual_physical_mesh
 from minialpa.compat.alpa.global_env import global_config
+from minialpa.compat.alpa.names import INSTEAD
 from minialpa.compat.alpa.parallel_method import ShardParallel
 from minialpa.errors import MinialpaError, ShardingError
 
@@ -129,24 +130,13 @@ class PlacementSpec(minialpa.PlacementSpec):
         return self.partition_specs
 
 
-@dataclass(frozen=True, slots=True)
-class Invocation:
-    """One run of a stage program, measured. It unpacks as Alpa's tuple does.
-
-    Attributes:
-        start: seconds from the start of the step.
-        stop: seconds from the start of the step.
-        node_ids: numbers of the hosts.
-        devices: numbers of the devices in the session.
-    """
+class Invocation(NamedTuple):
+    """One run of a stage program: seconds from the start of the step, numbers of the hosts and of the devices."""
 
     start: float
     stop: float
     node_ids: tuple[int, ...]
     devices: tuple[int, ...]
-
-    def __iter__(self) -> Any:
-        return iter((self.start, self.stop, self.node_ids, self.devices))
 
 
 class Executable:
@@ -162,8 +152,8 @@ class Executable:
         # Without these two there is nothing to ask, as while a copy is made.
         if name in ("_runtime", "_costs"):
             raise AttributeError(name)
-        if name in EXECUTABLE_INSTEAD:
-            raise AttributeError(f"`executable.{name}` of Alpa is not here. {EXECUTABLE_INSTEAD[name]}")
+        if sentence := INSTEAD.get(f"executable.{name}"):
+            raise AttributeError(f"`executable.{name}` of Alpa is not here. {sentence}")
         return getattr(self._runtime, name)
 
     def __call__(self, *args: Any) -> Any:
@@ -271,15 +261,6 @@ def type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
     is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
     return np.shape(leaf), str(dtype if is_key else jax.dtypes.canonicalize_dtype(dtype))
-
-
-#: Attributes of Alpa's executables that minialpa's do not have, and what to use instead.
-EXECUTABLE_INSTEAD = {
-    "auto_sharding_objective": "Use `executable.get_parallel_plan().cost`, in seconds.",
-    "mesh_group": "Use `executable.get_parallel_plan().stages`, and `executable.sync()` to wait.",
-    "physical_mesh": "Use `get_global_physical_mesh()`, and `executable.sync()` to wait.",
-    "profile_all_executable_with_dummy_inputs": "Use `executable.stage_timeline()`, which times every stage program.",
-}
 
 
 class ParallelizedFunc(minialpa.ParallelizedFunc):

@@ -1,7 +1,7 @@
 """Alpa's clusters and meshes: views of the devices of minialpa's session, which methods take as `devices`.
 
 No mesh holds a worker or memory. minialpa starts workers with the session, so a physical mesh and a virtual one are
-the same devices.
+the same devices, and one class does what both can.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class DeviceMesh:
         self.device_ids = tuple(tuple(ids) for ids in device_ids)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(hosts, devices per host)."""
+        return len(self.host_ids), len(self.device_ids[0])
+
+    @property
     def num_hosts(self) -> int:
-        return len(self.host_ids)
+        return self.shape[0]
 
     @property
     def num_devices_per_host(self) -> int:
-        return len(self.device_ids[0])
+        return self.shape[1]
 
     @property
     def num_devices(self) -> int:
-        return self.num_hosts * self.num_devices_per_host
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(hosts, devices per host)."""
-        return self.num_hosts, self.num_devices_per_host
+        return math.prod(self.shape)
 
     @property
     def devices(self) -> list[list[int]]:
@@ -82,17 +82,40 @@ class DeviceMesh:
         With `mesh_alpha` and `mesh_beta`, only communication has a price, as in Alpa: seconds, and seconds per byte, or
         any other units. Without them, compute and links have the prices of the session's devices.
         """
-        if not self._is_first:
+        n, own, current = self.num_devices, self._session.devices, current_session().devices
+        if not self._is_first or own[:n] != current[:n]:
             raise ShardingError(
-                f"A logical mesh stands for the first devices of the session, and these are {self._numbers}. Use "
+                f"A logical mesh stands for the first devices of the session, and these are others: "
+                f"{[own[i] for i in self._numbers] if own else self._numbers}. Use "
                 "`ShardParallel(devices=[...], logical_shape=...)` with a list of jax devices."
             )
         shape = tuple(mesh_shape or self.shape)
-        if math.prod(shape) != self.num_devices:
-            raise ShardingError(f"{self.num_devices} devices cannot be viewed as {shape}.")
+        if math.prod(shape) != n:
+            raise ShardingError(f"{n} devices cannot be viewed as {shape}.")
         if mesh_alpha is None and mesh_beta is None:
             return self._session.cluster.logical_mesh(self.shape, shape)
         return minialpa.LogicalMesh(shape, tuple(mesh_alpha or ()), tuple(mesh_beta or ()))
+
+    def get_physical_mesh(self, mesh_id: int = 0) -> DeviceMesh:
+        """The same devices, as the class that Alpa has for them."""
+        if self._session.devices and self.num_hosts == 1:
+            return LocalPhysicalDeviceMesh([self._session.devices[i] for i in self._numbers])
+        return DistributedPhysicalDeviceMesh(self._session, self.host_ids, self.device_ids)
+
+    def slice_1d(self, dim: int, indices: Sequence[Any]) -> DeviceMesh:
+        """Some of its hosts (`dim` 0: their positions), or of each host's devices (`dim` 1: their numbers by host)."""
+        if dim == 0:
+            return self.slice_2d(indices, [self.device_ids[i] for i in indices])
+        return self.slice_2d(range(self.num_hosts), indices)
+
+    def slice_2d(self, host_indices: Sequence[int], device_indices: Sequence[Sequence[int]]) -> DeviceMesh:
+        """The hosts at `host_indices`, with the devices of each that `device_indices` numbers."""
+        for i, ids in zip(host_indices, device_indices, strict=True):
+            if not set(ids) <= set(self.device_ids[i]):
+                raise ShardingError(
+                    f"Host {self.host_ids[i]} of the mesh has the devices {self.device_ids[i]}; got {ids}."
+                )
+        return DeviceMesh(self._session, [self.host_ids[i] for i in host_indices], device_indices)
 
     def target(self) -> Any:
         """What minialpa's methods take as `devices` for this mesh."""
@@ -112,25 +135,24 @@ class DeviceMesh:
             "num_devices_per_node=...)`."
         )
 
-
-class PhysicalDeviceMesh(DeviceMesh):
-    """Devices that are ready to compute."""
-
     def sync_workers(self) -> None:
         """Wait until every array of this process has its value."""
         if not self._session.devices:
             raise MinialpaError("On a cluster, wait with `executable.sync()`.")
         jax.block_until_ready(jax.live_arrays())
 
-    def get_signature(self) -> str:
-        """Hosts, devices and their kind, as text."""
-        return f"{self.num_hosts},{self.num_devices_per_host},{self._session.cluster.device.name}"
-
     def shutdown(self, forced: bool = False) -> None:
         """Does nothing: the session ends with `shutdown()`."""
 
 
-class LocalPhysicalDeviceMesh(PhysicalDeviceMesh):
+VirtualPhysicalMesh = PhysicalDeviceMesh = DeviceMesh
+
+
+class DistributedPhysicalDeviceMesh(DeviceMesh):
+    """A mesh of several hosts, or of devices of workers."""
+
+
+class LocalPhysicalDeviceMesh(DeviceMesh):
     """A mesh of devices of this process; without `devices`, of all local ones."""
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
@@ -138,50 +160,6 @@ class LocalPhysicalDeviceMesh(PhysicalDeviceMesh):
         if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
             raise ShardingError(f"`devices` is a list of jax devices, or None for all; got {devices!r}.")
         super().__init__(Session(chosen, describe_devices(chosen)), (0,), (range(len(chosen)),))
-
-    def get_logical_mesh(
-        self,
-        mesh_shape: Sequence[int] | None = None,
-        mesh_alpha: Sequence[float] | None = None,
-        mesh_beta: Sequence[float] | None = None,
-    ) -> minialpa.LogicalMesh:
-        session = current_session()
-        if self._session.devices != session.devices[: self.num_devices]:
-            raise ShardingError(
-                "A logical mesh stands for the first devices of the session, and these are others. Use "
-                "`ShardParallel(devices=[...], logical_shape=...)` with a list of jax devices."
-            )
-        return super().get_logical_mesh(mesh_shape, mesh_alpha, mesh_beta)
-
-
-class DistributedPhysicalDeviceMesh(PhysicalDeviceMesh):
-    """A mesh of devices of workers. `VirtualPhysicalMesh.get_physical_mesh` returns one."""
-
-
-class VirtualPhysicalMesh(DeviceMesh):
-    """A mesh that can be cut into smaller ones."""
-
-    def slice_1d(self, dim: int, indices: Sequence[Any]) -> VirtualPhysicalMesh:
-        """Some of its hosts (`dim` 0: their positions), or of each host's devices (`dim` 1: their numbers by host)."""
-        if dim == 0:
-            hosts = [self.host_ids[i] for i in indices]
-            return VirtualPhysicalMesh(self._session, hosts, [self.device_ids[i] for i in indices])
-        return self.slice_2d(range(self.num_hosts), indices)
-
-    def slice_2d(self, host_indices: Sequence[int], device_indices: Sequence[Sequence[int]]) -> VirtualPhysicalMesh:
-        """The hosts at `host_indices`, with the devices of each that `device_indices` numbers."""
-        for i, ids in zip(host_indices, device_indices, strict=True):
-            if not set(ids) <= set(self.device_ids[i]):
-                raise ShardingError(
-                    f"Host {self.host_ids[i]} of the mesh has the devices {self.device_ids[i]}; got {ids}."
-                )
-        return VirtualPhysicalMesh(self._session, [self.host_ids[i] for i in host_indices], device_indices)
-
-    def get_physical_mesh(self, mesh_id: int = 0) -> PhysicalDeviceMesh:
-        """The same devices as a physical mesh."""
-        if self._session.devices and self.num_hosts == 1:
-            return LocalPhysicalDeviceMesh([self._session.devices[i] for i in self._numbers])
-        return DistributedPhysicalDeviceMesh(self._session, self.host_ids, self.device_ids)
 
 
 class DeviceCluster:
@@ -205,7 +183,7 @@ class DeviceCluster:
 
     def get_virtual_physical_mesh(
         self, host_ids: Sequence[int] | None = None, num_devices_per_host: int | None = None
-    ) -> VirtualPhysicalMesh:
+    ) -> DeviceMesh:
         """The first `num_devices_per_host` devices of some hosts; without arguments, all devices."""
         hosts = list(range(self.num_hosts)) if host_ids is None else list(host_ids)
         per_host = num_devices_per_host or self._session.cluster.devices_per_host
@@ -214,11 +192,11 @@ class DeviceCluster:
                 f"The session has {self.num_hosts} hosts with {self._session.cluster.devices_per_host} devices each; "
                 f"got hosts {hosts} with {per_host} devices each."
             )
-        return VirtualPhysicalMesh(self._session, hosts, [range(per_host)] * len(hosts))
+        return DeviceMesh(self._session, hosts, [range(per_host)] * len(hosts))
 
     def get_physical_mesh(
         self, host_ids: Sequence[int] | None = None, num_devices_per_host: int | None = None
-    ) -> PhysicalDeviceMesh:
+    ) -> DeviceMesh:
         """As `get_virtual_physical_mesh`, as a physical mesh."""
         return self.get_virtual_physical_mesh(host_ids, num_devices_per_host).get_physical_mesh()
 
@@ -255,26 +233,22 @@ def get_global_cluster() -> DeviceCluster:
     return DeviceCluster(current_session())
 
 
-def get_global_physical_mesh(create_if_not_exist: bool = False) -> PhysicalDeviceMesh:
-    """All devices of the session, or those that `set_global_physical_mesh` chose. It always exists."""
-    mesh = _chosen_mesh()
-    return mesh if isinstance(mesh, PhysicalDeviceMesh) else get_global_virtual_physical_mesh().get_physical_mesh()
+def get_global_virtual_physical_mesh() -> DeviceMesh:
+    """All devices of the session, or the mesh that the script chose."""
+    return _chosen_mesh() or get_global_cluster().get_virtual_physical_mesh()
 
 
-def get_global_virtual_physical_mesh() -> VirtualPhysicalMesh:
-    """All devices of the session, or those that `set_global_virtual_physical_mesh` chose."""
-    mesh = _chosen_mesh()
-    return mesh if isinstance(mesh, VirtualPhysicalMesh) else get_global_cluster().get_virtual_physical_mesh()
+def get_global_physical_mesh(create_if_not_exist: bool = False) -> DeviceMesh:
+    """The same mesh, as a physical one. It always exists."""
+    return get_global_virtual_physical_mesh().get_physical_mesh()
 
 
-def set_global_virtual_physical_mesh(mesh: VirtualPhysicalMesh | None) -> None:
+def set_global_virtual_physical_mesh(mesh: DeviceMesh | None) -> None:
     """Choose the devices of methods without `devices`, until `shutdown`; None: all devices."""
     _Global.mesh = mesh
 
 
-def set_global_physical_mesh(mesh: PhysicalDeviceMesh | None) -> None:
-    """Choose the devices of methods without `devices`, until `shutdown`; None: all devices."""
-    _Global.mesh = mesh
+set_global_physical_mesh = set_global_virtual_physical_mesh
 
 
 def get_global_num_devices() -> int:

@@ -11,25 +11,26 @@ from minialpa.errors import MinialpaError
 Sync = Callable[[], object] | None
 
 
+def _call(sync_func: Sync) -> None:
+    if sync_func is not None:
+        sync_func()
+
+
 class Timer:
-    """Measures intervals. `suspend` ends a part of an interval, and `stop` the interval.
+    """Measures intervals; each method calls `sync_func` before it reads the clock.
 
-    Attributes:
-        name: its name.
-        costs: seconds of each interval.
-        start_times: when each part began, in seconds since the epoch.
-        stop_times: when each interval ended, in seconds since the epoch.
+    costs: seconds of each interval.
     """
-
-    costs: list[float]
-    start_times: list[float]
-    stop_times: list[float]
-    _started_s: float | None
-    _suspended_s: float | None
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.reset()
+
+    def reset(self) -> None:
+        """Forget all intervals, and the one that is being measured."""
+        self.costs: list[float] = []
+        self._started_s: float | None = None
+        self._suspended_s: float | None = None
 
     @property
     def started(self) -> bool:
@@ -37,35 +38,26 @@ class Timer:
         return self._started_s is not None
 
     def start(self, sync_func: Sync = None) -> None:
-        """Begin, after `sync_func`."""
+        """Begin an interval, or go on with a suspended one."""
         if self.started:
             raise MinialpaError(f"The timer `{self.name}` runs already. Call `stop()` or `suspend()` first.")
         _call(sync_func)
-        self.start_times.append(time.time())
         self._started_s = time.perf_counter()
 
     def suspend(self, sync_func: Sync = None) -> None:
-        """Pause, after `sync_func`; `start` goes on with the interval."""
-        self._suspended_s = self._measured_s(sync_func) + (self._suspended_s or 0.0)
-        self._started_s = None
-
-    def stop(self, sync_func: Sync = None) -> None:
-        """End the interval, after `sync_func`. A suspended timer may be stopped, too."""
-        measured_s = 0.0 if not self.started and self._suspended_s is not None else self._measured_s(sync_func)
-        self.costs.append(measured_s + (self._suspended_s or 0.0))
-        self.stop_times.append(time.time())
-        self._started_s = self._suspended_s = None
-
-    def _measured_s(self, sync_func: Sync) -> float:
+        """Pause the interval."""
         if self._started_s is None:
             raise MinialpaError(f"The timer `{self.name}` does not run. Call `start()` first.")
         _call(sync_func)
-        return time.perf_counter() - self._started_s
+        self._suspended_s = (self._suspended_s or 0.0) + time.perf_counter() - self._started_s
+        self._started_s = None
 
-    def reset(self) -> None:
-        """Forget all intervals, and the one that is being measured."""
-        self.costs, self.start_times, self.stop_times = [], [], []
-        self._started_s = self._suspended_s = None
+    def stop(self, sync_func: Sync = None) -> None:
+        """End the interval, also if it is suspended."""
+        if self.started or self._suspended_s is None:
+            self.suspend(sync_func)
+        self.costs.append(self._suspended_s or 0.0)
+        self._suspended_s = None
 
     def elapsed(self, mode: Literal["average", "sum"] = "average") -> float:
         """Seconds of all intervals together, or of one on average; 0 without intervals."""
@@ -76,11 +68,6 @@ class Timer:
     def log(self, mode: Literal["average", "sum"] = "average", normalizer: float = 1.0) -> None:
         """Print the milliseconds of `elapsed`, divided by `normalizer`."""
         print(f"time (ms) | {self.name}: {self.elapsed(mode) * 1e3 / normalizer:.2f}", flush=True)
-
-
-def _call(sync_func: Sync) -> None:
-    if sync_func is not None:
-        sync_func()
 
 
 class Timers:

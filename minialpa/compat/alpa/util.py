@@ -12,23 +12,7 @@ import numpy as np
 
 from minialpa.compat.alpa import names
 from minialpa.errors import MinialpaError
-from minialpa.util import disable_tqdm_globally
-
-__all__ = [
-    "GB",
-    "MB",
-    "benchmark_func",
-    "compute_bytes",
-    "compute_gpt_tflops",
-    "compute_param_number",
-    "count_communication_primitives",
-    "disable_tqdm_globally",
-    "map_to_nparray",
-    "map_to_shape",
-    "print_used_time",
-    "to_str_round",
-    "write_tsv",
-]
+from minialpa.util import disable_tqdm_globally as disable_tqdm_globally
 
 #: Bytes.
 GB = 1 << 30
