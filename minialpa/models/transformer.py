@@ -102,8 +102,8 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder(Transformer):
-    """A model of the next token. Batch: `tokens` and `labels`, both int32 [b seq_len]."""
+class Tokens(Transformer):
+    """A model of the next token, unless it has another loss. Batch: `tokens` and `labels`, both int32 [b seq_len]."""
 
     seq_len: int = 16
     vocab_size: int = 64
@@ -119,7 +119,7 @@ class Decoder(Transformer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpt(Decoder):
+class Gpt(Tokens):
     """Tokens [b s] -> logits [b s vocab_size]. With `tie_head` the head is the transposed embedding table."""
 
     tie_head: bool = True
@@ -131,7 +131,7 @@ class Gpt(Decoder):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moe(Decoder):
+class Moe(Tokens):
     """A GPT with experts in blocks 0, 2, ...; tokens [b s] -> logits [b s vocab_size] and the summed imbalance.
 
     Loss = cross-entropy + `balance` * imbalance, which is also a metric. An expert has `factor` times as many hidden
@@ -169,7 +169,7 @@ class Moe(Decoder):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama(Decoder):
+class Llama(Tokens):
     """Rotary positions, grouped-query attention, SwiGLU, untied head. Tokens [b s] -> logits [b s vocab_size].
 
     scan_layers: whether the blocks are one `lax.scan` over stacked parameters [n_layers ...], else a Python loop.
@@ -253,7 +253,7 @@ class Llama(Decoder):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class T5(Decoder):
+class T5(Tokens):
     """An encoder-decoder. Source tokens [b s] and target tokens [b t] -> logits [b t vocab_size].
 
     Source and target share the embedding table, which is also the head, and the layers of a stack its relative position
@@ -293,30 +293,25 @@ class T5(Decoder):
         return {"source": source, **next_tokens(rng, n, self.seq_len, self.vocab_size)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder(Transformer):
-    """A model whose positions see each other."""
-
-    def attention(self, x: jax.Array, bias: jax.Array | None, causal: bool) -> jax.Array:
-        attention = nn.MultiHeadDotProductAttention(self.n_heads, use_bias=False, dtype=self.dtype, name="attention")
-        y: jax.Array = attention(x)
-        return y
+def _seeing_all(model: Transformer, x: jax.Array, bias: jax.Array | None, causal: bool) -> jax.Array:
+    """The attention of an encoder, where positions see each other."""
+    attention = nn.MultiHeadDotProductAttention(model.n_heads, use_bias=False, dtype=model.dtype, name="attention")
+    y: jax.Array = attention(x)
+    return y
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bert(Encoder):
+class Bert(Tokens):
     """Tokens [b s] -> logits [b s vocab_size]; the head is a dense layer and the transposed embedding table.
 
     Batch: see `masked_tokens`. Loss = sum(cross-entropy * mask) / sum(mask).
     """
 
     norm_first: ClassVar = False
-
-    seq_len: int = 16
-    vocab_size: int = 64
+    attention = _seeing_all
 
     def forward(self, network: Network, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocab_size, self.hidden, dtype=self.dtype, name="tokens")
+        embed = self.embedding()
         position = nn.Embed(tokens.shape[1], self.hidden, dtype=self.dtype, name="positions")
         x = self.normalised(embed(tokens) + position(jnp.arange(tokens.shape[1]))[None])
         x = self.normalised(nn.gelu(self.dense(self.hidden, "transform", use_bias=True)(self.blocks(network, x))))
@@ -332,13 +327,14 @@ class Bert(Encoder):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vit(Encoder):
+class Vit(Transformer):
     """Images [b y x 3] -> logits [b n_classes]: patches by a strided convolution, mean over positions.
 
     Batch: `image`, float32 [b y x 3], and `label`, int32 [b]. Metric `correct` counts the right predictions.
     """
 
     inputs: ClassVar = ("image",)
+    attention = _seeing_all
 
     image_size: int = 16
     patch: int = 4

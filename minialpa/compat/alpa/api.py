@@ -97,17 +97,9 @@ class PlacementSpec(minialpa.PlacementSpec):
     @staticmethod
     def of(spec: minialpa.PlacementSpec, source: _Source | None = None) -> PlacementSpec:
         """`spec`, with Alpa's attributes."""
-        new = object.__new__(PlacementSpec)
-        minialpa.PlacementSpec.__init__(
-            new,
-            path=spec.path,
-            shape=spec.shape,
-            dtype=spec.dtype,
-            mesh_ids=spec.mesh_ids,
-            partition_specs=spec.partition_specs,
-            rows=spec.rows,
-        )
-        object.__setattr__(new, "source", source)
+        new = PlacementSpec(spec, spec.mesh_ids, spec.partition_specs)
+        for name, value in (("path", spec.path), ("rows", spec.rows), ("source", source)):
+            object.__setattr__(new, name, value)
         return new
 
     def _compared(self) -> tuple[Any, ...]:
