@@ -15,12 +15,13 @@ from jax import lax
 import minialpa
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import DataParallel, ShardParallel
+from minialpa.ir.block import Block
 from minialpa.methods import Method
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flags import with_flags_as_tests
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import FlatJaxpr, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import shape_of, sub_jaxprs
 
 B = 8
 X = np.linspace(0.3, 30, B, dtype=np.float32)
@@ -36,7 +37,7 @@ def _loops(eqns: Any) -> list[Any]:
     return found + [loop for eqn in eqns for inner in sub_jaxprs(eqn) for loop in _loops(inner.eqns)]
 
 
-def _rewritten(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, FlatJaxpr]:
+def _rewritten(fun: Callable[..., Any], *args: Any) -> tuple[Block, Block]:
     """The program before and after; checks that they compute the same."""
     flat, _ = trace_flat(fun, *args)
     new = with_flags_as_tests(flat)

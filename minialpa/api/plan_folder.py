@@ -56,8 +56,7 @@ def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
     versions = f"minialpa {_code()}, jax {jax.__version__}"
     # A fingerprint says what is computed. Layers also follow from scopes, and some options name arguments.
     names = (
-        traced.flat.scopes,
-        traced.origins,
+        [(op.scope, op.origin) for op in traced.flat.ops],
         traced.n_boundaries,
         traced.in_paths,
         traced.out_paths,

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.block import Block
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
 from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
 from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import (
     Atom,
-    FlatJaxpr,
     aval_of,
     fresh_var,
     is_weak,
@@ -59,7 +59,7 @@ class _Program:
         )
 
 
-def with_recognised_bodies(flat: FlatJaxpr, outvars: Sequence[Atom], is_wanted: IsWanted) -> list[NewEquation] | None:
+def with_recognised_bodies(flat: Block, outvars: Sequence[Atom], is_wanted: IsWanted) -> list[NewEquation] | None:
     """The equations of a program with the attentions in their bodies as operations; None if there are none."""
     written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
     return _in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, is_wanted=is_wanted))

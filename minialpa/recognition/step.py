@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from minialpa.ir.op import Origin
 from minialpa.recognition.bodies import with_recognised_bodies
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
-from minialpa.tracing.origins import Origin
 from minialpa.tracing.trace import TracedStep
 
 #: Query positions times key positions from which on scores are large: below, all scores of a head fit in a processor's
@@ -46,12 +46,9 @@ def _with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
     groups = sorted({origin.group for origin in origins if origin.group is not None})
     number = {group: i for i, group in enumerate(groups)}
     origins = [origin if origin.group is None else replace(origin, group=number[origin.group]) for origin in origins]
-    flat = replace(
-        step.flat,
-        eqns=tuple(one.eqn for one in new),
-        scopes=tuple(step.flat.scopes[one.place] for one in new),
-    )
-    return replace(step, flat=flat, origins=tuple(origins))
+    old = step.flat.ops
+    ops = [replace(old[one.place], eqn=one.eqn, origin=origin) for one, origin in zip(new, origins, strict=True)]
+    return replace(step, flat=replace(step.flat, ops=tuple(ops)))
 
 
 def _origin(one: NewEquation, origins: Sequence[Origin]) -> Origin:

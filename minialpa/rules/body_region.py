@@ -12,10 +12,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.block import Block
 from minialpa.rules.endings import Ending, endings
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, is_literal
+from minialpa.tracing.jaxprs import Atom, is_literal
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -35,7 +36,7 @@ class Region:
         equal: for each input, the number of the first one that is the same array; only of loops with tests.
     """
 
-    parts: tuple[FlatJaxpr, ...]
+    parts: tuple[Block, ...]
     inputs: tuple[Atom, ...]
     results: tuple[tuple[Atom, ...], ...]
     carried: tuple[tuple[int, int], ...] = ()

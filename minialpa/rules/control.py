@@ -24,6 +24,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.block import Block
 from minialpa.rules.body_factors import BodySplits, BoundaryTable, body_splits, local_params, started
 from minialpa.rules.body_region import Region
 from minialpa.rules.body_shards import BodyShards
@@ -32,10 +33,10 @@ from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import Starts, cached, equal_operands, rule
 from minialpa.tracing.evaluation import eval_on_shards
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, fresh_var, is_literal, scan_counts, shape_of
+from minialpa.tracing.jaxprs import Atom, fresh_var, is_literal, scan_counts, shape_of
 
 
-def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:
+def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
     """The program of a closed jaxpr with calls inlined, on `inputs` instead of its own variables if they are given."""
     flat = flatten_calls(getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ())))
     if inputs is None:
@@ -45,8 +46,8 @@ def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:
     def read(atom: Atom) -> Atom:
         return atom if is_literal(atom) else renamed.get(atom, atom)
 
-    eqns = tuple(eqn.replace(invars=[read(atom) for atom in eqn.invars]) for eqn in flat.eqns)
-    return replace(flat, invars=tuple(inputs), eqns=eqns, outvars=tuple(read(atom) for atom in flat.outvars))
+    flat = flat.with_eqns([eqn.replace(invars=[read(atom) for atom in eqn.invars]) for eqn in flat.eqns])
+    return replace(flat, invars=tuple(inputs), outvars=tuple(read(atom) for atom in flat.outvars))
 
 
 # Planning asks for the factors of an equation several times. Jaxprs are compared by identity.

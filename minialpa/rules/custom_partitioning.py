@@ -13,7 +13,7 @@ left out at its end: the plan says where partial sums are added. Without a rule,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError
+from minialpa.ir.block import Block
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.notation import parse_rule
@@ -30,7 +31,7 @@ from minialpa.rules.registered import jaxpr_flops
 from minialpa.rules.sharding_rule import ArrayRule, ShardingRule, shapes_of
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, is_literal, sub_jaxprs
+from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, sub_jaxprs
 
 
 class _RefusedError(Exception):
@@ -164,29 +165,22 @@ class _Proposal:
         ]
         return _struct(atom, shape, NamedSharding(_mesh(self.n_splits), PartitionSpec(*axes)))
 
-    def _without_sums(self, flat: FlatJaxpr) -> FlatJaxpr:
+    def _without_sums(self, flat: Block) -> Block:
         """The function without final sums over the axes of reduction factors. Raises if it communicates besides."""
         reduced = {_axis(f) for f in self.n_splits if self.factors.reductions.get(f) == "sum"}
         read = {atom for eqn in flat.eqns for atom in eqn.invars if not is_literal(atom)}
         summed: dict[Any, Atom] = {}
-        eqns = []
-        for eqn in flat.eqns:
-            axes = set(_named_axes(eqn))
+        ops = []
+        for op in flat.ops:
+            eqn, axes = op.eqn, set(_named_axes(op.eqn))
             if not axes:
-                eqns.append(eqn)
+                ops.append(op)
             elif eqn.primitive.name == "psum" and axes <= reduced and not read.intersection(eqn.outvars):
                 summed.update(zip(eqn.outvars, eqn.invars, strict=True))
             else:
                 raise _RefusedError(f"its function communicates by `{eqn.primitive.name}`")
         outvars = tuple(atom if is_literal(atom) else summed.get(atom, atom) for atom in flat.outvars)
-        return FlatJaxpr(
-            constvars=flat.constvars,
-            consts=flat.consts,
-            invars=flat.invars,
-            eqns=tuple(eqns),
-            scopes=("",) * len(eqns),
-            outvars=outvars,
-        )
+        return replace(flat, ops=tuple(ops), outvars=outvars)
 
 
 def _struct(atom: Atom, shape: Sequence[int], sharding: Any = None) -> Any:

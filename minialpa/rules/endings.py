@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, dtype_name, is_literal, shape_of
+from minialpa.ir.block import Block
+from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, shape_of
 from minialpa.tracing.values import Values, producers_of
 
 
@@ -36,7 +37,7 @@ class Ending:
     read: frozenset[int]
 
 
-def conditions(test: FlatJaxpr) -> list[Atom]:
+def conditions(test: Block) -> list[Atom]:
     """What has to hold for another iteration: the conditions that a test joins by `and`."""
     producers = producers_of(test)
     found, todo = [], list(test.outvars)
@@ -50,7 +51,7 @@ def conditions(test: FlatJaxpr) -> list[Atom]:
     return found
 
 
-def endings(test: FlatJaxpr, body: FlatJaxpr, n_carries: int, equal: Sequence[int]) -> dict[Atom, Ending]:
+def endings(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> dict[Atom, Ending]:
     """The ending of each condition of a loop.
 
     n_carries: number of carries, the last inputs of `test` and of `body`.
@@ -80,7 +81,7 @@ def endings(test: FlatJaxpr, body: FlatJaxpr, n_carries: int, equal: Sequence[in
     return found
 
 
-def counters(body: FlatJaxpr, n_carries: int) -> frozenset[int]:
+def counters(body: Block, n_carries: int) -> frozenset[int]:
     """Numbers of the carries that every iteration raises by one: the larger one is that of the later end."""
     producers = producers_of(body)
     carries = body.invars[len(body.invars) - n_carries :]
@@ -96,7 +97,7 @@ def counters(body: FlatJaxpr, n_carries: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _inputs_of(atom: Atom, part: FlatJaxpr) -> set[Atom]:
+def _inputs_of(atom: Atom, part: Block) -> set[Atom]:
     """The inputs of a program that a value is computed from."""
     needed = {atom}
     for eqn in reversed(part.eqns):

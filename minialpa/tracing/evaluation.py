@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from minialpa.ir.block import Block
 from minialpa.support.private_jax import bind_again
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, is_constraint, is_literal, sub_jaxprs
+from minialpa.tracing.jaxprs import Atom, is_constraint, is_literal, sub_jaxprs
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
@@ -65,7 +66,7 @@ def _constrains(program: Jaxpr) -> bool:
     return any(is_constraint(eqn) or any(map(_constrains, sub_jaxprs(eqn))) for eqn in program.eqns)
 
 
-def eval_flat(flat: FlatJaxpr, args: Sequence[Any]) -> list[Any]:
+def eval_flat(flat: Block, args: Sequence[Any]) -> list[Any]:
     """Run a flat program on values or tracers."""
     env: dict[Var, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, args, strict=True))

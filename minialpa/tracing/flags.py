@@ -17,10 +17,10 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from minialpa.ir.block import Block, block_of
 from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import (
     Atom,
-    FlatJaxpr,
     dtype_name,
     is_control_flow,
     is_literal,
@@ -32,7 +32,7 @@ from minialpa.tracing.jaxprs import (
 from minialpa.tracing.values import ELEMENTWISE, Values, producers_of
 
 
-def with_flags_as_tests(flat: FlatJaxpr) -> FlatJaxpr:
+def with_flags_as_tests(flat: Block) -> Block:
     """The program with loops, those in other loops included, that test a flag where they can."""
     if not any(is_control_flow(eqn) for eqn in flat.eqns):
         return flat
@@ -47,10 +47,10 @@ def with_flags_as_tests(flat: FlatJaxpr) -> FlatJaxpr:
             values = values or _values_of(flat)
             eqn = _tested_by_flag(loop, values, used) or eqn
         eqns.append(with_each_body(_body_with_flags, eqn) if is_control_flow(eqn) else eqn)
-    return replace(flat, eqns=tuple(eqns))
+    return flat.with_eqns(eqns)
 
 
-def _values_of(flat: FlatJaxpr) -> Values:
+def _values_of(flat: Block) -> Values:
     values = Values()
     for i, var in enumerate(flat.invars):
         values.name(var, ("input", i))
@@ -62,10 +62,7 @@ def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A body or branch with loops that test a flag where they can; itself, if no loop in it changes."""
     if not any(is_control_flow(inner) for inner in closed.jaxpr.eqns):
         return closed
-    flat = FlatJaxpr(
-        constvars=tuple(closed.jaxpr.constvars), consts=tuple(closed.consts), invars=tuple(closed.jaxpr.invars),
-        eqns=tuple(closed.jaxpr.eqns), scopes=("",) * len(closed.jaxpr.eqns), outvars=tuple(closed.jaxpr.outvars),
-    )  # fmt: skip
+    flat = block_of(closed)
     new = with_flags_as_tests(flat)
     if all(after is before for after, before in zip(new.eqns, flat.eqns, strict=True)):
         return closed
@@ -84,8 +81,8 @@ class _Loop:
     """
 
     eqn: JaxprEqn
-    test: FlatJaxpr
-    body: FlatJaxpr
+    test: Block
+    body: Block
     condition: JaxprEqn
 
     @property
@@ -263,10 +260,8 @@ def _with_test(loop: _Loop, k: int) -> _Loop:
     """The loop with a test of carry `k`."""
     flag = loop.carries(loop.test.invars)[k]
     condition = loop.condition.replace(invars=[flag])
-    eqns = tuple(condition if eqn is loop.condition else eqn for eqn in loop.test.eqns)
-    is_live = live_equations(eqns, loop.test.outvars)
-    kept = tuple(eqn for eqn, live in zip(eqns, is_live, strict=True) if live)
-    return replace(loop, test=replace(loop.test, eqns=kept), condition=condition)
+    test = loop.test.with_eqns([condition if eqn is loop.condition else eqn for eqn in loop.test.eqns])
+    return replace(loop, test=test.without_dead_operations(), condition=condition)
 
 
 def _without_dead_carries(loop: _Loop, used: set[Atom]) -> JaxprEqn:

@@ -18,6 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Sharding
 
 from minialpa.arrays import own_copy
+from minialpa.ir.block import Block
+from minialpa.ir.op import Op
 from minialpa.support.private_jax import (
     compiled_function,
     name_stack,
@@ -29,7 +31,6 @@ from minialpa.tracing.host_memory import refuse_host_memory
 from minialpa.tracing.jaxprs import (
     CALLS,
     Atom,
-    FlatJaxpr,
     aval_of,
     called,
     dtype_name,
@@ -38,7 +39,6 @@ from minialpa.tracing.jaxprs import (
     is_control_flow,
     is_literal,
     is_weak,
-    live_equations,
     shape_of,
     source_line,
     sub_jaxprs,
@@ -65,7 +65,7 @@ def keep(primitive: str) -> None:
     _KEPT.add(primitive)
 
 
-def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
+def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any]:
     """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes.
 
     Copies the NumPy arrays that `fun` captures, so that the program keeps their current values. Raises TraceError if
@@ -95,7 +95,7 @@ def _own_constants(consts: Sequence[Any]) -> tuple[Any, ...]:
 
 def flatten_calls(
     jaxpr: Jaxpr, consts: Sequence[Any], *, only_jit: bool = False, always_barriers: bool = False
-) -> FlatJaxpr:
+) -> Block:
     """Inline call-like equations, with fresh variables for each of them.
 
     only_jit: inline jit and the like, but not custom derivatives, remat and primitives of other libraries, so that what
@@ -111,12 +111,11 @@ def flatten_calls(
     flattener = _Flattener(_JITS if only_jit else tuple(CALLS), always_barriers)
     env: dict[Var, Atom] = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
     flattener.run(jaxpr.eqns, env, "")
-    return FlatJaxpr(
+    return Block(
         constvars=(*jaxpr.constvars, *flattener.constvars),
         consts=(*consts, *flattener.consts),
         invars=tuple(jaxpr.invars),
-        eqns=tuple(flattener.eqns),
-        scopes=tuple(flattener.scopes),
+        ops=tuple(flattener.ops),
         outvars=tuple(flattener.read(env, atom) for atom in jaxpr.outvars),
     )
 
@@ -145,8 +144,7 @@ class _Flattener:
     def __init__(self, calls: Sequence[str], always_barriers: bool = False) -> None:
         self.calls, self.always_barriers = calls, always_barriers
         self.writes_out = calls is not _JITS
-        self.eqns: list[JaxprEqn] = []
-        self.scopes: list[str] = []
+        self.ops: list[Op] = []
         self.constvars: list[Var] = []
         self.consts: list[Any] = []
 
@@ -197,8 +195,8 @@ class _Flattener:
         if self.writes_out and is_control_flow(eqn):
             eqn = _with_bodies_written_out(eqn)
         outvars = [fresh_var(var.aval) for var in eqn.outvars]
-        self.eqns.append(eqn.replace(invars=[self.read(env, atom) for atom in eqn.invars], outvars=outvars))
-        self.scopes.append(scope)
+        operands = [self.read(env, atom) for atom in eqn.invars]
+        self.ops.append(Op(eqn.replace(invars=operands, outvars=outvars), scope))
         env.update(zip(eqn.outvars, outvars, strict=True))
 
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
@@ -298,9 +296,6 @@ def _body_written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(body, list(flat.consts))
 
 
-def flat_body(jaxpr: Jaxpr, consts: Sequence[Any]) -> FlatJaxpr:
+def flat_body(jaxpr: Jaxpr, consts: Sequence[Any]) -> Block:
     """The body of a loop or branch as equations, without those that a checkpoint computes again and nothing reads."""
-    flat = flatten_calls(jaxpr, consts)
-    live = live_equations(flat.eqns, flat.outvars)
-    pairs = [pair for pair, keep in zip(zip(flat.eqns, flat.scopes, strict=True), live, strict=True) if keep]
-    return replace(flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=tuple(scope for _, scope in pairs))
+    return flatten_calls(jaxpr, consts).without_dead_operations()

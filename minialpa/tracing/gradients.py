@@ -24,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
+from minialpa.ir.block import Block
 from minialpa.support.private_jax import define_batching, define_jvp, define_linear, define_lowering
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import FlatJaxpr, is_literal
+from minialpa.tracing.jaxprs import is_literal
 from minialpa.tracing.scopes import tag_scope
 
 gradient_p = Primitive("minialpa_gradient")
@@ -183,7 +184,7 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
     return functools.wraps(fun)(tagged)
 
 
-def _eval_tagged(flat: FlatJaxpr, args: Sequence[Any], call: int) -> list[Any]:
+def _eval_tagged(flat: Block, args: Sequence[Any], call: int) -> list[Any]:
     """Run a program with every equation under the name scope of its tag; boundaries are counted and left out."""
     env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, args, strict=True))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,27 +39,6 @@ CALLS = {
     "custom_lin": "call_jaxpr",
     _LINEAR_SOLVE: "jaxprs",  # those of four functions, of which only `solve` computes anything
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatJaxpr:
-    """A program as a flat list of equations, in which every variable is defined once.
-
-    Attributes:
-        constvars: variables for the arrays that the program captured by closure.
-        consts: their values.
-        invars: operands.
-        eqns: in an order in which they can run.
-        scopes: for each equation, the name scope that it was traced in, as text.
-        outvars: results.
-    """
-
-    constvars: tuple[Var, ...]
-    consts: tuple[Any, ...]
-    invars: tuple[Var, ...]
-    eqns: tuple[JaxprEqn, ...]
-    scopes: tuple[str, ...]
-    outvars: tuple[Atom, ...]
 
 
 def aval_of(atom: Atom) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.block import Block
 from minialpa.support.private_jax import result_avals, settings_of
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, dtype_name, fresh_var, is_literal, shape_of
+from minialpa.tracing.jaxprs import Atom, dtype_name, fresh_var, is_literal, shape_of
 
 
 class EquationMaker:
@@ -21,7 +22,7 @@ class EquationMaker:
 
     def __init__(self) -> None:
         self._avals: dict[Hashable, Sequence[Any]] = {}
-        self._flat: dict[Hashable, FlatJaxpr] = {}
+        self._flat: dict[Hashable, Block] = {}
 
     def rebuild(self, eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
         """The same primitive on other operands, with fresh result variables of the shapes that follow."""
@@ -51,13 +52,13 @@ def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprE
     return _on_atoms(_flat_of(fun, operands), operands)
 
 
-def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> FlatJaxpr:
+def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> Block:
     flat, _ = trace_flat(fun, *[jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands])
     assert not flat.constvars, flat.constvars
     return flat
 
 
-def _on_atoms(flat: FlatJaxpr, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+def _on_atoms(flat: Block, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
     """The equations of a program on these operands, with fresh variables."""
     env: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
 

@@ -12,29 +12,28 @@ loops and branches are rewritten, too. An index that pairs examples, such as `ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.block import Block
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.affine import At
 from minialpa.tracing.affine_programs import Outside, Program, inputs_of_scan, inside
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, called, is_call, shape_of, with_bodies, with_called
+from minialpa.tracing.jaxprs import Atom, called, is_call, shape_of, with_bodies, with_called
 from minialpa.tracing.new_equations import equations_for
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 
 
-def with_own_positions(flat: FlatJaxpr) -> FlatJaxpr:
+def with_own_positions(flat: Block) -> Block:
     """The program, with batch dimensions in gathers and scatters that look up their own position."""
-    producers = {var: eqn for eqn in flat.eqns for var in eqn.outvars}
+    producers = {value: flat.eqns[i] for value, i in flat.made_by.items()}
     program = Program(producers, dict(zip(flat.constvars, flat.consts, strict=True)))
-    written = [_rewritten(eqn, program) for eqn in flat.eqns]
-    scopes = [scope for scope, eqns in zip(flat.scopes, written, strict=True) for _ in eqns]
-    return replace(flat, eqns=tuple(eqn for eqns in written for eqn in eqns), scopes=tuple(scopes))
+    return flat.with_each_written_as([_rewritten(eqn, program) for eqn in flat.eqns])
 
 
 def _rewritten(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.block import Block
 from minialpa.support.private_jax import name_stack
-from minialpa.tracing.jaxprs import FlatJaxpr, is_inexact, is_literal, operand_vars, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import is_inexact, is_literal, operand_vars, shape_of, sub_jaxprs
 from minialpa.tracing.scopes import is_transposed
 
 
@@ -28,7 +29,7 @@ class StepValues:
         gradients: the marked gradients.
     """
 
-    flat: FlatJaxpr
+    flat: Block
     arg_of_leaf: Sequence[int]
     batch_dims: Sequence[int | None]
     gradients: Sequence[Var]
@@ -80,7 +81,7 @@ def find_layouts(values: StepValues, aliases: Sequence[int | None]) -> tuple[int
     return tuple(layouts)
 
 
-def _find_replacement(flat: FlatJaxpr, leaves: Sequence[int], taken: Sequence[int | None]) -> int | None:
+def _find_replacement(flat: Block, leaves: Sequence[int], taken: Sequence[int | None]) -> int | None:
     """First position of consecutive results that have the shapes and dtypes of `leaves` and are not `taken`."""
     wanted = [_signature(flat.invars[i]) for i in leaves]
     results = [_signature(atom) for atom in flat.outvars]
@@ -115,10 +116,10 @@ def _is_updated(values: StepValues, inputs: Sequence[Var], outputs: Sequence[Any
     return True
 
 
-def _backward_values(flat: FlatJaxpr) -> set[Var]:
+def _backward_values(flat: Block) -> set[Var]:
     """The results of equations of a backward pass, and of loops and branches that have one inside."""
-    scoped = zip(flat.eqns, flat.scopes, strict=True)
-    return {var for eqn, scope in scoped if is_transposed(scope) or _has_backward_pass(eqn) for var in eqn.outvars}
+    backward = [op.eqn for op in flat.ops if is_transposed(op.scope) or _has_backward_pass(op.eqn)]
+    return {value for eqn in backward for value in eqn.outvars}
 
 
 def _has_backward_pass(eqn: JaxprEqn) -> bool:

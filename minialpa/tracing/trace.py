@@ -16,13 +16,15 @@ from jax.extend.core import Var
 from jax.tree_util import PyTreeDef
 
 from minialpa.errors import TraceError
+from minialpa.ir.block import Block
+from minialpa.ir.op import Origin
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.flags import with_flags_as_tests
 from minialpa.tracing.flattening import trace_flat
 from minialpa.tracing.gradients import tracing_step
-from minialpa.tracing.jaxprs import FlatJaxpr, aval_of
-from minialpa.tracing.origins import Origin, find_origins, without_dead_equations, without_marks
+from minialpa.tracing.jaxprs import aval_of
+from minialpa.tracing.origins import with_origins, without_marks
 from minialpa.tracing.own_positions import with_own_positions
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts
 
@@ -56,7 +58,6 @@ class TracedStep:
 
     Attributes:
         flat: the program; its invars are the dynamic argument leaves in order.
-        origins: for each equation, where it came from.
         in_paths: names of the argument leaves for messages, such as `state.params['w']`.
         out_paths: names of the result leaves.
         batch_dims: for each invar, the dimension that holds the examples, or None.
@@ -72,8 +73,7 @@ class TracedStep:
         no_batch: why no batch was found; None if there is one, or if the user has said which arguments are batches.
     """
 
-    flat: FlatJaxpr
-    origins: tuple[Origin, ...]
+    flat: Block
     in_paths: tuple[str, ...]
     out_paths: tuple[str, ...]
     batch_dims: tuple[int | None, ...]
@@ -103,6 +103,11 @@ class TracedStep:
         """The names of the arguments that hold examples."""
         leaves = zip(self.in_paths, self.batch_dims, strict=True)
         return tuple(dict.fromkeys(argument_name(path) for path, dim in leaves if dim is not None))
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """For each equation, where it came from."""
+        return self.flat.origins
 
     @property
     def n_groups(self) -> int:
@@ -156,16 +161,15 @@ def trace_step(
         ) from error
 
     # Before dead equations go: what counted the own positions may be read by nothing else.
-    program = without_dead_equations(without_marks(with_flags_as_tests(with_own_positions(flat))))
-    origins = find_origins(program.flat.eqns, program.flat.scopes, program.boundaries_before)
+    program = without_marks(with_flags_as_tests(with_own_positions(flat)))
+    flat = with_origins(program.flat.without_dead_operations())
 
     # Which results replace an argument follows from the program itself.
-    values = StepValues(flat=program.flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=program.gradients)
+    values = StepValues(flat=flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=program.gradients)
     aliases = find_aliases(values, donate, state_like)
     named_results = jax.tree_util.tree_leaves_with_path(results)
     return TracedStep(
-        flat=program.flat,
-        origins=origins,
+        flat=flat,
         in_paths=tuple(in_paths),
         out_paths=tuple("result" + jax.tree_util.keystr(path) for path, _ in named_results),
         batch_dims=batch_dims,
@@ -173,7 +177,7 @@ def trace_step(
         aliases=aliases,
         layouts=find_layouts(values, aliases),
         gradients=program.gradients,
-        n_boundaries=max([program.n_boundaries, *(origin.layer for origin in origins)]),
+        n_boundaries=max([program.n_boundaries, *(op.origin.layer for op in flat.ops)]),
         out_tree=jax.tree.structure(results),
         in_tree=in_tree,
     )

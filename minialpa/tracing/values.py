@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, dtype_name, is_literal, shape_of
+from minialpa.ir.block import Block
+from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, shape_of
 
 
-def producers_of(part: FlatJaxpr) -> dict[Atom, JaxprEqn]:
+def producers_of(part: Block) -> dict[Atom, JaxprEqn]:
     """The equation that makes each variable."""
     return {var: eqn for eqn in part.eqns for var in eqn.outvars}
 
@@ -101,7 +102,7 @@ class Values:
                 for operand in eqn.invars:
                     self.assume(operand, value, producers)
 
-    def run(self, part: FlatJaxpr) -> None:
+    def run(self, part: Block) -> None:
         """Number the values of a program, whose inputs have numbers."""
         for var, value in zip(part.constvars, part.consts, strict=True):
             self.name(var, ("constant", id(value)))

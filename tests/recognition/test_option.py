@@ -57,7 +57,6 @@ def test_origins_of_attentions() -> None:
     assert (forward.direction, backward.direction) == ("forward", "backward")
     assert (forward.group, forward.call) == (backward.group, backward.call)
     assert {one.group for one in traced.origins if one.group is not None} == set(range(traced.n_groups))
-    assert len(traced.flat.scopes) == len(traced.flat.eqns) == len(traced.origins)
 
 
 def test_a_plan_is_for_the_step_of_its_method() -> None:

@@ -24,11 +24,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, batch_kinds
+from minialpa.ir.op import Op
 from minialpa.options import Remat
 from minialpa.rules.heavy import has_contraction, is_view, reads_in_place
 from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_extended, is_literal, operand_vars
 from minialpa.tracing.new_equations import equations_for
-from minialpa.tracing.origins import Origin
 from minialpa.tracing.trace import TracedStep
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -71,7 +71,7 @@ class _Rewritten:
         self.weights = {v for v, dim in arguments if dim is None}
         self.gradients = dict(gradients)  # those that nothing waits for yet
         self.eqns = list(traced.flat.eqns)
-        self.inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}  # by the equation that they go before
+        self.inserted: dict[int, list[Op]] = {}  # by the operation that they go before
 
     def compute_again(self, layer: _Layer, again: Sequence[int], readers: Sequence[int]) -> None:
         """Before the first of `readers`, backward equations of the layer, the results of equations `again`."""
@@ -80,19 +80,18 @@ class _Rewritten:
         awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in again]
         copies, names = _copies(eqns, list(awaited), _read_in_place(eqns, self.weights))
-        origins = [replace(self.traced.origins[again[k]], direction="backward") for _, k in copies]
-        self.inserted.setdefault(readers[0], []).extend(
-            (copy, origin) for (copy, _), origin in zip(copies, origins, strict=True)
-        )
+        inserted = self.inserted.setdefault(readers[0], [])
+        for copy, k in copies:
+            original = self.traced.flat.ops[again[k]]
+            inserted.append(replace(original, eqn=copy, origin=replace(original.origin, direction="backward")))
         for i in readers:
             self.eqns[i] = self.eqns[i].replace(invars=_renamed(self.eqns[i].invars, names))
 
     def step(self) -> TracedStep:
-        pairs: list[tuple[JaxprEqn, Origin]] = []
-        for i, pair in enumerate(zip(self.eqns, self.traced.origins, strict=True)):
-            pairs += [*self.inserted.get(i, ()), pair]
-        flat = replace(self.traced.flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs))
-        return replace(self.traced, flat=flat, origins=tuple(origin for _, origin in pairs))
+        ops: list[Op] = []
+        for i, op in enumerate(self.traced.flat.with_eqns(self.eqns).ops):
+            ops += [*self.inserted.get(i, ()), op]
+        return replace(self.traced, flat=replace(self.traced.flat, ops=tuple(ops)))
 
 
 # ---- what is computed again ------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.layers.stacks import Stacks
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, fresh_var, is_literal
+from minialpa.ir.block import Block
+from minialpa.ir.op import Origin
+from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal
 from minialpa.tracing.new_equations import EquationMaker, unary_equation
-from minialpa.tracing.origins import Origin
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -114,7 +115,7 @@ class BlockedProgram:
         self._squeeze = unary_equation(lambda x: lax.squeeze(x, (0,)))
         self._expand = unary_equation(_as_one_row)
 
-    def add_constants(self, flat: FlatJaxpr) -> None:
+    def add_constants(self, flat: Block) -> None:
         self.constvars += flat.constvars
         self.consts += flat.consts
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
@@ -28,6 +28,8 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import VerifyError
 from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Owner, RowBlocks, block_layout
 from minialpa.inter.layers.stacks import BlockwiseEquation, Stacks, find_stacks
+from minialpa.ir.block import Block
+from minialpa.ir.op import Op, Origin
 from minialpa.rules.factors import Reduction
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.reductions import combine
@@ -36,7 +38,6 @@ from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import (
     Atom,
-    FlatJaxpr,
     aval_of,
     fresh_var,
     is_literal,
@@ -44,7 +45,6 @@ from minialpa.tracing.jaxprs import (
     scan_counts,
     shape_of,
 )
-from minialpa.tracing.origins import Origin
 from minialpa.tracing.trace import Part, TracedStep
 
 #: The owner of equations that join or cut the results of the step: they belong to no forward group.
@@ -143,7 +143,7 @@ def _blocks_of_operand(program: BlockedProgram, v: Atom, stack: int, owner: Owne
     return program.blocks(v, owner)
 
 
-def _body(program: BlockedProgram, eqn: JaxprEqn) -> FlatJaxpr:
+def _body(program: BlockedProgram, eqn: JaxprEqn) -> Block:
     """The body of a scan, to be inlined. Its constants become constants of the program."""
     # Between a forward and a backward scan nothing is shared that no residual holds, and `jax.checkpoint` in a scan
     # relies on that; without scans, barriers have to hold it.
@@ -154,7 +154,7 @@ def _body(program: BlockedProgram, eqn: JaxprEqn) -> FlatJaxpr:
 
 
 def _one_iteration(
-    program: BlockedProgram, body: FlatJaxpr, operands: Sequence[Atom], n_plain: int, n_carry: int, owner: Owner
+    program: BlockedProgram, body: Block, operands: Sequence[Atom], n_plain: int, n_carry: int, owner: Owner
 ) -> list[Atom]:
     """The results of a scan of one row, computed by its body alone. The first `n_plain` operands have no rows."""
     rows = [program.only_row(block, owner) for block in operands[n_plain:]]
@@ -162,7 +162,7 @@ def _one_iteration(
     return [*results[:n_carry], *(program.as_block(row, owner) for row in results[n_carry:])]
 
 
-def _inlined(program: BlockedProgram, body: FlatJaxpr, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
+def _inlined(program: BlockedProgram, body: Block, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
     """The results of a body on these operands."""
     env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
 
@@ -295,18 +295,16 @@ def _unstacked(
     owners = tuple(itertools.compress(program.owners, is_live))
     groups = tuple(sorted({owner.group for owner in owners if owner.group is not None}))
 
-    flat = FlatJaxpr(
+    flat = Block(
         constvars=tuple(program.constvars),
         consts=tuple(program.consts),
         invars=tuple(leaf.atom for leaf in inputs),
-        eqns=tuple(itertools.compress(program.eqns, is_live)),
-        scopes=("",) * len(owners),
+        ops=_operations(itertools.compress(program.eqns, is_live), owners, groups),
         outvars=tuple(leaf.atom for leaf in outputs),
     )
     step = replace(
         traced,
         flat=flat,
-        origins=_origins(owners, groups),
         in_paths=tuple(leaf.path for leaf in inputs),
         out_paths=tuple(leaf.path for leaf in outputs),
         batch_dims=tuple(traced.batch_dims[leaf.part.leaf] for leaf in inputs),
@@ -319,8 +317,9 @@ def _unstacked(
     return Unstacked(step, groups)
 
 
-def _origins(owners: Sequence[Owner], groups: Sequence[GroupKey]) -> tuple[Origin, ...]:
-    """Origins of the equations of these owners, with the numbers of the new forward groups."""
+def _operations(eqns: Iterable[JaxprEqn], owners: Sequence[Owner], groups: Sequence[GroupKey]) -> tuple[Op, ...]:
+    """The operations of these owners, with the numbers of the new forward groups."""
     number: dict[GroupKey | None, int | None] = {group: i for i, group in enumerate(groups)}
     number[None] = None
-    return tuple(replace(owner.origin, group=number[owner.group]) for owner in owners)
+    pairs = zip(eqns, owners, strict=True)
+    return tuple(Op(eqn, origin=replace(owner.origin, group=number[owner.group])) for eqn, owner in pairs)

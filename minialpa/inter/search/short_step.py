@@ -27,8 +27,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations
+from minialpa.ir.op import Op
 from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars, reading
-from minialpa.tracing.origins import Origin
 from minialpa.tracing.trace import TracedStep, with_leaves
 
 #: Units of a run that stay: the first three and the last one. The second one has equal neighbours: it is costed.
@@ -243,7 +243,7 @@ class _Shortening:
 
     # ---- what is read in place of what is left out ------------------------------------------------------------------
 
-    def _equations(self) -> list[tuple[JaxprEqn, Origin]]:
+    def _operations(self) -> list[Op]:
         """The equations that stay, which read nothing that is left out, and copies of those of third units."""
         copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a third unit, by its number
         copied: dict[int, JaxprEqn] = {}  # by the number of the equation that is left out
@@ -270,11 +270,11 @@ class _Shortening:
                 kept.append((i, reading(eqn, others) if others else eqn))
 
         # A copy reads what its equation reads now.
-        pairs: list[tuple[JaxprEqn, Origin]] = []
+        ops: list[Op] = []
         for i, eqn in kept:
             alike = (copy.replace(invars=eqn.invars) for copy in copies.get(i, ()))
-            pairs += [(e, self.origins[i]) for e in (eqn, *alike)]
-        return pairs
+            ops += [replace(self.whole.step.flat.ops[i], eqn=one) for one in (eqn, *alike)]
+        return ops
 
     def _counterpart(self, like: Mapping[int, int], number: int) -> JaxprEqn:
         """The equation that stays and is like the one of this number, which is left out."""
@@ -299,7 +299,7 @@ class _Shortening:
         # An equation that stays may belong to a forward group that is left out: the group is put into the third unit.
         number = {piece: i for i, piece in enumerate(sorted(set(runs_in)))}
         return PiecedStep(
-            step=_with_equations(self.whole.step, self._equations(), self._inputs_left_out()),
+            step=_with_equations(self.whole.step, self._operations(), self._inputs_left_out()),
             piece_of_group=tuple(number[runs_in[piece]] for piece in self.whole.piece_of_group),
             place=tuple(number[piece] for piece in costed_as),
             kept={number[piece]: piece for piece in sorted(set(costed_as))},
@@ -313,28 +313,25 @@ class _Shortening:
         return {v for v in (*flat.constvars, *flat.invars) if v in read_out and v not in read}
 
 
-def _with_equations(
-    step: TracedStep, pairs: Sequence[tuple[JaxprEqn, Origin]], gone_inputs: AbstractSet[Var]
-) -> TracedStep:
+def _with_equations(step: TracedStep, ops: Sequence[Op], gone_inputs: AbstractSet[Var]) -> TracedStep:
     """`step` with other equations, with those of its results that they make, and without some of its inputs."""
     flat = step.flat
     inputs = {*flat.constvars, *flat.invars} - gone_inputs
-    made = inputs.union(*(eqn.outvars for eqn, _ in pairs))
+    made = inputs.union(*(op.eqn.outvars for op in ops))
     results = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
     outvars = [flat.outvars[o] for o in results]
 
     # Not all that third units compute is still read.
-    live = live_equations([eqn for eqn, _ in pairs], outvars)
-    pairs = list(itertools.compress(pairs, live))
-    _check_order([eqn for eqn, _ in pairs], outvars, inputs)
+    live = live_equations([op.eqn for op in ops], outvars)
+    ops = list(itertools.compress(ops, live))
+    _check_order([op.eqn for op in ops], outvars, inputs)
 
     replaced = {numbers[o] for numbers in (step.aliases, step.layouts) for o in results}
     if any(flat.invars[i] in gone_inputs for i in replaced if i is not None):
         raise _NotAlikeError("A result that stays replaces an argument that is left out.")
     other = replace(
         step,
-        flat=replace(flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs)),
-        origins=tuple(origin for _, origin in pairs),
+        flat=replace(flat, ops=tuple(ops)),
         gradients=tuple(v for v in step.gradients if v in made),
     )
     return with_leaves(other, gone_inputs, results)

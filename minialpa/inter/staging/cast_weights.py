@@ -27,12 +27,12 @@ from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.inter.microbatch.split_step import PROLOGUE, Op, SplitStep, is_loop
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.intra.strategies.sharing import shared_copies
+from minialpa.ir.block import Block
 from minialpa.rules.heavy import is_view, reads_in_place
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.jaxprs import (
     Atom,
-    FlatJaxpr,
     aval_of,
     fresh_var,
     is_inexact,
@@ -171,7 +171,7 @@ class _Body:
     """The body of the scan `eqn`, with calls written out; `carries`: the numbers of its operands that are carries."""
 
     eqn: JaxprEqn
-    flat: FlatJaxpr
+    flat: Block
     inside: _Equations
     carries: range
 

@@ -24,12 +24,13 @@ from minialpa.intra.memory.timeline import Timeline, timeline_of
 from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.ir.block import Block
 from minialpa.rules.factors import Factors
 from minialpa.rules.registered import function_p, run_function
 from minialpa.rules.shards import localize
 from minialpa.sharding import EquationSpecs
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
 
 _LOOPS = ("scan", "while", "cond")
 #: Primitives that compilers see as the function that computes them.
@@ -193,7 +194,7 @@ def _flat_function(
     primitive: Primitive,
     params: tuple[tuple[str, Hashable], ...],
     arrays: tuple[tuple[tuple[int, ...], str], ...],
-) -> FlatJaxpr:
+) -> Block:
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
     closed = jax.make_jaxpr(functools.partial(_FUNCTIONS[primitive], **dict(params)))(*avals)
     return flatten_calls(closed.jaxpr, [None] * len(closed.jaxpr.constvars))

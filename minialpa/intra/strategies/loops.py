@@ -15,11 +15,13 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.sharing import share_reads
+from minialpa.ir.block import Block
+from minialpa.ir.op import Op
 from minialpa.rules.heavy import has_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import flat_body
-from minialpa.tracing.jaxprs import FlatJaxpr, is_literal, scan_counts, shape_of
+from minialpa.tracing.jaxprs import is_literal, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class ScanBody:
         length: number of iterations.
     """
 
-    flat: FlatJaxpr
+    flat: Block
     n_consts: int
     n_carry: int
     length: int
@@ -78,10 +80,10 @@ def scan_body(eqn: JaxprEqn) -> ScanBody | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _flat(body: Any) -> FlatJaxpr:
+def _flat(body: Any) -> Block:
     flat = flat_body(body.jaxpr, tuple(body.consts))
     placed = share_reads(flat.eqns, [""] * len(flat.eqns))
-    return replace(flat, eqns=tuple(one.eqn for one in placed), scopes=("",) * len(placed))
+    return replace(flat, ops=tuple(Op(one.eqn) for one in placed))
 
 
 def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> dict[Var, int]:
