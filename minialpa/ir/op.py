@@ -41,8 +41,12 @@ class Op:
         eqn: what it computes, on which values.
         scope: the name scopes that it was traced in, as text.
         origin: where it came from.
+        source: number of the traced operation that it is, or that it was written for; -1 for none.
+        segment: when it runs, see `SplitStep`; -1 before micro-batches are split.
     """
 
     eqn: JaxprEqn
     scope: str = ""
     origin: Origin = OTHER
+    source: int = -1
+    segment: int = -1

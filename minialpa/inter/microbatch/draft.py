@@ -10,7 +10,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.segments import Segments
-from minialpa.inter.microbatch.split_step import Accumulator, Op, SplitStep, Stack
+from minialpa.inter.microbatch.split_step import Accumulator, SplitStep, Stack, operation
+from minialpa.ir.op import Op
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.jaxprs import Atom, fresh_var, is_literal, operand_vars, shape_of
 from minialpa.tracing.new_equations import EquationMaker
@@ -54,7 +55,7 @@ class Draft:
 
     def add(self, eqn: JaxprEqn, segment: int, source: int) -> None:
         """Append an equation to a segment, which may be an earlier one than that of the last call."""
-        self._operations[segment].append(Op(eqn, segment, source))
+        self._operations[segment].append(operation(self.segments.step, eqn, segment, source))
 
     def micro_index(self) -> Var:
         """The int32 scalar that holds the number of the micro-batch. A step that never asks for it has none."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.op import Op
 from minialpa.rules.factors import Reduction
 from minialpa.tracing.jaxprs import Atom
 from minialpa.tracing.trace import TracedStep
@@ -20,13 +21,11 @@ def is_loop(segment: int) -> bool:
     return segment % 2 == 1
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One equation of a split step; `source` is the number of the traced equation that it comes from."""
-
-    eqn: JaxprEqn
-    segment: int
-    source: int
+def operation(step: TracedStep, eqn: JaxprEqn, segment: int, source: int) -> Op:
+    """`eqn` in a segment, with the facts of the operation of `step` that it comes from, if there is one."""
+    if source < 0:
+        return Op(eqn, segment=segment)
+    return replace(step.flat.ops[source], eqn=eqn, segment=segment, source=source)
 
 
 @dataclass(frozen=True, slots=True)

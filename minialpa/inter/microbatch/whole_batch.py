@@ -14,7 +14,8 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, batch_kinds
-from minialpa.inter.microbatch.split_step import LOOP, Op, SplitStep, is_loop
+from minialpa.inter.microbatch.split_step import LOOP, SplitStep, is_loop, operation
+from minialpa.ir.op import Op
 from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.jaxprs import Atom, aval_of, is_inexact, is_literal, operand_vars, reading
 from minialpa.tracing.new_equations import equations_for, unary_equation
@@ -38,7 +39,7 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
     for segment in range(LOOP, max(segments, default=0) + 2, 2):
         loop = _operations(step, segments, segment, copies)
         behind = _operations(step, segments, segment + 1, copies)
-        backward = _backward_results(step, loop)
+        backward = _backward_results(loop)
 
         # What the loop leaves is read through copies: by the segment behind it and, of gradients, by the caller.
         read = [var for op in behind for var in operand_vars(op.eqn)]
@@ -60,14 +61,14 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
     )
 
 
-def _backward_results(step: TracedStep, ops: Sequence[Op]) -> set[Var]:
-    return {var for op in ops if step.origins[op.source].direction == "backward" for var in op.eqn.outvars}
+def _backward_results(ops: Sequence[Op]) -> set[Var]:
+    return {var for op in ops if op.origin.direction == "backward" for var in op.eqn.outvars}
 
 
 def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies: Mapping[Var, Atom]) -> list[Op]:
     """The operations of a segment, which read the copies of what earlier loops have left."""
-    numbered = zip(step.flat.eqns, segments, strict=True)
-    return [Op(reading(eqn, copies), segment, i) for i, (eqn, mine) in enumerate(numbered) if mine == segment]
+    numbers = [i for i, mine in enumerate(segments) if mine == segment]
+    return [operation(step, reading(step.flat.eqns[i], copies), segment, i) for i in numbers]
 
 
 def _loops_of_calls(step: TracedStep) -> dict[int, int]:
@@ -140,7 +141,7 @@ def _latest_segments(step: TracedStep, in_loop: Mapping[int, int], earliest: Seq
 
 def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:
     """Copies in `segment`, by variable, of the floats that the loop leaves for it: where to sum them over devices."""
-    made = {var: op.source for op in loop for var in op.eqn.outvars if is_inexact(var)}
+    made = {var: op for op in loop for var in op.eqn.outvars if is_inexact(var)}
     marked = unary_equation(lambda x: gradient_p.bind(x, call=0)[0])
     marks: list[Op] = []
     copies: dict[Var, Atom] = {}
@@ -150,7 +151,7 @@ def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[
         else:
             eqn, copies[var] = marked(var)
             eqns = [eqn]
-        marks += [Op(eqn, segment, made[var]) for eqn in eqns]
+        marks += [replace(made[var], eqn=eqn, segment=segment) for eqn in eqns]
     return marks, copies
 
 

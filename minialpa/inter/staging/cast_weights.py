@@ -24,10 +24,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import is_barrier
-from minialpa.inter.microbatch.split_step import PROLOGUE, Op, SplitStep, is_loop
+from minialpa.inter.microbatch.split_step import PROLOGUE, SplitStep, is_loop
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.intra.strategies.sharing import shared_copies
 from minialpa.ir.block import Block
+from minialpa.ir.op import Op
 from minialpa.rules.heavy import is_view, reads_in_place
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flat_body
@@ -61,7 +62,7 @@ def with_weights_cast_once(split: SplitStep) -> SplitStep:
     ops: list[Op] = []
     for op in split.ops:
         if is_loop(op.segment):
-            given = {v: casts.of(v, dtype, op.source) for v, dtype in loops.narrow_reads(op.eqn, weights).items()}
+            given = {v: casts.of(v, dtype, op) for v, dtype in loops.narrow_reads(op.eqn, weights).items()}
             ops += [replace(op, eqn=eqn) for eqn in rewriting.rewritten(op.eqn, given)]
         else:
             ops.append(op)
@@ -79,13 +80,13 @@ class _Casts:
         self._copy_of = shared_copies()
         self._copies: dict[tuple[Var, np.dtype[Any]], Var] = {}
 
-    def of(self, weight: Var, dtype: np.dtype[Any], source: int) -> Var:
-        """The weight in another type, as it is known before the loops. source: of the equation that reads it."""
+    def of(self, weight: Var, dtype: np.dtype[Any], reader: Op) -> Var:
+        """The weight in another type, as it is known before the loops. reader: the operation that reads it."""
         if (weight, dtype) not in self._copies:
             cast, (narrow,) = equations_for(lambda x: lax.convert_element_type(x, dtype), weight)
             assert not is_literal(narrow)
             copying, self._copies[weight, dtype] = self._copy_of(narrow)
-            self.ops += [Op(eqn, PROLOGUE, source) for eqn in (*cast, copying)]
+            self.ops += [replace(reader, eqn=eqn, segment=PROLOGUE) for eqn in (*cast, copying)]
         return self._copies[weight, dtype]
 
 

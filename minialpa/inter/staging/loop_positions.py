@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch.split_step import Op, SplitStep
+from minialpa.inter.microbatch.split_step import SplitStep
 from minialpa.inter.staging.split_values import combined_values, step_results
+from minialpa.ir.op import Op
 from minialpa.rules.heavy import is_heavy
 from minialpa.tracing.jaxprs import operand_vars
 
@@ -55,7 +56,7 @@ class ChunkedStep:
         return self.labels[op.source] if op.source >= 0 else None
 
     def is_backward(self, op: Op) -> bool:
-        return op.source >= 0 and self.split.traced.origins[op.source].direction == "backward"
+        return op.origin.direction == "backward"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from jax.extend.core import Var
 from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.layers.unstack import with_row_blocks
 from minialpa.inter.microbatch.rewrite import split_micro_batches
-from minialpa.inter.microbatch.split_step import Op, SplitStep, is_loop
+from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.inter.schedule.chunks import plan_chunks
 from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.leaf_placement import values_of_parts
@@ -24,6 +24,7 @@ from minialpa.inter.staging.tasks import StagedStep, stage_split, traced_positio
 from minialpa.inter.staging.verify_fit import blamed, verify_decisions, verify_layers
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.strategies.sharing import share_reads
+from minialpa.ir.op import Op
 from minialpa.plan import Plan, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import is_literal
@@ -67,8 +68,7 @@ def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
     def task_of(op: Op) -> str | None:
         if not is_loop(op.segment):
             return None
-        direction = split.traced.origins[op.source].direction if by_direction and op.source >= 0 else ""
-        return f"{op.segment} {direction}"
+        return f"{op.segment} {op.origin.direction if by_direction and op.source >= 0 else ''}"
 
     placed = share_reads([op.eqn for op in split.ops], [task_of(op) for op in split.ops])
     ops = tuple(dataclasses.replace(split.ops[p.number], eqn=p.eqn) for p in placed)
