@@ -249,7 +249,7 @@ def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
     traced = traced_step(built.train_step(minialpa.value_and_grad), *arguments(built))
     plan = planned(traced, cluster, _METHODS[case.method]())
     with collection_paused():
-        staged = realise(traced, plan)
+        staged = realise(traced, plan).staged
         step = planned_step(staged, mesh_problems(staged), plan)
         program = emit_program(traced, plan)
         by_mesh = split_by_mesh(program, input_types(program, traced), cluster=cluster, platform="cuda")

@@ -1,7 +1,7 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
 from minialpa import testing, util
-from minialpa.api.functions import check, explain, get_last_dp_result, parallelize, plan, replan
+from minialpa.api.functions import check, explain, get_last_dp_result, parallelize, phases, plan, replan
 from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import prefetch
 from minialpa.checkpoints.manager import Checkpoint, CheckpointManager, restore_checkpoint, save_checkpoint
@@ -95,6 +95,7 @@ __all__ = [
     "mark_pipeline_boundary",
     "parallelize",
     "per_micro_batch",
+    "phases",
     "plan",
     "plan_to_method",
     "prefetch",

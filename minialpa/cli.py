@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata as metadata
 import inspect
@@ -12,13 +13,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from minialpa.errors import MinialpaError, VerifyError
+from minialpa.inter.phases import PHASES
 from minialpa.plan import Plan
 from minialpa.support.files import write_text
 
@@ -94,6 +96,7 @@ def _number(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="minialpa", description=__doc__)
+    names = [phase.name for phase in PHASES]
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small GPT on virtual CPU devices, and on one device to compare")
@@ -115,6 +118,18 @@ def _parser() -> argparse.ArgumentParser:
         "--layers", type=_number, default=0, help="layers of a pipeline; 0 (default) leaves them to the method"
     )
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
+    plan.add_argument(
+        "--dump",
+        nargs="?",
+        const="all",
+        default=None,
+        choices=("all", *names),
+        metavar="PHASE",
+        help=f"print the step after a phase ({', '.join(names)}); without PHASE, write all to the folder `phases`",
+    )
+    plan.add_argument(
+        "--diff", nargs=2, choices=names, default=None, metavar="PHASE", help="print what changes between two phases"
+    )
     plan.add_argument("--check", action="store_true", help="compile the plan for the GPU, as `minialpa check` does")
     plan.set_defaults(run=_plan)
 
@@ -190,6 +205,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.save is not None:
         found.save(args.save)
         print(f"Written to {args.save}.")
+    if args.dump is not None or args.diff is not None:
+        _print_phases(minialpa.phases(found, model.step, model.args), args.dump, args.diff)
     if args.check:
         return _print_check(minialpa.check(found, model.step, model.args))
     return 0
@@ -209,6 +226,21 @@ def _method(args: argparse.Namespace, cluster: ClusterSpec) -> Method:
         options["layer_option"] = minialpa.AutoLayerOption(args.layers, remat="auto" if is_search else "none")
     made: Method = getattr(minialpa, args.method)(**options)
     return made
+
+
+def _print_phases(phases: Mapping[str, str], dump: str | None, diff: Sequence[str] | None) -> None:
+    """Print a phase, or what differs between two; or write all to a folder."""
+    if dump == "all":
+        folder = Path("phases")
+        folder.mkdir(exist_ok=True)
+        for i, (name, text) in enumerate(phases.items()):
+            write_text(folder / f"{i}-{name}.txt", text)
+        print(f"Written to {folder}: {', '.join(phases)}.")
+    elif dump is not None:
+        print(phases[dump])
+    if diff is not None:
+        old, new = (phases[name].splitlines() for name in diff)
+        print("\n".join(difflib.unified_diff(old, new, *diff, lineterm="")))
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -154,6 +154,16 @@ def check(
     return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*args, target=target, cache=cache)
 
 
+def phases(
+    plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto"
+) -> dict[str, str]:
+    """The step as text after each phase of planning, by the name of the phase, with the decisions of `plan`.
+
+    Raises VerifyError if the plan was made for another step. See docs/a-step-in-phases.md.
+    """
+    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).phases(*args)
+
+
 def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
     """A plan for `fun(*args)` that decides as `plan` does, except for the shardings, which are solved again.
 

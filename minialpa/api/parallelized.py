@@ -347,6 +347,16 @@ class ParallelizedFunc:
         with under_mesh(NO_MESH):
             return check_plan(traced, self._plan_there(call, traced), target, cache)
 
+    def phases(self, *args: Any, **kwargs: Any) -> dict[str, str]:
+        """The step as text after each phase of planning: see `minialpa.phases`."""
+        from minialpa.inter.phases import phases
+
+        self._check_plans("phases")
+        call = self._bind(args, kwargs)
+        traced = self._trace(call)
+        with under_mesh(NO_MESH):
+            return phases(traced, self._plan_there(call, traced))
+
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
         """Pytrees of PartitionSpecs: of the arguments, as a tuple without the static ones, and of the results.
 

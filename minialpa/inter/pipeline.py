@@ -107,14 +107,14 @@ def _planned(context: PlanningContext) -> Plan:
 
 def _or_kept_rows(context: PlanningContext, best: Plan) -> Plan:
     """`best`, or the same stages with what later loops read kept by the earlier ones, where that is faster and fits."""
-    if not realise(context.traced, best).split.computes_rows_again:
+    if not realise(context.traced, best).staged.split.computes_rows_again:
         return best
     return _or_planned_as(context, best, dataclasses.replace(options_of(best), keep_rows=True))
 
 
 def _or_cast_once(context: PlanningContext, best: Plan) -> Plan:
     """`best`, or the same stages with weights cast once per step, where that is faster and fits."""
-    split = realise(context.traced, best).split
+    split = realise(context.traced, best).staged.split
     if with_weights_cast_once(split) is split:
         return best
     return _or_planned_as(context, best, dataclasses.replace(options_of(best), cast_once=True))

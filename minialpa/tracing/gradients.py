@@ -29,7 +29,7 @@ from minialpa.support.private_jax import define_batching, define_jvp, define_lin
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import is_literal
-from minialpa.tracing.scopes import tag_scope
+from minialpa.tracing.scopes import module_path, tag_scope
 
 gradient_p = Primitive("minialpa_gradient")
 gradient_p.multiple_results = True
@@ -185,16 +185,17 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
 
 
 def _eval_tagged(flat: Block, args: Sequence[Any], call: int) -> list[Any]:
-    """Run a program with every equation under the name scope of its tag; boundaries are counted and left out."""
+    """Run a program with every equation under the names of its modules and its tag; boundaries are left out."""
     env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, args, strict=True))
 
     layer = 0
-    for i, eqn in enumerate(flat.eqns):
+    for i, op in enumerate(flat.ops):
+        eqn = op.eqn
         if eqn.primitive is boundary_p:
             layer += 1
             continue
-        with jax.named_scope(tag_scope(call, layer, i)):
+        with jax.named_scope(tag_scope(module_path(op.scope), call, layer, i)):
             out = eval_equation(eqn, [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars])
         env.update(zip(eqn.outvars, out, strict=True))
 

@@ -7,9 +7,20 @@ import re
 _TAG = re.compile(r"minialpa\.(\d+)\.(\d+)\.(\d+)")
 
 
-def tag_scope(call: int, layer: int, index: int) -> str:
-    """Name scope for forward equation `index`, in `layer`, of gradient call number `call` of a step."""
-    return f"minialpa.{call}.{layer}.{index}"
+#: What jax adds to the names that users and their libraries give: transformations, and places in loops.
+_OF_JAX = frozenset(("jvp", "transpose", "vmap", "jit", "pjit", "remat", "checkpoint", "while", "body", "cond", ""))
+
+
+def tag_scope(modules: str, call: int, layer: int, index: int) -> str:
+    """Name scope for forward equation `index` of these modules, in `layer`, of gradient call `call` of a step."""
+    tag = f"minialpa.{call}.{layer}.{index}"
+    return f"{modules}/{tag}" if modules else tag
+
+
+def module_path(scope: str) -> str:
+    """The names in a scope that the user, or a library of modules, gave, such as `GPT/blocks_3/attn`."""
+    names = re.split(r"[/()]", scope)
+    return "/".join(name for name in names if name not in _OF_JAX and not _TAG.fullmatch(name))
 
 
 def read_tag(scope: str) -> tuple[int, int, int] | None:

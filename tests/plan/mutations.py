@@ -189,7 +189,7 @@ class Subject:
         self.expected = jax.device_get(jax.jit(self.step)(*self.args()))
         function = minialpa.parallelize(self.step, method=method)
         self.traced = function._trace(function._parameters.bind(self.args(), {}))
-        self.problems = mesh_problems(realise(self.traced, self.plan))
+        self.problems = mesh_problems(realise(self.traced, self.plan).staged)
         self.runners: dict[str, local.LocalExecutable] = {}
 
     def run(self, plan: Plan) -> Any:

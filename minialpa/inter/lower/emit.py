@@ -54,7 +54,7 @@ _Name = tuple[Var, int | None, int]
 
 def emit_program(traced: TracedStep, plan: Plan) -> Program:
     """The program of `plan` for `traced`. Raises VerifyError if the plan is for another step, or does not fit it."""
-    staged = realise(traced, plan)
+    staged = realise(traced, plan).staged
     problems = mesh_problems(staged)
     verify_staged(staged, problems, plan)
     program = _Emitter(planned_step(staged, problems, plan)).run()

@@ -97,24 +97,40 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
     }
 
 
-def realise(traced: TracedStep, plan: Plan) -> StagedStep:
-    """The staged step of a plan.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RealisedStep:
+    """A traced step as the decisions of a plan make it, phase after phase.
+
+    Attributes:
+        cut: after scans over layers are cut between layers.
+        rematerialised: in which backward passes compute again what layers do not keep.
+        staged: its micro-batches, as tasks on meshes.
+    """
+
+    cut: TracedStep
+    rematerialised: TracedStep
+    staged: StagedStep
+
+
+def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
+    """The phases from a traced step to the tasks of its plan.
 
     Raises VerifyError if the plan was made for another step or other shapes, or if the step does not allow one of its
     decisions; its specs are verified later, by `verify_staged`.
     """
     check_fits(traced, plan)
     verify_decisions(traced, plan)
-    step = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
-    verify_layers(step.n_groups, plan)
-    step = rematerialise(step, plan.layer_of_group, plan.remat)
+    cut = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
+    verify_layers(cut.n_groups, plan)
+    step = rematerialise(cut, plan.layer_of_group, plan.remat)
 
     chunks = plan_chunks(plan)
     with blamed("n_micro_batches", plan.n_micro_batches):
         groups = chunks.of_group(plan.layer_of_group)
-        return stage_step(
+        staged = stage_step(
             step, plan.n_micro_batches, groups, chunks.stage_of, keep_rows=plan.keeps_rows, cast_once=plan.casts_once
         )
+    return RealisedStep(cut=cut, rematerialised=step, staged=staged)
 
 
 def mesh_problems(staged: StagedStep) -> list[MeshEquations]:

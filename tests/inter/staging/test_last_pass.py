@@ -93,7 +93,7 @@ def _found(model: Callable[[Any, jax.Array], jax.Array], method: Method, step: S
     state, batch = arguments(model)
     step = step or step_of(model)
     plan = minialpa.plan(step, (state, batch), cluster=GPUS, method=method)
-    staged = realise(trace(step, state, batch), plan)
+    staged = realise(trace(step, state, batch), plan).staged
     return planned_step(staged, mesh_problems(staged), plan), plan
 
 

@@ -66,7 +66,7 @@ def compiled(name: str, method: Any, **arguments: Any) -> Case:
 
 
 def predictions(step: ParallelizedFunc, args: tuple[Any, ...], plan: Plan) -> dict[str, ProgramMemory]:
-    staged = realise(step._trace(step._parameters.bind(args, {})), plan)
+    staged = realise(step._trace(step._parameters.bind(args, {})), plan).staged
     out = {}
     for k, stage in enumerate(plan.stages):
         problem = mesh_equations(staged, k)
