@@ -90,7 +90,9 @@ class BlockText:
 
     def _read(self, atom: Atom) -> int | str:
         """The number of the operation that makes an operand, or else what is equal in repetitions."""
-        number = None if is_literal(atom) else self.block.made_by.get(atom)
+        if is_literal(atom):
+            return self.name_of(atom)
+        number = self.block.made_by.get(atom)
         return _without_numbers(self.name_of(atom)) if number is None else number
 
 
@@ -139,8 +141,10 @@ def _contracted(numbers: Any) -> str:
 def _parameter(value: Any) -> str:
     if value is None or value is False or value == ():
         return ""
-    is_plain = isinstance(value, int | float | str) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
-    text = str(value).replace(" ", "") if is_plain else ""
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        text = f"({','.join(map(str, value))})"
+    else:
+        text = str(value) if isinstance(value, int | float | str) else ""
     return text if len(text) <= _MOST_LETTERS else ""
 
 
@@ -209,7 +213,7 @@ def _repetition(lines: Sequence[_Line], start: int) -> tuple[int, int]:
         if 2 * period > len(lines) - start:
             break
         n = 0
-        while start + n + period < len(lines) and _alike(lines, start + n, period):
+        while start + n + period < len(lines) and _alike(lines, start, n, period):
             n += 1
         times = n // period + 1
         if period * (times - 1) > saved:
@@ -217,12 +221,23 @@ def _repetition(lines: Sequence[_Line], start: int) -> tuple[int, int]:
     return best
 
 
-def _alike(lines: Sequence[_Line], i: int, period: int) -> bool:
-    """Whether the line `period` after line i is the same, of values that are the same or as far away."""
-    one, other = lines[i], lines[i + period]
+def _alike(lines: Sequence[_Line], start: int, n: int, period: int) -> bool:
+    """Whether the line `period` after line `start + n` is the same, of values that are the same or as far away.
+
+    In the first repetition, what the others read of the repetition before them comes from anywhere outside.
+    """
+    one, other = lines[start + n], lines[start + n + period]
     if one.kind != other.kind or len(one.reads) != len(other.reads) or one.body != other.body:
         return False
-    return all(
-        a == b or (isinstance(a, int) and isinstance(b, int) and abs(b - a) == period)
-        for a, b in zip(one.reads, other.reads, strict=True)
-    )
+    first, second = lines[start].number, lines[start + period].number
+
+    def same(a: int | str, b: int | str) -> bool:
+        if a == b:
+            return True
+        if not isinstance(b, int):
+            return False
+        if n < period and (isinstance(a, str) or a < first):
+            return first <= b < second
+        return isinstance(a, int) and abs(b - a) == other.number - one.number
+
+    return all(same(a, b) for a, b in zip(one.reads, other.reads, strict=True))
