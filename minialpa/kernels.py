@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError
+from minialpa.ir.equations import is_literal
 from minialpa.rules.factors import Reduction
 from minialpa.rules.known_rules import is_kernel, known_primitives, operation_name
 from minialpa.rules.notation import parse_rule
@@ -28,7 +29,6 @@ from minialpa.rules.sharding_rule import ShardingRule
 from minialpa.support.private_jax import compiled_primitives
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import is_literal
 
 
 def register_sharding_rule(

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
+from minialpa.ir.equations import is_literal
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
 from minialpa.tracing.evaluation import eval_equation
-from minialpa.tracing.jaxprs import is_literal
 from minialpa.tracing.trace import TracedStep, trace_step
 
 #: The ways to run a step that has one pipeline boundary.

@@ -56,6 +56,24 @@ def test_a_planned_model_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "1 x 4 a100-80gb devices" in capsys.readouterr().out
 
 
+def test_phases_are_printed_compared_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["plan", "mlp", "--devices-per-host", "2", "--micro-batches", "2"]
+    assert main([*command, "--dump", "microbatch", "--diff", "trace", "layers"]) == 0
+    out = capsys.readouterr().out
+    assert "for each of 2 micro-batches:" in out
+    assert "--- trace\n+++ layers\n" in out
+    assert main([*command, "--dump"]) == 0
+    names = [path.name for path in sorted(Path("phases").iterdir())]
+    assert names[0] == "0-trace.txt" and names[-1] == "6-instructions.txt"
+    assert all(Path("phases", name).read_text() for name in names)
+    with pytest.raises(SystemExit):
+        main([*command, "--dump", "tracing"])
+    assert "rematerialise" in capsys.readouterr().err
+
+
 def test_the_doctor_says_what_is_here_and_tries_the_transports(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -17,9 +17,9 @@ from jax.interpreters import ad, mlir
 
 import minialpa
 from minialpa import DataParallel, ShardParallel
+from minialpa.ir.equations import sub_jaxprs
 from minialpa.methods import Method
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import sub_jaxprs
 
 B, H = 8, 4
 X = np.linspace(-1, 2, B * H, dtype=np.float32).reshape(B, H)

@@ -27,8 +27,8 @@ from minialpa import (
     Zero2Parallel,
     Zero3Parallel,
 )
+from minialpa.ir.equations import sub_jaxprs
 from minialpa.testing import assert_allclose
-from minialpa.tracing.jaxprs import sub_jaxprs
 from tests.pallas_kernels import flash_attention, plain_attention, plain_norm, row_norm
 
 EXAMPLES, LENGTH, HEADS, FEATURES = 8, 4, 4, 2

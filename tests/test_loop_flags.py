@@ -16,12 +16,12 @@ import minialpa
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import DataParallel, ShardParallel
 from minialpa.ir.block import Block
+from minialpa.ir.equations import shape_of, sub_jaxprs
 from minialpa.methods import Method
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flags import with_flags_as_tests
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import shape_of, sub_jaxprs
 
 B = 8
 X = np.linspace(0.3, 30, B, dtype=np.float32)

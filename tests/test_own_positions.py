@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from minialpa.ir.equations import sub_jaxprs
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import sub_jaxprs
 from minialpa.tracing.own_positions import with_own_positions
 
 B, T, H = 4, 6, 3

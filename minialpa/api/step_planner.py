@@ -21,6 +21,7 @@ from minialpa.api.ragged import OnRagged, explain_fewer, is_uneven, numbers_to_t
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
+from minialpa.ir.equations import aval_of, is_constraint, is_weak
 from minialpa.methods import (
     CreateStateParallel,
     FollowingMethod,
@@ -34,7 +35,6 @@ from minialpa.methods import (
 from minialpa.options import AutoShardingOption, PlanOptions
 from minialpa.plan import Plan, verify_plan
 from minialpa.tracing.fingerprint import Fingerprint
-from minialpa.tracing.jaxprs import aval_of, is_constraint, is_weak
 from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]

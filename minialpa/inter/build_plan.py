@@ -35,10 +35,10 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.inter.staging.transfers import planned_transfers
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.promises import gathered_state
+from minialpa.ir.equations import shape_of
 from minialpa.options import PlanOptions
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.rules.heavy import is_contraction
-from minialpa.tracing.jaxprs import shape_of
 from minialpa.tracing.ragged_products import ragged_products
 
 

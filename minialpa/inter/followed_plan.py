@@ -25,10 +25,10 @@ from minialpa.inter.layers.stacks import find_stacks
 from minialpa.inter.layers.unstack import with_row_blocks
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.ir.equations import dtype_name, is_literal, operand_vars, shape_of
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.plan import PlacedValue, Plan
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import dtype_name, is_literal, operand_vars, shape_of
 from minialpa.tracing.trace import Part, TracedStep
 
 #: A leaf of the function, or a block of its rows, as planning names it: unlike paths, no two have one name.

@@ -37,10 +37,10 @@ from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.intra.strategies.strategies import work_of
+from minialpa.ir.equations import sub_jaxprs
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import sub_jaxprs
 
 #: Seconds that a search takes for each equation of a step, about: 0.01 on models of 200 to 1,600 equations, and more
 #: than twice that on one of 7,500.

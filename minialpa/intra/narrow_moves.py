@@ -15,8 +15,8 @@ from dataclasses import replace
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.spmd import ShardedEquations
+from minialpa.ir.equations import Atom, aval_of, is_literal
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal
 
 #: The specs in which a variable is read, by the `id` of the reader and the number of the operand.
 _Readers = dict[tuple[int, int], Spec]

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.tracing.jaxprs import is_literal, source_line
+from minialpa.ir.equations import is_literal, source_line
 
 #: How many paths an error lists, so that it stays one readable paragraph.
 _N_LISTED = 3

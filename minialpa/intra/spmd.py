@@ -34,12 +34,7 @@ from minialpa.intra.strategies.combining import WITH_GRADIENTS, Sharing, n_toget
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
-from minialpa.rules.factors import Factors
-from minialpa.rules.known_rules import factors_of
-from minialpa.rules.shards import run_shard
-from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
-from minialpa.tracing.evaluation import eval_equation
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     Atom,
     aval_of,
     bytes_of,
@@ -48,6 +43,11 @@ from minialpa.tracing.jaxprs import (
     shape_of,
     source_line,
 )
+from minialpa.rules.factors import Factors
+from minialpa.rules.known_rules import factors_of
+from minialpa.rules.shards import run_shard
+from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
+from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.ragged_products import only_keeps_apart
 
 T = TypeVar("T")

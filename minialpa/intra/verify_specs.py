@@ -22,11 +22,11 @@ from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import nearest_candidate
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
+from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
 from minialpa.plan.verify import require
 from minialpa.rules.common import is_summable
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal, shape_of
 
 #: Positions of the fields of `EquationSpecs` in a plan, which errors name.
 _OPERANDS, _MADE, _RESULTS, _BODY = range(4)

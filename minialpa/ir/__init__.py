@@ -1,4 +1,4 @@
-"""Programs as blocks of operations: an equation of jax with what planning knows of it, printed, rewritten, verified.
+"""Programs as blocks: equations of jax in; operations with the facts that phases find, rewritten and printed, out.
 
-In: equations of jax. Out: blocks, in which every value is defined once and every operation carries its own facts.
+Every value of a block is defined once. Imports: `support`.
 """

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from minialpa.ir.equations import Atom, is_literal, live_equations, operand_vars
 from minialpa.ir.op import Op, Origin
-from minialpa.tracing.jaxprs import Atom, is_literal, live_equations, operand_vars
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,9 +15,9 @@ from typing import Any
 from jax.extend.core import Var
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, aval_of, is_literal, source_line, sub_jaxprs
 from minialpa.ir.op import Op
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, source_line, sub_jaxprs
-from minialpa.tracing.scopes import module_path
+from minialpa.ir.scopes import module_path
 
 #: Fewer lines than this are printed again, rather than counted.
 _LEAST_SAVED = 4

@@ -16,11 +16,7 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
-from minialpa.recognition.emission import Operands
-from minialpa.recognition.rewriting import NewEquation, Written, rewrite
-from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
-from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     Atom,
     aval_of,
     fresh_var,
@@ -30,6 +26,10 @@ from minialpa.tracing.jaxprs import (
     scan_counts,
     sub_jaxprs,
 )
+from minialpa.recognition.emission import Operands
+from minialpa.recognition.rewriting import NewEquation, Written, rewrite
+from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
+from minialpa.tracing.flattening import flatten_calls
 
 IsWanted = Callable[[Operands], bool]
 #: New equations in the place of the equation with this number.

@@ -15,13 +15,13 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.attention.kind import Attention, Float16Attention, Step
 from minialpa.attention.operation import attention_gradient_p, attention_p
+from minialpa.ir.equations import Atom, aval_of, shape_of
 from minialpa.recognition.masks import MaskReader, Part
 from minialpa.recognition.numbering import FLOATS, has_all
 from minialpa.recognition.positions import Window
 from minialpa.recognition.rewrites import SCORE_FEATURE, VALUE_FEATURE
 from minialpa.recognition.roles import Role
 from minialpa.recognition.terms import Axes, Label, Leaf, NoFormula, Softmax
-from minialpa.tracing.jaxprs import Atom, aval_of, shape_of
 from minialpa.tracing.new_equations import equations_for
 
 #: The indices that make up one dimension of an operand.

@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import aval_of, shape_of
 from minialpa.recognition.indices import check_apart
 from minialpa.recognition.layouts import LAYOUTS
 from minialpa.recognition.numbering import FLOATS
 from minialpa.recognition.rewrites import SCORE_FEATURE, rewritten
 from minialpa.recognition.rule import Known, Rule
 from minialpa.recognition.terms import OF_QUERIES, Axes, Form, Label, NoFormula, Number, Part, Scores, Term, renamed
-from minialpa.tracing.jaxprs import aval_of, shape_of
 
 # ---- element by element --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from minialpa.ir.equations import Atom, is_literal, operand_vars, shape_of
 from minialpa.recognition.equations import OUTSIDE, RULES, dot_general
 from minialpa.recognition.indices import Indices
 from minialpa.recognition.layouts import LAYOUTS
@@ -18,7 +19,6 @@ from minialpa.recognition.numbering import FLOATS, Numbers
 from minialpa.recognition.roles import find_role
 from minialpa.recognition.rule import Rule
 from minialpa.recognition.terms import RESULTS, Form, Leaf, NoFormula, Number, Part, Scores, kind_of
-from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, shape_of
 
 #: Equations from an `exp` back to the product of its scores, at most.
 _DEPTH = 12

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import aval_of, shape_of
 from minialpa.recognition.numbering import FLOATS, keeps_elements
 from minialpa.recognition.rewrites import converted
 from minialpa.recognition.rule import Known, Rule
 from minialpa.recognition.terms import Form, Label, NoFormula, Number
-from minialpa.tracing.jaxprs import aval_of, shape_of
 
 
 def same(known: Known, eqn: JaxprEqn) -> Form:

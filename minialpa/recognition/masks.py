@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
 from minialpa.recognition.positions import LAYOUTS, Window, WindowReader, operand_axes, shrunk
 from minialpa.recognition.terms import Axes, Label, Mask
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal
+from minialpa.ir.equations import Atom, aval_of, is_literal
 
 #: Equations that arrays are compared by, from the one that makes an array backwards.
 _DEPTH = 12

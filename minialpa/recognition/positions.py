@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
 from minialpa.recognition.terms import Axes, Label
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.attention.kind import Step
+from minialpa.ir.equations import Atom, aval_of, shape_of
 from minialpa.recognition.numbering import has_all
 from minialpa.recognition.terms import (
     OF_QUERIES,
@@ -40,7 +41,6 @@ from minialpa.recognition.terms import (
     Term,
     kind_of,
 )
-from minialpa.tracing.jaxprs import Atom, aval_of, shape_of
 
 #: The indices of features: d of queries and keys, e of values.
 SCORE_FEATURE, VALUE_FEATURE = "d", "e"

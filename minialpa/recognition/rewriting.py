@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import Atom, is_literal, operand_vars
 from minialpa.recognition.emission import (
     Operands,
     Request,
@@ -30,7 +31,6 @@ from minialpa.recognition.masks import MaskReader
 from minialpa.recognition.roles import Role, find_role
 from minialpa.recognition.terms import Form, NoFormula, Part, Softmax
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars
 from minialpa.tracing.new_equations import equations_for
 
 

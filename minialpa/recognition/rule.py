@@ -10,9 +10,9 @@ from typing import Protocol
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom
 from minialpa.recognition.indices import Indices
 from minialpa.recognition.terms import Form
-from minialpa.tracing.jaxprs import Atom
 
 
 class Known(Protocol):

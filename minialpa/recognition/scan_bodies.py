@@ -9,11 +9,11 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, scan_counts
 from minialpa.recognition.rewriting import with_named_results
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, operand_vars, scan_counts
 from minialpa.tracing.new_equations import equations_for
 
 

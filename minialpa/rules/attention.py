@@ -21,10 +21,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.attention.blockwise import SIDE
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors, Ramp
 from minialpa.rules.known_rules import rule
-from minialpa.tracing.jaxprs import shape_of
 
 #: Dimensions of the scores, and of what is added to them.
 _SCORES = "bgrts"

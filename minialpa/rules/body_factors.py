@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom, shape_of
 from minialpa.rules.body_groups import Groups, find_groups
 from minialpa.rules.body_outcomes import Outcome, follow, zero_arrays
 from minialpa.rules.body_region import Node, Region, node_of
@@ -21,7 +22,6 @@ from minialpa.rules.body_shards import BodyShards
 from minialpa.rules.common import FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import Starts
-from minialpa.tracing.jaxprs import Atom, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

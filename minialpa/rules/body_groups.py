@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom, is_control_flow, is_literal, shape_of
 from minialpa.rules.body_region import Node, Region, node_of
 from minialpa.rules.factors import Dims, Factors
 from minialpa.support.disjoint_sets import DisjointSets
-from minialpa.tracing.jaxprs import Atom, is_control_flow, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Literal
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom, dtype_name, is_literal, operand_vars, shape_of
 from minialpa.rules.body_groups import Groups, is_made_whole
 from minialpa.rules.body_region import Node, Region
 from minialpa.rules.endings import Ending, conditions, counters
 from minialpa.rules.factors import Factors, Reduction
-from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, operand_vars, shape_of
 
 #: What an array is in each shard: a part of the array, the same in all shards, zeros in all shards, or a partial
 #: result of a reduction.

@@ -13,10 +13,10 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, is_literal
 from minialpa.rules.endings import Ending, endings
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import Atom, is_literal
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom, is_literal, shape_of
 from minialpa.rules.body_groups import Groups, leading_nodes
 from minialpa.rules.body_region import Node, Region, node_of
 from minialpa.rules.shards import localize, part_of, run_from
 from minialpa.tracing.evaluation import eval_equation, eval_on_shards
-from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

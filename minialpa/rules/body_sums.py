@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom, operand_vars
 from minialpa.rules.body_region import Region
-from minialpa.tracing.jaxprs import Atom, operand_vars
 
 
 def summed_carries(region: Region) -> frozenset[int] | None:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.factors import Dims, Factors, Ramp, Reduction
-from minialpa.tracing.jaxprs import shape_of
 
 #: Factors of one dimension, outermost first.
 Dim = tuple[int, ...]

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import Dim, FactorTable, is_inexact, n_elements
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import rule
-from minialpa.tracing.jaxprs import shape_of
 
 
 def _in_order(dims: dict[int, Dim]) -> Dims:

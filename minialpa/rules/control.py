@@ -25,6 +25,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, fresh_var, is_literal, scan_counts, shape_of
 from minialpa.rules.body_factors import BodySplits, BoundaryTable, body_splits, local_params, started
 from minialpa.rules.body_region import Region
 from minialpa.rules.body_shards import BodyShards
@@ -33,7 +34,6 @@ from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import Starts, cached, equal_operands, rule
 from minialpa.tracing.evaluation import eval_on_shards
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, fresh_var, is_literal, scan_counts, shape_of
 
 
 def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:

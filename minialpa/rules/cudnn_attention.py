@@ -19,10 +19,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom, shape_of
 from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import replicated_factors, rule
-from minialpa.tracing.jaxprs import Atom, shape_of
 
 #: The number of the layout BNTH in the parameters of the primitives; BTNH is 0.
 _HEADS_FIRST = 1

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, aval_of, is_literal, sub_jaxprs
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.notation import parse_rule
@@ -31,7 +32,6 @@ from minialpa.rules.registered import jaxpr_flops
 from minialpa.rules.sharding_rule import ArrayRule, ShardingRule, shapes_of
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, sub_jaxprs
 
 
 class _RefusedError(Exception):

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import FactorTable, is_inexact, is_summable, n_elements
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import rule
-from minialpa.tracing.jaxprs import shape_of
 
 
 def _follow(atom: Any, shape: tuple[int, ...], result: Dims) -> Dims:

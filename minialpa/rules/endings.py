@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minialpa.ir.block import Block
-from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, shape_of
+from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 from minialpa.tracing.values import Values, producers_of
 
 

@@ -16,8 +16,8 @@ from typing import Literal
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import is_control_flow
 from minialpa.support.divisors import divisors
-from minialpa.tracing.jaxprs import is_control_flow
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod", "xor"]
 Dims = tuple[tuple[int, ...], ...]

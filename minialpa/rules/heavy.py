@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.tracing.jaxprs import sub_jaxprs
+from minialpa.ir.equations import sub_jaxprs
 
 #: Operations whose work grows faster than their operands and results: matrix products, and what is made of them.
 _CONTRACTIONS = frozenset(

@@ -21,11 +21,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import Dim, FactorTable, is_inexact, is_summable, n_elements
 from minialpa.rules.factors import Factors, Reduction, Shapes
 from minialpa.rules.known_rules import Starts, rule
 from minialpa.tracing.evaluation import eval_on_shards
-from minialpa.tracing.jaxprs import shape_of
 
 
 def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Sequence[Dim]) -> tuple[Dim, ...]:

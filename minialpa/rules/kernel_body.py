@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import is_literal, sub_jaxprs
 from minialpa.rules.known_integers import UNKNOWN, Value, compute, constant, read
-from minialpa.tracing.jaxprs import is_literal, sub_jaxprs
 
 #: Beginnings of the names of primitives that do more than compute on the blocks of one iteration.
 _BEYOND_BLOCKS = (

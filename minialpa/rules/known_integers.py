@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, sub_jaxprs
+from minialpa.ir.equations import Atom, aval_of, is_literal, sub_jaxprs
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
+from minialpa.ir.equations import is_call, is_literal, shape_of, sub_jaxprs
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.support.private_jax import settings_of
 from minialpa.tracing.flattening import keep
-from minialpa.tracing.jaxprs import is_call, is_literal, shape_of, sub_jaxprs
 
 T = TypeVar("T")
 

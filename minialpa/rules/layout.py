@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import Starts, rule
-from minialpa.tracing.jaxprs import shape_of
 
 
 def _moved(eqn: JaxprEqn, table: FactorTable, operand: Dims, result: Dims) -> Factors:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.kernel_body import carries, computes_on_blocks, positions_read
@@ -32,7 +33,6 @@ from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.registered import jaxpr_flops
 from minialpa.support.divisors import divisors
 from minialpa.support.private_jax import KernelArray, KernelGrid, kernel_grid, local_kernel_params, written_operands
-from minialpa.tracing.jaxprs import shape_of
 
 #: Positions of a grid for which index maps are computed, at most.
 _MOST_POSITIONS = 2**20

@@ -17,12 +17,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
+from minialpa.ir.equations import aval_of, shape_of
 from minialpa.rules.common import FactorTable, n_elements
 from minialpa.rules.elementwise import elementwise
 from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import Starts, replicated_factors, rule
 from minialpa.support.private_jax import under_settings_of
-from minialpa.tracing.jaxprs import aval_of, shape_of
 
 
 def _are_keys_independent(eqn: JaxprEqn) -> bool:

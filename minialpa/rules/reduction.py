@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import FactorTable, n_elements
 from minialpa.rules.factors import Dims, Factors, Reduction
 from minialpa.rules.known_rules import rule
-from minialpa.tracing.jaxprs import shape_of
 
 #: How partial results of a reduction are combined.
 _COMBINED: dict[str, Reduction] = {

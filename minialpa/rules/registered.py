@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 
 from minialpa.errors import ShardingError
+from minialpa.ir.equations import aval_of, is_weak, sub_jaxprs
 from minialpa.rules.common import n_elements
 from minialpa.rules.derived_rules import batched_rule, derivative_rule
 from minialpa.rules.factors import Factors, Shapes
@@ -35,7 +36,6 @@ from minialpa.support.private_jax import (
     result_avals,
 )
 from minialpa.tracing.flattening import written_out
-from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs
 
 #: Floating point operations, from the types of the operands.
 Flops = Callable[..., float]

@@ -8,10 +8,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import rule
-from minialpa.tracing.jaxprs import shape_of
 
 
 def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:

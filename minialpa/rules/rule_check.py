@@ -21,6 +21,14 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from minialpa.errors import ShardingError
+from minialpa.ir.equations import (
+    aval_of,
+    fresh_var,
+    is_extended,
+    is_literal,
+    sub_jaxprs,
+    with_each_body,
+)
 from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import EquationKind, cached, factors_of, kind_of, localizer_of, operation_name
 from minialpa.rules.parts import Part, cut, wholes
@@ -30,14 +38,6 @@ from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval, result_avals, under_settings_of
 from minialpa.tracing.evaluation import eval_on_shards
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import (
-    aval_of,
-    fresh_var,
-    is_extended,
-    is_literal,
-    sub_jaxprs,
-    with_each_body,
-)
 
 #: Largest difference of results, as a part of their largest element, by bytes of the dtype.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}

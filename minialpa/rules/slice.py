@@ -10,10 +10,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import rule
-from minialpa.tracing.jaxprs import shape_of
 
 
 def _whole_or_blocked(

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of
 from minialpa.rules.common import FactorTable, n_elements
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import rule
-from minialpa.tracing.jaxprs import shape_of
 
 
 def _is_trivial(eqn: JaxprEqn, i: int) -> bool:

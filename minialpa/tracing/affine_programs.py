@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import Atom, called, is_call, is_literal, scan_counts, shape_of
 from minialpa.tracing.affine import Affine, At, fits, of_constant, of_value
 from minialpa.tracing.affine_rules import RULES
-from minialpa.tracing.jaxprs import Atom, called, is_call, is_literal, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import Atom, aval_of, shape_of
 from minialpa.tracing.affine import Affine, At, at_place, combined, filled, has_same_values, reshaped
-from minialpa.tracing.jaxprs import Atom, aval_of, shape_of
 
 #: What an operand is as a whole, or at one place.
 Read = Callable[[Atom, At | None], Affine | None]

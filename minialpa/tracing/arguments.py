@@ -11,8 +11,8 @@ import numpy as np
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
+from minialpa.ir.equations import is_extended
 from minialpa.tracing.host_memory import why_in_host
-from minialpa.tracing.jaxprs import is_extended
 
 
 def argument_name(path: str) -> str:

@@ -10,8 +10,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, is_constraint, is_literal, sub_jaxprs
 from minialpa.support.private_jax import bind_again
-from minialpa.tracing.jaxprs import Atom, is_constraint, is_literal, sub_jaxprs
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:

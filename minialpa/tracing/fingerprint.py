@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from minialpa.ir.equations import dtype_name, is_literal, shape_of
 from minialpa.support.private_jax import unusual_settings
-from minialpa.tracing.jaxprs import dtype_name, is_literal, shape_of
 
 #: Number of prefixes with a digest of their own; a change is found within 1/32 of the equations.
 _N_PREFIXES = 32

@@ -18,8 +18,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from minialpa.ir.block import Block, block_of
-from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     Atom,
     dtype_name,
     is_control_flow,
@@ -29,6 +28,7 @@ from minialpa.tracing.jaxprs import (
     shape_of,
     with_each_body,
 )
+from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.values import ELEMENTWISE, Values, producers_of
 
 

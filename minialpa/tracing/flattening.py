@@ -19,16 +19,7 @@ from jax.sharding import Sharding
 
 from minialpa.arrays import own_copy
 from minialpa.ir.block import Block
-from minialpa.ir.op import Op
-from minialpa.support.private_jax import (
-    compiled_function,
-    name_stack,
-    under_settings_of,
-    with_some_line,
-    with_source_of,
-)
-from minialpa.tracing.host_memory import refuse_host_memory
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     CALLS,
     Atom,
     aval_of,
@@ -44,6 +35,15 @@ from minialpa.tracing.jaxprs import (
     sub_jaxprs,
     with_each_body,
 )
+from minialpa.ir.op import Op
+from minialpa.support.private_jax import (
+    compiled_function,
+    name_stack,
+    under_settings_of,
+    with_some_line,
+    with_source_of,
+)
+from minialpa.tracing.host_memory import refuse_host_memory
 from minialpa.tracing.ragged_products import dense_product
 from minialpa.tracing.users_meshes import refuse_programs_of_devices, without_meshes
 

@@ -25,11 +25,11 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import is_literal
+from minialpa.ir.scopes import module_path, tag_scope
 from minialpa.support.private_jax import define_batching, define_jvp, define_linear, define_lowering
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import is_literal
-from minialpa.tracing.scopes import module_path, tag_scope
 
 gradient_p = Primitive("minialpa_gradient")
 gradient_p.multiple_results = True

@@ -14,8 +14,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
+from minialpa.ir.equations import aval_of, dtype_name, shape_of, source_line, sub_jaxprs
 from minialpa.support.private_jax import compute_place
-from minialpa.tracing.jaxprs import aval_of, dtype_name, shape_of, source_line, sub_jaxprs
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 _KEPT = "minialpa keeps the arrays of a step in device memory."

@@ -9,9 +9,9 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, dtype_name, fresh_var, is_literal, shape_of
 from minialpa.support.private_jax import result_avals, settings_of
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import Atom, dtype_name, fresh_var, is_literal, shape_of
 
 
 class EquationMaker:

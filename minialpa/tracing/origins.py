@@ -14,10 +14,10 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import is_literal, operand_vars
 from minialpa.ir.op import Direction, Op, Origin
+from minialpa.ir.scopes import is_second_derivative, is_transposed, read_tag
 from minialpa.tracing.gradients import boundary_p, gradient_p
-from minialpa.tracing.jaxprs import is_literal, operand_vars
-from minialpa.tracing.scopes import is_second_derivative, is_transposed, read_tag
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, called, is_call, shape_of, with_bodies, with_called
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.affine import At
 from minialpa.tracing.affine_programs import Outside, Program, inputs_of_scan, inside
-from minialpa.tracing.jaxprs import Atom, called, is_call, shape_of, with_bodies, with_called
 from minialpa.tracing.new_equations import equations_for
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")

@@ -23,8 +23,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 
+from minialpa.ir.equations import shape_of, source_line, sub_jaxprs
 from minialpa.support.private_jax import name_stack
-from minialpa.tracing.jaxprs import shape_of, source_line, sub_jaxprs
 
 #: The `checkpoint_name` of the sizes of groups.
 _MARK = "minialpa_groups"

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
+from minialpa.ir.equations import is_inexact, is_literal, operand_vars, shape_of, sub_jaxprs
+from minialpa.ir.scopes import is_transposed
 from minialpa.support.private_jax import name_stack
-from minialpa.tracing.jaxprs import is_inexact, is_literal, operand_vars, shape_of, sub_jaxprs
-from minialpa.tracing.scopes import is_transposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

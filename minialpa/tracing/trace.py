@@ -17,13 +17,13 @@ from jax.tree_util import PyTreeDef
 
 from minialpa.errors import TraceError
 from minialpa.ir.block import Block
+from minialpa.ir.equations import aval_of
 from minialpa.ir.op import Origin
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.flags import with_flags_as_tests
 from minialpa.tracing.flattening import trace_flat
 from minialpa.tracing.gradients import tracing_step
-from minialpa.tracing.jaxprs import aval_of
 from minialpa.tracing.origins import with_origins, without_marks
 from minialpa.tracing.own_positions import with_own_positions
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts

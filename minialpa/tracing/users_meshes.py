@@ -16,8 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, Sharding
 
 from minialpa.errors import TraceError
+from minialpa.ir.equations import Atom, is_constraint, is_literal, source_line, sub_jaxprs
 from minialpa.support.private_jax import NO_MESH, is_ref, mesh_of, under_mesh, with_no_mesh
-from minialpa.tracing.jaxprs import Atom, is_constraint, is_literal, source_line, sub_jaxprs
 
 _PLANNER = "The planner decides what each device computes"
 

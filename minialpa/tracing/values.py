@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
-from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, shape_of
+from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 
 
 def producers_of(part: Block) -> dict[Atom, JaxprEqn]:

@@ -30,11 +30,11 @@ from minialpa.intra.spmd import ShardedEquations, collectives_of, shard_program,
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.intra.strategies.strategies import StrategySet, enumerate_strategies
+from minialpa.ir.equations import bytes_of, shape_of
 from minialpa.plan.codec import decode
 from minialpa.rules.known_rules import factors_of, forget
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 from minialpa.tracing.evaluation import eval_equation
-from minialpa.tracing.jaxprs import bytes_of, shape_of
 from tests.attention_calls import causal, two_layers, two_layers_arguments
 
 _B, _G, _R, _D, _E = 1, 1, 2, 4, 3

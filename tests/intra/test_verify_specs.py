@@ -15,9 +15,9 @@ from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.strategies.candidates import enumerate_candidates, nearest_candidate
 from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.intra.verify_specs import SpecsOfMesh, verify_specs
+from minialpa.ir.equations import shape_of
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import shape_of
 from tests.helpers import trace
 from tests.rules.rule_programs import PROGRAMS, cases
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from minialpa.ir.equations import sub_jaxprs
 from minialpa.recognition.step import recognise
 from minialpa.tracing.evaluation import eval_flat
-from minialpa.tracing.jaxprs import sub_jaxprs
 from minialpa.tracing.trace import TracedStep
 from tests.helpers import trace
 

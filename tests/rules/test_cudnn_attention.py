@@ -16,11 +16,11 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.extend.core import JaxprEqn
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
+from minialpa.ir.equations import aval_of
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval, result_avals
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import aval_of
 from tests.rules.rule_laws import Case, notation
 
 B, T, S, N, K, H = 4, 8, 6, 4, 2, 16

@@ -16,11 +16,11 @@ import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh, ShardParallel, hlo, models, parallelize, value_and_grad
 from minialpa.intra.spmd import EquationSpecs, ShardedEquations, shard_program
 from minialpa.intra.strategies.strategies import enumerate_strategies
+from minialpa.ir.equations import is_literal, shape_of
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
 from minialpa.sharding import Spec
 from minialpa.tracing.evaluation import eval_equation
-from minialpa.tracing.jaxprs import is_literal, shape_of
 from tests.rules.rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
 from tests.rules.rule_programs import PROGRAMS, cases
 

@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
+from minialpa.ir.equations import fresh_var
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
-from minialpa.tracing.jaxprs import fresh_var
 from minialpa.tracing.new_equations import EquationMaker
 from tests.rules.rule_laws import Case, cases_of, check_all, notation, vjp
 

@@ -13,10 +13,10 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers.clustering import cluster_layers
+from minialpa.ir.equations import bytes_of, operand_vars, shape_of
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, ManualLayerOption
 from minialpa.rules.heavy import has_contraction
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import bytes_of, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
 if TYPE_CHECKING:

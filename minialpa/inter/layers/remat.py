@@ -24,10 +24,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, batch_kinds
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_extended, is_literal, operand_vars
 from minialpa.ir.op import Op
 from minialpa.options import Remat
 from minialpa.rules.heavy import has_contraction, is_view, reads_in_place
-from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_extended, is_literal, operand_vars
 from minialpa.tracing.new_equations import equations_for
 from minialpa.tracing.trace import TracedStep
 

@@ -17,8 +17,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.layers.stacks import Stacks
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal
 from minialpa.ir.op import Origin
-from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal
 from minialpa.tracing.new_equations import EquationMaker, unary_equation
 
 if TYPE_CHECKING:

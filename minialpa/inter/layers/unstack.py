@@ -29,14 +29,7 @@ from minialpa.errors import VerifyError
 from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Owner, RowBlocks, block_layout
 from minialpa.inter.layers.stacks import BlockwiseEquation, Stacks, find_stacks
 from minialpa.ir.block import Block
-from minialpa.ir.op import Op, Origin
-from minialpa.rules.factors import Reduction
-from minialpa.rules.known_rules import factors_of
-from minialpa.rules.reductions import combine
-from minialpa.rules.shards import localize
-from minialpa.support.private_jax import changed_aval
-from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     Atom,
     aval_of,
     fresh_var,
@@ -45,6 +38,13 @@ from minialpa.tracing.jaxprs import (
     scan_counts,
     shape_of,
 )
+from minialpa.ir.op import Op, Origin
+from minialpa.rules.factors import Reduction
+from minialpa.rules.known_rules import factors_of
+from minialpa.rules.reductions import combine
+from minialpa.rules.shards import localize
+from minialpa.support.private_jax import changed_aval
+from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.trace import Part, TracedStep
 
 #: The owner of equations that join or cut the results of the step: they belong to no forward group.

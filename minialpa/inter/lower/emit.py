@@ -27,6 +27,7 @@ from minialpa.inter.staging.leaf_placement import leaf_blocks
 from minialpa.inter.staging.staged_step import mesh_problems, realise
 from minialpa.inter.staging.tasks import Task
 from minialpa.inter.staging.verify_fit import verify_staged
+from minialpa.ir.equations import Atom, aval_bytes, aval_of, count_equations, is_literal, shape_of
 from minialpa.plan import Plan
 from minialpa.programs.program import (
     Accumulate,
@@ -42,7 +43,6 @@ from minialpa.programs.program import (
     verify_program,
 )
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import Atom, aval_bytes, aval_of, count_equations, is_literal, shape_of
 from minialpa.tracing.trace import TracedStep
 
 #: Bytes of a step that is joined into one function where that compiles sooner, if nothing in it is freed.

@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from minialpa.errors import TraceError
+from minialpa.ir.equations import is_extended, is_weak
 from minialpa.programs.mesh_program import KEY_SHAPES, STAND_INS, ArrayType, MeshFunction
 from minialpa.programs.program import Function
 from minialpa.sharding import abstract_mesh
-from minialpa.tracing.jaxprs import is_extended, is_weak
 
 
 def array_type(aval: Any) -> ArrayType:

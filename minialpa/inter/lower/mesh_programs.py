@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import ClusterSpec
 from minialpa.inter.lower.cross_mesh import Crossing, plan_resharding
 from minialpa.inter.lower.exported_functions import array_type, export_function
+from minialpa.ir.equations import aval_of, is_extended
 from minialpa.programs.leaf_blocks import numbered_leaves
 from minialpa.programs.mesh_program import (
     ArrayType,
@@ -32,7 +33,6 @@ from minialpa.programs.mesh_program import (
 )
 from minialpa.programs.program import Accumulate, ConstantSlot, Free, Instruction, Program, Run, Transfer, reads
 from minialpa.programs.resharding import Resharding
-from minialpa.tracing.jaxprs import aval_of, is_extended
 from minialpa.tracing.trace import TracedStep
 
 

@@ -21,9 +21,9 @@ from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import EquationKind, MeshStrategies, StrategyCache
+from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
 from minialpa.rules.heavy import has_contraction
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import Atom, is_control_flow, is_literal
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import run_rows
-from minialpa.tracing.jaxprs import Atom, is_control_flow, is_literal
 from minialpa.tracing.new_equations import equations_for
 
 

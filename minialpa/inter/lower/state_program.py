@@ -21,6 +21,7 @@ from minialpa.inter.lower.propagated_specs import propagated_specs
 from minialpa.inter.lower.row_equations import RowEquations, Rows
 from minialpa.inter.lower.task_functions import task_function
 from minialpa.intra.spmd import ShardedEquations
+from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, live_equations, operand_vars, shape_of
 from minialpa.plan import PlacedValue
 from minialpa.programs.leaf_blocks import LeafBlocks, numbered_leaves
 from minialpa.programs.program import (
@@ -34,7 +35,6 @@ from minialpa.programs.program import (
     verify_program,
 )
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, is_literal, live_equations, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
 #: Calls that make the leaves of one mesh, about. XLA computes all leaves of a call at the same time, and drawing random

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 
 from minialpa.inter.microbatch.split_step import Stack
 from minialpa.intra.spmd import ShardedEquations, shard_program
+from minialpa.ir.equations import aval_of, is_weak
 from minialpa.programs.mesh_program import STAND_INS
 from minialpa.programs.program import Function
 from minialpa.rules.factors import Reduction
 from minialpa.rules.reductions import combine
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import aval_of, is_weak
 
 
 def stored(var: Var, spec: Spec, mesh_shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

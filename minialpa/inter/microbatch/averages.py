@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.tracing.jaxprs import Atom, aval_of, called, is_call, is_inexact, is_literal
+from minialpa.ir.equations import Atom, aval_of, called, is_call, is_inexact, is_literal
 from minialpa.tracing.trace import TracedStep
 
 #: Of values that are put together, or of parts of one, each entry is an entry of one of them.

@@ -17,10 +17,10 @@ from typing import Final, Literal
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
+from minialpa.ir.equations import Atom, is_literal, operand_vars, source_line
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, source_line
 from minialpa.tracing.trace import TracedStep
 
 AGGREGATE: Final = "aggregate"

@@ -11,9 +11,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.segments import Segments
 from minialpa.inter.microbatch.split_step import Accumulator, SplitStep, Stack, operation
+from minialpa.ir.equations import Atom, fresh_var, is_literal, operand_vars, shape_of
 from minialpa.ir.op import Op
 from minialpa.support.private_jax import changed_aval
-from minialpa.tracing.jaxprs import Atom, fresh_var, is_literal, operand_vars, shape_of
 from minialpa.tracing.new_equations import EquationMaker
 
 

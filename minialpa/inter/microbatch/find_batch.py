@@ -21,9 +21,9 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.errors import TraceError
 from minialpa.inter.microbatch.batching import Kinds, batch_factors, batch_kinds, is_barrier
+from minialpa.ir.equations import aval_of, is_extended, is_literal, shape_of
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.arguments import argument_name
-from minialpa.tracing.jaxprs import aval_of, is_extended, is_literal, shape_of
 from minialpa.tracing.trace import NoBatch, TracedStep
 
 #: An argument that is in this many times more equations than any other is the batch.

@@ -12,8 +12,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.forms import Once, Own, Same
 from minialpa.inter.microbatch.partial_sums import ValueForms
+from minialpa.ir.equations import Atom, is_literal, operand_vars
 from minialpa.rules.heavy import is_heavy
-from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars
 from minialpa.tracing.trace import TracedStep
 
 

@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn
 from minialpa.inter.microbatch.batching import batch_factors, dim_of, is_barrier
 from minialpa.inter.microbatch.forms import Own, Partial, Rows, Scale
 from minialpa.inter.microbatch.loop_values import LoopValues
+from minialpa.ir.equations import Atom
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import Atom
 
 
 class LoopEquations:

@@ -21,11 +21,11 @@ from minialpa.inter.microbatch.batching import dim_of
 from minialpa.inter.microbatch.draft import Draft
 from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.once_values import OnceValues
+from minialpa.ir.equations import Atom, aval_of, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize, run_shard
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, operand_vars, shape_of
 from minialpa.tracing.new_equations import equations_for
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.averages import OTHER, Moment, Value, mixes, replaced_inputs, result_values
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
-from minialpa.tracing.jaxprs import Atom, is_inexact, is_literal, operand_vars, shape_of
+from minialpa.ir.equations import Atom, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
 _AFFINE = ("add", "add_any", "sub", "mul", "div")

@@ -16,9 +16,9 @@ from minialpa.inter.microbatch.on_totals import refuse_sums
 from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError
+from minialpa.ir.equations import Atom, operand_vars, source_line, sub_jaxprs
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import Atom, operand_vars, source_line, sub_jaxprs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from minialpa.inter.microbatch.levels import Levels
 from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError
+from minialpa.ir.equations import operand_vars
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import operand_vars
 from minialpa.tracing.trace import TracedStep
 
 _Mean = TypeVar("_Mean", Partial, Own)

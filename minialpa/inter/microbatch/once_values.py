@@ -24,9 +24,9 @@ from minialpa.errors import TraceError
 from minialpa.inter.microbatch.draft import Draft
 from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.split_step import Accumulator, Stack
+from minialpa.ir.equations import Atom, aval_of, dtype_name, fresh_var, is_inexact, is_literal
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.gradients import gradient_p
-from minialpa.tracing.jaxprs import Atom, aval_of, dtype_name, fresh_var, is_inexact, is_literal
 from minialpa.tracing.new_equations import equations_for
 
 #: Totals over micro-batches are floats of at least so many bytes: float32. In bfloat16, small parts would vanish.

@@ -16,8 +16,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import Kinds
 from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows
+from minialpa.ir.equations import Atom, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
-from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, shape_of
 
 #: What may compute the number of terms of a mean.
 _ARITHMETIC: dict[str, Callable[..., float]] = {

@@ -9,7 +9,7 @@ from jax.extend.core import Var
 from minialpa.inter.microbatch.forms import Partial, Rows
 from minialpa.inter.microbatch.segments import Segments
 from minialpa.inter.microbatch.split_step import is_loop
-from minialpa.tracing.jaxprs import operand_vars
+from minialpa.ir.equations import operand_vars
 
 
 def recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> set[int]:

@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.inter.microbatch.forms import Form, Once, Partial, Rows, Scale
 from minialpa.inter.microbatch.levels import Levels
 from minialpa.inter.microbatch.partial_sums import ValueForms
+from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import Atom, aval_of, is_inexact, is_literal, shape_of
 
 
 class Scales:

@@ -35,8 +35,8 @@ from minialpa.inter.microbatch.on_totals import OnTotals
 from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
+from minialpa.ir.equations import Atom, source_line
 from minialpa.rules.heavy import is_heavy
-from minialpa.tracing.jaxprs import Atom, source_line
 from minialpa.tracing.trace import TracedStep
 
 

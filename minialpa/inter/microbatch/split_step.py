@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import Atom
 from minialpa.ir.op import Op
 from minialpa.rules.factors import Reduction
-from minialpa.tracing.jaxprs import Atom
 from minialpa.tracing.trace import TracedStep
 
 #: Segments of a step with one loop: once before, once per micro-batch, and once after the micro-batches.

@@ -19,8 +19,8 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import TraceError
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
 from minialpa.inter.microbatch.normalisations import Moments
+from minialpa.ir.equations import dtype_name, is_inexact, is_literal, operand_vars, shape_of, source_line
 from minialpa.support.private_jax import innermost_line
-from minialpa.tracing.jaxprs import dtype_name, is_inexact, is_literal, operand_vars, shape_of, source_line
 from minialpa.tracing.trace import TracedStep
 
 _PER_MICRO_BATCH: Final = "minialpa_per_micro_batch"

@@ -15,9 +15,9 @@ from jax.extend.core import Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, batch_kinds
 from minialpa.inter.microbatch.split_step import LOOP, SplitStep, is_loop, operation
+from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, operand_vars, reading
 from minialpa.ir.op import Op
 from minialpa.tracing.gradients import gradient_p
-from minialpa.tracing.jaxprs import Atom, aval_of, is_inexact, is_literal, operand_vars, reading
 from minialpa.tracing.new_equations import equations_for, unary_equation
 from minialpa.tracing.trace import TracedStep
 

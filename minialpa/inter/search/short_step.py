@@ -27,8 +27,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars, reading
 from minialpa.ir.op import Op
-from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars, reading
 from minialpa.tracing.trace import TracedStep, with_leaves
 
 #: Units of a run that stay: the first three and the last one. The second one has equal neighbours: it is costed.

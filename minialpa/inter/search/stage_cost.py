@@ -28,9 +28,9 @@ from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.strategies.strategy_cache import StrategyCache
+from minialpa.ir.equations import Atom, bytes_of, is_literal
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
-from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal
 
 #: Seconds that a solver may take to prove the sharding of one piece.
 _PIECE_TIME_LIMIT_S = 5.0

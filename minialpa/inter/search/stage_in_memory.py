@@ -31,8 +31,8 @@ from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.solver.clock import Deadline
+from minialpa.ir.equations import bytes_of, source_line
 from minialpa.options import AutoShardingOption
-from minialpa.tracing.jaxprs import bytes_of, source_line
 
 #: How often a stage is solved with more room.
 _MAX_WITH_MORE_ROOM = 2

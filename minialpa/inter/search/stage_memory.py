@@ -31,9 +31,9 @@ from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.liveness import LargeTensor, donated_pairs, lifetimes, peak_bytes
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import scan_body
+from minialpa.ir.equations import bytes_of, is_literal, operand_vars
 from minialpa.rules.heavy import has_contraction
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import bytes_of, is_literal, operand_vars
 
 Moments = Sequence[Sequence[int]]
 

@@ -28,11 +28,7 @@ from minialpa.inter.microbatch.split_step import PROLOGUE, SplitStep, is_loop
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.intra.strategies.sharing import shared_copies
 from minialpa.ir.block import Block
-from minialpa.ir.op import Op
-from minialpa.rules.heavy import is_view, reads_in_place
-from minialpa.support.private_jax import changed_aval
-from minialpa.tracing.flattening import flat_body
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     Atom,
     aval_of,
     fresh_var,
@@ -43,6 +39,10 @@ from minialpa.tracing.jaxprs import (
     scan_counts,
     with_bodies,
 )
+from minialpa.ir.op import Op
+from minialpa.rules.heavy import is_view, reads_in_place
+from minialpa.support.private_jax import changed_aval
+from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.new_equations import equations_for
 
 #: By variable, the one that holds its value in a narrower type.

@@ -25,7 +25,7 @@ from minialpa.inter.staging.sums_in_scans import sum_gradients_in_scans, sum_tot
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.inter.staging.totals import added_inside, added_up, bytes_of_totals, only_added, with_results, with_totals
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
-from minialpa.tracing.jaxprs import is_gradient_marker, operand_vars
+from minialpa.ir.equations import is_gradient_marker, operand_vars
 
 
 @dataclass(frozen=True, slots=True)

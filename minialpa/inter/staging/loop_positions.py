@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.split_step import SplitStep
 from minialpa.inter.staging.split_values import combined_values, step_results
+from minialpa.ir.equations import operand_vars
 from minialpa.ir.op import Op
 from minialpa.rules.heavy import is_heavy
-from minialpa.tracing.jaxprs import operand_vars
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.narrow_moves import with_narrow_moves
 from minialpa.intra.spmd import Communication, ShardedEquations
 from minialpa.intra.strategies.combining import combined_sums
+from minialpa.ir.equations import is_literal, operand_vars
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import is_literal, operand_vars
 
 
 def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:

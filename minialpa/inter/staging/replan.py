@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import VerifyError
+from minialpa.ir.equations import dtype_name, shape_of, source_line
 from minialpa.options import FixedLayerOption, ManualStageOption, PlanOptions
 from minialpa.plan import Plan
 from minialpa.tracing.fingerprint import first_change
-from minialpa.tracing.jaxprs import dtype_name, shape_of, source_line
 from minialpa.tracing.trace import TracedStep
 
 #: Differences that a message names; it counts the others.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.extend.core import Var
 
 from minialpa.inter.microbatch.split_step import SplitStep
-from minialpa.tracing.jaxprs import is_literal
+from minialpa.ir.equations import is_literal
 
 
 def step_inputs(split: SplitStep) -> tuple[Var, ...]:

@@ -24,10 +24,10 @@ from minialpa.inter.staging.tasks import StagedStep, stage_split, traced_positio
 from minialpa.inter.staging.verify_fit import blamed, verify_decisions, verify_layers
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.strategies.sharing import share_reads
+from minialpa.ir.equations import is_literal
 from minialpa.ir.op import Op
 from minialpa.plan import Plan, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import is_literal
 from minialpa.tracing.trace import TracedStep
 
 

@@ -25,12 +25,7 @@ from minialpa.inter.microbatch.split_step import Accumulator
 from minialpa.inter.staging.totals import adding
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import ScanBody, scan_body
-from minialpa.sharding import EquationSpecs, Spec
-from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.evaluation import eval_flat
-from minialpa.tracing.flattening import flat_body
-from minialpa.tracing.gradients import gradient_p
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     aval_of,
     bytes_of,
     fresh_var,
@@ -39,6 +34,11 @@ from minialpa.tracing.jaxprs import (
     operand_vars,
     scan_counts,
 )
+from minialpa.sharding import EquationSpecs, Spec
+from minialpa.support.private_jax import with_source_of
+from minialpa.tracing.evaluation import eval_flat
+from minialpa.tracing.flattening import flat_body
+from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.new_equations import equations_for
 
 

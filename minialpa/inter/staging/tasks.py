@@ -17,7 +17,7 @@ from minialpa.inter.microbatch.split_step import LOOP, PROLOGUE, SplitStep, is_l
 from minialpa.inter.staging.loop_positions import ChunkedStep, place_loops
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.inter.staging.update_meshes import place_updates
-from minialpa.tracing.jaxprs import Atom, is_literal, live_equations, operand_vars
+from minialpa.ir.equations import Atom, is_literal, live_equations, operand_vars
 from minialpa.tracing.trace import TracedStep
 
 TaskKind = Literal["prologue", "forward", "backward", "step", "update"]

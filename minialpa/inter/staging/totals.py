@@ -19,8 +19,8 @@ from minialpa.inter.microbatch.split_step import Accumulator
 from minialpa.inter.staging.split_values import step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.spmd import ShardedEquations
+from minialpa.ir.equations import Atom, bytes_of, dtype_name
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name
 from minialpa.tracing.new_equations import EquationMaker
 
 

@@ -8,8 +8,8 @@ from jax.extend.core import Var
 
 from minialpa.inter.staging.split_values import combined_values
 from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.ir.equations import bytes_of
 from minialpa.plan import PassName, PlannedTransfer
-from minialpa.tracing.jaxprs import bytes_of
 
 
 def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.inter.microbatch.split_step import is_loop
 from minialpa.inter.staging.loop_positions import ChunkedStep, LoopPlacement
 from minialpa.inter.staging.split_values import combined_values, step_inputs
-from minialpa.tracing.jaxprs import bytes_of, is_literal, operand_vars
+from minialpa.ir.equations import bytes_of, is_literal, operand_vars
 
 ByLevel = Mapping[tuple[int, int], Sequence[JaxprEqn]]
 """(level, mesh) -> the equations of that level on that mesh, in order."""

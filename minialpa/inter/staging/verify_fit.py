@@ -21,10 +21,10 @@ from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.verify_specs import SpecsOfMesh, check_resharding, check_spec, verify_specs
+from minialpa.ir.equations import is_literal
 from minialpa.plan import PlacedValue, Plan
 from minialpa.plan.verify import require
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import is_literal
 from minialpa.tracing.trace import TracedStep
 
 

@@ -20,9 +20,9 @@ from minialpa.intra.solver.solve import Deadline, solve_repeatably
 from minialpa.intra.strategies.loops import body_specs, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategy_cache import StrategyCache
+from minialpa.ir.equations import bytes_of, is_literal, shape_of, source_line
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import bytes_of, is_literal, shape_of, source_line
 
 #: Seconds that a forbidden collective costs: far more than any step, and little enough that in float64 the seconds of
 #: a step are not lost beside a sum of these.

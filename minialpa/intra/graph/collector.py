@@ -30,10 +30,7 @@ from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.intra.strategies.strategy_cache import StrategyCache
-from minialpa.options import AutoShardingOption
-from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
-from minialpa.sharding import Spec, specs_of
-from minialpa.tracing.jaxprs import (
+from minialpa.ir.equations import (
     Atom,
     aval_of,
     bytes_of,
@@ -42,6 +39,9 @@ from minialpa.tracing.jaxprs import (
     is_literal,
     shape_of,
 )
+from minialpa.options import AutoShardingOption
+from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
+from minialpa.sharding import Spec, specs_of
 
 #: Bytes per second at which a device without a description reads its inputs.
 _DEFAULT_BANDWIDTH = 1e12

@@ -14,9 +14,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.ir.equations import is_constraint, shape_of, source_line
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import AXIS_NAMES, Spec
-from minialpa.tracing.jaxprs import is_constraint, shape_of, source_line
 
 
 @dataclass(frozen=True, slots=True)

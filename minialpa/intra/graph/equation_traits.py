@@ -7,10 +7,10 @@ import math
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.strategies.strategies import is_shared_copy
+from minialpa.ir.equations import is_constraint, is_gradient_marker, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.rules.heavy import is_contraction
 from minialpa.rules.known_rules import is_kernel
-from minialpa.tracing.jaxprs import is_constraint, is_gradient_marker, shape_of
 
 
 def is_identity(eqn: JaxprEqn) -> bool:

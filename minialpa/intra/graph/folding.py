@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
-from minialpa.tracing.jaxprs import is_literal
+from minialpa.ir.equations import is_literal
 
 #: Number of pairs of layers from which on they are folded.
 _LEAST_REPEATS = 4

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.decisions import Choice
+from minialpa.ir.equations import bytes_of, dtype_name, shape_of
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of
 
 #: Fraction of the memory limit below which a demand is counted at its largest.
 _TINY = 1e-4

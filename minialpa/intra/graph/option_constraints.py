@@ -16,10 +16,10 @@ from minialpa.intra.graph.folding import Folding, fold
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.strategies.loops import ScanBody, examples_inside
 from minialpa.intra.strategies.strategy_cache import StrategyCache
+from minialpa.ir.equations import aval_of, dtype_name, is_extended, is_literal, shape_of
 from minialpa.options import DATA_PARALLEL_METHODS, AutoShardingOption
 from minialpa.rules.factors import Factors
 from minialpa.sharding import Spec, specs_of
-from minialpa.tracing.jaxprs import aval_of, dtype_name, is_extended, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from minialpa.intra.graph.option_constraints import OptionConstraints, Required
 from minialpa.intra.graph.variable_facts import VariableFacts
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import EquationKind, StrategyCache
+from minialpa.ir.equations import Atom, is_constraint, is_gradient_marker, is_literal, operand_vars, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.rules.factors import Factors
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import Atom, is_constraint, is_gradient_marker, is_literal, operand_vars, shape_of
 
 
 class Occurrence(NamedTuple):

@@ -13,9 +13,9 @@ from minialpa.intra.graph.cost_table import CostTable
 from minialpa.intra.graph.decisions import Choice
 from minialpa.intra.graph.mesh_prices import MeshPrices
 from minialpa.intra.graph.option_constraints import forbidden_message
+from minialpa.ir.equations import bytes_of, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import bytes_of, shape_of
 
 #: What is hidden costs a little, so that of two solutions that hide everything the one is found which hides less.
 _HIDDEN_PRICE = 0.1

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, n_together, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, scan_body
-from minialpa.tracing.jaxprs import operand_vars
+from minialpa.ir.equations import operand_vars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.strategies.reshard import ReshardStep
-from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, shape_of, source_line
+from minialpa.ir.equations import Atom, bytes_of, dtype_name, shape_of, source_line
 
 Shape = Sequence[int]
 

@@ -26,7 +26,7 @@ from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.recording import record_equations, record_program
 from minialpa.intra.memory.timeline import Buffer, Timeline
 from minialpa.intra.spmd import ShardedEquations
-from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, shape_of
+from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 
 #: How many tensors of the peak a `ProgramMemory` names: enough to see what dominates.
 _N_LARGEST = 5

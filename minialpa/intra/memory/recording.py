@@ -25,12 +25,12 @@ from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.ir.block import Block
+from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
 from minialpa.rules.factors import Factors
 from minialpa.rules.registered import function_p, run_function
 from minialpa.rules.shards import localize
 from minialpa.sharding import EquationSpecs
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
 
 _LOOPS = ("scan", "while", "cond")
 #: Primitives that compilers see as the function that computes them.

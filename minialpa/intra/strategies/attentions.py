@@ -18,8 +18,8 @@ from jax.extend.core import JaxprEqn
 from minialpa.attention.blockwise import SIDE
 from minialpa.attention.cudnn import takes
 from minialpa.cluster import DeviceSpec
+from minialpa.ir.equations import aval_of, shape_of
 from minialpa.rules.factors import Factors
-from minialpa.tracing.jaxprs import aval_of, shape_of
 
 #: Bytes of a score.
 _SCORE_BYTES = 4

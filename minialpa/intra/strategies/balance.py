@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.ir.equations import bytes_of
 from minialpa.rules.factors import Dims, Factors
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import bytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

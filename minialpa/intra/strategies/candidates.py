@@ -22,9 +22,9 @@ from jax.extend.core import JaxprEqn
 from numpy.typing import NDArray
 
 from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.ir.equations import bytes_of, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Dims, Factors
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import bytes_of, is_literal, operand_vars, shape_of
 
 Shape = tuple[int, ...]
 

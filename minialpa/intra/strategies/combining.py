@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import CollectiveKind, combined_kinds
+from minialpa.ir.equations import is_gradient_marker, operand_vars
 from minialpa.options import AutoShardingOption
 from minialpa.rules.heavy import has_contraction
-from minialpa.tracing.jaxprs import is_gradient_marker, operand_vars
 
 #: The group of sums that start with those of the gradients.
 WITH_GRADIENTS = 0

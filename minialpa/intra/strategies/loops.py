@@ -16,12 +16,12 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.sharing import share_reads
 from minialpa.ir.block import Block
+from minialpa.ir.equations import is_literal, scan_counts, shape_of
 from minialpa.ir.op import Op
 from minialpa.rules.heavy import has_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import flat_body
-from minialpa.tracing.jaxprs import is_literal, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.ir.equations import operand_vars
 from minialpa.rules.heavy import has_contraction
-from minialpa.tracing.jaxprs import operand_vars
 
 
 def hidden_values(

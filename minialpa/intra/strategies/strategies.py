@@ -27,12 +27,12 @@ from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumer
 from minialpa.intra.strategies.combining import ALONE, Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.intra.strategies.tiles import waste
+from minialpa.ir.equations import aval_of, bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
 from minialpa.rules.factors import Factors
 from minialpa.rules.heavy import has_contraction, is_attention, is_contraction
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import flat_body
-from minialpa.tracing.jaxprs import aval_of, bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
 
 #: The `checkpoint_name` of a copy that several contractions read.
 SHARED_NAME = "minialpa_shared"

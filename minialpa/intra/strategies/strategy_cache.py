@@ -31,10 +31,10 @@ from minialpa.intra.strategies.candidates import (
 from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.reshard import ReshardTable, reshard_table, same_divisors
 from minialpa.intra.strategies.strategies import StrategySet, priced, splits_most
+from minialpa.ir.equations import dtype_name, is_constraint, shape_of, sub_jaxprs
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.support.recent import Recent
-from minialpa.tracing.jaxprs import dtype_name, is_constraint, shape_of, sub_jaxprs
 
 T = TypeVar("T")
 

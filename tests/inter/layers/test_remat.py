@@ -24,9 +24,9 @@ from minialpa import (
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.layers.remat import rematerialise
+from minialpa.ir.equations import is_literal
 from minialpa.testing import assert_allclose
 from minialpa.tracing.evaluation import eval_flat
-from minialpa.tracing.jaxprs import is_literal
 from tests.helpers import descent_step, trace
 
 CLUSTER = ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)

@@ -13,8 +13,8 @@ from jax import lax
 
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
+from minialpa.ir.equations import is_control_flow, shape_of
 from minialpa.tracing.gradients import value_and_grad
-from minialpa.tracing.jaxprs import is_control_flow, shape_of
 from tests.helpers import run_split, trace
 
 B, H, L = 8, 4, 3

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from minialpa.errors import TraceError
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import LOOP, PROLOGUE, UPDATE, SplitStep, is_loop
+from minialpa.ir.equations import shape_of
 from minialpa.tracing.gradients import grad, per_micro_batch, value_and_grad
-from minialpa.tracing.jaxprs import shape_of
 from tests.helpers import run_split, trace
 
 B, D, V = 8, 4, 10

@@ -12,9 +12,9 @@ import pytest
 from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.inter.staging.tasks import StagedStep
+from minialpa.ir.equations import is_literal
 from minialpa.options import AutoLayerOption, ManualLayerOption
 from minialpa.tracing.gradients import mark_pipeline_boundary, value_and_grad
-from minialpa.tracing.jaxprs import is_literal
 from minialpa.tracing.trace import TracedStep
 from tests.helpers import trace
 

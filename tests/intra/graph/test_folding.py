@@ -18,9 +18,9 @@ from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.folding import Folding, fold
 from minialpa.intra.solver.solve import solve_graph
+from minialpa.ir.equations import dtype_name, is_literal, shape_of
 from minialpa.testing import assert_allclose
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import dtype_name, is_literal, shape_of
 from tests.compiled_text import collectives
 from tests.helpers import descent_step, trace
 

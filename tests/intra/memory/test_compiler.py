@@ -17,9 +17,9 @@ from minialpa.intra.memory.liveness import lifetimes, peak_bytes
 from minialpa.intra.memory.xla.model import XLA_CPU
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.ir.equations import Atom, shape_of
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.jaxprs import Atom, shape_of
 
 # ---- a compiler that fuses nothing ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import minialpa
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.strategies.combining import ALONE, WITH_GRADIENTS, Sharing, n_together, sum_groups
-from minialpa.tracing.jaxprs import is_gradient_marker, operand_vars, shape_of
+from minialpa.ir.equations import is_gradient_marker, operand_vars, shape_of
 from tests.helpers import trace
 
 #: Shapes tell the sums apart.

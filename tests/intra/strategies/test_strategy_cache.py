@@ -19,9 +19,9 @@ from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.reshard import partial_specs_of, reshard_table
 from minialpa.intra.strategies.strategies import StrategySet, enumerate_strategies, follow
 from minialpa.intra.strategies.strategy_cache import StrategyCache
+from minialpa.ir.equations import bytes_of, shape_of
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.rules.known_rules import factors_of
-from minialpa.tracing.jaxprs import bytes_of, shape_of
 
 DEVICE = ClusterSpec.preset("a100-80gb").device
 MESHES = [

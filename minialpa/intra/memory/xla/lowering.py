@@ -32,7 +32,7 @@ from minialpa.intra.memory.xla.primitives import (
     WORK_BYTES,
 )
 from minialpa.intra.strategies.reshard import ReshardStep
-from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
+from minialpa.ir.equations import Atom, is_literal, shape_of
 
 
 class _Equation(NamedTuple):
