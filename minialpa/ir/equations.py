@@ -182,7 +182,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 #: Appears in tracebacks between the frames of the user, whose functions it wraps.
-_MARKS_FILE = str(Path(__file__).with_name("gradients.py"))
+_MARKS_FILE = str(Path(__file__).parents[1] / "tracing" / "gradients.py")
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
