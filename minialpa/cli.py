@@ -240,7 +240,7 @@ def _print_phases(phases: Mapping[str, str], dump: str | None, diff: Sequence[st
         print(phases[dump])
     if diff is not None:
         old, new = (phases[name].splitlines() for name in diff)
-        print("\n".join(difflib.unified_diff(old, new, *diff, lineterm="")))
+        print("\n".join(difflib.unified_diff(old, new, diff[0], diff[1], lineterm="")))
 
 
 def _check(args: argparse.Namespace) -> int:

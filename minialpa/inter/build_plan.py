@@ -235,7 +235,7 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePla
 def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperator, ...]:
     """Matrix products and convolutions of a mesh, with their layers."""
     split, layer_of_group = placed.staged.split, placed.layered.of_group
-    origins = {id(op.eqn): op.origin for op in split.ops}
+    origins = {op.eqn: op.origin for op in split.ops}
 
     operators = []
     for eqn, specs in zip(solved.problem.eqns, solved.sharding.equations, strict=True):
@@ -243,7 +243,7 @@ def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperato
             continue
 
         # Without a pipeline all forward groups are one layer; what belongs to no group has none.
-        origin = origins[id(eqn)]
+        origin = origins[eqn]
         layer = None
         if origin.group is not None:
             layer = layer_of_group[origin.group] if layer_of_group else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
@@ -172,10 +172,10 @@ def _tasks(planned: _Planned) -> Iterator[str]:
         yield ""
 
 
-def _numbers(eqns: Sequence[object], block: Block) -> list[int]:
+def _numbers(eqns: Sequence[JaxprEqn], block: Block) -> list[int]:
     """The numbers of equations of a block."""
-    number = {id(eqn): i for i, eqn in enumerate(block.eqns)}
-    return [number[id(eqn)] for eqn in eqns]
+    number = {eqn: i for i, eqn in enumerate(block.eqns)}
+    return [number[eqn] for eqn in eqns]
 
 
 def _shardings(planned: _Planned) -> Iterator[str]:

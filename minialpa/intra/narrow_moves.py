@@ -19,7 +19,7 @@ from minialpa.ir.equations import Atom, aval_of, is_literal
 from minialpa.sharding import EquationSpecs, Spec
 
 #: The specs in which a variable is read, by the `id` of the reader and the number of the operand.
-_Readers = dict[tuple[int, int], Spec]
+_Readers = dict[tuple[JaxprEqn | None, int], Spec]
 
 
 def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
@@ -33,25 +33,25 @@ def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
         (operand,), (result,) = eqn.invars, eqn.outvars
         if is_literal(operand):
             continue
-        chosen, others = equations[id(eqn)], dict(readers[operand])
-        others.pop((id(eqn), 0))
+        chosen, others = equations[eqn], dict(readers[operand])
+        others.pop((eqn, 0))
         spec = _better_spec(eqn, specs[operand], chosen, set(readers[result].values()), set(others.values()))
         if spec is not None:
-            equations[id(eqn)] = EquationSpecs((spec,), (spec,), (spec,))
-            specs[result] = readers[operand][id(eqn), 0] = spec
+            equations[eqn] = EquationSpecs((spec,), (spec,), (spec,))
+            specs[result] = readers[operand][eqn, 0] = spec
     return replace(program, equations=equations, specs=specs)
 
 
 def _readers(program: ShardedEquations) -> Mapping[Var, _Readers]:
-    """The readers of each variable; those of the results of the program have the number 0."""
+    """The readers of each variable; those of the results of the program have no equation."""
     found = defaultdict[Var, _Readers](dict)
     for eqn in program.eqns:
-        for k, (atom, spec) in enumerate(zip(eqn.invars, program.equations[id(eqn)].operands, strict=True)):
+        for k, (atom, spec) in enumerate(zip(eqn.invars, program.equations[eqn].operands, strict=True)):
             if not is_literal(atom):
-                found[atom][id(eqn), k] = spec
+                found[atom][eqn, k] = spec
     for k, (atom, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True)):
         if not is_literal(atom):
-            found[atom][0, k] = spec
+            found[atom][None, k] = spec
     return found
 
 

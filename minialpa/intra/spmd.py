@@ -93,7 +93,7 @@ class ShardedEquations:
     invars: tuple[Var, ...]
     outvars: tuple[Atom, ...]
     specs: Mapping[Var, Spec]
-    equations: Mapping[int, EquationSpecs]
+    equations: Mapping[JaxprEqn, EquationSpecs]
     out_specs: tuple[Spec, ...]
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class _Shards(Generic[T]):
 
     def run(self, eqn: JaxprEqn) -> None:
         """Run an equation, and hold its results in the specs in which they are made and left."""
-        chosen = self.program.equations[id(eqn)]
+        chosen = self.program.equations[eqn]
         operands = [self.operand(atom, spec) for atom, spec in zip(eqn.invars, chosen.operands, strict=True)]
         if chosen.body:
             self._run_loop(eqn, chosen, operands)
@@ -222,7 +222,7 @@ def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) 
         invars=(*flat.constvars, *flat.invars),
         outvars=flat.outvars,
         specs=specs,
-        equations={id(inner): inner_specs for inner, inner_specs in zip(flat.eqns, chosen.body, strict=True)},
+        equations={inner: inner_specs for inner, inner_specs in zip(flat.eqns, chosen.body, strict=True)},
         out_specs=out_specs,
         early=frozenset(body.early),
         awaited=frozenset(body.awaited),
@@ -241,7 +241,7 @@ class Communication(NamedTuple):
         collective: kind, bytes and mesh axes.
         times: how often it happens when the program runs once.
         group: number of the collectives that it starts with, see `sum_groups`; None for a start of its own.
-        loop: the `id` of the loop that it is in; None outside of loops.
+        loop: the loop that it is in; None outside of loops.
         can_hide: whether all the work of the loop, or that of the program, can hide it, see `hidden_values`.
         after: bit i is set if it waits for collective i of the program, which sums with the gradients.
     """
@@ -249,7 +249,7 @@ class Communication(NamedTuple):
     collective: Collective
     times: int
     group: int | None
-    loop: int | None = None
+    loop: JaxprEqn | None = None
     can_hide: bool = False
     after: int = 0
 
@@ -276,7 +276,7 @@ def collectives_of(program: ShardedEquations) -> list[Communication]:
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: Sequence[int]) -> list[int]:
         times = body.length
-        found.extend(one._replace(times=times * one.times, loop=id(eqn), after=0) for one in collectives_of(inside))
+        found.extend(one._replace(times=times * one.times, loop=eqn, after=0) for one in collectives_of(inside))
         return [functools.reduce(operator.or_, operands, 0)] * len(eqn.outvars)
 
     walk(program, [0] * len(program.invars), ShardOps(lambda _: 0, move, run, loop))

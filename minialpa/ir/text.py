@@ -164,8 +164,7 @@ def modules(_: int, op: Op) -> str:
 
 def where(_: int, op: Op) -> str:
     """The line of the user's code that an operation is from, as `file:line`."""
-    path, _, line = source_line(op.eqn).split(" ")[0].rpartition(":")
-    return f"{Path(path).name}:{line}" if path else ""
+    return Path(source_line(op.eqn).split(" ")[0]).name
 
 
 # ---- repetitions and columns -----------------------------------------------------------------------------------------

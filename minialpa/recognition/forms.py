@@ -35,25 +35,25 @@ def find_forms(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> d
     to_exponentials = _equations_to_exponentials(eqns)
     follower = _Follower(producers)
     for eqn in eqns if to_exponentials else ():
-        follower.follow(eqn, id(eqn) in to_exponentials)
+        follower.follow(eqn, eqn in to_exponentials)
     return follower.followed
 
 
-def _equations_to_exponentials(eqns: Sequence[JaxprEqn]) -> set[int]:
-    """The equations from a product of matrices to an `exp`, by identity."""
+def _equations_to_exponentials(eqns: Sequence[JaxprEqn]) -> set[JaxprEqn]:
+    """The equations from a product of matrices to an `exp`."""
     # For each variable that an `exp` is computed from, how many more equations may be between it and the product.
     left: dict[Var, int] = {}
-    found: set[int] = set()
+    found: set[JaxprEqn] = set()
     has_product = False
     for eqn in reversed(eqns):
         if eqn.primitive.name == "exp" and len(shape_of(eqn.invars[0])) >= 2:
             left.update((var, _DEPTH) for var in operand_vars(eqn))
-            found.add(id(eqn))
+            found.add(eqn)
 
         depth = max((left.get(var, 0) for var in eqn.outvars), default=0)
         if not depth or eqn.primitive.name not in _TO_SCORES:
             continue
-        found.add(id(eqn))
+        found.add(eqn)
         if eqn.primitive.name == "dot_general":
             has_product = True
             continue

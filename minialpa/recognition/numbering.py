@@ -50,18 +50,18 @@ class Numbers:
         """What a variable is known by: the number of what is before a barrier, its equation, or itself."""
         eqn = self._producers.get(var)
         if eqn is None or eqn.effects:
-            return ("variable", id(var))
+            return ("variable", var)
         i = eqn.outvars.index(var)
         if eqn.primitive.name == "optimization_barrier" or keeps_elements(eqn):
             return self(eqn.invars[i], depth)
         if depth == 0:
-            return ("variable", id(var))
+            return ("variable", var)
 
         key = (eqn.primitive, i, tuple(eqn.params.items()), tuple(self(atom, depth - 1) for atom in eqn.invars))
         try:
             hash(key)
         except TypeError:  # a parameter that cannot be hashed
-            return ("variable", id(var))
+            return ("variable", var)
         return key
 
 

@@ -53,7 +53,7 @@ def body_splits(region: Region) -> BodySplits:
             if outcome is not None:
                 outcomes[group] = outcome
 
-    flops = tuple(sum(region.factors[id(eqn)].flops for eqn in part.eqns) for part in region.parts)
+    flops = tuple(sum(region.factors[eqn].flops for eqn in part.eqns) for part in region.parts)
     return BodySplits(region=region, groups=groups, outcomes=outcomes, part_flops=flops)
 
 

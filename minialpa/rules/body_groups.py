@@ -56,7 +56,7 @@ def find_groups(region: Region) -> Groups:
     links = _Links()
     for eqn in region.eqns:
         if eqn.outvars:  # equations without results, such as callbacks, accept any shard
-            _link_equation(links, eqn, region.factors[id(eqn)])
+            _link_equation(links, eqn, region.factors[eqn])
     _link_boundary(links, region)
 
     # All arrays are linked by now, so the groups of each array are final.
@@ -209,6 +209,6 @@ def _members(region: Region, sets: DisjointSets[Node]) -> dict[Node, dict[int, s
     """For each group and the number of each equation, the factors of the equation that belong to the group."""
     members: dict[Node, dict[int, set[int]]] = {}
     for i, eqn in enumerate(region.eqns):
-        for f, nodes in leading_nodes(eqn, region.factors[id(eqn)]).items():
+        for f, nodes in leading_nodes(eqn, region.factors[eqn]).items():
             members.setdefault(sets.find(nodes[0]), {}).setdefault(i, set()).add(f)
     return members

@@ -80,7 +80,7 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
     """Arrays of a region that are zero by construction: what linear equations make of the literal 0."""
     zeros: set[Atom] = set()
     for eqn in region.eqns:
-        factors = region.factors[id(eqn)]
+        factors = region.factors[eqn]
         linear = [eqn.invars[k] for k in factors.linear_operands]
         is_zero = [np.all(np.asarray(atom.val) == 0) if is_literal(atom) else atom in zeros for atom in linear]
         if factors.linear == "joint" and all(is_zero):
@@ -178,7 +178,7 @@ def _follow_once(
     is_sound = True
     members = groups.members.get(group, {})
     for i, eqn in enumerate(region.eqns):
-        fits = _follow_equation(eqn, region.factors[id(eqn)], members.get(i, set()), states)
+        fits = _follow_equation(eqn, region.factors[eqn], members.get(i, set()), states)
         is_sound = is_sound and fits
 
     joined = [_joined([states[atom] for atom in atoms]) for atoms in region.results]

@@ -55,9 +55,9 @@ class Region:
         return tuple(eqn for part in self.parts for eqn in part.eqns)
 
     @functools.cached_property
-    def factors(self) -> dict[int, Factors]:
-        """The factors of each equation, by its id."""
-        return {id(eqn): factors_of(eqn) for eqn in self.eqns}
+    def factors(self) -> dict[JaxprEqn, Factors]:
+        """The factors of each equation."""
+        return {eqn: factors_of(eqn) for eqn in self.eqns}
 
     @functools.cached_property
     def result_atoms(self) -> tuple[Atom, ...]:

@@ -71,7 +71,7 @@ class BodyShards:
         self, eqn: JaxprEqn, operands: Sequence[Any], evaluate: Callable[..., list[Any]]
     ) -> Sequence[Any]:
         """The shards of the results of an equation."""
-        factors = self.region.factors[id(eqn)]
+        factors = self.region.factors[eqn]
         groups = {f: self.groups.find(nodes[0]) for f, nodes in leading_nodes(eqn, factors).items()}
         n_splits = {f: self.n_splits.get(group, 1) for f, group in groups.items()}
 

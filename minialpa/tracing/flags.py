@@ -228,7 +228,7 @@ def _is_test_of(loop: _Loop, values: Values, goes_on: Atom, advanced: Sequence[A
 
     # Nothing is known of the carries in the middle of the loop, so each is a value of its own.
     for i, carry in enumerate(loop.carries(loop.body.invars)):
-        inside.name(carry, ("carry", id(loop), i))
+        inside.name(carry, ("carry", loop, i))
     inside.run(loop.body)
     number = inside.read(goes_on)
     return _run_test(loop, inside, advanced) == number

@@ -93,13 +93,13 @@ class _Cleaner:
     """Makes programs anew; a class because a program that several equations have stays one."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._known: dict[Jaxpr, Jaxpr] = {}
+        self._closed_known: dict[ClosedJaxpr, ClosedJaxpr] = {}
 
     def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in self._known:
-            self._known[id(jaxpr)] = jaxpr, self._cleaned(jaxpr)
-        cleaned: Jaxpr = self._known[id(jaxpr)][1]
-        return cleaned
+        if jaxpr not in self._known:
+            self._known[jaxpr] = self._cleaned(jaxpr)
+        return self._known[jaxpr]
 
     def _cleaned(self, jaxpr: Jaxpr) -> Jaxpr:
         env: dict[Var, Var] = {}
@@ -136,10 +136,9 @@ class _Cleaner:
                 return value
 
     def _closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        if id(closed) not in self._known:
-            self._known[id(closed)] = closed, ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)
-        cleaned: ClosedJaxpr = self._known[id(closed)][1]
-        return cleaned
+        if closed not in self._closed_known:
+            self._closed_known[closed] = ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)
+        return self._closed_known[closed]
 
 
 def _clean_value(value: Any) -> Any:

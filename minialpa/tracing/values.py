@@ -133,8 +133,8 @@ class Values:
         try:
             hash(computation)
         except TypeError:  # a parameter that cannot be hashed
-            return id(eqn)
-        return id(eqn) if eqn.effects else computation
+            return eqn
+        return eqn if eqn.effects else computation
 
     def _scalar_of(self, eqn: JaxprEqn) -> int | None:
         """The number of the scalar that all elements of the only result are, if an array is known to have one."""

@@ -75,7 +75,7 @@ class _Emitter:
     Attributes:
         buffers: the buffer of each value that was written so far.
         n_equations: about how many each function has.
-        made_once: the functions that add up the values of each task's micro-batches, by what they do and the task's id.
+        made_once: the functions that add up the values of each task's micro-batches, by what they do and the task.
     """
 
     def __init__(self, step: PlannedStep) -> None:
@@ -85,7 +85,7 @@ class _Emitter:
         programs = [one.program for one in step.programs]
         self.made_as = {v: s for p in programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
 
-        self.program_of = {id(one.task): one for one in step.programs}
+        self.program_of = {one.task: one for one in step.programs}
         self.functions: list[Function] = []
         self.n_equations: list[int] = []
         self.instructions: list[Instruction] = []
@@ -93,11 +93,11 @@ class _Emitter:
         self.constants: list[ConstantSlot] = []
         self.n_buffers = 0
         self.buffers: dict[_Name, int] = {}
-        self.made_once: dict[tuple[str, int], int] = {}
+        self.made_once: dict[tuple[str, Task], int] = {}
 
     def run(self) -> Program:
         tasks = self.step.staged.tasks
-        number = {id(one.task): self._add_task(one) for one in self.step.programs}
+        number = {one.task: self._add_task(one) for one in self.step.programs}
 
         self._send_arguments()
         for segment in range(2 * self.split.n_loops + 1):
@@ -148,13 +148,13 @@ class _Emitter:
                 if self.step.home_of(v, task.mesh) != task.mesh:
                     self._buffer(v, None, task.mesh)
 
-    def _segment(self, tasks: Sequence[Task], in_loop: bool, number: dict[int, _Numbers]) -> None:
+    def _segment(self, tasks: Sequence[Task], in_loop: bool, number: dict[Task, _Numbers]) -> None:
         if in_loop:
             self._loop(tasks, number)
             self._finish_loop(tasks)
             return
         for task in sorted(tasks, key=lambda t: (t.level, t.mesh)):
-            self._run_task(task, number[id(task)].each, None)
+            self._run_task(task, number[task].each, None)
 
     def _add_task(self, one: TaskProgram) -> _Numbers:
         task, n_equations = one.task, count_equations(one.task.eqns)
@@ -219,7 +219,7 @@ class _Emitter:
 
     def _run_task(self, task: Task, function: int, micro: int | None, *, is_last: bool = False) -> None:
         """Run a task. is_last: whether it is the last run in its loop, and that is another function."""
-        one, mesh = self.program_of[id(task)], task.mesh
+        one, mesh = self.program_of[task], task.mesh
         program, ends_with = one.program, one.totals
         if is_last and one.last is not None:
             program, ends_with = one.last.program, (*one.last.totals, *one.last.sums)
@@ -261,7 +261,7 @@ class _Emitter:
         self.buffers[source[0], source[1], mesh] = target
         return target
 
-    def _loop(self, tasks: Sequence[Task], number: dict[int, _Numbers]) -> None:
+    def _loop(self, tasks: Sequence[Task], number: dict[Task, _Numbers]) -> None:
         """The passes of one loop, in the order of its schedule."""
         by_pass = {(t.kind, t.chunk): t for t in tasks}
         if ("step", 0) in by_pass:
@@ -275,11 +275,11 @@ class _Emitter:
             if task is not None:
                 self._run_loop_task(task, number, entry.micro_batch)
 
-    def _run_loop_task(self, task: Task, number: dict[int, _Numbers], micro: int) -> None:
+    def _run_loop_task(self, task: Task, number: dict[Task, _Numbers], micro: int) -> None:
         # With one micro-batch its values are the step's values.
         # Every task of a loop takes the micro-batches in their order.
         is_last = self.n_micro_batches > 1 and micro == self.n_micro_batches - 1
-        function = number[id(task)].last if is_last else number[id(task)].each
+        function = number[task].last if is_last else number[task].each
         self._run_task(task, function, micro if self.n_micro_batches > 1 else None, is_last=is_last)
         if self.n_micro_batches > 1:
             self._accumulate(task, micro)
@@ -287,7 +287,7 @@ class _Emitter:
     def _accumulate(self, task: Task, micro: int) -> None:
         """Add the values of a micro-batch to their totals; those of the first become the totals."""
         # Those that the program of the task does not add up itself.
-        inside = set(self.program_of[id(task)].totals)
+        inside = set(self.program_of[task].totals)
         mine = [a for a in self.split.accumulators if a.loop in task.outvars and a.total not in inside]
         if not mine:
             return
@@ -315,9 +315,9 @@ class _Emitter:
         self.buffers.update(((v, None, mesh), b) for v, b in zip(combined.totals, fresh, strict=True))
 
     def _once(self, kind: str, task: Task, make: Callable[[], Function]) -> int:
-        if (kind, id(task)) not in self.made_once:
-            self.made_once[kind, id(task)] = self._add_function(make())
-        return self.made_once[kind, id(task)]
+        if (kind, task) not in self.made_once:
+            self.made_once[kind, task] = self._add_function(make())
+        return self.made_once[kind, task]
 
     def _finish_loop(self, tasks: Sequence[Task]) -> None:
         """Combine what the micro-batches of a loop leave, and send it to the meshes that read it."""

@@ -73,7 +73,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
     bound = [bind_specs(problem, stage) for problem, stage in zip(problems, plan.stages, strict=True)]
     specs = [specs_of_mesh for specs_of_mesh, _ in bound]
     equations = [
-        {id(eqn): chosen for eqn, chosen in zip(problem.eqns, of_mesh, strict=True)}
+        {eqn: chosen for eqn, chosen in zip(problem.eqns, of_mesh, strict=True)}
         for problem, (_, of_mesh) in zip(problems, bound, strict=True)
     ]
 
@@ -83,7 +83,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
         view = ShardedView(stage.mesh, stage.forbidden, stage.combined, adds_totals=on_gpus)
         return task_programs(staged, mesh, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
 
-    program_of = {id(one.task): one for mesh in range(len(plan.stages)) for one in programs_of(mesh)}
+    program_of = {one.task: one for mesh in range(len(plan.stages)) for one in programs_of(mesh)}
     results = values_of_parts(plan.outputs, traced.out_parts)
     # The next step finds a state where this one leaves it.
     replaced = zip(traced.layouts, results, strict=True)
@@ -91,7 +91,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
         staged=staged,
         plan=plan,
         specs=specs,
-        programs=[program_of[id(task)] for task in staged.tasks],
+        programs=[program_of[task] for task in staged.tasks],
         results=results,
         remote_readers=remote_readers(staged),
         full_of_micro={micro: full for full, micro in staged.split.micro_inputs},

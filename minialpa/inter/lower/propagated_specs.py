@@ -36,7 +36,7 @@ class PropagatedSpecs:
     """
 
     specs: Mapping[Var, Spec]
-    equations: Mapping[int, EquationSpecs]
+    equations: Mapping[JaxprEqn, EquationSpecs]
 
 
 def propagated_specs(
@@ -48,9 +48,9 @@ def propagated_specs(
     for var, spec in results:
         _note(read, var, spec, mesh)
 
-    equations: dict[int, EquationSpecs] = {}
+    equations: dict[JaxprEqn, EquationSpecs] = {}
     for eqn in reversed(eqns):
-        chosen = equations[id(eqn)] = chooser.choose(eqn, [read.get(var) for var in eqn.outvars])
+        chosen = equations[eqn] = chooser.choose(eqn, [read.get(var) for var in eqn.outvars])
         read.update(zip(eqn.outvars, chosen.results, strict=True))
         for atom, spec in zip(eqn.invars, chosen.operands, strict=True):
             if not is_literal(atom):

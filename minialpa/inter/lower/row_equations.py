@@ -56,12 +56,12 @@ class RowEquations:
             self._ask(var, rows)
 
         # Readers come behind what they read, so all rows that are asked of a value are known when its turn comes.
-        cuts = {id(eqn): self._cuts_of(eqn) for eqn in reversed(eqns)}
+        cuts = {eqn: self._cuts_of(eqn) for eqn in reversed(eqns)}
         for var in inputs:
             self._slice(var, self._asked[var])
         for eqn in eqns:
             self.eqns.append(eqn)
-            self._add_blocks(eqn, cuts[id(eqn)])
+            self._add_blocks(eqn, cuts[eqn])
 
     def _ask(self, var: Var, rows: Rows) -> None:
         if rows not in self._asked[var]:

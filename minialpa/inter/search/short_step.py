@@ -175,19 +175,19 @@ class _Where:
         # Rematerialisation keeps the variables of the equations that it does not add.
         number = {eqn.outvars[0]: i for i, eqn in enumerate(pieces.whole.step.flat.eqns) if eqn.outvars}
         split = pieces.staged.split
-        source: dict[int, int] = {}
+        source: dict[JaxprEqn, int] = {}
         for op in split.ops:
             results = split.traced.flat.eqns[op.source].outvars if op.source >= 0 else []
             if results and results[0] in number:
-                source[id(op.eqn)] = number[results[0]]
+                source[op.eqn] = number[results[0]]
 
         found: dict[int, set[int]] = {}
         for task in pieces.staged.tasks:
             for eqn in task.eqns:
-                if id(eqn) in source:
-                    found.setdefault(source[id(eqn)], set()).add(task.mesh)
+                if eqn in source:
+                    found.setdefault(source[eqn], set()).add(task.mesh)
         return _Where(
-            {piece: [source.get(id(eqn)) for eqn in problem.eqns] for piece, problem in pieces.problems.items()},
+            {piece: [source.get(eqn) for eqn in problem.eqns] for piece, problem in pieces.problems.items()},
             {i: found[i] for i in sorted(found)},
         )
 

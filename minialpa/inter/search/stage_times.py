@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jax.extend.core import JaxprEqn
+
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import GPU_COMBINED_BYTES, Collective, CollectiveKind, combined_kinds, is_gpu
 from minialpa.inter.staging.mesh_problem import TaskCollectives
@@ -59,14 +61,14 @@ def stage_times(
 
     Collectives of an update do not wait for each other.
     """
-    compute_s = {id(eqn): seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
+    compute_s = {eqn: seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
 
     # By loop: the seconds of what runs behind it, what its last pass waits for, and collectives, which may be combined.
     once_s, waited_s = [0.0] * n_loops, [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
     for one in moved:
-        task, compute = one.task, sum(compute_s[id(eqn)] for eqn in one.task.eqns)
+        task, compute = one.task, sum(compute_s[eqn] for eqn in one.task.eqns)
         behind = (task.loop or n_loops) - 1  # A prologue counts with the update.
         if task.kind == "prologue" or task.kind == "update":
             once_s[behind] += compute
@@ -122,20 +124,20 @@ def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
 
 
 def _work_s(
-    collectives: Sequence[Communication], total_s: float, compute_s: Mapping[int, float]
-) -> dict[int | None, float]:
+    collectives: Sequence[Communication], total_s: float, compute_s: Mapping[JaxprEqn, float]
+) -> dict[JaxprEqn | None, float]:
     """Seconds of the work of each loop that communicates, and under None of all the rest of `total_s`."""
-    work_s: dict[int | None, float] = {one.loop: compute_s[one.loop] for one in collectives if one.loop is not None}
-    work_s[None] = max(0.0, total_s - sum(work_s.values()))
-    return work_s
+    loops = dict.fromkeys(one.loop for one in collectives if one.loop is not None)  # in an order that repeats
+    in_loops: dict[JaxprEqn | None, float] = {loop: compute_s[loop] for loop in loops}
+    return {**in_loops, None: max(0.0, total_s - sum(in_loops.values()))}
 
 
 def _communication_s(
-    collectives: Sequence[Communication], mesh: LogicalMesh, total_s: float, compute_s: Mapping[int, float] | None
+    collectives: Sequence[Communication], mesh: LogicalMesh, total_s: float, compute_s: Mapping[JaxprEqn, float] | None
 ) -> tuple[float, float]:
     """Seconds of collectives that devices wait for, and of those that their work hides.
 
-    total_s: seconds of that work. compute_s: of the equations in it, by `id`; None if it hides nothing.
+    total_s: seconds of that work. compute_s: of the equations in it; None if it hides nothing.
     """
     work_s = {} if compute_s is None else _work_s(collectives, total_s, compute_s)
     starts = _starts(collectives, mesh)
@@ -144,7 +146,7 @@ def _communication_s(
     for start, one in zip(starts, collectives, strict=True):
         n_bytes[start] += one.collective.n_bytes
 
-    seconds: dict[tuple[int | None, bool], float] = defaultdict(float)
+    seconds: dict[tuple[JaxprEqn | None, bool], float] = defaultdict(float)
     for start, together in n_bytes.items():
         one = collectives[start]
         whole = dataclasses.replace(one.collective, n_bytes=together)

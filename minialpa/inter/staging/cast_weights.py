@@ -104,7 +104,7 @@ class _Equations:
 
     eqns: Sequence[JaxprEqn]
     left: AbstractSet[Var]
-    _bodies: dict[int, _Body] = field(default_factory=dict)
+    _bodies: dict[JaxprEqn, _Body] = field(default_factory=dict)
 
     def narrow_reads(self, eqn: JaxprEqn, values: AbstractSet[Var]) -> dict[Var, np.dtype[Any]]:
         """The operands among `values` that an equation needs in a narrower type alone, with that type."""
@@ -159,12 +159,12 @@ class _Equations:
 
     def body(self, eqn: JaxprEqn) -> _Body:
         """The body of a scan."""
-        if id(eqn) not in self._bodies:
+        if eqn not in self._bodies:
             closed, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
             flat = flat_body(closed.jaxpr, tuple(closed.consts))
             inside = _Equations(flat.eqns, {v for v in flat.outvars if not is_literal(v)})
-            self._bodies[id(eqn)] = _Body(eqn, flat, inside, range(n_consts, n_consts + n_carry))
-        return self._bodies[id(eqn)]
+            self._bodies[eqn] = _Body(eqn, flat, inside, range(n_consts, n_consts + n_carry))
+        return self._bodies[eqn]
 
 
 @dataclass(frozen=True, slots=True)

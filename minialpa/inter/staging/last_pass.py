@@ -42,7 +42,7 @@ class LastPass:
     program: ShardedEquations
     totals: tuple[Var, ...]
     sums: tuple[Var, ...]
-    loops: dict[int, int]
+    loops: dict[JaxprEqn, JaxprEqn]
 
     def collectives(self) -> tuple[Communication, ...]:
         """What the last pass communicates, in the loops of the other passes."""
@@ -63,7 +63,7 @@ class TaskProgram:
     task: Task
     program: ShardedEquations
     last: LastPass | None = None
-    loops: Mapping[int, int] = field(default_factory=dict)
+    loops: Mapping[JaxprEqn, JaxprEqn] = field(default_factory=dict)
 
     def collectives(self) -> tuple[Communication, ...]:
         """What each run communicates, in the loops of the task."""
@@ -86,7 +86,7 @@ class TaskProgram:
         return tuple(v for v in self.task.invars if v not in read)
 
 
-def _in_loops(found: Sequence[Communication], loops: Mapping[int, int]) -> tuple[Communication, ...]:
+def _in_loops(found: Sequence[Communication], loops: Mapping[JaxprEqn, JaxprEqn]) -> tuple[Communication, ...]:
     return tuple(one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found)
 
 
@@ -104,17 +104,17 @@ def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqua
 def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
     """Programs that add to totals, and whose last passes sum what they can hide."""
     updates = [task for task, _ in plain if task.kind == "update"]
-    last: dict[int, LastPass] = {}
+    last: dict[Task, LastPass] = {}
     moved: dict[Var, JaxprEqn] = {}
 
     for task, program in plain:
         sums = _sums_of(staged, task, updates)
         made = _last_pass(staged, task, program, sums)
         if made is not None:
-            last[id(task)] = made
+            last[task] = made
             moved.update(sums)
     return [
-        TaskProgram(task, _without(with_totals(program, staged, task), moved), last.get(id(task)))
+        TaskProgram(task, _without(with_totals(program, staged, task), moved), last.get(task))
         for task, program in plain
     ]
 
@@ -161,7 +161,7 @@ def _last_pass(
         if total not in in_scans:
             new = eqn.replace(invars=[made.totals[total]])
             eqns.append(new)
-            equations[id(new)] = equations[id(eqn)]
+            equations[new] = equations[eqn]
             specs[total] = program.specs[total]
 
     totals = [one.total for one in added if one.total not in sums]
@@ -184,8 +184,8 @@ def _last_pass(
 
 def _without(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> ShardedEquations:
     """A program of an update without the equations that last passes have: it takes what they make."""
-    gone = {id(eqn) for eqn in moved.values()}
-    eqns = tuple(eqn for eqn in program.eqns if id(eqn) not in gone)
+    gone = set(moved.values())
+    eqns = tuple(eqn for eqn in program.eqns if eqn not in gone)
     if len(eqns) == len(program.eqns):
         return program
     invars = tuple(moved[v].outvars[0] if v in moved else v for v in program.invars)

@@ -112,7 +112,7 @@ def _place_loop(step: ChunkedStep, segment: int, seen: _Seen) -> LoopPlacement:
     eqns: dict[int, list[JaxprEqn]] = defaultdict(list)
     for op, position in zip(fixed, positions, strict=True):
         eqns[position].append(op.eqn)
-    order = {id(op.eqn): i for i, op in enumerate(ops)}
+    order = {op.eqn: i for i, op in enumerate(ops)}
     copied = {position: _with_floating(mine, floating, order) for position, mine in eqns.items()}
     return LoopPlacement(copied, seen.position_of, frozenset(floating))
 
@@ -201,14 +201,14 @@ def _fill_by_readers(eqns: Sequence[JaxprEqn], positions: Sequence[int | None]) 
 
 
 def _with_floating(
-    eqns: Sequence[JaxprEqn], floating: Mapping[Var, JaxprEqn], order: Mapping[int, int]
+    eqns: Sequence[JaxprEqn], floating: Mapping[Var, JaxprEqn], order: Mapping[JaxprEqn, int]
 ) -> list[JaxprEqn]:
-    """`eqns` and the floating equations that they depend on, sorted by `order`: the number of each equation, by id."""
-    needed: dict[int, JaxprEqn] = {}
+    """`eqns` and the floating equations that they depend on, sorted by `order`: the number of each equation."""
+    needed: dict[JaxprEqn, None] = {}  # in an order that repeats
     unvisited = [v for eqn in eqns for v in operand_vars(eqn)]
     while unvisited:
         eqn = floating.get(unvisited.pop())
-        if eqn is not None and id(eqn) not in needed:
-            needed[id(eqn)] = eqn
+        if eqn is not None and eqn not in needed:
+            needed[eqn] = None
             unvisited.extend(operand_vars(eqn))
-    return sorted([*needed.values(), *eqns], key=lambda eqn: order[id(eqn)])
+    return sorted([*needed, *eqns], key=lambda eqn: order[eqn])

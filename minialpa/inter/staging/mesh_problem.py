@@ -29,7 +29,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     tasks = [task for task in staged.tasks if task.mesh == mesh]
     times = _times(tasks, split.n_micro_batches)
     # Where the whole step is one task, the update is a part of that task.
-    updates = {id(op.eqn) for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
+    updates = {op.eqn for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
 
     made = {v for eqn, _ in times for v in eqn.outvars}
     total_of = {value: total for value, total in combined_values(split) if value in made}
@@ -40,7 +40,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     return MeshEquations(
         eqns=tuple(eqn for eqn, _ in times),
         times=tuple(n for _, n in times),
-        in_update=tuple(id(eqn) in updates for eqn, _ in times),
+        in_update=tuple(eqn in updates for eqn, _ in times),
         inputs=inputs,
         aliases=_aliases(staged, mesh, made),
         equal=total_of,
@@ -57,11 +57,11 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
 
 def _times(tasks: Sequence[Task], n_micro_batches: int) -> list[tuple[JaxprEqn, int]]:
     """Each equation of `tasks`, and how often a step runs it: by the first task that has it."""
-    found: dict[int, tuple[JaxprEqn, int]] = {}
+    found: dict[JaxprEqn, tuple[JaxprEqn, int]] = {}
     for task in tasks:
         n_runs = n_micro_batches if task.per_micro_batch else 1
         for eqn in task.eqns:
-            found.setdefault(id(eqn), (eqn, n_runs))
+            found.setdefault(eqn, (eqn, n_runs))
     return list(found.values())
 
 
@@ -131,7 +131,7 @@ def mesh_programs(
     staged: StagedStep, mesh: int, problem: MeshEquations, sharding: MeshSharding, view: ShardedView
 ) -> list[TaskProgram]:
     """The tasks of a mesh, in order, with their programs under the solution `sharding` of `problem`."""
-    equations = {id(eqn): specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
+    equations = {eqn: specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
     return task_programs(staged, mesh, sharding.specs, equations, view, sharding.results)
 
 
@@ -139,7 +139,7 @@ def task_programs(
     staged: StagedStep,
     mesh: int,
     specs: Mapping[Var, Spec],
-    equations: Mapping[int, EquationSpecs],
+    equations: Mapping[JaxprEqn, EquationSpecs],
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> list[TaskProgram]:
@@ -214,7 +214,7 @@ def task_program(
     staged: StagedStep,
     task: Task,
     specs: Mapping[Var, Spec],
-    equations: Mapping[int, EquationSpecs],
+    equations: Mapping[JaxprEqn, EquationSpecs],
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> ShardedEquations:

@@ -54,7 +54,7 @@ class SummedInScans:
 
     program: ShardedEquations
     summed: frozenset[Var]
-    loops: dict[int, int]
+    loops: dict[JaxprEqn, JaxprEqn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def sum_totals_in_scans(
     added: the totals, and what the program makes for them. markers: for totals, the equation that sums each of them.
     """
     sums = [
-        _Sum(one.loop, one.total, marker.outvars[0], program.specs[one.loop], program.equations[id(marker)])
+        _Sum(one.loop, one.total, marker.outvars[0], program.specs[one.loop], program.equations[marker])
         for one in added
         if (marker := markers.get(one.total)) is not None
     ]
@@ -94,7 +94,7 @@ def sum_totals_in_scans(
 def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
     """`program`, whose scans sum the gradients that it sums itself, as far as they can."""
     sums = [
-        _Sum(value, None, result, program.specs[value], _specs_of_operand(program.equations[id(eqn)], k))
+        _Sum(value, None, result, program.specs[value], _specs_of_operand(program.equations[eqn], k))
         for eqn in program.eqns
         if is_gradient_marker(eqn)
         for k, (value, result) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
@@ -109,12 +109,12 @@ def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
     for eqn in made.program.eqns:
         kept = [k for k, v in enumerate(eqn.invars) if is_literal(v) or v not in made.summed]
         if is_gradient_marker(eqn) and len(kept) < len(eqn.invars):
-            chosen = equations[id(eqn)]
+            chosen = equations[eqn]
             invars, outvars = [eqn.invars[k] for k in kept], [eqn.outvars[k] for k in kept]
             eqn = eqn.replace(invars=invars, outvars=outvars)
             parts = (chosen.operands, chosen.made, chosen.results)
             operands, made_as, results = (tuple(part[k] for k in kept) for part in parts)
-            equations[id(eqn)] = EquationSpecs(operands, made_as, results)
+            equations[eqn] = EquationSpecs(operands, made_as, results)
         if eqn.outvars or not is_gradient_marker(eqn):
             eqns.append(eqn)
     changed = dataclasses.replace(made.program, eqns=tuple(eqns), equations=equations)
@@ -131,10 +131,10 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
     reads.update(v for v in program.outvars if not is_literal(v))
     possible = {one.value: one for one in sums if reads[one.value] == 1 and _sums_rows(one)}
 
-    summed, loops = set[Var](), dict[int, int]()
+    summed, loops = set[Var](), dict[JaxprEqn, JaxprEqn]()
     eqns, specs, equations = list[JaxprEqn](), dict(program.specs), dict(program.equations)
     for eqn in program.eqns:
-        chosen = program.equations[id(eqn)]
+        chosen = program.equations[eqn]
         mine = [possible[v] for v in eqn.outvars[scan_counts(eqn)[1] :] if v in possible] if chosen.body else []
         made = _with_sums(eqn, chosen, mine) if mine else None
         if made is None:
@@ -142,7 +142,7 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
             continue
         new, of_new = made
         eqns.append(new)
-        equations[id(new)], loops[id(new)] = of_new, id(eqn)
+        equations[new], loops[new] = of_new, eqn
         specs.update((one.total, one.spec) for one in mine if one.total is not None)
         summed.update(one.value for one in mine)
     changed = dataclasses.replace(program, eqns=tuple(eqns), specs=specs, equations=equations)

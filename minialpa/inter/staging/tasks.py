@@ -23,7 +23,7 @@ from minialpa.tracing.trace import TracedStep
 TaskKind = Literal["prologue", "forward", "backward", "step", "update"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
     """Equations that run together on one mesh.
 

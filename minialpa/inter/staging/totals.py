@@ -78,7 +78,7 @@ def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
         specs[one.total] = spec
         for eqn in new:
             operands = (spec,) * len(eqn.invars)
-            equations[id(eqn)] = EquationSpecs(operands, (spec,), (spec,))
+            equations[eqn] = EquationSpecs(operands, (spec,), (spec,))
             specs.update((v, spec) for v in eqn.outvars)
         eqns += new
 

@@ -217,7 +217,7 @@ class StrategyCache:
     def __init__(self) -> None:
         self._memo = _Memo()
         self._tables: _Tables = Recent(_MOST_TABLE_BYTES, lambda table: table[0].nbytes + _KEY_BYTES)
-        self._kinds: dict[int, tuple[EquationKind, JaxprEqn]] = {}  # by the identity of an equation
+        self._kinds: dict[JaxprEqn, EquationKind] = {}
 
     def of(
         self, mesh: LogicalMesh, forbidden: tuple[str, ...], sharing: Sharing, forbidden_s: float = math.inf
@@ -236,12 +236,12 @@ class StrategyCache:
 
     def kind_of(self, eqn: JaxprEqn) -> EquationKind:
         """The kind of `eqn`; one object for all equations of the kind."""
-        found = self._kinds.get(id(eqn))
+        found = self._kinds.get(eqn)
         if found is None:
             if len(self._kinds) >= _MOST_EQUATIONS:
                 self._kinds.clear()
-            found = self._kinds[id(eqn)] = self._kind_of(eqn), eqn
-        return found[0]
+            found = self._kinds[eqn] = self._kind_of(eqn)
+        return found
 
     def _kind_of(self, eqn: JaxprEqn) -> EquationKind:
         factors, same = factors_of(eqn).on_mesh(), same_operands(eqn)
