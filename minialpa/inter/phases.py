@@ -1,7 +1,7 @@
-"""The phases of a planned step as text: what each of them makes of the step, from its trace to its instructions.
+"""The phases of a planned step: what each of them makes of the step, from its trace to its instructions.
 
-In: a traced step and its plan. Out: the text of each phase, by name. A plan holds decisions and no equations, so the
-phases are what the plan's decisions make of the step, and what runs.
+In: a traced step and its plan. Out: the text of each phase, by name, after the verifier of the phase has run. A plan
+holds decisions and no equations, so the phases are what its decisions make of the step, and what runs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
-from minialpa.inter.staging.split_values import step_inputs
+from minialpa.inter.staging.split_values import combined_values, step_inputs
 from minialpa.inter.staging.staged_step import RealisedStep, mesh_problems, realise
+from minialpa.inter.staging.verify_fit import verify_staged
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.ir.block import Block
 from minialpa.ir.op import Op
-from minialpa.ir.text import BlockText, Fact, direction, modules, type_text, where
+from minialpa.ir.text import Fact, ProgramText, direction, modules, type_text, where
+from minialpa.ir.verify import verify_block
 from minialpa.plan import Plan
 from minialpa.programs.program import Accumulate, Instruction, Program, Run, Transfer
 from minialpa.sharding import EquationSpecs, Spec
@@ -42,17 +44,23 @@ class Phase:
         name: what `--dump` calls it.
         adds: what the phase adds to the one before it.
         lines: its text.
+        verify: raises VerifyError if what it makes is no program.
     """
 
     name: str
     adds: str
     lines: Callable[[_Planned], Iterator[str]]
+    verify: Callable[[_Planned], None]
 
 
 def phases(traced: TracedStep, plan: Plan) -> dict[str, str]:
     """The text of each phase, by its name, in order. Raises VerifyError if the plan is for another step."""
     planned = _Planned(traced, plan, realise(traced, plan))
-    return {phase.name: "\n".join((f"{phase.name}: {phase.adds}", "", *phase.lines(planned), "")) for phase in PHASES}
+    texts = {}
+    for phase in PHASES:
+        phase.verify(planned)
+        texts[phase.name] = "\n".join((f"{phase.name}: {phase.adds}", "", *phase.lines(planned), ""))
+    return texts
 
 
 # ---- before micro-batches --------------------------------------------------------------------------------------------
@@ -80,7 +88,7 @@ def _layer_of(plan: Plan) -> Fact:
 
 
 def _whole_batch(step: TracedStep, facts: Sequence[Fact]) -> Iterator[str]:
-    text = BlockText(step.flat, _input_names(step))
+    text = step.flat.text(_input_names(step))
     yield from _inputs(step)
     yield ""
     yield from text.lines(facts)
@@ -99,7 +107,7 @@ def _inputs(step: TracedStep) -> Iterator[str]:
         yield f"argument {path} {type_text(value)}{examples}"
 
 
-def _results(step: TracedStep, block: Block, text: BlockText) -> Iterator[str]:
+def _results(step: TracedStep, block: Block, text: ProgramText) -> Iterator[str]:
     for atom, path, replaced in zip(block.outvars, step.out_paths, step.aliases, strict=True):
         instead = "" if replaced is None else f"   replaces {step.in_paths[replaced]}"
         yield f"{path} = {text.name_of(atom)}{instead}"
@@ -133,7 +141,7 @@ def _segment_name(segment: int, split: SplitStep) -> str:
     return f"for each of {split.n_micro_batches} micro-batches{loop}" if split.n_micro_batches > 1 else f"once{loop}"
 
 
-def _combined(split: SplitStep, segment: int, text: BlockText) -> Iterator[str]:
+def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str]:
     """What the values of micro-batches of a loop are combined to."""
     made = {value for op in split.in_segment(segment) for value in op.eqn.outvars}
     for one in split.accumulators:
@@ -145,17 +153,17 @@ def _combined(split: SplitStep, segment: int, text: BlockText) -> Iterator[str]:
             yield f"{text.name_of(stack.total)} = {text.name_of(stack.loop)} of all {joined}"
 
 
-def _split_text(split: SplitStep) -> tuple[Block, BlockText]:
+def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
     """The operations of a split step, which have the same numbers in this phase and those after it."""
     block = Block(invars=step_inputs(split), ops=split.ops, outvars=split.outvars)
     names = _input_names(split.traced)
     names |= {rows: f"{names[whole]}[rows]" for whole, rows in split.micro_inputs}
     if split.micro_index is not None:
         names[split.micro_index] = "micro_batch"
-    number = BlockText(block, names).name_of
+    number = block.text(names).name_of
     names |= {one.total: f"total({number(one.loop)})" for one in split.accumulators}
     names |= {one.total: f"all({number(one.loop)})" for one in split.stacks}
-    return block, BlockText(block, names)
+    return block, block.text(names)
 
 
 # ---- tasks and shardings ---------------------------------------------------------------------------------------------
@@ -242,13 +250,53 @@ def _buffers(numbers: Sequence[int]) -> str:
     return ", ".join(f"b{number}" for number in numbers)
 
 
+# ---- verifiers -------------------------------------------------------------------------------------------------------
+
+
+def _verify_split(planned: _Planned) -> None:
+    """What is combined over micro-batches is there once the last of its parts is made."""
+    split = planned.realised.staged.split
+    block, _ = _split_text(split)
+    later = {total: block.made_by[value] + 1 for value, total in combined_values(split) if value in block.made_by}
+    early = {total for value, total in combined_values(split) if value not in block.made_by}
+    rows = {rows for _, rows in split.micro_inputs}
+    index = set() if split.micro_index is None else {split.micro_index}
+    verify_block(block, early | rows | index, later=later)
+
+
+def _verify_tasks(planned: _Planned) -> None:
+    for task in planned.realised.staged.tasks:
+        verify_block(Block(invars=task.invars, ops=tuple(map(Op, task.eqns)), outvars=task.outvars))
+
+
+def _verify_shardings(planned: _Planned) -> None:
+    staged = planned.realised.staged
+    verify_staged(staged, mesh_problems(staged), planned.plan)
+
+
 #: In the order in which a step takes them.
 PHASES = (
-    Phase("trace", "the step for the whole batch; parts of the step, modules of the model, source lines", _traced),
-    Phase("layers", "the layer of each forward operation and of its derivatives; scans cut between layers", _layers),
-    Phase("rematerialise", "what backward passes compute again in place of keeping it", _rematerialised),
-    Phase("microbatch", "what runs for each micro-batch, and what runs once before and after", _split),
-    Phase("stages", "tasks: which operations run together, on which mesh", _tasks),
-    Phase("shardings", "the specs of each value: results <- operands", _shardings),
-    Phase("instructions", "what the runtime does with numbered buffers", _instructions),
+    Phase(
+        "trace",
+        "the step for the whole batch; parts of the step, modules of the model, source lines",
+        _traced,
+        lambda planned: verify_block(planned.traced.flat),
+    ),
+    Phase(
+        "layers",
+        "the layer of each forward operation and of its derivatives; scans cut between layers",
+        _layers,
+        lambda planned: verify_block(planned.realised.cut.flat),
+    ),
+    Phase(
+        "rematerialise",
+        "what backward passes compute again in place of keeping it",
+        _rematerialised,
+        lambda planned: verify_block(planned.realised.rematerialised.flat),
+    ),
+    Phase("microbatch", "what runs for each micro-batch, and what runs once before and after", _split, _verify_split),
+    Phase("stages", "tasks: which operations run together, on which mesh", _tasks, _verify_tasks),
+    Phase("shardings", "the specs of each value: results <- operands", _shardings, _verify_shardings),
+    # `emit_program` verifies the instructions that it returns.
+    Phase("instructions", "what the runtime does with numbered buffers", _instructions, lambda planned: None),
 )

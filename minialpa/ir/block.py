@@ -10,8 +10,9 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, is_literal, live_equations, operand_vars
+from minialpa.ir.equations import Atom, live_equations, operand_vars
 from minialpa.ir.op import Op, Origin
+from minialpa.ir.text import ProgramText, direction, modules
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +43,7 @@ class Block:
 
     @functools.cached_property
     def made_by(self) -> Mapping[Var, int]:
-        """The number of the operation that makes each value; inputs have none."""
+        """The number of the operation that makes each value; inputs are not in it."""
         return {value: i for i, eqn in enumerate(self.eqns) for value in eqn.outvars}
 
     @functools.cached_property
@@ -54,10 +55,14 @@ class Block:
                 readers.setdefault(value, []).append(i)
         return {value: tuple(numbers) for value, numbers in readers.items()}
 
-    @property
-    def result_vars(self) -> frozenset[Var]:
-        """The results that are not literals."""
-        return frozenset(atom for atom in self.outvars if not is_literal(atom))
+    def text(self, names: Mapping[Var, str]) -> ProgramText:
+        """What prints the block. names: of its operands; an operand without a name gets a number."""
+        return ProgramText((*self.constvars, *self.invars), self.ops, names)
+
+    def __str__(self) -> str:
+        text = self.text({})
+        results = ", ".join(map(text.name_of, self.outvars))
+        return "\n".join((*text.lines((direction, modules)), f"return {results}"))
 
     def with_eqns(self, eqns: Sequence[JaxprEqn]) -> Block:
         """The block with another equation in each operation."""
@@ -76,7 +81,7 @@ class Block:
 
 
 def block_of(closed: ClosedJaxpr) -> Block:
-    """The equations of a program of jax as they are."""
+    """A program of jax, equation by equation."""
     return Block(
         constvars=tuple(closed.jaxpr.constvars),
         consts=tuple(closed.consts),

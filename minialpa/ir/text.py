@@ -1,4 +1,4 @@
-"""Blocks as text: one line per operation, aligned, with repetitions printed once.
+"""Programs as text: one line per operation.
 
 A value is the path of an argument, such as `state.params['w']`, or `%12`, the result of operation 12; `%12.1` is its
 second result. Columns of facts follow, and a column in which nothing is known is left out.
@@ -6,84 +6,58 @@ second result. Columns of facts follow, and a column in which nothing is known i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax.extend.core import Var
 
-from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, aval_of, is_literal, source_line, sub_jaxprs
 from minialpa.ir.op import Op
+from minialpa.ir.repetitions import Line, aligned, without_numbers
 from minialpa.ir.scopes import module_path
 
-#: Fewer lines than this are printed again, rather than counted.
-_LEAST_SAVED = 4
 #: A literal, or a parameter of an operation, that takes more letters than this is left out.
 _MOST_LETTERS = 32
-
-#: Columns are no wider than this, by number; what is longer moves the rest of its line.
-_WIDEST = {1: 16, 2: 56}
 
 #: What to print of an operation, by its number and itself.
 Fact = Callable[[int, Op], str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One operation as text.
+class ProgramText:
+    """Operations whose values have names, all of them or some as text."""
 
-    Attributes:
-        number: of the operation.
-        cells: its columns: results, types, what is computed of what, and facts.
-        kind: what is equal in repetitions: the line without the numbers in it.
-        reads: for each operand the number of the operation that makes it, or what it is.
-        body: the lines of the programs inside, such as that of a loop.
-    """
-
-    number: int
-    cells: tuple[str, ...]
-    kind: tuple[str, ...]
-    reads: tuple[int | str, ...]
-    body: tuple[str, ...] = ()
-
-
-class BlockText:
-    """A block whose operations and values have names, all of it or some of its operations as text."""
-
-    def __init__(self, block: Block, names: Mapping[Var, str]) -> None:
-        """names: of what no operation of the block makes; operands without one are numbered."""
-        self.block = block
-        operands = [*block.constvars, *block.invars]
-        self._given = {value: f"input{k}" for k, value in enumerate(operands)} | dict(names)
+    def __init__(self, inputs: Sequence[Var], ops: Sequence[Op], names: Mapping[Var, str]) -> None:
+        """names: of what no operation makes; inputs without one are numbered."""
+        self._ops = ops
+        self._made_by = {value: i for i, op in enumerate(ops) for value in op.eqn.outvars}
+        self._given = {value: f"input{k}" for k, value in enumerate(inputs)} | dict(names)
 
     def name_of(self, atom: Atom) -> str:
         """`%12` or `%12.1` for a result, the path of an argument, the value of a small literal."""
         if is_literal(atom):
             text = str(atom.val)
             return text if len(text) <= _MOST_LETTERS else type_text(atom)
-        number = self.block.made_by.get(atom)
+        number = self._made_by.get(atom)
         if number is None:
             return self._given.get(atom, "?")
-        results = self.block.eqns[number].outvars
+        results = self._ops[number].eqn.outvars
         return f"%{number}" + (f".{results.index(atom)}" if len(results) > 1 else "")
 
     def lines(self, facts: Sequence[Fact], numbers: Sequence[int] | None = None) -> list[str]:
         """One line for each operation. facts: further columns. numbers: of the operations; all by default."""
-        chosen = range(len(self.block.ops)) if numbers is None else numbers
-        return _aligned([self._line(i, facts) for i in chosen])
+        chosen = range(len(self._ops)) if numbers is None else numbers
+        return aligned([self._line(i, facts) for i in chosen])
 
-    def _line(self, i: int, facts: Sequence[Fact]) -> _Line:
-        op = self.block.ops[i]
+    def _line(self, i: int, facts: Sequence[Fact]) -> Line:
+        op = self._ops[i]
         types = " ".join(map(type_text, op.eqn.outvars))
         computed = f"{op.eqn.primitive.name}{_parameters(op)} {', '.join(map(self.name_of, op.eqn.invars))}".rstrip()
         found = [fact(i, op) for fact in facts]
-        return _Line(
+        return Line(
             number=i,
             cells=(f"%{i}", types, computed, *found),
-            kind=(types, op.eqn.primitive.name, _parameters(op), *map(_without_numbers, found)),
+            kind=(types, op.eqn.primitive.name, _parameters(op), *map(without_numbers, found)),
             reads=tuple(map(self._read, op.eqn.invars)),
             body=tuple(f"    {line}" for inner in _bodies(op) for line in inner),
         )
@@ -92,15 +66,15 @@ class BlockText:
         """The number of the operation that makes an operand, or else what is equal in repetitions."""
         if is_literal(atom):
             return self.name_of(atom)
-        number = self.block.made_by.get(atom)
-        return _without_numbers(self.name_of(atom)) if number is None else number
+        number = self._made_by.get(atom)
+        return without_numbers(self.name_of(atom)) if number is None else number
 
 
 def _bodies(op: Op) -> Iterator[list[str]]:
     """The programs inside of a loop, or of branches."""
     for body in sub_jaxprs(op.eqn):
         inputs, results = (*body.constvars, *body.invars), tuple(body.outvars)
-        inside = BlockText(Block(invars=inputs, ops=tuple(map(Op, body.eqns)), outvars=results), {})
+        inside = ProgramText(inputs, list(map(Op, body.eqns)), {})
         operands = ", ".join(f"{inside.name_of(v)} {type_text(v)}" for v in inputs)
         yield [f"({operands}) ->", *inside.lines(()), f"return {', '.join(map(inside.name_of, results))}"]
 
@@ -121,7 +95,7 @@ def _parameters(op: Op) -> str:
     return f"[{' '.join(shown)}]" if shown else ""
 
 
-#: Parameters that say nothing besides the types of operands and results, and those that no plan depends on.
+#: Parameters that repeat the types of operands and results, or that no plan depends on.
 _LEFT_OUT = (
     *("accuracy", "donated_invars", "inline", "keep_unused", "name", "new_dtype", "new_sizes", "out_sharding"),
     *("precision", "preferred_element_type", "shape", "sharding", "unroll", "update_consts", "update_jaxpr"),
@@ -165,78 +139,3 @@ def modules(_: int, op: Op) -> str:
 def where(_: int, op: Op) -> str:
     """The line of the user's code that an operation is from, as `file:line`."""
     return Path(source_line(op.eqn).split(" ")[0]).name
-
-
-# ---- repetitions and columns -----------------------------------------------------------------------------------------
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+", "#", text)
-
-
-def _aligned(lines: Sequence[_Line]) -> list[str]:
-    """The lines with columns of one width, and each repetition once, under a line that counts it."""
-    n_columns = len(lines[0].cells) if lines else 0
-    shown = [k for k in range(n_columns) if any(line.cells[k] for line in lines)]
-    groups = list(_repetitions(lines))
-    printed = [lines[i] for start, period, _ in groups for i in range(start, start + period)]
-    widths = {k: min(_WIDEST.get(k, 40), max(len(line.cells[k]) for line in printed)) for k in shown}
-
-    out = []
-    for start, period, times in groups:
-        indent = ""
-        if times > 1:
-            last = lines[start + period * times - 1].number
-            out.append(f"{times} times alike, to %{last}:")
-            indent = "| "
-        for line in lines[start : start + period]:
-            out.append((indent + "  ".join(line.cells[k].ljust(widths[k]) for k in shown)).rstrip())
-            out.extend(indent + inner for inner in line.body)
-    return out
-
-
-def _repetitions(lines: Sequence[_Line]) -> Iterator[tuple[int, int, int]]:
-    """Groups of lines in order: start, length, and how often lines like these follow each other from there on."""
-    start = 0
-    while start < len(lines):
-        period, times = _repetition(lines, start)
-        yield start, period, times
-        start += period * times
-
-
-def _repetition(lines: Sequence[_Line], start: int) -> tuple[int, int]:
-    """Length and number of the repetition from `start` on that saves most lines; (1, 1) if it is none."""
-    best, saved = (1, 1), _LEAST_SAVED - 1
-    periods = (i - start for i in range(start + 1, len(lines)) if lines[i].kind == lines[start].kind)
-    for period in periods:
-        if 2 * period > len(lines) - start:
-            break
-        n = 0
-        while start + n + period < len(lines) and _alike(lines, start, n, period):
-            n += 1
-        times = n // period + 1
-        if period * (times - 1) > saved:
-            best, saved = (period, times), period * (times - 1)
-    return best
-
-
-def _alike(lines: Sequence[_Line], start: int, n: int, period: int) -> bool:
-    """Whether the line `period` after line `start + n` is the same, of values that are the same or as far away.
-
-    In the first repetition, what the others read of the repetition before them comes from anywhere outside.
-    """
-    one, other = lines[start + n], lines[start + n + period]
-    if one.kind != other.kind or len(one.reads) != len(other.reads) or one.body != other.body:
-        return False
-    first, second = lines[start].number, lines[start + period].number
-
-    def same(a: int | str, b: int | str) -> bool:
-        if a == b:
-            return True
-        if not isinstance(b, int):
-            return False
-        if n < period and (isinstance(a, str) or a < first):
-            return first <= b < second
-        return isinstance(a, int) and abs(b - a) == other.number - one.number
-
-    return all(same(a, b) for a, b in zip(one.reads, other.reads, strict=True))

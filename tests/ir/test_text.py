@@ -14,7 +14,7 @@ import minialpa
 from benchmarks.planning import traced_step
 from minialpa.ir.block import Block
 from minialpa.ir.op import Op
-from minialpa.ir.text import BlockText, direction, modules, where
+from minialpa.ir.text import direction, modules, where
 from tests.phases_doc import PATH, page, planned
 from tests.skips import skip
 
@@ -25,7 +25,7 @@ def block_of(fun: Any, *args: Any) -> Block:
 
 
 def lines_of(fun: Any, *args: Any) -> list[str]:
-    return BlockText(block_of(fun, *args), {}).lines(())
+    return block_of(fun, *args).text({}).lines(())
 
 
 def n_operations(lines: list[str]) -> int:
@@ -82,7 +82,7 @@ def test_results_operands_and_programs_inside() -> None:
         return jax.lax.scan(lambda c, y: (c + y, c * y), left[0] * right[1], x)
 
     block = block_of(fun, jnp.ones(4))
-    text = BlockText(block, {block.invars[0]: "state['x']"})
+    text = block.text({block.invars[0]: "state['x']"})
     lines = text.lines(())
     assert lines[0].split() == ["%0", "f32[2]", "f32[2]", "split[sizes=(2,2)", "axis=0]", "state['x']"]
     assert any("%0.1" in line for line in lines)

@@ -48,6 +48,7 @@ INSTEAD = {
     "util.run_cmd": "Use `subprocess.run` of Python.",
 }
 
+
 class Instead:
     """A name of Alpa that is not here. It can be imported; using it raises MinialpaError, which says what to use."""
 
