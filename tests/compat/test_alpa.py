@@ -486,7 +486,7 @@ def test_the_page_has_every_name_setting_and_sentence() -> None:
     for name in WORKS:
         assert not isinstance(getattr(alpa, name), names.Instead), name
     public = {name for name in vars(alpa) if f" as {name}\n" in Path(str(alpa.__file__)).read_text(encoding="utf-8")}
-    assert public - {"_names"} <= set(WORKS)
+    assert {name for name in public if name[0] != "_"} <= set(WORKS)
     for name, sentence in names.INSTEAD.items():
         assert f"| `{name}` | {sentence} |" in PAGE
         assert sentence.endswith(".") and not re.search(r"[a-z`)]\. [A-Z]", sentence), sentence
@@ -520,6 +520,20 @@ def test_a_name_that_is_not_here_says_what_to_use(name: str) -> None:
         isinstance(1, found)
     with pytest.raises(AttributeError, match=sentence):
         found.anything  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("pipeline_parallel.layer_construction", "ManualLayerOption"),
+        ("pipeline_parallel.primitive_def", "mark_pipeline_boundary"),
+        ("pipeline_parallel.stage_construction", "get_last_dp_result"),
+        ("shard_parallel.auto_sharding", "AutoShardingOption"),
+        ("shard_parallel.manual_sharding", "ManualShardingOption"),
+    ],
+)
+def test_a_script_may_import_from_the_modules_of_alpa(path: str, name: str) -> None:
+    assert getattr(importlib.import_module(f"minialpa.compat.alpa.{path}"), name) is getattr(alpa, name)
 
 
 def test_an_unknown_name_says_where_to_look() -> None:

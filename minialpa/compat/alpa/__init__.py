@@ -4,6 +4,7 @@ Each name does what it did in Alpa, or raises an error that says what to use ins
 minialpa has are here, too.
 """
 
+import sys
 from typing import Any
 
 from minialpa import __version__ as __version__
@@ -16,6 +17,7 @@ from minialpa import value_and_grad as value_and_grad
 from minialpa.compat.alpa import data_loader as data_loader
 from minialpa.compat.alpa import device_mesh as device_mesh
 from minialpa.compat.alpa import global_env as global_env
+from minialpa.compat.alpa import modules as _modules
 from minialpa.compat.alpa import names as _names
 from minialpa.compat.alpa import parallel_method as parallel_method
 from minialpa.compat.alpa import testing as testing
@@ -62,3 +64,6 @@ from minialpa.compat.alpa.timer import timers as timers
 
 def __getattr__(name: str) -> Any:
     return _names.find(name)
+
+
+_modules.add_modules(sys.modules[__name__])
