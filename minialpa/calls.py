@@ -317,9 +317,22 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
     return args, {name: value for name, value in values.items() if isinstance(name, str)}
 
 
+def _named_as(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets messages of jax name `fun` and its line in the place of a function of leaves."""
+
+    def named(flat_fun: Any) -> Any:
+        functools.update_wrapper(flat_fun, fun)
+        # Else jax would take the parameters of `fun` for names of leaves.
+        flat_fun.__signature__ = inspect.Signature([inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)])
+        return flat_fun
+
+    return named
+
+
 def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
     """`fun` as a function of the leaves of `call`; see `shown` for its results."""
 
+    @_named_as(fun)
     def flat_fun(*leaves: Any) -> Any:
         args, kwargs = rebuild(call, leaves)
         in_graph = () if call.graph is None else call.graph.names

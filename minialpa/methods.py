@@ -157,7 +157,7 @@ def _shard_options(method: ShardParallel, name: str | None = None) -> PlanOption
 
 def _micro_batches(n: int) -> int:
     if not isinstance(n, Integral) or n < 1:
-        raise ShardingError(f"`num_micro_batches` is at least 1; got {n!r}.")
+        raise ShardingError(f"`num_micro_batches` is an integer of at least 1; got {n!r}.")
     if n > _MOST_MICRO_BATCHES:  # a schedule lists them
         raise ShardingError(f"`num_micro_batches` is at most {_MOST_MICRO_BATCHES:,}; got {n:,}.")
     return n

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -146,7 +146,7 @@ def train(
     Raises the WorkerError if a session is lost and there is no folder, or three times at the same step; MinialpaError
     for arguments that cannot be.
     """
-    _check_arguments(step, batches, n_steps, save_every, evaluate_every)
+    _check_arguments(step, create_state, batches, n_steps, save_every, evaluate_every)
     run = _Run(
         step=step,
         create_state=create_state,
@@ -535,9 +535,20 @@ def _hosts_text() -> str:
     return f"{cluster.num_hosts} x {cluster.devices_per_host} devices"
 
 
-def _check_arguments(step: Any, batches: Any, n_steps: Any, save_every: Any, evaluate_every: Any) -> None:
+def _check_arguments(
+    step: Any, create_state: Any, batches: Any, n_steps: Any, save_every: Any, evaluate_every: Any
+) -> None:
     if not isinstance(step, ParallelizedFunc):
         raise MinialpaError(f"`step` is the function that `parallelize` returned; got a {type(step).__name__}.")
+    if not callable(create_state):
+        raise MinialpaError(
+            f"`create_state` is a function without arguments that makes the state; got a {type(create_state).__name__}."
+        )
+    if isinstance(batches, Mapping):
+        raise MinialpaError(
+            f"`batches` is a function that returns an iterator over batches, or an iterable of batches; got a "
+            f"{type(batches).__name__}, which looks like a single batch."
+        )
     if isinstance(batches, Iterator) and state_methods(batches) is None:
         raise MinialpaError(
             "`batches` is an iterator, which cannot go back to a checkpoint. Pass a function without arguments that "
@@ -546,4 +557,4 @@ def _check_arguments(step: Any, batches: Any, n_steps: Any, save_every: Any, eva
     counts = {"n_steps": n_steps, "save_every": save_every, "evaluate_every": evaluate_every}
     for name, value in counts.items():
         if not (isinstance(value, int) and value > 0) and not (name == "n_steps" and value is None):
-            raise MinialpaError(f"`{name}` is a positive number of steps; got {value!r}.")
+            raise MinialpaError(f"`{name}` is a positive integer, a number of steps; got {value!r}.")

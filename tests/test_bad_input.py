@@ -215,7 +215,7 @@ def test_python_control_flow_on_values() -> None:
     parallel = minialpa.parallelize(step)
     params, batch = make_params(), make_batch()
     for value in (1, 1.0, np.float32(1), jnp.ones(())):
-        refused(TraceError, "Make that argument static with `static_argnums`", parallel, params, batch, value)
+        refused(TraceError, "static, with `static_argnums`", parallel, params, batch, value)
     works(minialpa.parallelize(step, static_argnums=2), params, batch, 1)
     indexed = minialpa.parallelize(lambda p, b, mask: b["x"][mask])
     refused(TraceError, "static_argnums", indexed, params, batch, jnp.ones(N_EXAMPLES, bool))
@@ -262,8 +262,8 @@ def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> Pipeshard
         (PipeshardParallel(stage_option=3), '`stage_option` is "uniform", "auto" or .*; got 3'),
         (PipeshardParallel(pipeline_schedule="2f2b"), "No schedule `2f2b`. Known: `1f1b`, `1f1b-interleaved`, `gpipe`"),
         (PipeshardParallel(pipeline_schedule="inference"), "`inference` has no backward pass.*Use `1f1b`"),
-        (PipeshardParallel(num_micro_batches=0), "`num_micro_batches` is at least 1; got 0"),
-        (ShardParallel(num_micro_batches=-1), "`num_micro_batches` is at least 1; got -1"),
+        (PipeshardParallel(num_micro_batches=0), "`num_micro_batches` is an integer of at least 1; got 0"),
+        (ShardParallel(num_micro_batches=-1), "`num_micro_batches` is an integer of at least 1; got -1"),
         (ShardParallel(num_micro_batches=2**26), "`num_micro_batches` is at most 1,048,576; got 67,108,864"),
     ],
 )
@@ -351,6 +351,59 @@ def test_init_with_what_is_not_there(arguments: dict[str, Any], message: str) ->
     refused(MinialpaError, message, lambda: minialpa.init(**arguments))
     minialpa.init()
     works(minialpa.parallelize(train_step), make_params(), make_batch())
+
+
+# ---- values of traced arrays, and arguments of functions ------------------------------------------------------------
+
+
+def _chooses(params: Any, batch: Any) -> Any:
+    return params if loss_fn(params, batch) > 0 else batch
+
+
+def _converts(params: Any, batch: Any) -> Any:
+    return float(params["w"][0, 0])
+
+
+def _counts(params: Any, batch: Any, k: Any) -> Any:
+    return [params for _ in range(k)]
+
+
+@pytest.mark.parametrize(
+    "step, extra, names, advice",
+    [
+        (_chooses, (), ("`params['w']`", "`batch['x']`"), "Choose with `jnp.where` or `jax.lax.cond`"),
+        (_converts, (), ("`params['w']`",), "Return the value and use it outside"),
+        (_counts, (3,), ("`k`",), "static, with `static_argnums`"),
+    ],
+)
+def test_code_that_needs_a_value_is_told_by_the_names_of_the_user(
+    step: Any, extra: tuple[Any, ...], names: tuple[str, ...], advice: str
+) -> None:
+    with pytest.raises(TraceError) as raised:
+        minialpa.parallelize(step)(make_params(), make_batch(), *extra)
+    text = str(raised.value)
+    assert f"{step.__name__} at {__file__}:" in text
+    assert all(name in text for name in (*names, advice))
+    assert "leaves" not in text and "flat_fun" not in text
+
+
+def test_arguments_of_functions_in_each_others_places() -> None:
+    parallel, params, batch = minialpa.parallelize(train_step), make_params(), make_batch()
+    refused(MinialpaError, "`create_state` is a function", minialpa.train, parallel, params, [batch])
+    refused(MinialpaError, "looks like a single batch", minialpa.train, parallel, make_params, batch)
+    message = r'`cluster` is a ClusterSpec, such as `ClusterSpec.preset\("h100"\)`'
+    refused(ShardingError, message, lambda: minialpa.plan(train_step, (params, batch), cluster="h100"))  # type: ignore[arg-type]
+
+
+def test_examples_that_degrees_of_parallelism_do_not_divide() -> None:
+    """Refused by the option at first; a last batch of this size runs in another way, with a warning."""
+    parallel = minialpa.parallelize(train_step, method=minialpa.get_3d_parallel_method(1, 4, 1, 1))
+    message = "`force_batch_dim_to_mesh_dim=0` splits the examples over 4 devices"
+    refused(MinialpaError, message, parallel, make_params(), make_batch(18))
+    works(parallel, make_params(), make_batch())
+    with pytest.warns(UserWarning, match="split"):
+        found = parallel(make_params(), make_batch(10))
+    assert_allclose(found, train_step(make_params(), make_batch(10)), rtol=1e-4, atol=1e-5)
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------

@@ -94,13 +94,17 @@ _OF_JIT = {
 }
 
 
-def _method(method: Method | None) -> Method:
-    """The method of those functions that plan for a cluster that the user gives."""
+def _planning(method: Method | None, cluster: ClusterSpec) -> Method:
+    """The method of functions that plan for a cluster that the user gives, for that cluster."""
+    if not isinstance(cluster, ClusterSpec):
+        name = cluster if isinstance(cluster, str) else "a100-80gb"
+        raise ShardingError(f'`cluster` is a ClusterSpec, such as `ClusterSpec.preset("{name}")`; got {cluster!r}.')
     chosen = AutoParallel() if method is None else method
     check_method(chosen)
     if isinstance(chosen, Plan):
         raise ShardingError("`method` is a saved plan, which has its own cluster. Use `replan` to plan as it did.")
-    return chosen
+    planning: Method = dataclasses.replace(chosen, devices=cluster)
+    return planning
 
 
 def plan(
@@ -112,8 +116,7 @@ def plan(
     batch_argnums: Argnums = "auto",
 ) -> Plan:
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
-    chosen = dataclasses.replace(_method(method), devices=cluster)
-    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).plan(*args)
+    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).plan(*args)
 
 
 def explain(
@@ -126,8 +129,7 @@ def explain(
     batch_argnums: Argnums = "auto",
 ) -> str:
     """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
-    chosen = dataclasses.replace(_method(method), devices=cluster)
-    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).explain(what, *args)
+    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).explain(what, *args)
 
 
 def check(

@@ -91,7 +91,8 @@ def restore_arguments(
     there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
     if not leaves:
-        raise CheckpointError(f"The target has no leaves, so there is nothing to read from {name}.")
+        hint = " Give the executable: `step.get_executable(...)`." if hasattr(target, "get_executable") else ""
+        raise CheckpointError(f"The target has no leaves, so there is nothing to read from {name}.{hint}")
     wrong = list(_differences(leaves, there, partial_restore=partial_restore))
     if wrong:
         rest = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""

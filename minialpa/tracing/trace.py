@@ -6,6 +6,7 @@ came from, which inputs are split over micro-batches, which results replace an a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -155,10 +156,7 @@ def trace_step(
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, ValueError) as error:
         if isinstance(error, ValueError) and "Non-hashable static arguments" not in str(error):  # of an inner `jax.jit`
             raise
-        raise TraceError(
-            f"The step's Python code uses the value of a traced argument: {error}\n"
-            "Make that argument static with `static_argnums`, or use `jax.lax.cond`."
-        ) from error
+        raise TraceError(_told(error, in_paths)) from error
 
     # Before dead equations go: what counted the own positions may be read by nothing else.
     program = without_marks(with_flags_as_tests(with_own_positions(flat)))
@@ -181,6 +179,19 @@ def trace_step(
         out_tree=jax.tree.structure(results),
         in_tree=in_tree,
     )
+
+
+def _told(error: Exception, in_paths: Sequence[str]) -> str:
+    """What jax says of code that needs the value of a traced array, with the names of arguments, and what to do."""
+    text = re.sub(r"\bleaves\[(\d+)\]", lambda found: f"`{in_paths[int(found[1])]}`", str(error))
+    advice = "Make an argument on which the program itself depends static, with `static_argnums`."
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        advice = f"Choose with `jnp.where` or `jax.lax.cond`. {advice}"
+    elif isinstance(error, jax.errors.TracerArrayConversionError):
+        advice = "Use `jax.numpy` in the place of NumPy."
+    elif isinstance(error, jax.errors.ConcretizationTypeError):
+        advice = f"Return the value and use it outside of the step, or compute with `jax.numpy`. {advice}"
+    return f"The step's Python code uses the value of a traced argument: {text}\n{advice}"
 
 
 def with_batch(

@@ -70,7 +70,8 @@ def _check_uniform(option: UniformStageOption, n_stages: int, n_devices: int, n_
     if n_stages * option.num_chunks > n_layers:
         each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
         raise ShardingError(
-            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Ask for more layers."
+            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Ask for as many, with "
+            f"`layer_option=AutoLayerOption(layer_num={n_stages * option.num_chunks})`, or mark more boundaries."
         )
     if option.submesh_physical_shape is None and n_devices % n_stages:
         raise ShardingError(f"{n_devices} devices cannot be divided equally among {n_stages} stages.")

@@ -216,7 +216,9 @@ def _is_raw_key(var: Var) -> bool:
 def _batch_option(option: AutoShardingOption) -> str:
     """The option that says how examples are split, after the method that stands for it, if there is one."""
     names = ("force_zero_stage_3", "force_data_parallel", "force_batch_dim_to_mesh_dim")
-    text = next(f"`{name}={getattr(option, name)}`" for name in names if getattr(option, name) not in (False, None))
+    # The number of a mesh axis may be 0, which is equal to False.
+    given = [name for name in names if getattr(option, name) is not None and getattr(option, name) is not False]
+    text = f"`{given[0]}={getattr(option, given[0])}`"
     for method, values in DATA_PARALLEL_METHODS.items():
         if all(getattr(option, name) == value for name, value in values.items()):
             return f"`{method}` ({text})"
