@@ -318,9 +318,11 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
 
 
 def _named_as(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets messages of jax name `fun` and its line in the place of a function of leaves."""
+    """Lets messages of jax name `fun` and its line in the place of a function of leaves, if `fun` has them."""
 
     def named(flat_fun: Any) -> Any:
+        if not inspect.isroutine(fun):
+            return flat_fun
         functools.update_wrapper(flat_fun, fun)
         # Else jax would take the parameters of `fun` for names of leaves.
         flat_fun.__signature__ = inspect.Signature([inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)])

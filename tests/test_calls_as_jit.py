@@ -290,7 +290,7 @@ def test_other_options_of_jit_are_refused_by_name(option: str) -> None:
 
 def test_static_arguments_of_an_inner_jit_have_to_be_static_here() -> None:
     inner = jax.jit(scaled, static_argnames=("kind", "n"))
-    with pytest.raises(MinialpaError, match="Make that argument static"):
+    with pytest.raises(MinialpaError, match="static, with `static_argnums`"):
         minialpa.parallelize(inner)(W, X, kind="often", n=5)
     parallel = minialpa.parallelize(inner, static_argnames=("kind", "n"))
     assert_allclose(parallel(W, X, kind="often", n=5), 5 * jnp.mean(X))
