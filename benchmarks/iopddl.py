@@ -1,6 +1,6 @@
 """Instances of the intra-operator parallelism contest (google/iopddl): cost, bound and proven gap at the deadline.
 
-    python -m benchmarks.iopddl asplos-2025-iopddl-G.json.gz ... [--solver highs] [--time-limit-s 120]
+    python -m benchmarks.iopddl asplos-2025-iopddl-G.json.gz ... [--time-limit-s 120]
 
 `room` is the part of the usage limit that the peak leaves, and `cpu_s` are seconds of the processor, as is the limit.
 [iopddl.md](iopddl.md) has results.
@@ -17,24 +17,25 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from benchmarks.contest.solve import solve_in_seconds
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
-from minialpa.intra.solver.solve import CostGraph, Edge, solve_graph
+from minialpa.intra.solver.solve import CostGraph, Edge
 
 
 @benchmark("iopddl")
 def iopddl(size: Size) -> Rows:
     """Choosing strategies: cost, proven gap and seconds, on random instances or those of the contest."""
     if size == "tiny":
-        return [_row("random", random_instance(0, n_nodes=12), "highs", 10.0)]
+        return [_row("random", random_instance(0, n_nodes=12), 10.0)]
     paths = [Path(path) for path in os.environ.get("IOPDDL_INSTANCES", "").split(os.pathsep) if path]
     if not paths:
-        return [_row("random", random_instance(0, n_nodes=2000), "highs", 60.0)]
-    return [_row(path.name, load_instance(path), "highs", 120.0) for path in paths]
+        return [_row("random", random_instance(0, n_nodes=2000), 60.0)]
+    return [_row(path.name, load_instance(path), 120.0) for path in paths]
 
 
 def random_instance(seed: int, n_nodes: int) -> CostGraph:
@@ -71,9 +72,9 @@ def load_instance(path: Path) -> CostGraph:
     )
 
 
-def _row(name: str, graph: CostGraph, solver: Literal["highs", "cbc"], time_limit_s: float) -> dict[str, Any]:
+def _row(name: str, graph: CostGraph, time_limit_s: float) -> dict[str, Any]:
     start, start_wall_s = time.process_time(), time.perf_counter()
-    solution = solve_graph(graph, time_limit_s=time_limit_s, solver=solver)
+    solution = solve_in_seconds(graph, time_limit_s)
     return {
         "instance": name,
         "nodes": len(graph.node_costs),
@@ -91,11 +92,10 @@ def _row(name: str, graph: CostGraph, solver: Literal["highs", "cbc"], time_limi
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.iopddl", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
-    parser.add_argument("--solver", choices=("highs", "cbc"), default="highs")
     parser.add_argument("--time-limit-s", type=float, default=120.0)
     args = parser.parse_args()
     for path in args.paths:
-        print(table([_row(path.name, load_instance(path), args.solver, args.time_limit_s)]), flush=True)
+        print(table([_row(path.name, load_instance(path), args.time_limit_s)]), flush=True)
 
 
 if __name__ == "__main__":

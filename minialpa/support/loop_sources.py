@@ -12,7 +12,6 @@ SOURCES = (
     "inter/search/stage_kernels.py",
     "intra/solver/csr_graph.py",
     "intra/solver/dominance.py",
-    "intra/solver/forest_search.py",
     "intra/solver/local_search.py",
     "intra/solver/trws.py",
 )

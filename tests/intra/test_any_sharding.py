@@ -122,7 +122,7 @@ def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: 
         loss, grads = minialpa.value_and_grad(loss_fn)(params, batch)
         return loss, grads
 
-    monkeypatch.setattr(solve, "solve_repeatably", random_choices)
+    monkeypatch.setattr(solve, "solve_graph", random_choices)
     monkeypatch.setattr(spmd, "run_shard", spied)
     parallel = minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh((2, 4))))
     expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)

@@ -137,7 +137,7 @@ class PieceCosts:
         staged, problem = self.staged, self.problems[place]
         limit = None if n_bytes is None else MemoryLimit(n_bytes)
         try:
-            deadline = Deadline(self.option.solver_time_limit_s, counts_work=True)
+            deadline = Deadline(self.option.solver_time_limit_s)
             solution = self._solver(place, mesh).solve(limit, deadline, kept, byte_s)
         except InfeasibleError:
             return PieceCost()

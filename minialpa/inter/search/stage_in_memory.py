@@ -291,7 +291,7 @@ def _with_less_room(
 
 def _deadline(option: AutoShardingOption) -> Deadline:
     """The end of a stage's solver, in counted work."""
-    return Deadline(option.solver_time_limit_s, counts_work=True)
+    return Deadline(option.solver_time_limit_s)
 
 
 def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> SolvedStage:

@@ -16,7 +16,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.option_constraints import forbidden_message
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.intra.solver.solve import Deadline, solve_repeatably
+from minialpa.intra.solver.solve import Deadline, solve_graph
 from minialpa.intra.strategies.loops import body_specs, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategy_cache import StrategyCache
@@ -47,7 +47,7 @@ def why_infeasible(
 
     builder = GraphBuilder(problem, mesh, option, folded=True, cache=cache, forbidden_s=_FORBIDDEN_S)
     try:
-        sharding = builder.read(solve_repeatably(builder.graph(), Deadline(time_limit_s, counts_work=True)))
+        sharding = builder.read(solve_graph(builder.graph(), Deadline(time_limit_s)))
     except InfeasibleError:
         return None
 

@@ -11,7 +11,7 @@ from minialpa.intra.graph.blame import why_infeasible
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.intra.solver.solve import CostGraph, Deadline, GraphSolution, solve_repeatably
+from minialpa.intra.solver.solve import CostGraph, Deadline, GraphSolution, solve_graph
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
@@ -57,7 +57,7 @@ class MeshSolver:
         graph = self.folded.graph(limit, kept, byte_s)
         alike: GraphSolution | None = None
         try:
-            alike = solve_repeatably(graph, deadline, gap=_GAP)
+            alike = solve_graph(graph, deadline, gap=_GAP)
         except InfeasibleError:
             if self.folded.folding is None:
                 raise
@@ -69,7 +69,7 @@ class MeshSolver:
         late = deadline.within(max(_LEAST_TIME_S, deadline.left_s))
         try:
             free_graph = free.graph(limit, kept, byte_s)
-            each = solve_repeatably(free_graph, late, gap=_GAP)
+            each = solve_graph(free_graph, late, gap=_GAP)
         except InfeasibleError:
             if alike is None:
                 raise

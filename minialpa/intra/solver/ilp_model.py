@@ -1,4 +1,4 @@
-"""The integer program for the core that elimination leaves, through PuLP to HiGHS or CBC.
+"""The integer program for the core that elimination leaves, through PuLP to HiGHS.
 
     minimise   sum_v c_v . x_v + sum_(v,w) E_vw . y_vw
     subject to sum_i x_v[i] = 1                                             one strategy per node        -> _choose_one
@@ -21,13 +21,9 @@ take a strategy that uses at least as much.
 
 from __future__ import annotations
 
-import re
-import tempfile
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pulp
@@ -39,8 +35,6 @@ from minialpa.intra.solver.cost_graph import Floats
 from minialpa.intra.solver.exact import Integers
 from minialpa.intra.solver.residual import Residual, check_base
 
-Solver = Literal["highs", "cbc"]
-
 #: The largest coefficient of the scaled objective: solvers compare reduced costs with an absolute 1e-7.
 _LARGEST_COST = 1e4
 #: Operations for each row and column, about, between two looks of HiGHS at whether to go on: 5 microseconds. It was 3
@@ -48,8 +42,6 @@ _LARGEST_COST = 1e4
 _OF_LOOK = 5000.0
 #: Operations for each variable, about, that writing the program takes.
 _OF_WRITING = 20_000.0
-#: HiGHS's own limit by the clock where work is counted: so many times the seconds left, and so many more.
-_SAFETY, _SAFETY_S = 10.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +88,13 @@ class _Row:
         return [(node, i) for (node, i), usage in pairs if usage >= least.get(node, usage + 1)]
 
 
-def solve_program(residual: Residual, *, solver: Solver, deadline: Deadline) -> ProgramSolution:
+def solve_program(residual: Residual, deadline: Deadline) -> ProgramSolution:
     """Solve what is left of `residual`, until `deadline`.
 
     The bound is on the cost of the original graph. Raises InfeasibleError.
     """
     check_base(residual)
-    parts = [_solve_part(residual, nodes, solver, deadline) for nodes in _independent(residual)]
+    parts = [_solve_part(residual, nodes, deadline) for nodes in _independent(residual)]
     bound = residual.offset + sum(part.bound for part in parts)
 
     choices: dict[int, int] = {}
@@ -124,12 +116,12 @@ def _independent(residual: Residual) -> list[list[int]]:
     return [sorted(joined), *apart] if joined else apart
 
 
-def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: Deadline) -> ProgramSolution:
+def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline) -> ProgramSolution:
     """Solve the program for `nodes`, each time with more usage rows, until its solution exceeds none."""
     model = _Model(residual, nodes)
     deadline.spend(_OF_WRITING * model.problem.numVariables())
     while not deadline.is_over:
-        choices = model.solve(solver, deadline)
+        choices = model.solve(deadline)
         if choices is None:
             break
         exceeded = _exceeded_rows(residual, choices)
@@ -235,9 +227,9 @@ class _Model:
             "limit. Raise `usage_limit`, or allow more pairs of strategies."
         )
 
-    def solve(self, solver: Solver, deadline: Deadline) -> dict[int, int] | None:
+    def solve(self, deadline: Deadline) -> dict[int, int] | None:
         """The best choices found, or None where there are none yet; `bound` is updated either way."""
-        bound = (_run_highs if solver == "highs" else _run_cbc)(self.problem, deadline) / self.scale
+        bound = _run_highs(self.problem, deadline) / self.scale
         if self.problem.status == pulp.LpStatusInfeasible:
             raise self._infeasible()
         if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -266,7 +258,7 @@ def _run_highs(problem: Any, deadline: Deadline) -> float:
     """Solve, and return the proven lower bound of the scaled objective.
 
     HiGHS asks whether to go on at certain points of its search, which depend on the program only. Each time counts as
-    work, so that with a deadline that counts work, it stops where it stopped before. Its own limit is on the clock.
+    work, so that it stops where it stopped before. Its own limit is on the clock.
     """
     import highspy
 
@@ -276,10 +268,13 @@ def _run_highs(problem: Any, deadline: Deadline) -> float:
         deadline.spend(operations)
         answer.user_interrupt = deadline.is_over
 
-    limit_s = deadline.left_s
-    if deadline.counts_work:
-        limit_s = _SAFETY * limit_s + _SAFETY_S
-    options = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 0.0, "time_limit": float(limit_s)}
+    options = {
+        "output_flag": False,
+        "threads": 1,
+        "random_seed": 0,
+        "mip_rel_gap": 0.0,
+        "time_limit": max(0.0, deadline.processor_left_s),
+    }
 
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:
@@ -298,18 +293,3 @@ def _run_highs(problem: Any, deadline: Deadline) -> float:
     problem.solve(Solver())
     bound = float(problem.solverModel.getInfo().mip_dual_bound)
     return bound if np.isfinite(bound) else -np.inf
-
-
-def _run_cbc(problem: Any, deadline: Deadline) -> float:
-    """As `_run_highs`. PuLP does not report CBC's bound, so read it from the log, where an unfinished run prints it."""
-    with tempfile.TemporaryDirectory() as folder:
-        log, start = Path(folder) / "cbc.log", time.monotonic()
-        path = pulp.PULP_CBC_CMD.pulp_cbc_path
-        problem.solve(
-            pulp.COIN_CMD(
-                path=path, msg=False, threads=1, timeLimit=max(1, deadline.left_s), gapRel=0.0, logPath=str(log)
-            )
-        )
-        deadline.charge(time.monotonic() - start)
-        found = re.search(r"^Lower bound:\s+(\S+)", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    return float(found.group(1)) if found else -np.inf

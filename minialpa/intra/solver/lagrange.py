@@ -2,18 +2,15 @@
 
 With prices p >= 0 on the usage rows (Lagrange multipliers), the messages of trws.py give a bound for every p:
     L(p) = min_s (c(s) + p . usage(s)) - p . room
-Prices rise where the choices of a pass exceed the room of a row and fall where they leave some (the volume algorithm of
-Barahona and Anbil, 2000, without its centre):                                       -> _raise_bound, PriceSteps
-    p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - room,   u = a unit of usage
+The prices come from a linear program over the choices found so far (columns.py), and all ends as soon as choices are
+within the allowed gap of the bound.                                                          -> _raise_with_columns
+Without rows there are no prices, and messages settle.                                                     -> _settle
 Rounding and local search (local_search.py) turn priced costs into choices that keep to the limit.        -> _improve
 At the best price, two optima may be very different: one exceeds the limit, the other leaves much of it unused. To find
 choices between them, a few nodes are forced to random strategies and the messages respond.               -> _probe
 
 Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
 15. At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 nodes of each kind reach that bound.
-
-Where a gap is allowed, prices come from a linear program in place of the formula (columns.py), and all ends as soon as
-the choices are within that gap of the bound.                                                 -> _raise_with_columns
 
 Everything is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
 """
@@ -32,14 +29,7 @@ from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.exact import MOST_BITS
 from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_choices, usage_of
 from minialpa.intra.solver.mixed_solutions import mixtures
-from minialpa.intra.solver.options import (
-    AscentOptions,
-    ColumnOptions,
-    LocalSearchOptions,
-    ProbeOptions,
-    RoundingOptions,
-    SolverOptions,
-)
+from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
 
 if TYPE_CHECKING:
@@ -62,7 +52,6 @@ class Bracket:
         bound: no allowed choices cost less.
         reduced: a solution with strategy i at node v costs at least bound + reduced[at[v] + i].
         prices: for each row, the price that gave the bound.
-        messages: the messages that gave it.
     """
 
     choices: Ints
@@ -70,7 +59,6 @@ class Bracket:
     bound: float
     reduced: Floats
     prices: Floats
-    messages: Floats
 
 
 def work_of_pass(core: Core) -> float:
@@ -131,7 +119,7 @@ class Passes:
         round_choices(self.core, self.priced, self.messages, forward, choices)
         incumbent.offer(choices)
 
-    def improve(self, incumbent: Incumbent, bound: float, seed: int, options: RoundingOptions) -> None:
+    def improve(self, incumbent: Incumbent, bound: float, seed: int, options: SolverOptions) -> None:
         """Rounding and local search after passes over slightly changed costs.
 
         Where several optima cost the same, rounding takes a part of each. Noise leaves one of them the cheapest.
@@ -147,42 +135,6 @@ class Passes:
             round_choices(core, noisy, messages, forward, choices)
             improve_on_trees(core, self.priced, choices, core.n_nodes, seed)
             incumbent.offer(choices)
-
-
-class PriceSteps:
-    """Moves prices by the formula of the ascent; a class because g and the step live from move to move."""
-
-    def __init__(self, core: Core, options: AscentOptions) -> None:
-        self.core, self.options = core, options
-        self.unit = max(float(core.room.max(initial=0)), float(core.usage.max(initial=0)))
-        self.average_excess: Floats = np.zeros(len(core.room))
-        self.step, self.n_since_best = options.first_step, 0
-
-    def move(self, passes: Passes, bound: float, k: int) -> None:
-        """Set the prices of `passes` after pair `k`, which gave `bound`."""
-        excess = (usage_of(self.core, passes.choices) - self.core.room).astype(np.float64)
-        average = self.average_excess
-        self.average_excess = excess if k == 0 else average + self.options.newest * (excess - average)
-        if k < self.options.unpriced_pairs or self.unit == 0:
-            return
-
-        if self.n_since_best >= self.options.patience:
-            self.step, self.n_since_best = self.step * self.options.shrink, 0
-        passes.prices = _moved(passes.prices, self.average_excess, self.step * abs(bound) / self.unit)
-
-
-def _moved(prices: Floats, slope: Floats, length: float) -> Floats:
-    """`prices` moved along `slope` by `length`, which is the sum of all their changes."""
-    matters = (slope > 0) | (prices > 0)
-    total = float(np.abs(slope[matters]).sum())
-    return np.maximum(0.0, prices + length / total * slope) if total else prices
-
-
-def load(core: Core) -> None:
-    """Compile all loops that `bracket` runs, or load them: on any `core`, for all others."""
-    passes = Passes(core, np.zeros(len(core.room)), Deadline(math.inf))
-    passes.run(True)
-    passes.improve(Incumbent(core), 0.0, 0, RoundingOptions())
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,20 +153,20 @@ def bracket(
     incumbent = Incumbent(core)
     half = deadline.part(0.5)
     rounding = equal = ROUNDING * core.forbidden
-    if allowed.part and len(core.room):
+    if len(core.room):
         passes, equal = _raise_with_columns(core, prices, incumbent, half, options, allowed)
     else:
-        passes = _raise_bound(core, prices, incumbent, half, options)
+        passes = _settle(core, prices, incumbent, half, options)
 
     # Near the best prices, each pass rounds to other choices.
-    for _ in range(options.rounding.last_pairs if not deadline.is_over else 1):
+    for _ in range(options.last_pairs if not deadline.is_over else 1):
         for forward in (True, False):
             bound = passes.run(forward)
             passes.round(not forward, incumbent)
         if incumbent.allowed_cost - bound <= equal:
             break
     if incumbent.excess > 0:
-        _round_under_high_prices(core, incumbent, deadline, options.rounding.price_levels)
+        _round_under_high_prices(core, incumbent, deadline, options.price_levels)
 
     # The pass back leaves the reduced costs that belong to the bound of the pass before it.
     bound = passes.run(True) - rounding
@@ -222,123 +174,117 @@ def bracket(
 
     if incumbent.allowed_cost - bound > equal + rounding:
         if len(core.room) and incumbent.excess == 0:
-            for choices in mixtures(core, _cheapest(core, deadline, options), incumbent.choices, options.mixing):
+            for choices in mixtures(core, _cheapest(core, deadline, options), incumbent.choices, options):
                 incumbent.offer(choices)
-        _improve(core, passes.prices, incumbent, deadline, options.local_search)
-        _probe(passes, incumbent, deadline, options.probes)
+        _improve(core, passes.prices, incumbent, deadline, options)
+        _probe(passes, incumbent, deadline, options)
     return Bracket(
         choices=incumbent.choices,
         cost=incumbent.allowed_cost,
         bound=bound,
         reduced=passes.reduced,
         prices=passes.prices,
-        messages=passes.messages,
     )
 
 
-def _raise_bound(
-    core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions
-) -> Passes:
-    """Passes under moving prices; returns the prices and messages that proved the best bound."""
+def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> Passes:
+    """Passes until the bound of a core without rows is at rest; returns the messages that proved the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
-    ascent, rounding = options.ascent, options.rounding
-    steps = PriceSteps(core, ascent)
     equal = ROUNDING * core.forbidden
     best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
 
-    for k in range(ascent.max_pairs):
+    for k in range(options.max_pairs):
         bound = max(passes.run(True), passes.run(False))
-        steps.n_since_best += 1
         if bound > best_bound:
-            best_bound, steps.n_since_best = bound, 0
-            best.prices, best.messages[:] = passes.prices, passes.messages
+            best_bound = bound
+            best.messages[:] = passes.messages
 
-        if (k + 1) % ascent.rounding_pairs == 0:
+        if (k + 1) % options.rounding_pairs == 0:
             passes.round(True, incumbent)
             if incumbent.allowed_cost - best_bound <= equal:
                 break
-            # Without rows there are no prices, and messages that have settled do not move again.
-            if not len(core.room) and best_bound - bound_before <= equal:
-                passes.improve(incumbent, bound, k, rounding)
+            # Messages that have settled do not move again.
+            if best_bound - bound_before <= equal:
+                passes.improve(incumbent, bound, k, options)
                 break
             bound_before = best_bound
 
-        if (k + 1) % ascent.progress_pairs == 0:
-            passes.improve(incumbent, bound, k, rounding)
+        if (k + 1) % options.progress_pairs == 0:
+            passes.improve(incumbent, bound, k, options)
             gap = incumbent.allowed_cost - best_bound
-            if gap > (1 - ascent.least_progress) * gap_before or gap <= equal:
+            if gap > (1 - options.least_progress) * gap_before or gap <= equal:
                 break
             gap_before = gap
 
-        if deadline.is_over or steps.step < ascent.least_step:
+        if deadline.is_over:
             break
-        steps.move(passes, bound, k)
     return best
 
 
 def _raise_with_columns(
     core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions, allowed: AllowedGap
 ) -> tuple[Passes, float]:
-    """As `_raise_bound`, with prices of columns.py; also returns the gap that is allowed, in the units of costs."""
+    """Passes under the prices of columns.py. Returns the prices and messages that proved the best bound, and the gap
+    that is allowed, in the units of costs."""
     from minialpa.intra.solver.columns import Columns  # scipy takes long to import, and few graphs come here
 
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     columns = Columns(core)
-    column_options, equal = options.columns, ROUNDING * core.forbidden
+    equal = ROUNDING * core.forbidden
     best_bound, best_cost, n_idle = -np.inf, np.inf, 0
 
-    for k in range(column_options.max_prices):
-        bound = _settled(passes, column_options, column_options.little * equal)
-        gains = bound > best_bound + column_options.little * equal
+    for k in range(options.max_prices):
+        bound = _settled(passes, options, options.little * equal)
+        gains = bound > best_bound + options.little * equal
         if bound > best_bound:
             best_bound = bound
             best.prices, best.messages[:] = passes.prices, passes.messages
             equal = max(ROUNDING * core.forbidden, allowed.part * abs(allowed.offset + bound))
 
-        _offer_columns(passes, columns, incumbent, k, column_options)
-        deadline.spend(column_options.trees * core.n_nodes * work_of_tree(core) + _OF_PROGRAM)
+        _offer_columns(passes, columns, incumbent, k, options)
+        deadline.spend(options.searched_part * core.n_nodes * work_of_tree(core) + _OF_PROGRAM)
         if n_idle:
             _offer_noisy_columns(passes, columns, incumbent, best_bound, k, options)
             deadline.spend(40 * work_of_pass(core) + 2 * core.n_nodes * work_of_tree(core))
-        gains |= incumbent.allowed_cost < best_cost - column_options.little * equal
+        gains |= incumbent.allowed_cost < best_cost - options.little * equal
         best_cost, n_idle = min(best_cost, incumbent.allowed_cost), 0 if gains else n_idle + 1
         following, most = columns.best_prices()
-        is_settled = n_idle >= column_options.idle_prices or most - best_bound <= column_options.little * equal
+        is_settled = n_idle >= options.idle_prices or most - best_bound <= options.little * equal
         if incumbent.allowed_cost - best_bound <= equal or is_settled or deadline.is_over:
             break
-        near = column_options.nearness if k else 0.0
+        near = options.nearness if k else 0.0
         passes.prices = near * best.prices + (1 - near) * following
     return best, equal
 
 
-def _settled(passes: Passes, options: ColumnOptions, little: float) -> float:
+def _settled(passes: Passes, options: SolverOptions, little: float) -> float:
     """Passes under unchanged prices until the bound hardly rises; returns the best bound."""
     best = -np.inf
-    for k in range(options.max_pairs):
+    for k in range(options.most_price_pairs):
         bound = max(passes.run(True), passes.run(False))
         rises, best = bound - best > little, max(best, bound)
-        if k + 1 >= options.least_pairs and not rises:
+        if k + 1 >= options.least_price_pairs and not rises:
             break
     return best
 
 
-def _offer_columns(passes: Passes, columns: Columns, incumbent: Incumbent, k: int, options: ColumnOptions) -> None:
+def _offer_columns(passes: Passes, columns: Columns, incumbent: Incumbent, k: int, options: SolverOptions) -> None:
     """Choices under the prices of `passes`: without regard to the limit for `columns`, with it for `incumbent`."""
-    core, n_trees = passes.core, int(options.trees * passes.core.n_nodes) + 1
+    core, n_trees = passes.core, int(options.searched_part * passes.core.n_nodes) + 1
     free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
     for forward in (True, False):
         choices = np.zeros_like(passes.choices)
         round_choices(free, passes.priced, passes.messages, forward, choices)
         columns.add(choices)
         incumbent.offer(choices)
-        if k % options.local_searches == 0:
+        if k % options.prices_per_search == 0:
             improve_on_trees(free, passes.priced, choices, n_trees, k)
             columns.add(choices)
             incumbent.offer(choices)
         passes.round(forward, incumbent)
 
     # From the best choices under prices, and then without.
-    if k % options.local_searches == 1 % options.local_searches:
+    if k % options.prices_per_search == 1 % options.prices_per_search:
         choices = incumbent.choices.copy()
         for costs in (passes.priced, core.cost):
             improve_on_trees(core, costs, choices, n_trees, k)
@@ -353,8 +299,8 @@ def _offer_noisy_columns(
     """As `_offer_columns`, after passes over slightly changed costs: where optima are equal, rounding mixes them."""
     core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
     noise = np.random.default_rng(k).random(len(core.cost))
-    noisy = passes.priced + options.rounding.noise * abs(bound) / core.n_nodes * noise
-    exchange_messages(core, noisy, messages, choices, options.rounding.noisy_pairs)
+    noisy = passes.priced + options.noise * abs(bound) / core.n_nodes * noise
+    exchange_messages(core, noisy, messages, choices, options.noisy_pairs)
 
     free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
     for forward in (True, False):
@@ -383,32 +329,32 @@ def _cheapest(core: Core, deadline: Deadline, options: SolverOptions) -> Ints:
     free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
     incumbent = Incumbent(free)
     passes = Passes(free, np.zeros(len(core.room)), deadline)
-    for _ in range(options.ascent.unpriced_pairs):
+    for _ in range(options.free_pairs):
         bound = max(passes.run(True), passes.run(False))
-    passes.improve(incumbent, bound, 0, options.rounding)
+    passes.improve(incumbent, bound, 0, options)
     return incumbent.choices
 
 
-def _improve(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: LocalSearchOptions) -> None:
+def _improve(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> None:
     """Rounds of local search under full, half and no prices in turn; rows that are exceeded cost more each round."""
     choices = incumbent.choices.copy()
     n_idle = 0
-    for k in range(options.max_rounds):
+    for k in range(options.max_searches):
         before = incumbent.value
-        weight = options.weights[k % len(options.weights)]
+        weight = options.price_weights[k % len(options.price_weights)]
         priced = exceeded_rows_priced(core, weight * prices, choices, k)
 
         # In portions, as compiled loops do not look at the clock.
-        for first in range(0, core.n_nodes, options.trees):
+        for first in range(0, core.n_nodes, options.trees_per_look):
             if deadline.is_over:
                 return
-            n_trees = min(options.trees, core.n_nodes - first)
+            n_trees = min(options.trees_per_look, core.n_nodes - first)
             deadline.spend(n_trees * work_of_tree(core))
             improve_on_trees(core, priced, choices, n_trees, k * core.n_nodes + first)
 
         incumbent.offer(choices)
         n_idle = 0 if incumbent.value != before else n_idle + 1
-        if n_idle >= options.idle_rounds:
+        if n_idle >= options.idle_searches:
             return
 
 
@@ -420,23 +366,23 @@ def exceeded_rows_priced(core: Core, prices: Floats, choices: Ints, k: int) -> F
     return priced
 
 
-def _probe(passes: Passes, incumbent: Incumbent, deadline: Deadline, options: ProbeOptions) -> None:
+def _probe(passes: Passes, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> None:
     """Rounding and local search after a few passes in which random nodes are held at random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
     n_idle = 0
-    for k in range(min(options.max_probes, options.max_entries // max(1, len(core.table)))):
+    for k in range(min(options.max_probes, options.max_probe_entries // max(1, len(core.table)))):
         if deadline.is_over or n_idle >= options.idle_probes:
             return
         before = incumbent.value
-        deadline.spend(2 * options.pairs * work_of_pass(core) + core.n_nodes * work_of_tree(core))
+        deadline.spend(2 * options.probe_pairs * work_of_pass(core) + core.n_nodes * work_of_tree(core))
 
         # Each probe starts from the messages of the bound.
         price_usage(core, passes.prices, priced)
         forced = _with_forced_nodes(core, priced, options.forced, rng)
         messages[:] = passes.messages
-        exchange_messages(core, forced, messages, choices, options.pairs)
+        exchange_messages(core, forced, messages, choices, options.probe_pairs)
         round_choices(core, forced, messages, True, choices)
 
         # Without the force, first under prices, so that the forced nodes may go back.

@@ -20,18 +20,18 @@ import numpy as np
 from minialpa.intra.solver.cost_graph import Bools, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.local_search import improve_on_trees, round_choices, usage_of
-from minialpa.intra.solver.options import MixingOptions
+from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.trws import exchange_messages
 
 
-def mixtures(core: Core, low_cost: Ints, low_usage: Ints, options: MixingOptions) -> Iterator[Ints]:
+def mixtures(core: Core, low_cost: Ints, low_usage: Ints, options: SolverOptions) -> Iterator[Ints]:
     """Choices for the best cuts from either end. `low_usage` keeps to the limit; the mixtures may not, after repair."""
     distance = _distances(core, int(_distances(core, 0).argmax()))
     for side in (distance, distance.max() - distance):
         farthest = _farthest(core, side, low_cost, low_usage)
         for bound in range(farthest, max(0, farthest - options.n_cuts), -1):
             mixed = np.where(side < bound, low_cost, low_usage)
-            yield _repaired(core, mixed, np.abs(side - bound) > options.band, options.pairs)
+            yield _repaired(core, mixed, np.abs(side - bound) > options.band, options.band_pairs)
 
 
 def _distances(core: Core, source: int) -> Ints:

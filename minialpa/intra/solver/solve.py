@@ -7,140 +7,102 @@ phases until one of them proves the best choices:
     3. Find bounds by messages and prices, and choices by rounding and local search (lagrange.py).     -> _bracket
        Drop the strategies whose reduced cost shows that no better solution has them, and reduce again.
     4. Solve what is left, if it is small enough, as an integer program (ilp_model.py).             -> _solve_rest
-    5. Go on with bounds and search until the time is over (persistence.py).                           -> _persist
-`solve_graph` is for one graph and a time limit, in seconds of the processor: it has all phases. `solve_repeatably` is
-for many graphs, the pieces of a search: it ends with phase 4, when nothing is gained any more, and its limit is one of
-counted work (clock.py), so that the same graph has the same answer on a busy machine.
+It ends when nothing is gained any more. Its limit is one of counted work (clock.py), so that the same graph has the
+same answer on a busy machine. `run_phases` and `Best` serve searches that go on from there.
 
 Example: a model of equal layers without a memory limit is solved by 1. With a limit that does not bind, 2 shows it.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver import dominance
 from minialpa.intra.solver.bucket import eliminate_narrow_components
-from minialpa.intra.solver.carried_messages import CarriedMessages
 from minialpa.intra.solver.clock import Deadline
-from minialpa.intra.solver.cost_graph import Bools, CostGraph, Edge, Floats, GraphSolution, Ints
+from minialpa.intra.solver.cost_graph import Bools, CostGraph, Edge, Floats, GraphSolution
 from minialpa.intra.solver.csr_graph import excess_bits, flatten
 from minialpa.intra.solver.elimination import reduce_graph
-from minialpa.intra.solver.options import PhaseOptions, SolverOptions
+from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.residual import Residual, keep, residual_of, without_rows
 
 if TYPE_CHECKING:
-    from minialpa.intra.solver.csr_graph import Core
     from minialpa.intra.solver.lagrange import Bracket
-    from minialpa.intra.solver.persistence import Persistence
 
-__all__ = ["CostGraph", "Deadline", "Edge", "GraphSolution", "solve_graph", "solve_repeatably"]
+__all__ = ["Best", "CostGraph", "Deadline", "Edge", "GraphSolution", "run_phases", "solve_graph"]
 
 #: Nodes up to which a graph is solved without waiting for compiled loops first: most never need them.
 _FEW_NODES = 2000
 #: A gap up to this part of the cost counts as none: what sums of float64 can tell apart.
 _EQUAL = 1e-9
+#: Nominal seconds of a solve without a deadline.
+_LIMIT_S = 60.0
 _DEFAULTS = SolverOptions()
-#: A graph to load compiled loops with; any one will do.
-_TINY = CostGraph(
-    node_costs=(np.zeros(2),) * 2,
-    edges=(Edge(0, 1, np.eye(2)),),
-    usages=(np.ones(2),) * 2,
-    intervals=((0, 1),) * 2,
-    usage_limit=2.0,
-)
 
 
 def solve_graph(
-    graph: CostGraph,
-    *,
-    time_limit_s: float = 60.0,
-    solver: Literal["highs", "cbc"] = "highs",
-    options: SolverOptions = _DEFAULTS,
-    gap: float = 0.0,
+    graph: CostGraph, deadline: Deadline | None = None, *, gap: float = 0.0, options: SolverOptions = _DEFAULTS
 ) -> GraphSolution:
-    """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
+    """The cheapest strategies, or the best ones found, with the bound that was proven.
 
-    Where they are not proven to be the cheapest, all of that time is used. Under a usage limit, strategies are taken as
-    soon as they are known to cost at most the part `gap` more than the cheapest.
+    Under a usage limit, strategies are taken as soon as they are known to cost at most the part `gap` more than the
+    cheapest. What the solve does is counted by `deadline`, so that further solves may share it; the first reductions
+    and a first attempt are made in any case.
 
-    Three things do not count towards the time limit: the first reductions and a first attempt, which take seconds for
-    30,000 nodes and next to nothing for 1,000, and loading compiled loops, which takes half a second, and some seconds
-    to compile when it is the first time after an installation.
-
-    Seconds are those of the processor. Unless time runs out, the answer depends on the graph and the solver only.
     Raises InfeasibleError when no choice satisfies edges and usage limit, or when time ran out before one was found;
     the message says which.
     """
-    return _solve_until(graph, Deadline(time_limit_s), solver, options, gap)
+    deadline = deadline or Deadline(_LIMIT_S)
+    best = Best(graph, gap if graph.usage_limit is not None else 0.0)
+    residual = residual_of(graph)
+    run_phases(residual, best, np.zeros(len(residual.base)), deadline, options)
+    return best.solution()
 
 
-def solve_repeatably(graph: CostGraph, deadline: Deadline, *, gap: float = 0.0) -> GraphSolution:
-    """As `solve_graph`, but ends when nothing is gained any more.
+def run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
+    """All phases; the results go to `best`. What they leave undecided is in `residual`.
 
-    With a deadline that counts work, the same graph gives the same answer, however busy the machine is. What the solve
-    does is counted by `deadline`, so that further solves may share it.
+    prices: one for each row that there is at first; the passes start from them and move them on.
     """
-    return _solve_until(graph, deadline, "highs", _DEFAULTS, gap)
-
-
-def _solve_until(
-    graph: CostGraph, deadline: Deadline, solver: Literal["highs", "cbc"], options: SolverOptions, gap: float
-) -> GraphSolution:
-    """As `solve_graph`; a deadline in seconds of the processor is used up, one in counted work need not be."""
-    if len(graph.node_costs) > _FEW_NODES:
+    if len(residual.alive) > _FEW_NODES:
         dominance.load()
-    best = _Best(graph, gap if graph.usage_limit is not None else 0.0)
     try:
-        _solve(residual_of(graph), best, deadline, solver, options)
+        _run_phases(residual, best, prices, deadline, options)
     except InfeasibleError:
         if best.choices is None:
             raise
         best.raise_bound(best.cost)  # every cheaper solution was still in what proved infeasible
-    return best.solution()
 
 
-def _solve(
-    residual: Residual, best: _Best, deadline: Deadline, solver: Literal["highs", "cbc"], options: SolverOptions
-) -> None:
-    """All phases; the results go to `best`."""
-    phases = options.phases
-    first = deadline.within(max(deadline.left_s, phases.reductions_s))
-    prices = np.zeros(len(residual.base))
-    n_entries, carried = np.inf, None
+def _run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
+    first = deadline.within(max(deadline.left_s, options.reductions_s))
+    n_entries: float = np.inf
 
-    for k in range(phases.max_rounds):
+    for k in range(options.max_rounds):
         reduce_graph(residual, first)
         eliminate_narrow_components(residual)
         if k == 0:
-            _try_without_rows(residual, best, deadline, phases.small_relaxation_entries)
+            _try_without_rows(residual, best, deadline, options.small_relaxation_entries)
 
         n_entries, n_before = _n_entries(residual), n_entries
-        is_small = not residual.alive or n_entries <= phases.small_program_entries
-        if best.is_within(best.allowed_gap) or is_small or n_entries > (1 - phases.worthwhile) * n_before:
+        is_small = not residual.alive or n_entries <= options.small_program_entries
+        if best.is_within(best.allowed_gap) or is_small or n_entries > (1 - options.worthwhile) * n_before:
             break
-        deadline.extend(_loading_s(persists=not deadline.counts_work) if k == 0 else 0.0)
-        carried = _bracket(residual, best, prices, deadline, options)
+        _bracket(residual, best, prices, deadline, options)
 
     if not best.is_within(best.allowed_gap) and (
-        _n_entries(residual) <= phases.small_program_entries or not best.is_within(phases.enough * best.allowed_gap)
+        _n_entries(residual) <= options.small_program_entries or not best.is_within(options.enough * best.allowed_gap)
     ):
-        # Where phase 5 follows, it has the rest of the time.
-        share = 1.0 if deadline.counts_work else options.persistence.program
-        _solve_rest(residual, best, solver, deadline.part(share), phases)
+        _solve_rest(residual, best, deadline, options)
     # There was no attempt so far, or none that keeps to the limit.
     if best.choices is None and residual.alive:
-        carried = _bracket(residual, best, prices, deadline, options)
-    if residual.alive and not deadline.counts_work and not deadline.is_over and not best.is_within(best.allowed_gap):
-        _persist(residual, best, prices, carried, deadline, options)
+        _bracket(residual, best, prices, deadline, options)
 
 
-class _Best:
+class Best:
     """The best choices so far, and the best bound.
 
     Attributes:
@@ -196,7 +158,7 @@ def _n_entries(residual: Residual) -> int:
     return sum(edge.size for v in residual.alive for w, edge in residual.adjacent[v].items() if v < w)
 
 
-def _try_without_rows(residual: Residual, best: _Best, deadline: Deadline, most_entries: int) -> None:
+def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_entries: int) -> None:
     """Phase 2: if reductions alone find the optimum without usage limit, it is a bound, and perhaps the answer."""
     if not residual.alive:
         best.offer(residual.choices())
@@ -213,33 +175,10 @@ def _try_without_rows(residual: Residual, best: _Best, deadline: Deadline, most_
             best.raise_bound(best.graph.cost_of(choices))
 
 
-def _loading_s(*, persists: bool) -> float:
-    """Load the compiled loops, with those of phase 5 where it `persists`; returns the seconds that this took.
-
-    Answers must not depend on these.
-    """
-    start = time.thread_time()
-    core = flatten(residual_of(_TINY), [0, 1])
+def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
+    """Phase 3: offer choices, raise the bound, and drop the strategies that are not in any better solution."""
     # Imported here, because most graphs of the planner are solved without these loops.
-    from minialpa.intra.solver import lagrange
-
-    lagrange.load(core)
-    if persists:
-        from minialpa.intra.solver import persistence
-
-        persistence.load(core)
-    return time.thread_time() - start
-
-
-def _bracket(
-    residual: Residual, best: _Best, prices: Floats, deadline: Deadline, options: SolverOptions
-) -> CarriedMessages | None:
-    """Phase 3: offer choices, raise the bound, and drop the strategies that are not in any better solution.
-
-    The passes start from `prices`, one for each row that there was at first, and move them on. Returns the messages
-    for phase 5; None where it does not follow.
-    """
-    from minialpa.intra.solver.lagrange import AllowedGap, bracket  # see _loading_s
+    from minialpa.intra.solver.lagrange import AllowedGap, bracket
 
     nodes = list(residual.alive)
     core = flatten(residual, nodes)
@@ -255,17 +194,15 @@ def _bracket(
         best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
 
     best.raise_bound(residual.offset + found.bound)
-    carried = None if deadline.counts_work else CarriedMessages(residual, nodes, core, found.messages)
-    _keep_only(residual, nodes, _may_be_better(residual, best, found))
-    return carried
+    keep_only(residual, nodes, may_be_better(residual, best, found))
 
 
-def _may_be_better(residual: Residual, best: _Best, found: Bracket) -> Bools:
+def may_be_better(residual: Residual, best: Best, found: Bracket) -> Bools:
     """A mask of the strategies, by their place in the core, that a better solution than `best` may have."""
     return residual.offset + found.bound + found.reduced <= best.cost
 
 
-def _keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
+def keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
     """Drop the strategies of `nodes` that are not in the mask `stays`, but never all of a node."""
     ends = np.cumsum([len(residual.costs[v]) for v in nodes])[:-1]
     for node, mask in zip(nodes, np.split(stays, ends), strict=True):
@@ -273,92 +210,16 @@ def _keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
             keep(residual, node, mask)
 
 
-def _persist(
-    residual: Residual,
-    best: _Best,
-    prices: Floats,
-    carried: CarriedMessages | None,
-    deadline: Deadline,
-    options: SolverOptions,
-) -> None:
-    """Phase 5, in slices, after each of which strategies are dropped. Reductions would move the choices it starts from.
-
-    Usages that were rounded prove no bound (see `_bracket`): there, only choices are looked for.
-    """
-    deadline.extend(_loading_s(persists=True))
-    from minialpa.intra.solver.persistence import Persistence  # see _loading_s
-
-    nodes, is_exact = list(residual.alive), not excess_bits(residual)
-    core = flatten(residual, nodes)
-    messages = carried.of(residual, nodes, core) if carried else np.zeros(int(core.message_at[-1]))
-    search = Persistence(core, prices[residual.rows], messages, _places(residual, nodes, core, best), options)
-    while not best.is_within(best.allowed_gap) and not deadline.is_over:
-        found = search.run(_slice(deadline, options))
-        best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
-        if not is_exact:
-            continue
-
-        best.raise_bound(residual.offset + found.bound)
-        stays = _may_be_better(residual, best, found)
-        stays[core.at[:-1] + found.choices] = True
-        if stays.mean() < 1 - options.persistence.shrinks:
-            core = _shrink(search, residual, nodes, core, stays)
-
-
-def _shrink(search: Persistence, residual: Residual, nodes: list[int], core: Core, stays: Bools) -> Core:
-    """Leave `search` only the strategies in `stays`, by their place in `core`; returns the core that it has then."""
-
-    def carried(messages: Floats) -> Floats:
-        return CarriedMessages(before, nodes, core, messages).of(residual, nodes, smaller)
-
-    before = replace(residual, kept=list(residual.kept))
-    _keep_only(residual, nodes, stays)
-    smaller = flatten(residual, nodes)
-    places = (np.cumsum(stays) - 1)[core.at[:-1] + search.choices] - smaller.at[:-1]
-    search.shrink(smaller, places, carried)
-    return smaller
-
-
-def _slice(deadline: Deadline, options: SolverOptions) -> Deadline:
-    """The end of the next slice of what is left until `deadline`."""
-    left_s, persistence = deadline.left_s, options.persistence
-    return deadline.within(min(left_s, max(persistence.least_slice_s, left_s * persistence.slice)))
-
-
-def _places(residual: Residual, nodes: list[int], core: Core, best: _Best) -> Ints | None:
-    """The best choices of `nodes`, by current place, or choices near them where some of these strategies are gone."""
-    if best.choices is None:
-        return None
-
-    chosen = [best.choices[v] for v in nodes]
-    places = [int(np.searchsorted(residual.kept[v], i)) for v, i in zip(nodes, chosen, strict=True)]
-    sizes = np.diff(core.at)
-    choices: Ints = np.minimum(np.array(places, np.int64), sizes - 1)
-    if any(residual.kept[v][k] != i for v, i, k in zip(nodes, chosen, choices.tolist(), strict=True)):
-        from minialpa.intra.solver.local_search import improve_on_trees
-
-        improve_on_trees(core, core.cost, choices, core.n_nodes, 0)
-    return choices
-
-
-def _solve_rest(
-    residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: Deadline, phases: PhaseOptions
-) -> None:
+def _solve_rest(residual: Residual, best: Best, deadline: Deadline, options: SolverOptions) -> None:
     """Phase 4: the integer program, if it is small for the time that is left."""
-    start = time.thread_time()
-    # Imported here, because most graphs of the planner are solved without it. Answers must not depend on how long it
-    # takes.
+    # Imported here, because most graphs of the planner are solved without it.
     from minialpa.intra.solver.ilp_model import solve_program
 
-    deadline.extend(time.thread_time() - start)
-    left_s = deadline.left_s
-    if residual.alive and _n_entries(residual) > phases.program_entries_per_s * left_s:
+    if residual.alive and _n_entries(residual) > options.program_entries_per_s * deadline.left_s:
         return
 
     # Covers may take all the time, so some is reserved for local search where nothing was found yet.
-    found = solve_program(
-        residual, solver=solver, deadline=deadline if best.choices else deadline.part(1 - phases.reserved)
-    )
+    found = solve_program(residual, deadline if best.choices else deadline.part(1 - options.reserved))
     if found.choices is not None:
         best.offer(residual.choices(found.choices))
     best.raise_bound(found.bound)

@@ -9,7 +9,7 @@ from minialpa.intra.solver.cost_graph import CostGraph, Edge
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.local_search import cost_of, usage_of
 from minialpa.intra.solver.mixed_solutions import mixtures
-from minialpa.intra.solver.options import MixingOptions
+from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.residual import residual_of
 
 #: Changing over costs as much as low usage at three nodes.
@@ -32,6 +32,6 @@ def chain(n: int, limit: float) -> CostGraph:
 def test_the_cut_is_as_far_as_the_limit_allows(n_low_usage: int) -> None:
     n = 40
     core = flatten(residual_of(chain(n, 2 * n - n_low_usage)), list(range(n)))
-    found = list(mixtures(core, np.zeros(n, np.int64), np.ones(n, np.int64), MixingOptions()))
+    found = list(mixtures(core, np.zeros(n, np.int64), np.ones(n, np.int64), SolverOptions()))
     fitting = [choices for choices in found if (usage_of(core, choices) <= core.room).all()]
     assert min(cost_of(core, choices) for choices in fitting) == n_low_usage + CHANGE

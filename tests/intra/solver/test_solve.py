@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +26,10 @@ from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.elimination import reduce_graph
-from minialpa.intra.solver.options import PhaseOptions, SolverOptions
+from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.residual import Residual, keep, residual_of
 from minialpa.intra.solver.solve import solve_graph
 from tests.oracles import cheapest_choices
-
-SOLVERS: tuple[Literal["highs", "cbc"], ...] = ("highs", "cbc")
 
 
 @st.composite
@@ -67,19 +65,17 @@ def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4)
 
 
 #: Messages run on the smallest graphs, too, and after every round that removed enough.
-ALWAYS_MESSAGES = SolverOptions(phases=PhaseOptions(small_program_entries=-1))
+ALWAYS_MESSAGES = SolverOptions(small_program_entries=-1)
 
 
-def check_against_search(
-    graph: CostGraph, solver: Literal["highs", "cbc"], options: SolverOptions | None = None
-) -> None:
+def check_against_search(graph: CostGraph, options: SolverOptions | None = None) -> None:
     options = options or SolverOptions()
     best = cheapest_choices(graph)
     if math.isinf(best):
         with pytest.raises(InfeasibleError):
-            solve_graph(graph, solver=solver, options=options)
+            solve_graph(graph, options=options)
         return
-    solution = solve_graph(graph, solver=solver, options=options)
+    solution = solve_graph(graph, options=options)
     assert solution.cost == pytest.approx(best, rel=1e-9, abs=1e-12)
     assert graph.cost_of(solution.choices) == solution.cost
     assert graph.fits(solution.choices)
@@ -97,7 +93,7 @@ def without_elimination(patch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=900, deadline=None)
 @given(cost_graphs())
 def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
-    check_against_search(graph, "highs")
+    check_against_search(graph)
 
 
 @settings(max_examples=200, deadline=None)
@@ -105,7 +101,7 @@ def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
 def test_messages_and_program_match_exhaustive_search(graph: CostGraph) -> None:
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        check_against_search(graph, "highs", ALWAYS_MESSAGES)
+        check_against_search(graph, ALWAYS_MESSAGES)
 
 
 def test_a_round_without_nodes_runs_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +126,7 @@ def test_a_round_without_nodes_runs_no_messages(monkeypatch: pytest.MonkeyPatch)
 def test_integer_program_matches_exhaustive_search(graph: CostGraph) -> None:
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        check_against_search(graph, "highs")
-
-
-@settings(max_examples=25, deadline=None)
-@given(cost_graphs())
-def test_cbc_matches_exhaustive_search(graph: CostGraph) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        without_elimination(patch)
-        check_against_search(graph, "cbc")
+        check_against_search(graph)
 
 
 def relabelled(graph: CostGraph, seed: int) -> CostGraph:
@@ -161,32 +149,8 @@ def relabelled(graph: CostGraph, seed: int) -> CostGraph:
 def test_relabelling_a_large_graph_keeps_the_quality() -> None:
     graph = random_instance(0, n_nodes=300)
     graphs = [graph, *(relabelled(graph, seed) for seed in (1, 2))]
-    costs = [solve_graph(graph, time_limit_s=2.0).cost for graph in graphs]
+    costs = [solve_graph(graph, Deadline(2.0)).cost for graph in graphs]
     assert max(costs) <= 1.01 * min(costs)
-
-
-_LOADED = """
-from benchmarks.iopddl import random_instance
-from minialpa.intra.solver import dominance, solve
-
-def loaded():
-    from minialpa.intra.solver import forest_search, local_search, trws
-    from minialpa.support.loops import _Loop
-    modules = (dominance, forest_search, local_search, trws)
-    found = [f for module in modules for f in vars(module).values() if isinstance(f, _Loop)]
-    return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
-
-dominance.load()
-solve._loading_s(persists=True)
-before = loaded()
-solve.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
-assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
-"""
-
-
-def test_nothing_is_compiled_while_the_clock_runs() -> None:
-    """Or the first plan on a machine would be a worse one. In a process of its own, as compiled loops stay."""
-    subprocess.run([sys.executable, "-c", _LOADED], check=True, timeout=300)
 
 
 @settings(max_examples=100, deadline=None)
@@ -208,9 +172,9 @@ def test_bounds_are_honest_however_little_time_there_is(graph: CostGraph, time_l
     best = cheapest_choices(graph)
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        options = SolverOptions(phases=PhaseOptions(small_program_entries=-1, program_entries_per_s=0))
+        options = SolverOptions(small_program_entries=-1, program_entries_per_s=0)
         try:
-            solution = solve_graph(graph, time_limit_s=time_limit_s, options=options)
+            solution = solve_graph(graph, Deadline(time_limit_s), options=options)
         except InfeasibleError:
             return
     tolerance = 1e-9 * abs(best)
@@ -261,7 +225,7 @@ def test_bounds_with_an_allowed_gap_hold_for_every_strategy(graph: CostGraph, pa
 @given(cost_graphs(), st.sampled_from([1e-3, 0.05, 0.5]))
 def test_an_allowed_gap_is_kept_and_the_limit_exactly(graph: CostGraph, gap: float) -> None:
     best = cheapest_choices(graph)
-    options = SolverOptions(phases=PhaseOptions(small_program_entries=-1, enough=1.0))
+    options = SolverOptions(small_program_entries=-1, enough=1.0)
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
         if math.isinf(best):
@@ -427,19 +391,17 @@ def test_usage_limit_moves_a_node_to_the_strategy_that_uses_less() -> None:
     assert solve_graph(apart).choices == (0, 0)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_no_time_gives_a_feasible_solution_with_a_gap(solver: Literal["highs", "cbc"]) -> None:
+def test_no_time_gives_a_feasible_solution_with_a_gap() -> None:
     graph = grid(12, 6, limit=30.0)
-    solution = solve_graph(graph, time_limit_s=0.0, solver=solver)
+    solution = solve_graph(graph, Deadline(0.0))
     assert not solution.optimal and 0 < solution.gap < np.inf
     assert solution.lower_bound < solution.cost == graph.cost_of(solution.choices)
     assert graph.fits(solution.choices)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_little_time_gives_a_bound_below_the_cost(solver: Literal["highs", "cbc"]) -> None:
+def test_little_time_gives_a_bound_below_the_cost() -> None:
     graph = grid(14, 8, limit=40.0)
-    solution = solve_graph(graph, time_limit_s=2.0, solver=solver)
+    solution = solve_graph(graph, Deadline(2.0))
     assert -np.inf < solution.lower_bound <= solution.cost
     assert graph.fits(solution.choices)
 
@@ -456,8 +418,7 @@ def test_choices_that_exceed_a_row_by_rounding_are_cut_off() -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        for solver in SOLVERS:
-            assert solve_graph(graph, solver=solver).choices == (1, 0)
+        assert solve_graph(graph).choices == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +456,7 @@ def test_infeasible_core_says_so() -> None:
         solve_graph(odd_cycle)
     residual = residual_of(odd_cycle)
     with pytest.raises(InfeasibleError, match="both the forbidden pairs and the usage limit"):
-        ilp_model.solve_program(residual, solver="highs", deadline=Deadline(10.0))
+        ilp_model.solve_program(residual, Deadline(10.0))
 
 
 def test_highs_prints_nothing() -> None:

@@ -1,10 +1,10 @@
 """Local search on forests: nodes that share a scarce row trade room with each other. Compiled by numba.
 
-A tree of local_search.py changes strategies that fit one by one. Where rows are full, a node gets richer only if
-another one, often far away in the graph, gets leaner in the same row. So here some trees grow around nodes that use one
-random scarce row, all other nodes are held, and dynamic programming finds the best strategies of the whole forest, at
-first without regard to room. If they exceed a row r, it gets a price within the forest, near
-that under which new and old strategies cost the same, and the forest is solved again:                        -> _trade
+A tree of minialpa/intra/solver/local_search.py changes strategies that fit one by one. Where rows are full, a node gets
+richer only if another one, often far away in the graph, gets leaner in the same row. So here some trees grow around
+nodes that use one random scarce row, all other nodes are held, and dynamic programming finds the best strategies of the
+whole forest, at first without regard to room. If they exceed a row r, it gets a price within the forest, near that
+under which new and old strategies cost the same, and the forest is solved again:                             -> _trade
     price_r <- price_r + m (c_p(old) - c_p(new)) / (u_r(new) - u_r(old)),   m random, 1/4 to 5/4
 with c_p the cost under the prices so far. For one row this is the secant step to the best price (the Lagrange dual of
 one constraint), so that few solutions are needed.
@@ -19,26 +19,39 @@ change by itself; a forest of both finds (1, 0), which uses as much and costs 4 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
+import numba
 import numpy as np
 
+from minialpa.intra.solver import local_search
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
-from minialpa.intra.solver.local_search import (
-    LARGEST_TREE,
-    Tree,
-    descend,
-    empty_tree,
-    gain,
-    grow,
-    n_joined,
-    own_costs,
-    swap_usage,
-    usage_of,
-)
-from minialpa.support.loops import compiled
+from minialpa.intra.solver.local_search import LARGEST_TREE, Tree
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(function: _Function) -> _Function:
+    """`function` as machine code, in this process only: minialpa's files of machine code are those of its own loops."""
+    return cast(_Function, numba.njit(function))
+
+
+# Compiled functions can call compiled functions only.
+descend, empty_tree, gain, grow, n_joined, own_costs, swap_usage, usage_of = (
+    loop.dispatcher  # type: ignore[attr-defined]
+    for loop in (
+        local_search.descend,
+        local_search.empty_tree,
+        local_search.gain,
+        local_search.grow,
+        local_search.n_joined,
+        local_search.own_costs,
+        local_search.swap_usage,
+        local_search.usage_of,
+    )
+)
 #: Most trees of a forest.
 _MOST_TREES = 8
 #: Random nodes that are looked at for one which uses the row.

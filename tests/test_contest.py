@@ -1,32 +1,34 @@
-"""Forests trade room, and the time that is left is used: compared with exhaustive search, with bounds that hold."""
+"""The search of the contest: forests trade room, the time is used, and bounds hold, by exhaustive search."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from benchmarks.contest.carried_messages import CarriedMessages
+from benchmarks.contest.forest_search import anneal_forests, scarce_rows
+from benchmarks.contest.persistence import Persistence, PersistenceOptions
+from benchmarks.contest.solve import SecondsLeft, solve_in_seconds
 from benchmarks.iopddl import random_instance
 from minialpa.errors import InfeasibleError
-from minialpa.intra.solver.carried_messages import CarriedMessages
-from minialpa.intra.solver.clock import OPERATIONS_PER_S, Deadline
+from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.cost_graph import CostGraph
 from minialpa.intra.solver.csr_graph import Core, flatten
-from minialpa.intra.solver.forest_search import anneal_forests, scarce_rows
-from minialpa.intra.solver.ilp_model import solve_program
 from minialpa.intra.solver.lagrange import Passes
 from minialpa.intra.solver.local_search import cost_of, usage_of
-from minialpa.intra.solver.options import PersistenceOptions, PhaseOptions, SolverOptions
-from minialpa.intra.solver.persistence import Persistence
+from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.residual import keep, residual_of
-from minialpa.intra.solver.solve import solve_graph, solve_repeatably
+from minialpa.intra.solver.solve import solve_graph
 from tests.oracles import cheapest_choices
 
 #: No integer program, so that what search and bounds do is seen.
-NO_PROGRAM = SolverOptions(phases=PhaseOptions(small_program_entries=-1, program_entries_per_s=0))
+NO_PROGRAM = SolverOptions(small_program_entries=-1, program_entries_per_s=0)
 #: A bad solution to start from costs nothing to find: each node takes what uses least.
 SHORT = PersistenceOptions(portion_s=0.02)
 
@@ -75,11 +77,10 @@ def test_forests_find_the_best_choices_of_small_graphs_within_the_limit(seed: in
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bounds_of_slices_hold_for_every_strategy(seed: int) -> None:
     graph = random_instance(seed, n_nodes=5)
-    core, options = core_of(graph), replace(NO_PROGRAM, persistence=SHORT)
-    messages = np.zeros(int(core.message_at[-1]))
-    search = Persistence(core, np.zeros(len(core.room)), messages, leanest(graph), options)
+    core = core_of(graph)
+    search = Persistence(core, np.zeros(len(core.room)), leanest(graph), NO_PROGRAM, SHORT)
     for _ in range(2):
-        found = search.run(Deadline(0.05))
+        found = search.run(SecondsLeft(0.05))
         for v, costs in enumerate(graph.node_costs):
             for i in range(len(costs)):
                 only = np.where(np.arange(len(costs)) == i, costs, np.inf)
@@ -90,12 +91,11 @@ def test_the_bounds_of_slices_hold_for_every_strategy(seed: int) -> None:
 
 def test_the_time_that_is_given_is_used_and_what_it_finds_keeps_the_limit() -> None:
     graph = random_instance(1, n_nodes=300)
-    solve_graph(random_instance(0, n_nodes=300), time_limit_s=0.1, options=NO_PROGRAM)  # loads the loops
     start = time.thread_time()
-    long = solve_graph(graph, time_limit_s=0.8, options=NO_PROGRAM)
+    long = solve_in_seconds(graph, 0.8, NO_PROGRAM)
     assert long.optimal or time.thread_time() - start >= 0.8
     assert graph.fits(long.choices) and long.lower_bound <= long.cost == graph.cost_of(long.choices)
-    assert long.cost <= solve_repeatably(graph, Deadline(1.0, counts_work=True)).cost * 1.02
+    assert long.cost <= solve_graph(graph, Deadline(1.0)).cost * 1.02
 
 
 def test_usage_that_int64_cannot_hold_proves_no_bound_by_slices() -> None:
@@ -107,33 +107,11 @@ def test_usage_that_int64_cannot_hold_proves_no_bound_by_slices() -> None:
     limit = 10**25 * (int(graph.usage_limit or 0) + 1)
     large = replace(graph, usages=usages, usage_limit=limit)
     try:
-        found = solve_graph(large, time_limit_s=0.3, options=NO_PROGRAM)
+        found = solve_in_seconds(large, 0.3, NO_PROGRAM)
     except InfeasibleError:
         pytest.fail("the leanest choices fit")
     best = cheapest_choices(large)
     assert large.fits(found.choices) and found.lower_bound - 1e-6 <= best <= found.cost + 1e-6
-
-
-def test_counted_work_ends_where_it_ended_before() -> None:
-    """However long the processor took: the answers and the count are equal, also where the limit cut them short."""
-    graph = random_instance(2, n_nodes=80)
-    for limit_s in (0.02, 0.3):
-        deadlines = [Deadline(limit_s, counts_work=True) for _ in range(2)]
-        first, second = [solve_repeatably(graph, deadline) for deadline in deadlines]
-        assert first == second
-        assert deadlines[0].left_s == deadlines[1].left_s
-
-
-def test_a_part_of_a_deadline_counts_the_same_work() -> None:
-    whole = Deadline(10.0, counts_work=True)
-    whole.spend(2 * OPERATIONS_PER_S)
-    part = whole.part(0.5)
-    assert (whole.left_s, part.left_s) == (8.0, 4.0)
-    part.spend(4 * OPERATIONS_PER_S)
-    assert part.is_over and not whole.is_over and whole.left_s == 4.0
-    whole.extend(100.0)  # of the processor, which is not work
-    assert whole.left_s == 4.0
-    assert Deadline(math.inf).left_s == math.inf
 
 
 def test_messages_are_carried_to_the_strategies_that_are_left() -> None:
@@ -151,10 +129,23 @@ def test_messages_are_carried_to_the_strategies_that_are_left() -> None:
     assert after.run(True) >= bound - 1e-9 * abs(bound)
 
 
-def test_an_integer_program_that_counted_work_cuts_short_stops_at_the_same_point() -> None:
-    bounds = []
-    for _ in range(2):
-        residual, deadline = residual_of(random_instance(3, n_nodes=40)), Deadline(0.1, counts_work=True)
-        bounds.append((solve_program(residual, solver="highs", deadline=deadline), deadline.left_s))
-        assert deadline.is_over
-    assert bounds[0] == bounds[1]
+_LOADED = """
+from benchmarks.contest import solve
+from benchmarks.iopddl import random_instance
+from minialpa.intra.solver import dominance, local_search, trws
+from minialpa.support.loops import _Loop
+
+def loaded():
+    found = [f for module in (dominance, local_search, trws) for f in vars(module).values() if isinstance(f, _Loop)]
+    return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
+
+solve.load()
+before = loaded()
+solve.solve_in_seconds(random_instance(0, n_nodes=300), 2.0)
+assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
+"""
+
+
+def test_nothing_is_compiled_while_the_clock_runs() -> None:
+    """In a process of its own, as compiled loops stay."""
+    subprocess.run([sys.executable, "-c", _LOADED], check=True, timeout=300)

@@ -2,8 +2,11 @@
 
 In: a core, the best choices and prices so far. Out: a `Bracket` after each slice of time, never worse than before.
 
-The ascent of the bound goes on with the messages and prices that it had. When its step has become small it starts again
-from the best prices, with a step that was large enough to find other directions.                  -> _Ascent
+Prices rise where the choices of a pass exceed the room of a row and fall where they leave some (the volume algorithm of
+Barahona and Anbil, 2000, without its centre):                                       -> _Ascent, _PriceSteps
+    p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - room,   u = a unit of usage
+with L(p) the bound of lagrange.py. When the step has become small, the ascent starts from the best prices once more,
+with a step that was large enough to find other directions.
 Each slice of it ends with roundings, which for large graphs find more than any search does.
 Annealing on forests (forest_search.py) runs in portions, each from the best choices so far and at another first
 temperature, and then in longer ones. A temperature that gained has the next portion, too.        -> _Annealing
@@ -17,33 +20,83 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.contest.forest_search import anneal_forests, scarce_rows
 from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
-from minialpa.intra.solver.forest_search import anneal_forests, scarce_rows
-from minialpa.intra.solver.lagrange import ROUNDING, Bracket, Incumbent, Passes, PriceSteps, exceeded_rows_priced
-from minialpa.intra.solver.options import PersistenceOptions, SolverOptions
+from minialpa.intra.solver.lagrange import ROUNDING, Bracket, Incumbent, Passes, exceeded_rows_priced
+from minialpa.intra.solver.local_search import usage_of
+from minialpa.intra.solver.options import SolverOptions
 
 #: Forests by which the rate of a core is measured.
 _FIRST_FORESTS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PersistenceOptions:
+    """The numbers of the search. A *pair* is one pass of messages forward and one back.
+
+    Attributes:
+        phases: part of the time that the phases of minialpa's solver have before.
+        slice: part of the time left that goes to a slice of bound and search.
+        least_slice_s: seconds of a slice at least.
+        shrinks: part of the strategies that has to be ruled out for arrays to be built anew.
+        first_share: part of the first slice that goes to the bound.
+        share: part of a slice that bound and search have at least, and the bound where both are at rest.
+        steps: first steps of the prices, in turn, as parts of |L(p)|.
+        unpriced_pairs: pairs before prices move, so that messages settle first.
+        rounding_pairs: pairs between two roundings.
+        shrink: factor on the step when it has not raised the bound for `patience` pairs.
+        patience: pairs without a better bound before the step shrinks.
+        least_step: the ascent starts once more with steps below this.
+        newest: weight of the newest choices in the running average of the excess.
+        temperatures: temperatures that annealing starts from, in turn, in units of the gap per node: what is right
+            depends on how costs are spread.
+        cooling: the last temperature of a portion, as a part of its first.
+        portion_s: seconds of the first portions.
+        growth: factor on these seconds after each turn of temperatures: slower cooling ends lower.
+        most_s: most seconds of a portion.
+        nearly: rows of whose room at most this part is left are scarce.
+    """
+
+    phases: float = 0.6
+    slice: float = 0.2
+    least_slice_s: float = 2.0
+    shrinks: float = 0.02
+    first_share: float = 0.5
+    share: float = 0.15
+    steps: tuple[float, ...] = (0.01, 0.003, 0.03)
+    unpriced_pairs: int = 30
+    rounding_pairs: int = 20
+    shrink: float = 0.8
+    patience: int = 15
+    least_step: float = 1e-4
+    newest: float = 0.1
+    temperatures: tuple[float, ...] = (10.0, 1.0, 30.0, 0.1, 3.0, 0.0)
+    cooling: float = 0.01
+    portion_s: float = 0.5
+    growth: float = 1.5
+    most_s: float = 10.0
+    nearly: float = 0.02
 
 
 class Persistence:
     """The search of one core; a class because messages, prices and temperatures live from slice to slice."""
 
     def __init__(
-        self, core: Core, prices: Floats, messages: Floats, choices: Ints | None, options: SolverOptions
+        self, core: Core, prices: Floats, choices: Ints | None, solver: SolverOptions, options: PersistenceOptions
     ) -> None:
         self.options = options
         self._incumbent = Incumbent(core)
         if choices is not None:
             self._incumbent.offer(choices)
-        self._ascent = _Ascent(core, prices, messages, options)
-        self._annealing = _Annealing(options.persistence)
-        self._share = options.persistence.first_share
+        self._ascent = _Ascent(core, prices, solver, options)
+        self._annealing = _Annealing(options)
+        self._share = options.first_share
 
     @property
     def choices(self) -> Ints:
@@ -71,12 +124,11 @@ class Persistence:
             bound=found.bound,
             reduced=found.reduced,
             prices=found.prices,
-            messages=found.messages,
         )
 
     def _next_share(self, risen: float, fallen: float) -> float:
         """The formula above; as before where one of them was unknown, and a small share where both are at rest."""
-        options = self.options.persistence
+        options = self.options
         by_bound, by_cost = risen / self._share, fallen / (1 - self._share)
         if not np.isfinite(by_bound + by_cost):
             return self._share
@@ -97,24 +149,24 @@ class Persistence:
 class _Ascent:
     """The ascent of the bound by the formula of lagrange.py, with new starts; `bound` is the best so far."""
 
-    def __init__(self, core: Core, prices: Floats, messages: Floats, options: SolverOptions) -> None:
-        self.options = options
+    def __init__(self, core: Core, prices: Floats, solver: SolverOptions, options: PersistenceOptions) -> None:
+        self.options, self._solver = options, solver
+        messages = np.zeros(int(core.message_at[-1]))
         self.passes, self.best = _passes(core, prices, messages), _passes(core, prices, messages)
         self.bound, self.n_starts, self.n_pairs, self.n_rounded = -np.inf, 0, 0, 0
         self.steps = self._start()
 
-    def _start(self) -> PriceSteps:
+    def _start(self) -> _PriceSteps:
         """Back to the best prices, with the next first step."""
-        passes, starts = self.passes, self.options.persistence.steps
+        passes, starts = self.passes, self.options.steps
         passes.prices, passes.messages[:] = self.best.prices, self.best.messages
-        steps = PriceSteps(passes.core, self.options.ascent)
-        steps.step = starts[self.n_starts % len(starts)]
+        steps = _PriceSteps(passes.core, self.options, starts[self.n_starts % len(starts)])
         self.n_starts, self.n_pairs = self.n_starts + 1, 0
         return steps
 
     def run(self, incumbent: Incumbent, deadline: Deadline) -> None:
         """Pairs until `deadline`, at least one."""
-        ascent = self.options.ascent
+        options = self.options
         while True:
             bound = max(self.passes.run(True), self.passes.run(False))
             self.steps.n_since_best += 1
@@ -123,14 +175,14 @@ class _Ascent:
                 self.best.prices, self.best.messages[:] = self.passes.prices, self.passes.messages
             if deadline.is_over:
                 return
-            if (self.n_pairs + 1) % ascent.rounding_pairs == 0:
+            if (self.n_pairs + 1) % options.rounding_pairs == 0:
                 self.passes.round(True, incumbent)
 
             # Messages settle under the first prices only once.
             is_first = self.n_starts == 1
-            self.steps.move(self.passes, bound, self.n_pairs if is_first else ascent.unpriced_pairs + self.n_pairs)
+            self.steps.move(self.passes, bound, self.n_pairs if is_first else options.unpriced_pairs + self.n_pairs)
             self.n_pairs += 1
-            if self.steps.step < ascent.least_step:
+            if self.steps.step < options.least_step:
                 self.steps = self._start()
 
     def proven(self) -> Bracket:
@@ -145,7 +197,6 @@ class _Ascent:
             bound=bound,
             reduced=passes.reduced,
             prices=passes.prices,
-            messages=passes.messages,
         )
 
     def round(self, incumbent: Incumbent) -> None:
@@ -154,7 +205,7 @@ class _Ascent:
         for forward in (False, True):
             passes.round(forward, incumbent)
         self.n_rounded += 1
-        passes.improve(incumbent, self.bound, self.n_rounded, self.options.rounding)
+        passes.improve(incumbent, self.bound, self.n_rounded, self._solver)
 
     def shrink(self, core: Core, carried: Callable[[Floats], Floats]) -> None:
         """As that of `Persistence`."""
@@ -168,6 +219,35 @@ def _passes(core: Core, prices: Floats, messages: Floats) -> Passes:
     passes = Passes(core, prices, Deadline(0.0))
     passes.messages[:] = messages
     return passes
+
+
+class _PriceSteps:
+    """Moves prices by the formula of the ascent; a class because g and the step live from move to move."""
+
+    def __init__(self, core: Core, options: PersistenceOptions, step: float) -> None:
+        self.core, self.options = core, options
+        self.unit = max(float(core.room.max(initial=0)), float(core.usage.max(initial=0)))
+        self.average_excess: Floats = np.zeros(len(core.room))
+        self.step, self.n_since_best = step, 0
+
+    def move(self, passes: Passes, bound: float, k: int) -> None:
+        """Set the prices of `passes` after pair `k`, which gave `bound`."""
+        excess = (usage_of(self.core, passes.choices) - self.core.room).astype(np.float64)
+        average = self.average_excess
+        self.average_excess = excess if k == 0 else average + self.options.newest * (excess - average)
+        if k < self.options.unpriced_pairs or self.unit == 0:
+            return
+
+        if self.n_since_best >= self.options.patience:
+            self.step, self.n_since_best = self.step * self.options.shrink, 0
+        passes.prices = _moved(passes.prices, self.average_excess, self.step * abs(bound) / self.unit)
+
+
+def _moved(prices: Floats, slope: Floats, length: float) -> Floats:
+    """`prices` moved along `slope` by `length`, which is the sum of all their changes."""
+    matters = (slope > 0) | (prices > 0)
+    total = float(np.abs(slope[matters]).sum())
+    return np.maximum(0.0, prices + length / total * slope) if total else prices
 
 
 class _Annealing:
@@ -209,7 +289,7 @@ class _Annealing:
 
 
 def load(core: Core) -> None:
-    """Compile or load the loops that `Persistence` runs beside those of `lagrange.load`."""
+    """Compile or load the loops that `Persistence` runs beside those of minialpa's solver."""
     choices = np.zeros(core.n_nodes, np.int64)
     scarce = scarce_rows(core, np.zeros(len(core.room)), choices, 0.0)
     anneal_forests(core, scarce, choices, choices.copy(), 1, 0.0, 0.0, 0)
