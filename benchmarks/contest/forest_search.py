@@ -38,20 +38,15 @@ def compiled(function: _Function) -> _Function:
     return cast(_Function, numba.njit(function))
 
 
-# Compiled functions can call compiled functions only.
-descend, empty_tree, gain, grow, n_joined, own_costs, swap_usage, usage_of = (
-    loop.dispatcher  # type: ignore[attr-defined]
-    for loop in (
-        local_search.descend,
-        local_search.empty_tree,
-        local_search.gain,
-        local_search.grow,
-        local_search.n_joined,
-        local_search.own_costs,
-        local_search.swap_usage,
-        local_search.usage_of,
-    )
-)
+def _dispatcher(loop: _Function) -> _Function:
+    """The machine code of a loop of minialpa: compiled functions call nothing else."""
+    return cast(_Function, cast(Any, loop).dispatcher)
+
+
+descend, empty_tree = _dispatcher(local_search.descend), _dispatcher(local_search.empty_tree)
+gain, grow = _dispatcher(local_search.gain), _dispatcher(local_search.grow)
+n_joined, own_costs = _dispatcher(local_search.n_joined), _dispatcher(local_search.own_costs)
+swap_usage, usage_of = _dispatcher(local_search.swap_usage), _dispatcher(local_search.usage_of)
 #: Most trees of a forest.
 _MOST_TREES = 8
 #: Random nodes that are looked at for one which uses the row.

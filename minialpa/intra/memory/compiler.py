@@ -11,7 +11,7 @@ nothing else changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -132,9 +132,6 @@ class CompilerModel(Generic[R]):
         add_step: (recorder, value, step of a resharding, variable or literal that the value is of, shape of the mesh)
             adds the step and gives the value after it.
         kernels: (recorder, inputs, results) gives what runs, in that order. Inputs and results are values.
-        copied_arguments: (kernels, home, replaced) gives those of `replaced`, results by the arguments that they
-            replace, whose arguments are copied before all else. home: for each value that is in the buffer of another,
-            that other value.
     """
 
     name: str
@@ -145,7 +142,6 @@ class CompilerModel(Generic[R]):
     add_equation: Callable[[R, JaxprEqn, Sequence[int], Sequence[Shape], tuple[float, ...]], list[int]]
     add_step: Callable[[R, int, ReshardStep, Atom, tuple[int, ...]], int]
     kernels: Callable[[R, Sequence[int], Sequence[int]], list[Kernel]]
-    copied_arguments: Callable[[Sequence[Kernel], Mapping[int, int], Mapping[int, int]], dict[int, int]]
     drops_inner_barriers: bool = False
     reserve: float = 0.0
 

@@ -24,7 +24,6 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.intra.memory.compiler import Compiler, Values
 from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.recording import record_equations, record_program
-from minialpa.intra.memory.timeline import Buffer, Timeline
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 
@@ -158,7 +157,8 @@ def lifetimes(
     timeline = recording.timeline(pairs)
 
     variable = _variables(recording.recorder, env)
-    stored = [buffer for buffer in _buffers(timeline) if buffer.value in variable and buffer.start < buffer.end]
+    buffers = (*timeline.temporaries, *timeline.results)
+    stored = [buffer for buffer in buffers if buffer.value in variable and buffer.start < buffer.end]
     return Lifetimes(timeline.n_times, tuple((variable[buffer.value], buffer.start, buffer.end) for buffer in stored))
 
 
@@ -171,15 +171,3 @@ def _variables(recorder: Values, env: Mapping[Var, int]) -> dict[int, Var]:
         if source in variable:  # what a function makes inside has no variable
             variable.setdefault(value, variable[source])
     return variable
-
-
-def _buffers(timeline: Timeline) -> list[Buffer]:
-    """Buffers besides those of arguments. Of an argument that is copied, those that nothing else may use meanwhile."""
-    copied = {idle.value: idle for idle in timeline.idle}
-    ends = {buffer.value: buffer.end for buffer in timeline.temporaries}
-    buffers = [buffer for buffer in (*timeline.temporaries, *timeline.results) if buffer.value not in copied]
-
-    # Of the argument and its copy, one buffer is free for others until its result is there.
-    for value, idle in copied.items():
-        buffers += [Buffer(value, idle.start - 1, idle.start), Buffer(value, idle.end, ends[value])]
-    return buffers

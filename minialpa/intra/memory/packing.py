@@ -1,9 +1,9 @@
 """Places of buffers in memory, and the bytes that hold them all.
 
-The largest are placed first, into the buffer of a result, or of an argument that was copied, that is free for their
-time. The others share one block. Each is placed at the smallest gap that it fits, beside those that are in use at the
-same time; once from large to small and once from long to short, and the smaller block counts. Gaps remain, so a block
-may be larger than what is in use at any time. XLA does so for all kinds of devices.
+The largest are placed first, into the buffer of a result that is free for their time. The others share one block. Each
+is placed at the smallest gap that it fits, beside those that are in use at the same time; once from large to small and
+once from long to short, and the smaller block counts. Gaps remain, so a block may be larger than what is in use at any
+time. XLA does so for all kinds of devices.
 """
 
 from __future__ import annotations
@@ -68,13 +68,11 @@ def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> Pa
 def _without_room(
     timeline: Timeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
 ) -> list[Buffer]:
-    """Those of `temporaries` that find no place in the buffer of a result or argument."""
-    n_times = timeline.n_times
-    room_bytes = np.array([aligned[buffer.value] for buffer in (*timeline.results, *timeline.idle)])
+    """Those of `temporaries` that find no place in the buffer of a result."""
+    room_bytes = np.array([aligned[own.value] for own in timeline.results])
     # When rooms are in use, in order. A result keeps its room until the end, so nothing that outlives its start fits.
     spans = [[(own.start, own.end)] for own in timeline.results]
-    spans += [[(0, idle.start), (idle.end, n_times)] for idle in timeline.idle]
-    last_end = np.array([own.start for own in timeline.results] + [n_times] * len(timeline.idle))
+    last_end = np.array([own.start for own in timeline.results])
 
     left: list[Buffer] = []
     for buffer in sorted(temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):

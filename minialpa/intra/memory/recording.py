@@ -66,7 +66,6 @@ class Recording:
             inputs=self.inputs,
             results=self.results,
             pairs=pairs,
-            compiler=self.compiler,
         )
 
     def temporaries(self) -> tuple[float, ...]:
@@ -125,38 +124,28 @@ def record_equations(
     recorder = compiler.recorder(waits_at_barriers=waits_at_barriers)
     env = {v: recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "argument") for v in invars}
     inputs = list(env.values())
-    _add_equations(eqns, env, recorder, compiler)
+    _add_equations(eqns, env, recorder, compiler, _body_buffers)
     results = [env[atom] for atom in outvars if not is_literal(atom)]
     return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results), env
 
 
 def _add_equations(
-    eqns: Sequence[JaxprEqn], env: dict[Var, int], recorder: Values, compiler: Compiler, *, in_function: bool = False
+    eqns: Sequence[JaxprEqn],
+    env: dict[Var, int],
+    recorder: Values,
+    compiler: Compiler,
+    buffers_of: Callable[[tuple[Jaxpr, ...], Compiler], tuple[float, ...]],
 ) -> None:
-    """Add equations on whole arrays.
-
-    env: the value of each variable, to which those of the results are added.
-    in_function: whether they are of a function behind a primitive. What its loops stack is copied once more.
-    """
+    """Add equations on whole arrays, and the values of their results to `env`. buffers_of: as `_body_buffers`."""
     for eqn in eqns:
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         if eqn.primitive in _FUNCTIONS:
             made = _add_function(eqn, eqn.params, recorder, reads, compiler)
         else:
-            scratch = _loop_buffers(eqn, compiler, in_function=in_function)
+            is_loop = eqn.primitive.name in _LOOPS and bool(sub_jaxprs(eqn))
+            scratch = buffers_of(_bodies(eqn.params), compiler) if is_loop else ()
             made = compiler.add_equation(recorder, eqn, reads, [shape_of(v) for v in eqn.outvars], scratch)
         env.update(zip(eqn.outvars, made, strict=True))
-
-
-def _loop_buffers(eqn: JaxprEqn, compiler: Compiler, *, in_function: bool) -> tuple[float, ...]:
-    """What a loop or branch needs while it runs; nothing for other equations."""
-    if eqn.primitive.name not in _LOOPS or not sub_jaxprs(eqn):
-        return ()
-    bodies = _bodies(eqn.params)
-    if not in_function:
-        return _body_buffers(bodies, compiler)
-    stacks = eqn.outvars[eqn.params["num_carry"] :] if eqn.primitive.name == "scan" else ()
-    return (*_body_buffers_once(bodies, compiler), *map(bytes_of, stacks))
 
 
 def _local_body_buffers(
@@ -183,7 +172,7 @@ def _add_function(
 
     first, waits = len(recorder.values), recorder.waits_at_barriers
     recorder.waits_at_barriers = waits and not compiler.drops_inner_barriers
-    _add_equations(flat.eqns, env, recorder, compiler, in_function=True)
+    _add_equations(flat.eqns, env, recorder, compiler, _body_buffers_once)
     recorder.waits_at_barriers = waits
     recorder.values[first:] = [value._replace(maker=eqn) for value in recorder.values[first:]]
     return [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in flat.outvars]

@@ -1,7 +1,7 @@
 """When each buffer of a program is in use, by the kernels that it runs and the arguments that it may overwrite.
 
 A buffer is in use from the kernel that writes it to the last one that reads it, both included, or until that last one
-takes the buffer over. Times are numbers of kernels, behind one time for each copy of an argument.
+takes the buffer over. Times are numbers of kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from minialpa.intra.memory.compiler import Compiler, Kernel
+from minialpa.intra.memory.compiler import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,8 @@ class Timeline:
 
     Attributes:
         n_times: times are 0, ..., n_times - 1.
-        temporaries: values that are free before the end, copies of arguments included.
+        temporaries: values that are free before the end.
         results: values in buffers of their own until the end.
-        idle: buffers of arguments that were copied, until a result takes them over.
         scratch: (time, bytes) of each buffer that a kernel needs only while it runs.
         shared: for each value that takes over the buffer of an operand, that operand. Its own time starts where that
             of the operand ends.
@@ -39,7 +38,6 @@ class Timeline:
     n_times: int
     temporaries: tuple[Buffer, ...]
     results: tuple[Buffer, ...]
-    idle: tuple[Buffer, ...]
     scratch: tuple[tuple[int, float], ...]
     shared: Mapping[int, int]
 
@@ -64,7 +62,6 @@ def timeline_of(
     inputs: Sequence[int],
     results: Sequence[int],
     pairs: Sequence[tuple[int, int]],
-    compiler: Compiler,
 ) -> Timeline:
     """The timeline of a program of `kernels`, which run in this order. `sizes` are bytes of values.
 
@@ -72,26 +69,20 @@ def timeline_of(
     """
     home = _homes(kernels, inputs)
     kept = {home.get(v, v) for v in results}
-    replaced = {home.get(results[o], results[o]): inputs[i] for i, o in pairs}
+    replaced = {home.get(results[o], results[o]) for _, o in pairs}
 
-    copied = compiler.copied_arguments(kernels, home, replaced)
-    n_times = len(copied) + len(kernels)
-    times = range(len(copied), n_times)
-
-    spans = _spans(kernels, times, home)
-    shared = _shared(kernels, times, spans, kept | set(home.values()), sizes)
+    spans = _spans(kernels, home)
+    shared = _shared(kernels, spans, kept | set(home.values()), sizes)
     start, end = spans.start, spans.end
     # Until then the buffer is that of the operand.
     start.update((value, end[operand]) for value, operand in shared.items())
 
-    temporaries = [Buffer(v, begin, end[v]) for v, begin in start.items() if v not in kept]
-    copies = [Buffer(argument, time, end[argument]) for time, argument in enumerate(copied.values())]
+    n_times = len(kernels)
     return Timeline(
         n_times=n_times,
-        temporaries=(*temporaries, *copies),
+        temporaries=tuple(Buffer(v, begin, end[v]) for v, begin in start.items() if v not in kept),
         results=tuple(Buffer(v, begin, n_times) for v, begin in start.items() if v in kept and v not in replaced),
-        idle=tuple(Buffer(v, time + 1, start[result]) for time, (result, v) in enumerate(copied.items())),
-        scratch=tuple((time, n_bytes) for time, k in zip(times, kernels, strict=True) for n_bytes in k.scratch),
+        scratch=tuple((time, n_bytes) for time, kernel in enumerate(kernels) for n_bytes in kernel.scratch),
         shared=shared,
     )
 
@@ -106,11 +97,11 @@ def _homes(kernels: Sequence[Kernel], inputs: Sequence[int]) -> dict[int, int]:
     return home
 
 
-def _spans(kernels: Sequence[Kernel], times: Sequence[int], home: Mapping[int, int]) -> _Spans:
-    """When values are in use if each kernel runs at its time."""
+def _spans(kernels: Sequence[Kernel], home: Mapping[int, int]) -> _Spans:
+    """When values are in use."""
     start: dict[int, int] = {}
     end: dict[int, int] = {}
-    for time, kernel in zip(times, kernels, strict=True):
+    for time, kernel in enumerate(kernels):
         end.update((home.get(value, value), time + 1) for value in kernel.reads)
         for value in kernel.writes:
             if value not in home:
@@ -120,7 +111,7 @@ def _spans(kernels: Sequence[Kernel], times: Sequence[int], home: Mapping[int, i
 
 
 def _shared(
-    kernels: Sequence[Kernel], times: Sequence[int], spans: _Spans, fixed: AbstractSet[int], sizes: Sequence[float]
+    kernels: Sequence[Kernel], spans: _Spans, fixed: AbstractSet[int], sizes: Sequence[float]
 ) -> dict[int, int]:
     """For each value that takes over the buffer of an operand, that operand.
 
@@ -130,7 +121,7 @@ def _shared(
     shared: dict[int, int] = {}
     changed = {kernel.alias for kernel in kernels if kernel.in_place}
 
-    for time, kernel in zip(times, kernels, strict=True):
+    for time, kernel in enumerate(kernels):
         if len(kernel.writes) != 1:
             continue
         (result,) = kernel.writes

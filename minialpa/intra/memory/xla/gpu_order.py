@@ -1,76 +1,22 @@
 """The order in which kernels run on a GPU: XLA tries several and takes the one that needs least memory.
 
-list         of the kernels that are ready, the one that frees most bytes, less those that it writes   -> _greedy
-program      as the operations are in the program
-depth first  each kernel right after what it reads, of which the largest part is computed first        -> _depth_first
-
-Sums over devices start as soon as they are ready, so that kernels run beside them.
+list      of the kernels that are ready, the one that frees most bytes, less those that it writes      -> _greedy
+program   as the operations are in the program
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from minialpa.intra.memory.compiler import Kernel
 
 
-def run_order(
-    kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float], sums: Collection[int]
-) -> list[int]:
-    """Numbers of `kernels` in the order in which they run.
-
-    sizes: bytes of values. sums: the values that are sums over devices.
-    """
+def run_order(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
+    """Numbers of `kernels` in the order in which they run. sizes: bytes of values."""
     buffers = _Buffers(kernels, results, sizes)
-    is_sum = [any(v in sums for v in kernel.writes) for kernel in kernels]
-    orders = (
-        _greedy(kernels, buffers, is_sum),
-        _sums_early(range(len(kernels)), kernels, is_sum),
-        _sums_early(_depth_first(kernels, buffers, results), kernels, is_sum),
-    )
-    return min(orders, key=buffers.peak_bytes)
-
-
-def _sums_early(order: Sequence[int], kernels: Sequence[Kernel], is_sum: Sequence[bool]) -> list[int]:
-    """`order`, but for sums, each of which follows the last kernel that it waits for."""
-    made = {v: place for place, k in enumerate(order) for v in kernels[k].writes}
-    last = {k: max((made[v] for v in kernels[k].reads if v in made), default=-1) for k in order}
-    places = {k: (last[k] + 0.5, place) if is_sum[k] else (float(place), place) for place, k in enumerate(order)}
-    return sorted(order, key=places.__getitem__)
-
-
-def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence[int]) -> list[int]:
-    """The kernels that `results` wait for, and then the others, each after those that it reads from.
-
-    Of several that a kernel reads from, the one with the most other readers comes first, or else with the most bytes.
-    Both count with all that the kernel waits for.
-    """
-    made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
-    waits = [list(dict.fromkeys(made[v] for v in kernel.reads if v in made)) for kernel in kernels]
-    n_readers = [0] * len(kernels)
-    for k in (k for of_kernel in waits for k in of_kernel):
-        n_readers[k] += 1
-    # Bounded, as what several kernels wait for counts for each of them.
-    weights: list[tuple[float, float]] = []
-    for k, of_kernel in enumerate(waits):
-        below = [weights[one] for one in of_kernel]
-        others = max(n_readers[k] - 1, 0) + sum(n for n, _ in below)
-        weights.append((min(others, 1e15), min(buffers.writes[k] + sum(n for _, n in below), 1e30)))
-
-    order: dict[int, None] = {}
-    roots = list(dict.fromkeys(made[v] for v in results if v in made))
-    stack = [*range(len(kernels) - 1, -1, -1), *sorted(roots, key=weights.__getitem__)]
-    while stack:
-        k = stack[-1]
-        left = [one for one in waits[k] if one not in order] if k not in order else []
-        if left:
-            stack += sorted(left, key=weights.__getitem__)
-        else:
-            order[stack.pop()] = None
-    return list(order)
+    return min(_greedy(kernels, buffers), list(range(len(kernels))), key=buffers.peak_bytes)
 
 
 class _Buffers:
@@ -116,8 +62,8 @@ def _homes(kernels: Sequence[Kernel]) -> Mapping[int, int]:
     return home
 
 
-def _greedy(kernels: Sequence[Kernel], buffers: _Buffers, is_sum: Sequence[bool]) -> list[int]:
-    """Of the kernels that are ready, sums first, then the one that frees most; of equal ones, the first of all."""
+def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
+    """Of the kernels that are ready, the one that frees most; of equal ones, the first of all."""
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
     behind: dict[int, list[int]] = defaultdict(list)
@@ -130,9 +76,7 @@ def _greedy(kernels: Sequence[Kernel], buffers: _Buffers, is_sum: Sequence[bool]
     left, missing = dict(buffers.n_readers), [len(of_kernel) for of_kernel in waits]
 
     def grows(k: int) -> float:
-        """Bytes more in use after kernel `k`; a sum comes before all others."""
-        if is_sum[k]:
-            return -math.inf
+        """Bytes more in use after kernel `k`."""
         return buffers.writes[k] - sum(buffers.sizes[v] for v in buffers.reads[k] if left[v] == 1)
 
     # What a kernel frees only ever becomes more, so old entries of the queue are too large, and are looked at again.

@@ -27,19 +27,15 @@ _SCALAR_BYTES = 16
 
 
 def overlapped(
-    kernels: Sequence[Kernel],
-    order: Sequence[int],
-    sizes: Sequence[float],
-    collectives: Collection[int],
-    work: Collection[int],
+    kernels: Sequence[Kernel], sizes: Sequence[float], collectives: Collection[int], work: Collection[int]
 ) -> list[Kernel]:
-    """`kernels` in the order of XLA's scheduler, which begins with `order`, and with the ends of collectives.
+    """`kernels`, which are in a valid order, in that of XLA's scheduler, and with the ends of collectives.
 
     sizes: bytes of values. collectives: values that collectives write. work: values that products and loops write.
     """
     if not any(v in collectives for kernel in kernels for v in kernel.writes):
-        return [kernels[number] for number in order]
-    return _Schedule(kernels, order, sizes, collectives, work).kernels()
+        return list(kernels)
+    return _Schedule(kernels, sizes, collectives, work).kernels()
 
 
 class _Schedule:
@@ -48,12 +44,11 @@ class _Schedule:
     def __init__(
         self,
         kernels: Sequence[Kernel],
-        order: Sequence[int],
         sizes: Sequence[float],
         collectives: Collection[int],
         work: Collection[int],
     ) -> None:
-        self._kernels, self._place = kernels, {number: place for place, number in enumerate(order)}
+        self._kernels = kernels
         self._is_collective = [any(v in collectives for v in kernel.writes) for kernel in kernels]
         self._is_work = [any(v in work for v in kernel.writes) for kernel in kernels]
         # The sum of a loss, say, would keep all that is summed.
@@ -66,7 +61,7 @@ class _Schedule:
         self._readers: dict[int, set[int]] = defaultdict(set)
         # The most collectives on a path to each kernel.
         self._depth = [0] * len(kernels)
-        for number in order:
+        for number in range(len(kernels)):
             for before in self._before[number]:
                 self._readers[before].add(number)
                 self._depth[number] = max(self._depth[number], self._depth[before] + self._is_collective[before])
@@ -75,8 +70,8 @@ class _Schedule:
 
         self._from_end: list[Kernel] = []
         self._done: set[int] = set()
-        self._ready: list[tuple[int, int, int, int]] = []
-        for number in order:
+        self._ready: list[tuple[int, int, int]] = []
+        for number in range(len(kernels)):
             if not self._readers[number]:
                 self._push(number)
 
@@ -90,8 +85,7 @@ class _Schedule:
             if not kernel.in_place or kernel.alias is None:
                 continue
             for other in readers[kernel.alias]:
-                is_first = self._place[other] < self._place[number]
-                if is_first:
+                if other < number:
                     self._before[number].add(other)
 
     def kernels(self) -> list[Kernel]:
@@ -104,12 +98,12 @@ class _Schedule:
         return self._from_end[::-1]
 
     def _push(self, number: int) -> None:
-        heapq.heappush(self._ready, (-self._depth[number], -self._n_freed[number], -self._place[number], number))
+        heapq.heappush(self._ready, (-self._depth[number], -self._n_freed[number], -number))
 
     def _next(self) -> int | None:
         """The kernel to schedule next, without those whose entry in the queue has been replaced."""
         while self._ready:
-            *_, number = heapq.heappop(self._ready)
+            number = -heapq.heappop(self._ready)[-1]
             if number not in self._done:
                 return number
         return None

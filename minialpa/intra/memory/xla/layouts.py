@@ -1,8 +1,8 @@
 """The layouts in which XLA's matrix products and convolutions read and write, and the copies that these cost.
 
 A product reads batch dimensions first, then free and contracted dimensions, each next to each other in memory. It reads
-a transposed matrix in place, on GPUs also those of a batch, and what has more dimensions through a view. All else is
-copied before.
+transposed matrices in place, also those of a batch, and what has more dimensions through a view. All else is copied
+before.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _product_operand(
     free = tuple(dim for dim in dims if dim not in batched + summed)
     order = batched + (free + summed if contracted_last else summed + free)
 
-    # The kernel itself reads a single matrix in either order, and on GPUs also one for each element of a batch.
+    # The kernel itself reads matrices in either order.
     orders = [order]
-    if max(len(free), len(summed)) < 2 and (recorder.on_gpu or not batched):
+    if max(len(free), len(summed)) < 2:
         orders = [batched + free + summed, batched + summed + free]
     if not any(_in_order(dims, recorder.values[v].shape) for dims in orders):
         return recorder.copied(v, eqn, order)
@@ -79,12 +79,11 @@ def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]
 
 def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
     """Add a convolution. It reads and writes images with the batch first and features last, and reads kernels with
-    output features last, on GPUs first; or all with features first. What is in another order is copied."""
+    output features first; or, in float32, all with features first. What is in another order is copied."""
     numbers = eqn.params["dimension_numbers"]
-    features_first = recorder.on_gpu and recorder.values[writes[0]].dtype == "float32"
+    features_first = recorder.values[writes[0]].dtype == "float32"
     (batch, features, *space), (out_features, in_features, *window) = numbers.lhs_spec, numbers.rhs_spec
-    kernel = (out_features, *window, in_features) if recorder.on_gpu else (*window, in_features, out_features)
-    orders = [(batch, *space, features), kernel]
+    orders = [(batch, *space, features), (out_features, *window, in_features)]
     if features_first:
         orders = [(batch, features, *space), (out_features, in_features, *window)]
     operands = [

@@ -4,7 +4,7 @@
 
     views and fills         no loop of their own                                            -> _add_views, _add_fill
     products, convolutions  read and write fixed layouts, see layouts.py                    -> _add_product, ...
-    loops                   what fusion joins; operands of other shapes are broadcast first -> _add_loop
+    loops                   what fusion joins                                               -> _add_loop
     others                  kernels of their own, such as sorts, scans and calls            -> _add_kernel
 """
 
@@ -17,14 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.memory.xla.gathers import ColumnGather
 from minialpa.intra.memory.xla.layouts import add_convolution, add_product, product_operands
 from minialpa.intra.memory.xla.operations import Recorder
 from minialpa.intra.memory.xla.primitives import (
     ELEMENTWISE,
-    EXPENSIVE,
     FILLS,
-    JOINS_SUM,
     LOOPS,
     MARKERS,
     REDUCTIONS,
@@ -110,7 +107,7 @@ def _add_broadcast(recorder: Recorder, equation: _Equation) -> None:
         if is_literal(operand) and not np.any(operand.val):
             recorder.zeros.update(equation.writes)
     else:
-        recorder.add("loop", equation.reads, equation.writes, repeats=True, joins_sum=True)
+        recorder.add("loop", equation.reads, equation.writes, repeats=True)
 
 
 # ---- kernels of their own -------------------------------------------------------------------------------------------
@@ -118,10 +115,6 @@ def _add_broadcast(recorder: Recorder, equation: _Equation) -> None:
 
 def _add_kernel(recorder: Recorder, equation: _Equation) -> None:
     recorder.add("own", equation.reads, equation.writes, scratch=equation.scratch)
-
-
-def _add_sum(recorder: Recorder, equation: _Equation) -> None:
-    recorder.add("sum", equation.reads, equation.writes, reduces=True)
 
 
 def _add_product(recorder: Recorder, equation: _Equation) -> None:
@@ -142,26 +135,19 @@ def _add_scatter(recorder: Recorder, equation: _Equation) -> None:
 # ---- loops ----------------------------------------------------------------------------------------------------------
 
 
-def _add_loop(recorder: Recorder, equation: _Equation, by_constant: bool = False) -> None:
-    """A loop over elements. by_constant: whether it divides by a constant, which XLA turns into a product."""
-    name, reads = equation.name, equation.reads
-    is_elementwise = name in ELEMENTWISE
-    if is_elementwise:
-        operands = zip(reads, equation.eqn.invars, strict=True)
-        reads = tuple(_broadcast(recorder, v, atom, equation.writes[0]) for v, atom in operands)
-
+def _add_loop(recorder: Recorder, equation: _Equation) -> None:
+    """A loop over the elements of each result."""
+    name = equation.name
     for result in equation.writes:
         recorder.add(
             "loop",
-            reads,
+            equation.reads,
             (result,),
-            expensive=name in EXPENSIVE and not by_constant,
-            elementwise=is_elementwise,
+            elementwise=name in ELEMENTWISE,
             sums="add" if name in ("add", "add_any") else None,
-            joins_sum=name in JOINS_SUM or by_constant,
             reduces=name in REDUCTIONS,
             work_bytes=WORK_BYTES.get(name, 0.0) * math.prod(recorder.values[result].shape),
-            converts=name == "convert_element_type" and _is_real(recorder, reads[0]) and _is_real(recorder, result),
+            converts=name == "convert_element_type" and all(_is_real(recorder, v) for v in (equation.reads[0], result)),
         )
 
 
@@ -169,13 +155,6 @@ def _is_real(recorder: Recorder, v: int) -> bool:
     """Whether a value is of real numbers, whose conversions products can take in."""
     dtype = recorder.values[v].dtype
     return dtype != "bool" and not dtype.startswith("complex")
-
-
-def _add_division(recorder: Recorder, equation: _Equation) -> None:
-    """Division by a constant is a product with its inverse, so it is cheap. What is broadcast counts as a constant."""
-    divisor, result = equation.reads[1], equation.writes[0]
-    is_broadcast = divisor in recorder.repeated or recorder.values[divisor].shape != recorder.values[result].shape
-    _add_loop(recorder, equation, by_constant=is_literal(equation.eqn.invars[1]) or is_broadcast)
 
 
 def _add_transpose(recorder: Recorder, equation: _Equation) -> None:
@@ -187,27 +166,8 @@ def _add_transpose(recorder: Recorder, equation: _Equation) -> None:
         product, operands = recorder.products[source]
         reads = product_operands(recorder, product, operands, exchanged=True)
         recorder.add("own", reads, equation.writes, is_product=True)
-        # XLA adds it after the other readers, so it is the last reader of both operands.
-        recorder.late.add(result)
     else:
         _add_loop(recorder, equation)
-
-
-def _broadcast(recorder: Recorder, v: int, atom: Atom, like: int) -> int:
-    """`v` in the shape of `like`. To XLA a broadcast is an operation of its own, which its readers share."""
-    if is_literal(atom):
-        return v
-    value, shape = recorder.values[v], recorder.values[like].shape
-    if value.shape == shape or math.prod(shape) == 1:
-        return v
-
-    if (v, shape) not in recorder.broadcasts:
-        itemsize = value.n_bytes / max(1, math.prod(value.shape))
-        out = recorder.value(itemsize * math.prod(shape), shape, value.dtype, recorder.values[like].maker)
-        recorder.add("loop", (v,), (out,), repeats=True, joins_sum=True)
-        recorder.broadcasts[v, shape] = out
-        recorder.origin[out] = like
-    return recorder.broadcasts[v, shape]
 
 
 _RULES: dict[str, _Rule] = {
@@ -216,10 +176,8 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(LOOPS, _add_loop),
     "broadcast_in_dim": _add_broadcast,
     "conv_general_dilated": _add_convolution,
-    "div": _add_division,
     "dot_general": _add_product,
     "optimization_barrier": _add_barrier,
-    "reduce_sum": _add_sum,
     "transpose": _add_transpose,
 }
 
@@ -234,22 +192,9 @@ def add_step(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, mesh_sha
         return v
     if step.kind in ("cut", "mask", "cut-halves"):
         out = recorder.shard(atom, shape, step.kind)
-        recorder.add("loop", (v,), (out,), joins_sum=False)
+        recorder.add("loop", (v,), (out,))
         return out
-    if step.kind == "swap":
-        return _add_swap(recorder, v, step, atom, shape)
     return _add_collective(recorder, v, step, atom, shape)
-
-
-def _add_swap(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: tuple[int, ...]) -> int:
-    """One half of the shard is copied and sent, and what comes is put beside the other half."""
-    half = tuple(n // 2 if d == step.dim else n for d, n in enumerate(shape))
-    sent, received, out = (recorder.shard(atom, size, step.kind) for size in (half, half, shape))
-    recorder.add("loop", (v,), (sent,), joins_sum=False)
-    recorder.add("own", (sent,), (received,))
-    recorder.exchanged.add(received)
-    recorder.add("own", (v, received), (out,))
-    return out
 
 
 def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: tuple[int, ...]) -> int:
@@ -263,9 +208,7 @@ def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, s
     recorder.add("own", (v,), (out,))
     recorder.exchanged.add(out)
     if kind in ("all-gather", "all-reduce", "reduce-scatter"):
-        recorder.combinable[out] = kind, (step.reduction, recorder.values[out].dtype, step.axes)
+        recorder.combinable[out] = kind, step.reduction, recorder.values[out].dtype, step.axes
     if kind == "all-to-all" or (kind == "all-gather" and is_inner):
-        gathered, out = out, recorder.copied(out, kind)
-        if recorder.on_gpu and kind == "all-gather" and len(shape) == 2:
-            recorder.column_gathers[out] = ColumnGather(v, recorder.like(v, kind), gathered)
+        out = recorder.copied(out, kind)
     return out

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -13,9 +13,9 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.intra.memory.compiler import Values
 
-#: loop: elementwise operations, changes of layout, slices. view: the same bytes in another shape. fill: made from
-#: nothing, as an iota. sum: a reduction by a library kernel. own: always a kernel of its own.
-Kind = Literal["loop", "view", "fill", "sum", "own"]
+#: loop: elementwise operations, changes of layout, slices, reductions. view: the same bytes in another shape. fill:
+#: made from nothing, as an iota. own: always a kernel of its own.
+Kind = Literal["loop", "view", "fill", "own"]
 #: A value, and the order of its dimensions in memory.
 Ordered = tuple[int, tuple[int, ...]]
 
@@ -27,10 +27,8 @@ class Operation(NamedTuple):
         kind: how it takes part in fusion.
         reads: values, in the order of its operands.
         writes: values, in the order of its results.
-        expensive: whether the compiler never computes it twice.
         repeats: whether each element of an operand is read many times, as in a broadcast.
         elementwise: whether each element of the result needs one element of each operand.
-        joins_sum: whether it may be computed inside a sum that reads it.
         scratch: bytes of the buffers that it needs only while it runs.
         in_place: the operand whose buffer the result takes over; None if it has a buffer of its own.
         waits: whether its result is there only when all that it reads is.
@@ -44,10 +42,8 @@ class Operation(NamedTuple):
     kind: Kind
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    expensive: bool = False
     repeats: bool = False
     elementwise: bool = False
-    joins_sum: bool = False
     scratch: tuple[float, ...] = ()
     in_place: int | None = None
     waits: bool = False
@@ -68,41 +64,27 @@ class Recorder(Values):
     """Collects values and operations. An operation is added after those that make what it reads.
 
     Attributes:
-        on_gpu: whether the kernels are those for GPUs: convolutions of float32 read and write images with features in
-            front of space, and products read the matrices of a batch in either order.
         operations: every operation so far.
-        broadcasts: for a value and a shape, the value broadcast to it.
         copies: for a value and an order of its dimensions in memory, the copy in this order.
         merged: for a value and the sizes of its groups of dimensions, the view with one dimension per group.
-        repeated: values that repeat the elements of others.
         zeros: values that are zero throughout.
-        late: values that are made after all other readers of the operands have run.
         products: for the result of a matrix product, its equation and its operands.
         transposed: for a transpose, the value that it is a transpose of, and its dimension for each of the transpose.
-        combinable: for the result of a collective, its kind, and what two of this kind have in common if they can be
-            combined.
+        combinable: for the result of a collective, what those have in common that can be combined.
         exchanged: results of collectives.
-        column_gathers: for the copy of a matrix that was gathered along its columns, a `ColumnGather`.
     """
 
-    on_gpu: bool = False
     operations: list[Operation] = field(default_factory=list)
-    broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     copies: dict[Ordered, int] = field(default_factory=dict)
     merged: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
-    repeated: set[int] = field(default_factory=set)
     zeros: set[int] = field(default_factory=set)
-    late: set[int] = field(default_factory=set)
     products: dict[int, tuple[JaxprEqn, tuple[int, ...]]] = field(default_factory=dict)
     transposed: dict[int, Ordered] = field(default_factory=dict)
-    combinable: dict[int, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    combinable: dict[int, Hashable] = field(default_factory=dict)
     exchanged: set[int] = field(default_factory=set)
-    column_gathers: dict[int, Any] = field(default_factory=dict)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
         """Add an operation. `facts`: fields of `Operation`."""
-        if facts.get("repeats") or (kind == "view" and reads[0] in self.repeated):
-            self.repeated.update(writes)
         self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
 
     def copied(self, v: int, maker: JaxprEqn | str, order: tuple[int, ...] = ()) -> int:

@@ -1,4 +1,4 @@
-"""Which values of a program are ever in memory on a GPU.
+"""Which values of a program are ever in memory.
 
 XLA for GPUs weighs for each operation what its readers save if they compute it themselves, k kernels of them:
 
