@@ -103,7 +103,7 @@ def _program(eqn: JaxprEqn, chosen: EquationSpecs, mesh: LogicalMesh) -> Sharded
         invars=tuple(eqn.invars),
         outvars=tuple(eqn.outvars),
         specs=replicated | dict(zip(eqn.outvars, chosen.results, strict=True)),
-        equations={id(eqn): chosen},
+        equations={eqn: chosen},
         out_specs=tuple(replicated[v] for v in eqn.outvars),
         mesh=mesh,
     )

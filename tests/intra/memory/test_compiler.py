@@ -93,7 +93,7 @@ def program(function: Callable[..., jax.Array], out_spec: Spec) -> ShardedEquati
         invars=tuple(flat.invars),
         outvars=tuple(flat.outvars),
         specs=dict.fromkeys([*flat.invars, *made], SPLIT),
-        equations={id(eqn): specs_of(eqn) for eqn in flat.eqns},
+        equations={eqn: specs_of(eqn) for eqn in flat.eqns},
         out_specs=(out_spec,),
         mesh=LogicalMesh((2,)),
     )

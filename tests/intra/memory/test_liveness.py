@@ -69,7 +69,7 @@ def predictions(step: ParallelizedFunc, args: tuple[Any, ...], plan: Plan) -> di
     for k, stage in enumerate(plan.stages):
         problem = mesh_equations(staged, k)
         specs, equations = bind_specs(problem, stage)
-        chosen = {id(eqn): e for eqn, e in zip(problem.eqns, equations, strict=True)}
+        chosen = {eqn: e for eqn, e in zip(problem.eqns, equations, strict=True)}
         for task in staged.tasks:
             if task.mesh == k:
                 view, results = ShardedView(stage.mesh, stage.forbidden, stage.combined), final_specs(staged, plan, k)
