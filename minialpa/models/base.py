@@ -154,6 +154,8 @@ def make_case(
     if model.optimizer not in OPTIMIZERS:
         raise TraceError(f"There is no optimizer `{model.optimizer}`. Known optimizers: {', '.join(OPTIMIZERS)}.")
     network = Network(model, Boundaries(boundary, n_boundaries, model.n_blocks), name=kind.__name__)
+    # One for all states: it is a part of their structure, and a step is compiled for one structure.
+    optimizer = OPTIMIZERS[model.optimizer](model.learning_rate)
 
     def make_batch(seed: int, n_examples: int) -> Batch:
         return model.sample(np.random.default_rng(seed), n_examples)
@@ -171,7 +173,7 @@ def make_case(
         state = ModelState.create(
             apply_fn=network.apply,
             params=variables["params"],
-            tx=OPTIMIZERS[model.optimizer](model.learning_rate),
+            tx=optimizer,
             batch_stats=variables.get("batch_stats"),
             dropout_key=dropout_key if model.has_dropout else None,
         )
