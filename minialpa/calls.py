@@ -85,18 +85,6 @@ class Call:
             tuple(_leaf_key(x) for x in self.leaves),
         )
 
-    def types(self) -> tuple[Any, ...]:
-        """Equal for two calls only if `key` is, and faster to compare: calls mostly share the objects in it."""
-        return (
-            self.tree,
-            self.static,
-            self.static_types,
-            self.n_args,
-            self.settings,
-            self.graph,
-            leaf_types(self.leaves),
-        )
-
 
 class Parameters:
     """The parameters of a step, and which of them are static, donated or hold examples.
@@ -279,8 +267,11 @@ def _is_alive(leaf: Any) -> bool:
 
 
 def leaf_types(leaves: Sequence[Any]) -> list[Any]:
-    """Of each leaf its abstract value, an object that arrays of one type mostly share, or its key if it has none."""
-    return [leaf.aval if type(leaf) is ArrayImpl else _leaf_key(leaf) for leaf in leaves]
+    """Equal for leaves with the same keys, which are of the same classes. Arrays of one type mostly share an object.
+
+    A bool of NumPy has the key of an array without dimensions, and as a whole argument it is static.
+    """
+    return [leaf.aval if type(leaf) is ArrayImpl else (type(leaf), _leaf_key(leaf)) for leaf in leaves]
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -1,8 +1,8 @@
 """What the calls of a training loop have in common, to see at a glance whether a call is like the last one.
 
 A `CallPattern` is made of a `Call`. It takes the arguments of the next call as its caller writes them, and gives their
-leaves, or None if something other than arrays differs: static arguments, structure, functions among the leaves, or the
-structure of modules. Settings of jax and the types of arrays are not part of it.
+leaves, or None if more than the values of arrays differs: static arguments, structure, functions among the leaves, the
+structure of modules, types of leaves, settings of jax.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef
 
-from minialpa.calls import Call, shown
+from minialpa.calls import Call, are_alive, leaf_types, shown
 from minialpa.pytrees import graph_node_class, variable_class, with_static
+from minialpa.support.private_jax import current_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class CallPattern:
         tree: pytree of these.
         hidden: the position, among the leaves of `tree`, and the value of each leaf that is part of the program.
         arrays: the position, among the leaves of `tree`, of each leaf of a `Call`.
+        types: `leaf_types` of the leaves of a `Call`.
+        settings: of jax, see `current_settings`.
         modules: the modules of flax.nnx among the arguments; None without any.
         result_of: makes the result of a call from the leaves that its program returns; without the values of modules.
     """
@@ -54,11 +57,15 @@ class CallPattern:
     tree: PyTreeDef
     hidden: tuple[tuple[int, Hashable], ...]
     arrays: tuple[int, ...]
+    types: list[Any]
+    settings: Hashable
     modules: ModulePattern | None
     result_of: Callable[[Sequence[Any]], Any]
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match | None:
-        """The leaves of a call, of which arrays alone may be new; None if the call is another one."""
+        """The leaves of a call, of which values alone may be new; None if the call is another one, or is to be refused."""
+        if current_settings() != self.settings:
+            return None
         if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
             return None
         given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
@@ -72,7 +79,9 @@ class CallPattern:
             return None
         if self.hidden and not all(_is_same(leaves[i], value) for i, value in self.hidden):
             return None
-        return Match(leaves if len(self.arrays) == len(leaves) else [leaves[i] for i in self.arrays], nodes)
+        if len(self.arrays) < len(leaves):
+            leaves = [leaves[i] for i in self.arrays]
+        return Match(leaves, nodes) if leaf_types(leaves) == self.types and are_alive(leaves) else None
 
     def result(self, match: Match, made: Sequence[Any]) -> Any:
         """The result of a call, of the leaves that its program has returned; its modules get their new values."""
@@ -136,6 +145,8 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
         tree=shown_tree,
         hidden=tuple((i, values[i]) for i in hidden),
         arrays=arrays,
+        types=leaf_types(call.leaves),
+        settings=call.settings,
         modules=modules,
         result_of=shown(out_tree),
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import jax
 from jax.tree_util import PyTreeDef
 
-from minialpa.api.call_patterns import CallPattern, pattern_of
+from minialpa.api.call_patterns import CallPattern, Match, pattern_of
 from minialpa.api.compiled_call import CompiledCall, check_alive, result_of_call
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
 from minialpa.api.invalid_values import call_checked, checks_values
@@ -32,9 +32,7 @@ from minialpa.calls import (
     Argnums,
     Call,
     Parameters,
-    are_alive,
     is_train_state,
-    leaf_types,
     on_leaves,
     rebuild,
     shown,
@@ -59,7 +57,7 @@ from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
-from minialpa.support.private_jax import NO_MESH, current_settings, under_mesh
+from minialpa.support.private_jax import NO_MESH, under_mesh
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
@@ -93,28 +91,29 @@ class Recent:
     Attributes:
         session: the session.
         n_training_steps: number of training steps in the session, since a new one may be one to follow.
-        types: structure and types of the call.
-        settings: the settings of jax under which it was made.
-        leaf_types: the types of its leaves.
-        compiled: the program for them.
-        pattern: what the arguments have in common, if the program may know their leaves; else None.
+        compiled: the program for the call.
+        pattern: what the next call has in common with this one, if it is to run the same program; None if that cannot
+            be seen from its arguments.
     """
 
     session: Session
     n_training_steps: int
-    types: object
-    settings: Hashable
-    leaf_types: list[Any]
     compiled: Compiled
     pattern: CallPattern | None
+
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Match | None:
+        """The leaves of a call that runs the same program; None if a program has to be looked for."""
+        if self.pattern is None or self.session is not running_session():
+            return None
+        is_current = len(self.session.training_steps) == self.n_training_steps
+        return self.pattern.match(args, kwargs) if is_current else None
 
 
 @dataclass(slots=True)
 class _Latest:
-    """The last call's types and program, so that a training loop looks nothing up, and the last executable."""
+    """The last call, so that a training loop looks nothing up."""
 
     recent: Recent | None = None
-    executable: Executable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +194,17 @@ class ParallelizedFunc:
         if checks_values():
             return call_checked(self._name, self, args, kwargs)
         args = (*self._bound, *args)
+        args, kwargs = self._parameters.as_positional(args, kwargs)
         recent = self._latest.recent  # another thread may replace it
-        if recent is not None and recent.pattern is not None:
-            args, kwargs = self._parameters.as_positional(args, kwargs)
-            match = recent.pattern.match(args, kwargs)
-            known = None if match is None else self._known(recent, match.leaves)
-            if match is not None and known is not None:
-                return recent.pattern.result(match, known)
+        match = None if recent is None else recent.match(args, kwargs)
+        if recent is not None and recent.pattern is not None and match is not None:
+            executable, _ = recent.compiled
+            return recent.pattern.result(match, executable.run(match.leaves))
 
         call = self._parameters.bind(args, kwargs)
         check_alive(call, self._parameters)
-        recent = self._get(call)
-        executable, result_of = recent.compiled
-        self._latest.executable = executable
-        run = executable.run if recent.pattern is None or executable.direct is None else executable.direct.learned
-        return result_of_call(call, result_of(run(call.leaves)))
+        executable, result_of = self._get(call)
+        return result_of_call(call, result_of(executable.run(call.leaves)))
 
     @property
     def method(self) -> Method | FollowingMethod | Plan:
@@ -244,13 +239,13 @@ class ParallelizedFunc:
 
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
-        executable, _ = self._get(self._bind(args, kwargs)).compiled
-        self._latest.executable = executable
+        executable, _ = self._get(self._bind(args, kwargs))
         return executable
 
     def get_last_executable(self) -> Executable | None:
         """The executable of the last call; None before the first."""
-        return self._latest.executable
+        recent = self._latest.recent
+        return None if recent is None else recent.compiled[0]
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
@@ -377,7 +372,7 @@ class ParallelizedFunc:
         """The arguments, on the devices and in the shardings in which the step reads them."""
         call = self._bind(args, kwargs)
         check_alive(call, self._parameters)
-        self._latest.executable = executable = self._get(call).compiled[0]
+        executable, _ = self._get(call)
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         new_args = new_args[len(self._bound) :]
         return (new_args, new_kwargs) if kwargs else new_args
@@ -432,44 +427,19 @@ class ParallelizedFunc:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def _known(self, recent: Recent, leaves: list[Any]) -> list[Any] | None:
-        """The result leaves of a call with these leaves that is like the recent one in all else; None if it has to be
-        checked."""
-        executable = recent.compiled[0]
-        is_current = recent.session is running_session() and current_settings() == recent.settings
-        if not is_current or len(recent.session.training_steps) != recent.n_training_steps:
-            return None
-        results: list[Any] | None = None
-        if executable.direct is not None:
-            results = executable.direct.known(leaves)
-        elif are_alive(leaves) and leaf_types(leaves) == recent.leaf_types:
-            results = executable.run(leaves)
-        if results is not None:
-            self._latest.executable = executable
-        return results
-
-    def _get(self, call: Call) -> Recent:
-        # A training loop passes a step its own results, whose types are the same objects from call to call.
-        session, types = current_session(), call.types()
+    def _get(self, call: Call) -> Compiled:
+        """The program for a call, which is the last call from now on."""
+        session = current_session()
         # A training step that is new in the session may be one to follow.
         n_training_steps = len(session.training_steps)
-        recent = self._latest.recent  # another thread may replace it
-        if recent is None or (recent.session, recent.n_training_steps, recent.types) != (
-            session,
-            n_training_steps,
-            types,
-        ):
-            compiled = self._find(call, session)
-            recent = self._latest.recent = Recent(
-                session=session,
-                n_training_steps=n_training_steps,
-                types=types,
-                settings=call.settings,
-                leaf_types=leaf_types(call.leaves),
-                compiled=compiled,
-                pattern=pattern_of(call, compiled[0].out_tree) if compiled[0].is_local else None,
-            )
-        return recent
+        executable, result_of = self._find(call, session)
+        self._latest.recent = Recent(
+            session=session,
+            n_training_steps=n_training_steps,
+            compiled=(executable, result_of),
+            pattern=pattern_of(call, executable.out_tree),
+        )
+        return executable, result_of
 
     @_without_mesh
     def _find(self, call: Call, session: Session) -> Compiled:

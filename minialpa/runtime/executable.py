@@ -19,7 +19,6 @@ from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
 from minialpa.programs.program import Accumulate, MeshShape, Program, Run
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.leaf_border import BlockedCalls
-from minialpa.runtime.local import LocalExecutable
 from minialpa.runtime.runner import Runner
 from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
 from minialpa.sharding import Spec
@@ -34,9 +33,6 @@ class Executable:
     another step, as one that creates a state does; None for those of the plan.
 
     Attributes:
-        is_local: whether `run` takes arrays of this process as they are.
-        direct: runs a step on argument leaves, too, if the caller knows that their types are those that it was traced
-            for: leaves that it knows it does not check again. None if it cannot.
         call: calls with the arguments of the step, which the function that compiled it sets; see `__call__`.
     """
 
@@ -60,8 +56,6 @@ class Executable:
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
         self.run = calls.__call__
         self.place = calls.place
-        self.is_local = isinstance(runner, LocalExecutable) and not program.blocks
-        self.direct = runner if isinstance(runner, LocalExecutable) and runner.is_direct else None
         self.call: Callable[[Executable, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

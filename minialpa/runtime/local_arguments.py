@@ -7,7 +7,6 @@ that the caller keeps, and nothing does with a NumPy array.
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from minialpa.programs.mesh_program import overwritten_rows
 from minialpa.programs.program import InputSlot, Program, Run, reads
 from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.steps.compiled import paced
-from minialpa.support.private_jax import NO_MESH, addresses_of, under_mesh
+from minialpa.support.private_jax import NO_MESH, ArrayImpl, addresses_of, under_mesh
 
 #: Bytes of an array up to which it is put on several CPU devices from a copy on the host.
 _SMALL_BYTES = 2**24
@@ -38,7 +37,8 @@ class LocalArguments:
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
         self._shardings = [NamedSharding(meshes[slot.mesh], slot.spec) for slot in program.inputs]
-        self._read_as_numpy = _read_by_one_call(program)
+        self._is_donated = [slot.leaf in program.donated_leaves for slot in program.inputs]
+        self._read_by_call = _read_by_one_call(program)
         self._cut = _cut_leaves(program)
         self._overwritten_rows = overwritten_rows(program)
         self.buffers = tuple(slot.buffer for slot in program.inputs)
@@ -47,55 +47,29 @@ class LocalArguments:
             number: RowCutter([(self._inputs[i].rows, self._shardings[i]) for i in inputs])
             for number, inputs in self._cut.items()
         }
-        self._all = range(len(program.inputs))
-        #: Shardings of the last leaves that needed nothing, but for the inputs `_work`.
-        self._settled: list[Any] = []
-        self._work: list[int] = []
+        #: Of each input, the sharding of the last leaf that was read as it is. A loop passes the same objects.
+        self._settled: list[Any] = [None] * len(program.inputs)
 
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
-        """The array of each input slot. Leaves that already have the right sharding are used as they are.
-
-        If all leaves have, but for those that are cut into micro-batches, later leaves with the same shardings skip the
-        checks.
-        """
-        shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
-        for number in self._cut:
-            shardings[number] = None
-        is_settled = shardings == self._settled and len(set(map(id, leaves))) == len(leaves)
-
-        work = self._work if is_settled else self._all
+        """The array of each input slot. Leaves that already have the right sharding are used as they are."""
         values = [leaves[number] for number in self.leaves]
+        if len(set(map(id, leaves))) == len(leaves):
+            settled = self._settled
+            work = [i for i, x in enumerate(values) if type(x) is not ArrayImpl or x.sharding is not settled[i]]
+        else:  # an array in two places cannot be taken over in both
+            work = list(range(len(values)))
+        if not work:
+            return values
+
         self._fill(values, work, leaves)
         missing = [i for i in work if not self._is_placed(i, values[i])]
-        copied = not is_settled and self._copy_for_donation(values, set(missing))
+        self._copy_for_donation(values, work, set(missing))
         if missing:
             self._put(values, missing, leaves)
-        if not is_settled and not copied:
-            self._settle(leaves, shardings, missing)
+        for i in work:
+            if type(values[i]) is ArrayImpl and values[i] is leaves[self.leaves[i]] and self._inputs[i].rows is None:
+                self._settled[i] = values[i].sharding
         return values
-
-    def _settle(self, leaves: Sequence[Any], shardings: list[Any], missing: Sequence[int]) -> None:
-        """Note the shardings of leaves of which the inputs `missing` were put on devices, if these are rows of batches.
-
-        Rows are cut in every call, so they are no reason to look at the other leaves again.
-        """
-        is_cut = [number in self._cut for number in self.leaves]
-        has_remote = any(isinstance(leaf, RemoteArray) for i, leaf in enumerate(leaves) if i not in self._cut)
-        if has_remote or not all(is_cut[i] for i in missing) or not self._donated_leaves.isdisjoint(self._cut):
-            return
-        is_copied = [isinstance(leaves[number], np.ndarray) for number in self.leaves]
-        self._settled = shardings
-        self._work = [i for i in self._all if is_cut[i] or is_copied[i]]
-
-    def are_direct(self, leaves: Sequence[Any]) -> bool:
-        """Whether jax's own dispatch lays out every leaf as `of_step` does, and takes over none that the caller keeps.
-
-        NumPy arrays are copied before.
-        """
-        return all(
-            _is_direct(leaves[slot.leaf], sharding, slot.leaf in self._donated_leaves)
-            for slot, sharding in zip(self._inputs, self._shardings, strict=True)
-        )
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, laid out as the first of their readers wants them, and those that are cut into micro-batches as
@@ -155,29 +129,24 @@ class LocalArguments:
             values[i] = part
 
     def _is_placed(self, i: int, value: Any) -> bool:
-        """Whether input `i` needs no `device_put`: its sharding is right, or its readers take NumPy arrays."""
-        if isinstance(value, np.ndarray) and i in self._read_as_numpy:
-            return True
-        return _lies(value, self._shardings[i])
+        """Whether input `i` needs no `device_put`: its sharding is right, or the function that reads it takes it."""
+        return (i in self._read_by_call and _is_of_host(value)) or _lies(value, self._shardings[i])
 
-    def _copy_for_donation(self, values: list[Any], missing: set[int]) -> bool:
-        """Copy the donated inputs that a call must not take over, in place; whether there are any.
+    def _copy_for_donation(self, values: list[Any], inputs: Sequence[int], missing: set[int]) -> None:
+        """Copy the donated ones of these inputs that a call must not take over, in place.
 
         One array passed in two places: only one of them can take over its buffer, and none if another one reads it. And
         on one device, as on several, a caller keeps the arrays that no step or `preshard` has laid out.
         """
-        copied = False
-        slots = zip(self._inputs, values, strict=True)
-        seen = {id(value) for slot, value in slots if slot.leaf not in self._donated_leaves}
-        for i, (slot, sharding) in enumerate(zip(self._inputs, self._shardings, strict=True)):
-            value = values[i]
-            if i in missing or isinstance(value, np.ndarray) or slot.leaf not in self._donated_leaves:
-                continue
-            if id(value) in seen or value.sharding != sharding:
+        donated = [i for i in inputs if self._is_donated[i] and i not in missing]
+        if not donated:
+            return
+        seen = {id(value) for value, is_donated in zip(values, self._is_donated, strict=True) if not is_donated}
+        for i in donated:
+            if id(values[i]) in seen or values[i].sharding != self._shardings[i]:
                 # In the sharding of the program: an array that it returns as it was is then not copied again.
-                values[i], copied = jax.device_put(_copy(value), sharding), True
+                values[i] = jax.device_put(_copy(values[i]), self._shardings[i])
             seen.add(id(values[i]))
-        return copied
 
     def _put(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
         """Put the inputs `missing` where the program reads them, in place."""
@@ -228,7 +197,10 @@ def _cut_leaves(program: Program) -> dict[int, list[int]]:
 
 
 def _read_by_one_call(program: Program) -> frozenset[int]:
-    """Input slots that only one run reads, on one device: it takes NumPy arrays itself, faster than `device_put`."""
+    """Input slots that only one run reads: it takes values of the host itself, faster than `device_put`.
+
+    Memory of the host cannot be taken over.
+    """
     readers = Counter(b for instruction in program.instructions for b in reads(instruction))
     by_run = {b for instruction in program.instructions if isinstance(instruction, Run) for b in instruction.inputs}
     results = {b for slot in program.outputs for b in slot.buffers}
@@ -237,8 +209,13 @@ def _read_by_one_call(program: Program) -> frozenset[int]:
         for i, slot in enumerate(program.inputs)
         if slot.buffer in by_run - results
         and readers[slot.buffer] == 1
-        and math.prod(program.meshes[slot.mesh].logical_shape) == 1
+        and slot.leaf not in program.donated_leaves
     )
+
+
+def _is_of_host(value: Any) -> bool:
+    """Whether a value is a NumPy array or a number, which a compiled function takes."""
+    return isinstance(value, np.ndarray | np.number) or type(value) in (int, float, complex)
 
 
 def _rows_of(leaf: Any, rows: MicroRows) -> Any:
@@ -289,18 +266,6 @@ def _lies(value: Any, sharding: NamedSharding) -> bool:
         len(own.device_set) == len(sharding.device_set) == 1
         and own.device_set == sharding.device_set
     )  # fmt: skip
-
-
-def _is_direct(leaf: Any, sharding: NamedSharding, is_donated: bool) -> bool:
-    """See `LocalArguments.are_direct`, of one leaf."""
-    if isinstance(leaf, jax.Array):
-        own = leaf.sharding
-        if own == sharding or is_donated or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
-            return bool(own == sharding)
-        # Of an array on as many devices as the function has, jax takes the shards as they are.
-        is_elsewhere = len(own.device_set) == 1 < len(sharding.device_set)
-        return is_elsewhere or (own.memory_kind == sharding.memory_kind and _lies(leaf, sharding))
-    return not is_donated
 
 
 def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:

@@ -16,7 +16,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `mlir._lowerings`, closure of `lower_fun` | what other primitives compute; their names | a function in `jax.extend` |
 | parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
-| `_jax.pjit`, `dispatch_registry`, `create_cpp_call`, `ArrayImpl` | calls in C++ | a `Compiled` that knows types |
+| `ArrayImpl` | telling arrays of jax from others at once | a quick `isinstance` |
 | `PRNGKeyArray`, `pytype_aval_mappings`, `shard_arg_handlers` | keys on workers that jax takes | a protocol |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
 | `fused_attention_stablehlo`, `cuda_versions` | the gradient of cuDNN's attention, of kept results | it in `jax.nn` |
@@ -488,89 +488,6 @@ def memory_of(array: jax.Array) -> tuple[int, int]:
 def addresses_of(array: jax.Array) -> set[int]:
     """Addresses of the shards of an array in this process."""
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
-
-
-# ---- calls of compiled functions -------------------------------------------------------------------------------------
-
-
-class Dispatch(NamedTuple):
-    """What jax needs to call an executable without asking Python. The names are jax's own, in its `FastpathData`.
-
-    Attributes:
-        xla_executable: the executable.
-        out_pytree_def: pytree of the results, in the registry of `dispatcher`.
-        in_shardings: of each argument that the executable takes.
-        out_shardings: of each result.
-        out_avals: type of each result.
-        out_committed: whether each result stays on its devices.
-        kept_var_bitvec: for each argument of the call, whether the executable takes it.
-        in_device_local_layouts: of each argument that the executable takes; None for that of its dtype.
-        const_args: arguments that the caller does not give; none.
-    """
-
-    xla_executable: Any
-    out_pytree_def: Any
-    in_shardings: Sequence[Any]
-    out_shardings: Sequence[Any]
-    out_avals: Sequence[Any]
-    out_committed: Sequence[bool]
-    kept_var_bitvec: Sequence[bool]
-    in_device_local_layouts: Sequence[Any]
-    const_args: Sequence[Any] = ()
-
-
-def dispatcher(name: str, new: Callable[[list[Any]], tuple[Any, Dispatch | None]]) -> Callable[[list[Any]], Any] | None:
-    """A function of a list of leaves, which jax calls by types; None in a version of jax that has it otherwise.
-
-    jax compares the leaves with those that it knows: shape, dtype and weak type, and of arrays the sharding, the layout
-    and whether they are committed; also the settings of jax that compiled code depends on. Leaves that it does not
-    know, and deleted arrays, go to `new`, which returns the result of this call, and the `Dispatch` of later ones with
-    such leaves, or None to be asked again. Leaves that are not on as many devices as the function are laid out as
-    arguments of `jax.jit` are.
-    """
-
-    def miss(leaves: list[Any]) -> tuple[Any, Dispatch | None, bool]:
-        result, dispatch = new(leaves)
-        return result, dispatch, dispatch is None
-
-    try:
-        from jax._src.interpreters.pxla import cc_shard_arg
-        from jax._src.lib import _jax  # type: ignore[attr-defined]
-        from jax._src.tree_util import dispatch_registry
-
-        made: Callable[[list[Any]], Any] = _jax.pjit(name, None, miss, [], [], (), dispatch_registry, cc_shard_arg)
-    except (ImportError, AttributeError, TypeError):
-        return None
-    return made
-
-
-def dispatch_of(compiled: jax.stages.Compiled, results: list[Any], taken: Sequence[bool]) -> Dispatch | None:
-    """How a `dispatcher` calls a compiled function, and makes a list of its results; None if jax calls it from Python.
-
-    results: those of a call.
-    taken: for each leaf, whether the function takes it.
-    """
-    try:
-        from jax._src.tree_util import dispatch_registry
-
-        private: Any = compiled
-        # Functions with callbacks and the like have no such call.
-        if private._params.const_args or private._executable.create_cpp_call(private._params) is None:
-            return None
-        arrays, tree = dispatch_registry.flatten(results, None)
-    except (ImportError, AttributeError, TypeError):
-        return None
-    in_shardings = jax.tree.leaves(compiled.input_shardings)
-    return Dispatch(
-        xla_executable=compiled.runtime_executable(),
-        out_pytree_def=tree,
-        in_shardings=in_shardings,
-        out_shardings=[array.sharding for array in arrays],
-        out_avals=[array.aval for array in arrays],
-        out_committed=[array.committed for array in arrays],
-        kept_var_bitvec=taken,
-        in_device_local_layouts=[None] * len(in_shardings),
-    )
 
 
 # ---- typed keys that are elsewhere -----------------------------------------------------------------------------------

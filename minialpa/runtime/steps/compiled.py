@@ -163,24 +163,15 @@ class PacedCall:
 
     def __call__(self, *args: Any) -> Any:
         results = self._compiled(*args)
-        self.note(results)
-        return results
-
-    @property
-    def unpaced(self) -> Any:
-        """The compiled function. Who calls it gives `note` the results, before anybody else has them."""
-        return self._compiled
-
-    def note(self, results: Sequence[Any]) -> None:
-        """A call of the function has these results: wait until few enough calls are unfinished."""
         with PacedCall._lock:
             PacedCall._n_calls += 1
             if PacedCall._n_calls % _PERIOD:
-                return
+                return results
             earlier, PacedCall._marker = PacedCall._marker, results[self._number]
             # A later call may have taken over the earlier result. Nobody has the new one yet.
             if earlier is not None and not _await(earlier):
                 _await(PacedCall._marker)
+        return results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
