@@ -110,7 +110,6 @@ class Parameters:
         self._static = self._argnums("static", *static)
         self.donate = self._argnums("donate", *donate)
         self.batch = self._argnums("batch", batch, ())
-        self._recent_modules: tuple[PyTreeDef, list[bool] | None] | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
@@ -138,7 +137,7 @@ class Parameters:
 
         values = tuple(dynamic.values())
         leaves, tree = jax.tree.flatten(values)
-        hidden = hide_leaves(leaves, self._leaves_in_modules(values, tree))
+        hidden = hide_leaves(leaves, leaves_in_modules(values))
         has_functions = hidden is not leaves
         if has_functions:
             leaves, tree = jax.tree.flatten(jax.tree.unflatten(tree, hidden))
@@ -154,15 +153,6 @@ class Parameters:
             modules=modules,
             given=with_modules,
         )
-
-    def _leaves_in_modules(self, values: tuple[Any, ...], tree: PyTreeDef) -> list[bool] | None:
-        """`leaves_in_modules`, which is found once for a loop of calls whose arguments have one structure."""
-        if "equinox" not in sys.modules:
-            return None
-        recent = self._recent_modules  # another thread may replace it
-        if recent is None or recent[0] != tree:
-            recent = self._recent_modules = (tree, leaves_in_modules(values))
-        return recent[1]
 
     def paths(self, call: Call) -> tuple[list[str], list[int]]:
         """The name of each leaf, such as `state.params['w']`, and the number of its argument."""
@@ -267,11 +257,16 @@ def _is_alive(leaf: Any) -> bool:
 
 
 def leaf_types(leaves: Sequence[Any]) -> list[Any]:
-    """Equal for leaves with the same keys, which are of the same classes. Arrays of one type mostly share an object.
+    """Equal only for leaves of the same classes whose keys are equal, under the same settings of jax; fast to compare,
+    since arrays of one type mostly share an object.
 
     A bool of NumPy has the key of an array without dimensions, and as a whole argument it is static.
     """
-    return [leaf.aval if type(leaf) is ArrayImpl else (type(leaf), _leaf_key(leaf)) for leaf in leaves]
+    return [leaf.aval if type(leaf) is ArrayImpl else (type(leaf), *_other_type(leaf)) for leaf in leaves]
+
+
+def _other_type(leaf: Any) -> tuple[Any, ...]:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else (_leaf_key(leaf),)
 
 
 def _leaf_key(leaf: Any) -> Hashable:

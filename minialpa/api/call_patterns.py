@@ -25,11 +25,11 @@ class Match:
 
     Attributes:
         leaves: as in `Call.leaves`.
-        nodes: of the pytree of its arguments, if the pattern needs them.
+        result_of: makes the result of the call from the leaves that its program returns.
     """
 
     leaves: list[Any]
-    nodes: Sequence[Any] = ()
+    result_of: Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class CallPattern:
         dynamic: the places of the other arguments.
         tree: pytree of these.
         hidden: the position, among the leaves of `tree`, and the value of each leaf that is part of the program.
-        arrays: the position, among the leaves of `tree`, of each leaf of a `Call`.
+        arrays: the position, among the leaves of `tree`, of each leaf of a `Call`; None if they are the same leaves.
         types: `leaf_types` of the leaves of a `Call`.
         settings: of jax, see `current_settings`.
         modules: the modules of flax.nnx among the arguments; None without any.
@@ -56,14 +56,14 @@ class CallPattern:
     dynamic: tuple[int, ...]
     tree: PyTreeDef
     hidden: tuple[tuple[int, Hashable], ...]
-    arrays: tuple[int, ...]
+    arrays: tuple[int, ...] | None
     types: list[Any]
     settings: Hashable
     modules: ModulePattern | None
     result_of: Callable[[Sequence[Any]], Any]
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match | None:
-        """The leaves of a call, of which values alone may be new; None if the call is another one, or is to be refused."""
+        """The leaves of a call in which only values may be new; None if it is another call, or is to be refused."""
         if current_settings() != self.settings:
             return None
         if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
@@ -75,19 +75,16 @@ class CallPattern:
             given = tuple(given[i] for i in self.dynamic)
 
         leaves, tree, nodes = (*jax.tree.flatten(given), ()) if self.modules is None else _flatten(given)
-        if tree != self.tree or (self.modules is not None and not self.modules.are_same(nodes)):
+        if tree != self.tree or (self.modules is not None and list(map(id, nodes)) != self.modules.ids):
             return None
         if self.hidden and not all(_is_same(leaves[i], value) for i, value in self.hidden):
             return None
-        if len(self.arrays) < len(leaves):
+        if self.arrays is not None:
             leaves = [leaves[i] for i in self.arrays]
-        return Match(leaves, nodes) if leaf_types(leaves) == self.types and are_alive(leaves) else None
-
-    def result(self, match: Match, made: Sequence[Any]) -> Any:
-        """The result of a call, of the leaves that its program has returned; its modules get their new values."""
-        if self.modules is None:
-            return self.result_of(made)
-        return self.result_of(self.modules.update(match.nodes, made))
+        if leaf_types(leaves) != self.types or not are_alive(leaves):
+            return None
+        modules, result_of = self.modules, self.result_of
+        return Match(leaves, result_of if modules is None else lambda made: result_of(modules.update(nodes, made)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +95,12 @@ class ModulePattern:
     objects, and `CallPattern.tree` has compared their attributes, then they share what they shared before.
 
     Attributes:
-        shared: the positions of the nodes that modules may share: modules, and variables.
-        ids: the identities of these.
-        variables: the position of the variable that holds each value of a module, in the order of results.
+        ids: the identities of the modules and variables, from the outside to the inside.
+        variables: which of them is the variable that holds each value of a module, in the order of results.
     """
 
-    shared: tuple[int, ...]
     ids: list[int]
     variables: tuple[int, ...]
-
-    def are_same(self, nodes: Sequence[Any]) -> bool:
-        """Whether modules and variables are the same objects, in an equal pytree."""
-        return [id(nodes[i]) for i in self.shared] == self.ids
 
     def update(self, nodes: Sequence[Any], made: Sequence[Any]) -> Sequence[Any]:
         """Give variables their new values; returns the other leaves that a program has returned."""
@@ -130,7 +121,7 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
     else:
         values, shown_tree, nodes = _flatten(call.given)
         found = _positions(call.leaves, values)
-        modules = None if found is None else _module_pattern(call, values, nodes, found)
+        modules = _module_pattern(call, nodes)
         if found is None or modules is None:
             return None
         arrays, out_tree = found, out_tree.children()[1]
@@ -144,7 +135,7 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
         dynamic=tuple(place[name] for name in names),
         tree=shown_tree,
         hidden=tuple((i, values[i]) for i in hidden),
-        arrays=arrays,
+        arrays=None if arrays == tuple(range(len(values))) else arrays,
         types=leaf_types(call.leaves),
         settings=call.settings,
         modules=modules,
@@ -152,32 +143,16 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
     )
 
 
-def _module_pattern(
-    call: Call, values: Sequence[Any], nodes: Sequence[Any], arrays: Sequence[int]
-) -> ModulePattern | None:
-    """The pattern of the modules of a call; None if they hold something other than variables of arrays.
-
-    values, nodes: of all arguments. arrays: the positions of the call's leaves among the values.
-    """
-    variable, graph_node = variable_class(), graph_node_class()
-    if call.graph is None or variable is None or graph_node is None or not hasattr(variable, "set_raw_value"):
+def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
+    """The pattern of the modules of a call; None if they hold something other than variables of arrays."""
+    variable: Any = variable_class()
+    if call.graph is None or variable is None or not hasattr(variable, "set_raw_value"):
         return None
-    unread = iter(values)
-    following = next(unread, None)
-    at: list[int] = []
-    for i, node in enumerate(nodes):
-        if node is following:
-            at.append(i)
-            following = next(unread, None)
-
+    first = {id(x.get_raw_value()): i for i, x in reversed(list(enumerate(nodes))) if isinstance(x, variable)}
     tree, names = call.tree
     owners = [name for name, child in zip(names, tree.children(), strict=True) for _ in range(child.num_leaves)]
-    holders = [at[i] - 1 for i, name in zip(arrays, owners, strict=True) if name in call.graph.names]
-    if not all(isinstance(nodes[i], variable) and nodes[i].get_raw_value() is nodes[i + 1] for i in holders):
-        return None
-    # Containers, such as the dict of a batch, may be new in every call.
-    shared = tuple(i for i, node in enumerate(nodes) if isinstance(node, (graph_node, variable)))
-    return ModulePattern(shared, [id(nodes[i]) for i in shared], tuple(holders))
+    held = [id(leaf) for leaf, name in zip(call.leaves, owners, strict=True) if name in call.graph.names]
+    return ModulePattern(list(map(id, nodes)), tuple(first[i] for i in held)) if first.keys() >= set(held) else None
 
 
 def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] | None:
@@ -188,11 +163,13 @@ def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] 
 
 
 def _flatten(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
-    """Leaves, structure and all nodes, from the outside to the inside."""
+    """Leaves, structure, and the modules and variables of flax.nnx: containers may be new in every call."""
+    kinds = tuple(kind for kind in (graph_node_class(), variable_class()) if kind is not None)
     nodes: list[Any] = []
 
     def note(node: Any) -> bool:
-        nodes.append(node)
+        if isinstance(node, kinds):
+            nodes.append(node)
         return False
 
     leaves, tree = jax.tree.flatten(given, is_leaf=note)

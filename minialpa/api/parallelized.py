@@ -91,14 +91,14 @@ class Recent:
     Attributes:
         session: the session.
         n_training_steps: number of training steps in the session, since a new one may be one to follow.
-        compiled: the program for the call.
+        executable: the program for the call.
         pattern: what the next call has in common with this one, if it is to run the same program; None if that cannot
             be seen from its arguments.
     """
 
     session: Session
     n_training_steps: int
-    compiled: Compiled
+    executable: Executable
     pattern: CallPattern | None
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Match | None:
@@ -196,10 +196,8 @@ class ParallelizedFunc:
         args = (*self._bound, *args)
         args, kwargs = self._parameters.as_positional(args, kwargs)
         recent = self._latest.recent  # another thread may replace it
-        match = None if recent is None else recent.match(args, kwargs)
-        if recent is not None and recent.pattern is not None and match is not None:
-            executable, _ = recent.compiled
-            return recent.pattern.result(match, executable.run(match.leaves))
+        if recent is not None and (match := recent.match(args, kwargs)) is not None:
+            return match.result_of(recent.executable.run(match.leaves))
 
         call = self._parameters.bind(args, kwargs)
         check_alive(call, self._parameters)
@@ -245,7 +243,7 @@ class ParallelizedFunc:
     def get_last_executable(self) -> Executable | None:
         """The executable of the last call; None before the first."""
         recent = self._latest.recent
-        return None if recent is None else recent.compiled[0]
+        return None if recent is None else recent.executable
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
@@ -389,7 +387,7 @@ class ParallelizedFunc:
         session = running_session()
         if recent is None or recent.session is not session:
             return batch
-        numbers = self._batch_numbers(recent.compiled[0].get_parallel_plan())
+        numbers = self._batch_numbers(recent.executable.get_parallel_plan())
         if not numbers:
             return batch
         parts = (batch,) if len(numbers) == 1 else tuple(batch)
@@ -401,7 +399,7 @@ class ParallelizedFunc:
 
         # Two calls may differ in other arguments only. A loop repeats its last call most often.
         values = dict(zip(numbers, parts, strict=True))
-        known = sorted(list(self._executables.items()), key=lambda item: item[1] is not recent.compiled)
+        known = sorted(list(self._executables.items()), key=lambda item: item[1][0] is not recent.executable)
         for (key, *where), (executable, _) in known:
             positions = self._parameters.positions_in_call(key, values)
             if positions is None or where[:3] != [session.devices, session.cluster, session.runtime]:
@@ -436,7 +434,7 @@ class ParallelizedFunc:
         self._latest.recent = Recent(
             session=session,
             n_training_steps=n_training_steps,
-            compiled=(executable, result_of),
+            executable=executable,
             pattern=pattern_of(call, executable.out_tree),
         )
         return executable, result_of

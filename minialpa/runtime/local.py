@@ -69,7 +69,7 @@ class LocalExecutable:
             for slot in program.constants
         }
         self._trace: StepTrace | None = None
-        self._is_one_function = _is_one_function(program)
+        self._whole = _whole_function(program)
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Run the program on argument leaves; returns one array for each result, on the result's first mesh. traced:
@@ -83,9 +83,10 @@ class LocalExecutable:
         return _order
 
     def _step(self, leaves: Sequence[Any], traced: bool) -> list[Any]:
-        if self._is_one_function and not traced:
+        if self._whole is not None and not traced:
+            arguments = self._arguments.of_step(leaves)
             try:
-                return list(self.compiled[0](*self._arguments.of_step(leaves)))
+                return list(self.compiled[self._whole](*arguments))
             except Exception as error:
                 self._raise(error, 0)
 
@@ -148,8 +149,8 @@ class LocalExecutable:
         return from_start(self._trace.tasks())
 
     def _raise(self, error: Exception, i: int) -> NoReturn:
-        """Raise the error of instruction `i`: as a WorkerError, or as it is if it comes from the user's Python code or is
-        about a Python number that the type of its argument cannot hold."""
+        """Raise the error of instruction `i`: as a WorkerError, or as it is if the user's Python code raised it or a
+        Python number is too large for its type."""
         if is_of_callback(error) or isinstance(error, OverflowError):
             raise error
         recent = ", ".join(type(x).__name__ for x in self.program.instructions[max(0, i - 4) : i])
@@ -215,16 +216,17 @@ def _check_usable(leaves: Sequence[Any]) -> None:
             )
 
 
-def _is_one_function(program: Program) -> bool:
-    """Whether the program is one function of its inputs, in order, whose results it returns.
+def _whole_function(program: Program) -> int | None:
+    """The function of a program that only calls it, with its inputs in order, and returns its results in order.
 
     Such a call needs no numbered buffers, which take 0.4 microseconds for each leaf.
     """
     match program.instructions:
-        case (Run(_, inputs, outputs), *others) if all(isinstance(other, Free) for other in others):
+        case (Run(function, inputs, outputs), *others) if all(isinstance(other, Free) for other in others):
             slots = [slot.buffers[0] for slot in program.outputs]
-            return list(inputs) == [slot.buffer for slot in program.inputs] and list(outputs) == slots
-    return False
+            is_whole = list(inputs) == [slot.buffer for slot in program.inputs] and list(outputs) == slots
+            return function if is_whole else None
+    return None
 
 
 def _target(mesh: Mesh, spec: PartitionSpec, is_result: bool) -> Any:

@@ -67,8 +67,9 @@ class LocalArguments:
         if missing:
             self._put(values, missing, leaves)
         for i in work:
-            if type(values[i]) is ArrayImpl and values[i] is leaves[self.leaves[i]] and self._inputs[i].rows is None:
-                self._settled[i] = values[i].sharding
+            value, slot = values[i], self._inputs[i]
+            if type(value) is ArrayImpl and value is leaves[slot.leaf] and slot.rows is None:
+                self._settled[i] = value.sharding if _lies(value, self._shardings[i]) else None
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
@@ -130,7 +131,8 @@ class LocalArguments:
 
     def _is_placed(self, i: int, value: Any) -> bool:
         """Whether input `i` needs no `device_put`: its sharding is right, or the function that reads it takes it."""
-        return (i in self._read_by_call and _is_of_host(value)) or _lies(value, self._shardings[i])
+        sharding = self._shardings[i]
+        return (i in self._read_by_call and _is_loose(value, sharding)) or _lies(value, sharding)
 
     def _copy_for_donation(self, values: list[Any], inputs: Sequence[int], missing: set[int]) -> None:
         """Copy the donated ones of these inputs that a call must not take over, in place.
@@ -197,24 +199,23 @@ def _cut_leaves(program: Program) -> dict[int, list[int]]:
 
 
 def _read_by_one_call(program: Program) -> frozenset[int]:
-    """Input slots that only one run reads: it takes values of the host itself, faster than `device_put`.
-
-    Memory of the host cannot be taken over.
-    """
+    """Input slots that only one run reads, without taking them over: it puts loose values there faster than
+    `device_put`."""
     readers = Counter(b for instruction in program.instructions for b in reads(instruction))
     by_run = {b for instruction in program.instructions if isinstance(instruction, Run) for b in instruction.inputs}
     results = {b for slot in program.outputs for b in slot.buffers}
     return frozenset(
         i
         for i, slot in enumerate(program.inputs)
-        if slot.buffer in by_run - results
-        and readers[slot.buffer] == 1
-        and slot.leaf not in program.donated_leaves
+        if slot.buffer in by_run - results and readers[slot.buffer] == 1 and slot.leaf not in program.donated_leaves
     )
 
 
-def _is_of_host(value: Any) -> bool:
-    """Whether a value is a NumPy array or a number, which a compiled function takes."""
+def _is_loose(value: Any, sharding: NamedSharding) -> bool:
+    """Whether a compiled function itself puts a value where it reads it: numbers and NumPy arrays, and on several
+    devices arrays that jax may move."""
+    if type(value) is ArrayImpl:
+        return sharding.num_devices > 1 and not value.committed
     return isinstance(value, np.ndarray | np.number) or type(value) in (int, float, complex)
 
 

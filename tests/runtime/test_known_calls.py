@@ -81,7 +81,9 @@ def trained(train: Any, n: int = 3) -> Any:
 
 @BOTH
 @pytest.mark.parametrize("where", ["NumPy", "one device", "the last device", "placed"])
-def test_calls_of_a_training_loop_are_known_and_compute_what_they_should(calls: Calls, n_devices: int, where: str) -> None:
+def test_calls_of_a_training_loop_are_known_and_compute_what_they_should(
+    calls: Calls, n_devices: int, where: str
+) -> None:
     train = parallel(n_devices)
     state, expected = make_state(), make_state()
     for i in range(6):
@@ -108,23 +110,6 @@ def test_a_known_call_takes_over_the_state_and_nothing_else(calls: Calls, n_devi
     assert state["params"]["w"].is_deleted() and not batch["x"].is_deleted()
     with pytest.raises(WorkerError, match=r"`state\['n'\]` has been deleted"):
         train(state, batch)
-
-
-@BOTH
-def test_memory_of_a_numpy_batch_may_be_written_to_after_a_known_call(calls: Calls, n_devices: int) -> None:
-    train, expected = parallel(n_devices), make_state()
-    state = trained(train)
-    for _ in range(3):
-        expected, _ = jax.jit(step)(expected, make_batch())
-    for i in range(3):
-        batch = make_batch(value=2.0 + i)
-        expected, loss = jax.jit(step)(expected, make_batch(value=2.0 + i))
-        n_known = calls.n_known
-        got = train(state, batch)
-        batch["x"][...] = 7.0
-        assert calls.n_known == n_known + 1
-        check(got, (expected, loss))
-        state = got[0]
 
 
 @BOTH
@@ -247,20 +232,6 @@ def test_bools_of_numpy_and_python_are_static_next_to_arrays_of_bools(calls: Cal
         ):
             for _ in range(2):
                 np.testing.assert_array_equal(run(jnp.ones(8), flag), np.full(8, expected))
-
-
-@BOTH
-def test_x64_is_noticed(calls: Calls, n_devices: int) -> None:
-    run = parallel(n_devices, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
-    x = np.full(8, 1 + 2.0**-40)
-    for _ in range(3):
-        assert run(x)[0].dtype == jnp.float32
-    with jax.enable_x64(True):
-        for _ in range(3):
-            got, _ = run(x)
-            assert got.dtype == jnp.float64
-            np.testing.assert_array_equal(got, x * 2)
-    assert run(x)[0].dtype == jnp.float32
 
 
 @BOTH
@@ -478,15 +449,3 @@ def test_a_session_that_has_ended_is_not_known(calls: Calls) -> None:
     state = trained(train)
     minialpa.shutdown()
     assert not calls.is_known(lambda: train(state, make_batch()))
-
-
-def test_a_step_with_a_callback_is_called_from_python_each_time(capfd: pytest.CaptureFixture[str]) -> None:
-    def shows(x: Any) -> Any:
-        jax.debug.print("seen {}", jnp.sum(x))
-        return x * 2
-
-    run = parallel(1, shows, donate_argnums=(), batch_argnums=())
-    for _ in range(4):
-        run(jnp.ones(8))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("seen 8.0") == 4

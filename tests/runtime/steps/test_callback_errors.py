@@ -32,11 +32,11 @@ def _step(w: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     "method",
     [ShardParallel(jax.devices()[:1]), ShardParallel(jax.devices()[:2], 2), PIPELINE],
-    ids=["direct calls", "micro-batches", "a pipeline"],
+    ids=["one function", "micro-batches", "a pipeline"],
 )
 def test_the_error_is_that_of_jax(method: Any) -> None:
     step = minialpa.parallelize(_step, method=method, batch_argnums=(1,), donate_argnums=())
-    for _ in range(2):  # the second call is dispatched by jax
+    for _ in range(2):  # the second call is like the first
         jax.block_until_ready(step(W, X))
     for _ in range(2):
         with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"KeyError.*not normalised") as raised:
