@@ -75,7 +75,7 @@ class CallPattern:
             given = tuple(given[i] for i in self.dynamic)
 
         leaves, tree, nodes = (*jax.tree.flatten(given), ()) if self.modules is None else _flatten(given)
-        if tree != self.tree or (self.modules is not None and list(map(id, nodes)) != self.modules.ids):
+        if tree != self.tree or (self.modules is not None and not self.modules.are_same(nodes)):
             return None
         if self.hidden and not all(_is_same(leaves[i], value) for i, value in self.hidden):
             return None
@@ -95,12 +95,18 @@ class ModulePattern:
     objects, and `CallPattern.tree` has compared their attributes, then they share what they shared before.
 
     Attributes:
-        ids: the identities of the modules and variables, from the outside to the inside.
-        variables: which of them is the variable that holds each value of a module, in the order of results.
+        shared: the positions of the modules and variables, which other modules may share.
+        ids: the identities of these.
+        variables: the position of the variable that holds each value of a module, in the order of results.
     """
 
+    shared: tuple[int, ...]
     ids: list[int]
     variables: tuple[int, ...]
+
+    def are_same(self, nodes: Sequence[Any]) -> bool:
+        """Whether modules and variables are the same objects, in an equal pytree."""
+        return [id(nodes[i]) for i in self.shared] == self.ids
 
     def update(self, nodes: Sequence[Any], made: Sequence[Any]) -> Sequence[Any]:
         """Give variables their new values; returns the other leaves that a program has returned."""
@@ -145,14 +151,19 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
 
 def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
     """The pattern of the modules of a call; None if they hold something other than variables of arrays."""
+    module: Any = graph_node_class()
     variable: Any = variable_class()
-    if call.graph is None or variable is None or not hasattr(variable, "set_raw_value"):
+    if call.graph is None or not hasattr(variable, "set_raw_value"):
         return None
+    # Containers, such as the dict of a batch, may be new in every call.
+    shared = tuple(i for i, node in enumerate(nodes) if isinstance(node, (module, variable)))
     first = {id(x.get_raw_value()): i for i, x in reversed(list(enumerate(nodes))) if isinstance(x, variable)}
     tree, names = call.tree
     owners = [name for name, child in zip(names, tree.children(), strict=True) for _ in range(child.num_leaves)]
     held = [id(leaf) for leaf, name in zip(call.leaves, owners, strict=True) if name in call.graph.names]
-    return ModulePattern(list(map(id, nodes)), tuple(first[i] for i in held)) if first.keys() >= set(held) else None
+    if not first.keys() >= set(held):
+        return None
+    return ModulePattern(shared, [id(nodes[i]) for i in shared], tuple(first[i] for i in held))
 
 
 def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] | None:
@@ -163,13 +174,11 @@ def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] 
 
 
 def _flatten(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
-    """Leaves, structure, and the modules and variables of flax.nnx: containers may be new in every call."""
-    kinds = tuple(kind for kind in (graph_node_class(), variable_class()) if kind is not None)
+    """Leaves, structure and all nodes, from the outside to the inside."""
     nodes: list[Any] = []
 
     def note(node: Any) -> bool:
-        if isinstance(node, kinds):
-            nodes.append(node)
+        nodes.append(node)
         return False
 
     leaves, tree = jax.tree.flatten(given, is_leaf=note)
