@@ -46,7 +46,7 @@ from minialpa.plan.codec import encode
 from minialpa.programs.program import Program
 from minialpa.rules.common import is_summable
 from minialpa.rules.known_rules import factors_of
-from minialpa.runtime import executable, local
+from minialpa.runtime import local
 from minialpa.sharding import EquationSpecs, Spec, specs_of
 from minialpa.testing import assert_allclose
 
@@ -207,8 +207,6 @@ class Subject:
 
 
 _Executable = local.LocalExecutable
-# Its checks are for this class, even if it is imported for the first time while another stands in its place.
-assert executable.LocalExecutable is _Executable
 subject = functools.cache(Subject)
 
 
