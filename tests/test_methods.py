@@ -332,14 +332,14 @@ def refused(method: Method, error: type[MinialpaError] = InfeasibleError, batch_
         (
             sharded((2, 2), force_batch_dim_to_mesh_dim=1, force_data_parallel=True),
             16,
-            ["`force_data_parallel`", "`force_batch_dim_to_mesh_dim=1`"],
+            ["`force_data_parallel=True`", "`force_batch_dim_to_mesh_dim=1`"],
         ),
-        (DataParallel(LogicalMesh((4,))), 6, ["`force_data_parallel`", "4 devices", "`batch['x']`", "has 6"]),
-        (DataParallel(LogicalMesh((4,)), 2), 12, ["`force_data_parallel`", "4 devices", "has 6", "micro-batch"]),
+        (DataParallel(LogicalMesh((4,))), 6, ["`force_data_parallel=True`", "4 devices", "`batch['x']`", "has 6"]),
+        (DataParallel(LogicalMesh((4,)), 2), 12, ["`force_data_parallel=True`", "4 devices", "has 6", "micro-batch"]),
         (
             sharded((4, 2), force_batch_dim_to_mesh_dim=0),
             6,
-            ["`force_batch_dim_to_mesh_dim`", "4 devices", "`batch['x']`", "has 6"],
+            ["`force_batch_dim_to_mesh_dim=0`", "4 devices", "`batch['x']`", "has 6"],
         ),
     ],
 )

@@ -300,7 +300,7 @@ def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
         minialpa.train(step, create_state, batches(), folder=tmp_path)
     with pytest.raises(MinialpaError, match="has no batch"):
         minialpa.train(step, create_state, list)
-    with pytest.raises(MinialpaError, match="`save_every` is a positive number"):
+    with pytest.raises(MinialpaError, match="`save_every` is a positive integer"):
         minialpa.train(step, create_state, batches, save_every=0)
 
 

@@ -27,7 +27,7 @@ def _program(fun: Callable[..., Any], dtype: Any, specs: Sequence[Spec], out: Se
     """One operand, one result for each equation. specs: those of the operand and of each equation."""
     jaxpr = jax.make_jaxpr(fun)(jnp.zeros(SHAPE, dtype)).jaxpr
     equations = {
-        id(eqn): EquationSpecs((spec,) * len(eqn.invars), (spec,), (spec,))
+        eqn: EquationSpecs((spec,) * len(eqn.invars), (spec,), (spec,))
         for eqn, spec in zip(jaxpr.eqns, specs[1:], strict=True)
     }
     made = [*jaxpr.invars, *(eqn.outvars[0] for eqn in jaxpr.eqns)]

@@ -272,7 +272,7 @@ def _program_of(eqn: Any, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEq
         invars=tuple(operands),
         outvars=(result,),
         specs=specs,
-        equations={id(eqn): chosen},
+        equations={eqn: chosen},
         out_specs=(replicated,),
         mesh=mesh,
     )

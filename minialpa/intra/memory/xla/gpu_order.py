@@ -1,7 +1,8 @@
 """The order in which kernels run on a GPU: XLA tries several and takes the one that needs least memory.
 
-list      of the kernels that are ready, the one that frees most bytes, less those that it writes      -> _greedy
-program   as the operations are in the program
+list         of the kernels that are ready, the one that frees most bytes, less those that it writes   -> _greedy
+program      as the operations are in the program
+depth first  each kernel right after what it reads, of which the largest part is computed first        -> _depth_first
 """
 
 from __future__ import annotations
@@ -16,7 +17,39 @@ from minialpa.intra.memory.compiler import Kernel
 def run_order(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
     """Numbers of `kernels` in the order in which they run. sizes: bytes of values."""
     buffers = _Buffers(kernels, results, sizes)
-    return min(_greedy(kernels, buffers), list(range(len(kernels))), key=buffers.peak_bytes)
+    orders = (_greedy(kernels, buffers), list(range(len(kernels))), _depth_first(kernels, buffers, results))
+    return min(orders, key=buffers.peak_bytes)
+
+
+def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence[int]) -> list[int]:
+    """The kernels that `results` wait for, and then the others, each after those that it reads from.
+
+    Of several that a kernel reads from, the one with the most other readers comes first, or else with the most bytes.
+    Both count with all that the kernel waits for.
+    """
+    made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
+    waits = [list(dict.fromkeys(made[v] for v in kernel.reads if v in made)) for kernel in kernels]
+    n_readers = [0] * len(kernels)
+    for k in (k for of_kernel in waits for k in of_kernel):
+        n_readers[k] += 1
+    # Bounded, as what several kernels wait for counts for each of them.
+    weights: list[tuple[float, float]] = []
+    for k, of_kernel in enumerate(waits):
+        below = [weights[one] for one in of_kernel]
+        others = max(n_readers[k] - 1, 0) + sum(n for n, _ in below)
+        weights.append((min(others, 1e15), min(buffers.writes[k] + sum(n for _, n in below), 1e30)))
+
+    order: dict[int, None] = {}
+    roots = list(dict.fromkeys(made[v] for v in results if v in made))
+    stack = [*range(len(kernels) - 1, -1, -1), *sorted(roots, key=weights.__getitem__)]
+    while stack:
+        k = stack[-1]
+        left = [one for one in waits[k] if one not in order] if k not in order else []
+        if left:
+            stack += sorted(left, key=weights.__getitem__)
+        else:
+            order[stack.pop()] = None
+    return list(order)
 
 
 class _Buffers:
