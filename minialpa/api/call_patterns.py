@@ -64,27 +64,36 @@ class CallPattern:
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match | None:
         """The leaves of a call in which only values may be new; None if it is another call, or is to be refused."""
-        if current_settings() != self.settings:
+        given = self._dynamic(args, kwargs) if current_settings() == self.settings else None
+        if given is None:
             return None
-        if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
-            return None
-        given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
-        if self.static:
-            if not all(_is_same(given[i], value) for i, value in self.static):
-                return None
-            given = tuple(given[i] for i in self.dynamic)
-
         leaves, tree, nodes = (*jax.tree.flatten(given), ()) if self.modules is None else _flatten(given)
         if tree != self.tree or (self.modules is not None and not self.modules.are_same(nodes)):
             return None
+        found = self._arrays(leaves)
+        if found is None:
+            return None
+        modules, result_of = self.modules, self.result_of
+        return Match(found, result_of if modules is None else lambda made: result_of(modules.update(nodes, made)))
+
+    def _dynamic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """The arguments that are not static, in the order of this pattern; None if names or static values differ."""
+        if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
+            return None
+        given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
+        if not self.static:
+            return given
+        if not all(_is_same(given[i], value) for i, value in self.static):
+            return None
+        return tuple(given[i] for i in self.dynamic)
+
+    def _arrays(self, leaves: list[Any]) -> list[Any] | None:
+        """The leaves of a `Call`; None if their types differ, an array is deleted, or another leaf has a new value."""
         if self.hidden and not all(_is_same(leaves[i], value) for i, value in self.hidden):
             return None
         if self.arrays is not None:
             leaves = [leaves[i] for i in self.arrays]
-        if leaf_types(leaves) != self.types or not are_alive(leaves):
-            return None
-        modules, result_of = self.modules, self.result_of
-        return Match(leaves, result_of if modules is None else lambda made: result_of(modules.update(nodes, made)))
+        return leaves if leaf_types(leaves) == self.types and are_alive(leaves) else None
 
 
 @dataclass(frozen=True, slots=True)

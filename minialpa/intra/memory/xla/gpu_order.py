@@ -29,16 +29,7 @@ def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence
     """
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [list(dict.fromkeys(made[v] for v in kernel.reads if v in made)) for kernel in kernels]
-    n_readers = [0] * len(kernels)
-    for k in (k for of_kernel in waits for k in of_kernel):
-        n_readers[k] += 1
-    # Bounded, as what several kernels wait for counts for each of them.
-    weights: list[tuple[float, float]] = []
-    for k, of_kernel in enumerate(waits):
-        below = [weights[one] for one in of_kernel]
-        others = max(n_readers[k] - 1, 0) + sum(n for n, _ in below)
-        weights.append((min(others, 1e15), min(buffers.writes[k] + sum(n for _, n in below), 1e30)))
-
+    weights = _weights(waits, buffers)
     order: dict[int, None] = {}
     roots = list(dict.fromkeys(made[v] for v in results if v in made))
     stack = [*range(len(kernels) - 1, -1, -1), *sorted(roots, key=weights.__getitem__)]
@@ -50,6 +41,20 @@ def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence
         else:
             order[stack.pop()] = None
     return list(order)
+
+
+def _weights(waits: Sequence[Sequence[int]], buffers: _Buffers) -> list[tuple[float, float]]:
+    """For each kernel, how many others read what it needs, and the bytes of that. waits: the kernels that it reads."""
+    n_readers = [0] * len(waits)
+    for k in (k for of_kernel in waits for k in of_kernel):
+        n_readers[k] += 1
+    # Bounded, because a kernel that several others wait for counts once for each of them.
+    weights: list[tuple[float, float]] = []
+    for k, of_kernel in enumerate(waits):
+        below = [weights[one] for one in of_kernel]
+        others = max(n_readers[k] - 1, 0) + sum(n for n, _ in below)
+        weights.append((min(others, 1e15), min(buffers.writes[k] + sum(n for _, n in below), 1e30)))
+    return weights
 
 
 class _Buffers:
