@@ -9,6 +9,7 @@ from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
 from minialpa.data import DataLoader, MeshDriverDataLoader
 from minialpa.errors import (
     CheckpointError,
+    DeletedArrayError,
     InfeasibleError,
     MinialpaError,
     ShardingError,
@@ -58,6 +59,7 @@ __all__ = [
     "CreateStateParallel",
     "DataLoader",
     "DataParallel",
+    "DeletedArrayError",
     "DeviceSpec",
     "FollowParallel",
     "InfeasibleError",

@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--python", action="store_true", help="placements as Python source, for `jax.jit`")
     report.set_defaults(run=_report)
 
-    diff = commands.add_parser("diff", help="print how the decisions of two saved plans differ")
+    diff = commands.add_parser("diff", help="print how the decisions of two saved plans differ; status 1 if so")
     diff.add_argument("plans", type=Path, nargs=2, metavar="PLAN.json")
     diff.set_defaults(run=_diff)
 

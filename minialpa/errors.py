@@ -54,5 +54,9 @@ class WorkerError(MinialpaError, RuntimeError):
         self.lost_hosts = lost_hosts
 
 
+class DeletedArrayError(WorkerError):
+    """An argument is used that a call before has consumed: its result took over the argument's memory."""
+
+
 class CheckpointError(MinialpaError, RuntimeError):
     """A checkpoint cannot be written or read."""

@@ -207,7 +207,8 @@ class PipeshardParallel:
         devices: see `resolve_devices`.
         num_micro_batches: the parts of the batch that pass through the stages.
         pipeline_schedule: "1f1b", "gpipe", "inference", or "1f1b-interleaved" for stages of several runs of layers.
-        layer_option: how the model is cut into layers; "manual" reads `mark_pipeline_boundary`.
+        layer_option: how the model is cut into layers; "manual" reads `mark_pipeline_boundary`, and a model without
+            boundaries is one layer, in one stage.
         stage_option: how layers become stages: "uniform", "auto", or an option object.
         default_auto_sharding_option: constraints on the shardings of every stage.
     """

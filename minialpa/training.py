@@ -35,6 +35,7 @@ from minialpa.errors import CheckpointError, MinialpaError, VerifyError, WorkerE
 from minialpa.methods import CreateStateParallel
 from minialpa.plan import Plan
 from minialpa.session import available_hosts, current_session, failure, restart
+from minialpa.support.private_jax import api_boundary
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class TrainingResult:
     events: tuple[TrainingEvent, ...]
 
 
+@api_boundary
 def train(
     step: ParallelizedFunc,
     create_state: Callable[[], Any],
@@ -131,7 +133,8 @@ def train(
     max_to_keep: the number of checkpoints that stay; None for all.
     report: is called for each step, in order, when its metrics are on the host; the next step may have begun by then.
         Steps behind a checkpoint from which the run goes on are done, and reported, again.
-    evaluate: is called with the state, which it leaves as it is, whenever a multiple of `evaluate_every` steps is done.
+    evaluate: is called with the state, which it leaves as it is, whenever a multiple of `evaluate_every` steps is done,
+        and after step `n_steps`.
     prefetch_size: the number of batches to read ahead.
     wait_for_hosts_s: how many seconds to wait for a host where all were lost.
 
@@ -327,7 +330,8 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
         state, metrics = _one_step(run, state, batch, first_types)
         progress.n_done += 1
         evaluation = None
-        if run.evaluate is not None and progress.n_done % run.evaluate_every == 0:
+        is_due = progress.n_done % run.evaluate_every == 0 or progress.n_done == run.n_steps
+        if run.evaluate is not None and is_due:
             evaluation = run.evaluate(state)
         reports.add(progress.n_done, metrics, evaluation)
         if manager is not None and not manager.is_saving():

@@ -29,6 +29,8 @@ from tests.skips import skip
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# A failing test shows every frame.
+jax.config.update("jax_traceback_filtering", "off")
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 import minialpa
 from minialpa import (
     AutoLayerOption,
+    DeletedArrayError,
     LogicalMesh,
     ManualStageOption,
     MinialpaError,
@@ -22,7 +25,6 @@ from minialpa import (
     TraceError,
     UniformStageOption,
     VerifyError,
-    WorkerError,
 )
 from minialpa.testing import assert_allclose
 from tests.helpers import METHODS
@@ -310,12 +312,12 @@ def test_a_state_that_an_earlier_call_took(method: Any) -> None:
     parallel = minialpa.parallelize(train_step, method=method)
     old, batch = placed_args(parallel)
     new, _ = parallel(old, batch)
-    with pytest.raises(WorkerError, match=r"`params\['\w'\]` has been deleted: it was donated to an earlier call"):
+    with pytest.raises(DeletedArrayError, match=r"`params\['\w'\]` has been deleted: it was donated to an"):
         parallel(old, batch)
-    with pytest.raises(WorkerError, match="donated to an earlier call"):
+    with pytest.raises(DeletedArrayError, match="donated to an earlier call"):
         parallel.preshard_dynamic_args(old, batch)
     half = {"w": new["w"], "v": old["v"]}
-    with pytest.raises(WorkerError, match=r"`params\['v'\]` has been deleted"):
+    with pytest.raises(DeletedArrayError, match=r"`params\['v'\]` has been deleted"):
         parallel(half, batch)
     assert not any(x.is_deleted() for x in jax.tree.leaves((new, batch)))
     assert_allclose(new, train_step(make_params(), make_batch())[0], rtol=1e-4, atol=1e-5)
@@ -422,3 +424,23 @@ def test_a_plan_of_another_step_or_shape() -> None:
     message = r"the step itself has changed: it has \d `sin` where the plan has 0"
     refused(VerifyError, message, minialpa.parallelize(other, method=plan), params, batch)
     works(parallel, params, batch)
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_tracebacks_show_the_users_frames_alone_unless_jax_is_asked_for_all(mode: str) -> None:
+    package = Path(minialpa.__file__).parent
+
+    def step(params: Any, batch: Any) -> Any:
+        return float(jnp.sum(batch["x"] @ params["w"]))
+
+    jax.config.update("jax_traceback_filtering", mode)
+    try:
+        with pytest.raises(TraceError) as raised:
+            minialpa.parallelize(step, method=METHODS["shard"])({"w": np.ones(8)}, {"x": np.ones((16, 8))})
+    finally:
+        jax.config.update("jax_traceback_filtering", "off")
+    for error in (raised.value, raised.value.__cause__):
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        inner = [file for file in files if Path(file).is_relative_to(package)]
+        assert __file__ in files
+        assert bool(inner) == (mode == "off")

@@ -289,7 +289,7 @@ def test_evaluation_sees_the_state_behind_its_step() -> None:
         evaluate=lambda state: {"n": state["n"] + 0},
         evaluate_every=3,
     )
-    assert [(r.n_steps, r.evaluation["n"]) for r in reports if r.evaluation is not None] == [(3, 3), (6, 6)]
+    assert [(r.n_steps, r.evaluation["n"]) for r in reports if r.evaluation is not None] == [(3, 3), (6, 6), (7, 7)]
 
 
 def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:

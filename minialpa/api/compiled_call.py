@@ -10,7 +10,7 @@ import jax
 
 from minialpa.api.invalid_values import call_checked, checks_values
 from minialpa.calls import Call, Parameters, Shape, are_alive
-from minialpa.errors import TraceError, WorkerError
+from minialpa.errors import DeletedArrayError, TraceError
 from minialpa.pytrees import update_modules
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def check_alive(call: Call, parameters: Parameters) -> None:
                 "function."
             )
         if is_deleted():
-            raise WorkerError(
+            raise DeletedArrayError(
                 f"`{parameters.paths(call)[0][i]}` has been deleted: it was donated to an earlier call, whose result "
                 "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
             )

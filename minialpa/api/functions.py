@@ -20,11 +20,13 @@ from minialpa.cluster import ClusterSpec
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
 from minialpa.plan import Plan
+from minialpa.support.private_jax import api_boundary
 
 if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
 
 
+@api_boundary
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -107,6 +109,7 @@ def _planning(method: Method | None, cluster: ClusterSpec) -> Method:
     return planning
 
 
+@api_boundary
 def plan(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -119,6 +122,7 @@ def plan(
     return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).plan(*args)
 
 
+@api_boundary
 def explain(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -132,6 +136,7 @@ def explain(
     return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).explain(what, *args)
 
 
+@api_boundary
 def check(
     plan: Plan,
     fun: Callable[..., Any],
@@ -156,6 +161,7 @@ def check(
     return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*args, target=target, cache=cache)
 
 
+@api_boundary
 def phases(
     plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto"
 ) -> dict[str, str]:
@@ -166,6 +172,7 @@ def phases(
     return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).phases(*args)
 
 
+@api_boundary
 def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
     """A plan for `fun(*args)` that decides as `plan` does, except for the shardings, which are solved again.
 

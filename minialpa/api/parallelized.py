@@ -57,7 +57,7 @@ from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
-from minialpa.support.private_jax import NO_MESH, under_mesh
+from minialpa.support.private_jax import NO_MESH, api_boundary, under_mesh
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
@@ -190,6 +190,7 @@ class ParallelizedFunc:
         self._training: set[Hashable] = set()
         self._latest = _Latest()
 
+    @api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if checks_values():
             return call_checked(self._name, self, args, kwargs)
@@ -235,6 +236,7 @@ class ParallelizedFunc:
             return ParallelizedFunc.__get__, (self._on(()), *self._bound)
         return functools.partial(type(self), **self._options), (self._fun, self._method)
 
+    @api_boundary
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
         executable, _ = self._get(self._bind(args, kwargs))
@@ -245,6 +247,7 @@ class ParallelizedFunc:
         recent = self._latest.recent
         return None if recent is None else recent.executable
 
+    @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
         call = self._bind(args, kwargs)
@@ -269,6 +272,7 @@ class ParallelizedFunc:
         else:
             self._planner.remember(plan)
 
+    @api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The step as `jax.jit(step).trace` gives it, for one device: `.jaxpr`, `.out_info`, `.lower()`.
 
@@ -286,12 +290,14 @@ class ParallelizedFunc:
         types = [leaf_type(leaf, path) for leaf, path in zip(call.leaves, paths, strict=True)]
         return jax.jit(step).trace(*jax.tree.unflatten(call.tree[0], types))
 
+    @api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """What a call with these arguments returns, with a `jax.ShapeDtypeStruct` for each leaf. Runs nothing."""
         call = self._bind(args, kwargs)
         traced = self._trace(call)
         return shown(traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
 
+    @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step, planned for these arguments and not compiled yet, in the place of `jax.jit(step).lower`.
 
@@ -311,6 +317,7 @@ class ParallelizedFunc:
 
         return Lowered(plan, lambda: self._keep(call, session, followed, compile_))
 
+    @api_boundary
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
         """A table of what the plan for these arguments chose and of what every other choice would cost.
 
@@ -327,6 +334,7 @@ class ParallelizedFunc:
         with collection_paused(), under_mesh(NO_MESH):
             return explain_step(traced, plan, what)
 
+    @api_boundary
     def check(self, *args: Any, target: str | None = None, cache: str | Path | None = None, **kwargs: Any) -> PlanCheck:
         """The plan for these arguments beside what XLA for GPUs makes of it: memory, communication and seconds.
 
@@ -366,6 +374,7 @@ class ParallelizedFunc:
             jax.tree.unflatten(traced.out_tree, [specs.outputs.get(value.path) for value in plan.outputs]),
         )
 
+    @api_boundary
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, on the devices and in the shardings in which the step reads them."""
         call = self._bind(args, kwargs)

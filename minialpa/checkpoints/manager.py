@@ -213,7 +213,8 @@ class CheckpointManager:
         step = self._existing(step)
         target = target_tree(like)
         name = f"step {step} in `{self._directory}`"
-        with _errors_of_orbax(f"Reading {name}", "The checkpoint is damaged; restore an older one."):
+        advice = f"The checkpoint is damaged. Restore an older one; `train` does if `{self._directory}/{step}` is gone."
+        with _errors_of_orbax(f"Reading {name}", advice):
             if not self._has(step, "state"):
                 raise CheckpointError(f"There is no `state` in {name}. minialpa did not save this checkpoint.")
             list((self._orbax.directory / str(step)).iterdir())  # one that orbax cannot list is empty for orbax
@@ -408,7 +409,8 @@ def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         advice = "" if _is_of_the_system(error) else then
-        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error} {advice}".rstrip()) from error
+        text = str(error).split(" [tensorstore_spec=")[0]  # A page of JSON that names the file once more.
+        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {text} {advice}".rstrip()) from error
 
 
 def _is_of_the_system(error: Exception) -> bool:

@@ -33,6 +33,7 @@ from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, me
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.inter.staging.transfers import planned_transfers
+from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.promises import gathered_state
 from minialpa.ir.equations import shape_of
@@ -134,7 +135,8 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
 def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory: bool = True) -> list[SolvedMesh]:
     """The shardings of every mesh. saves_memory: see `StageSolver.solve`.
 
-    Raises StageTooLargeError where a stage does not fit on its devices, or cannot take less than `context.below_s`.
+    Raises StageTooLargeError where a stage does not fit on its devices, or cannot take less than `context.below_s`, and
+    UnevenBatchError where the devices of the only stage do not divide the examples as its options ask.
     """
     solved = []
     for mesh in range(len(placed.stages)):
@@ -158,7 +160,9 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
             staged, mesh, problem, view, stage.option, live, below_s=context.below_s, saves_memory=saves_memory
         )
     except InfeasibleError as error:
-        message = f"Stage {mesh} on a mesh of {view.mesh.shape} devices: {error}"
+        if isinstance(error, UnevenBatchError) and len(placed.stages) == 1:
+            raise  # No other stage, and no other memory, would help.
+        message = f"Stage {mesh} on a mesh of shape {view.mesh.shape}: {error}"
         free = error.free if isinstance(error, StageMemoryError) else None
         too_slow = isinstance(error, NotFasterError)
         raise StageTooLargeError(message, mesh, max(map(max, live)), free=free, is_too_slow=too_slow) from error

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
-from minialpa.errors import ShardingError, WorkerError
+from minialpa.errors import DeletedArrayError, ShardingError, WorkerError
 from minialpa.programs.program import ConstantSlot, Free, InputSlot, Program, Run, Transfer
 from minialpa.runtime.local_arguments import LocalArguments
 from minialpa.runtime.steps.callback_errors import is_of_callback
@@ -202,7 +202,7 @@ class DevicePuts:
 
 
 def _check_usable(leaves: Sequence[Any]) -> None:
-    """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
+    """Raise DeletedArrayError if an argument is used up: another thread may have donated it since the call began."""
     # Mostly, all are jax's own arrays, which are quickly asked.
     others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
     arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
@@ -210,7 +210,7 @@ def _check_usable(leaves: Sequence[Any]) -> None:
         leaves = others
     for leaf in leaves:
         if isinstance(leaf, jax.Array | RemoteArray) and leaf.is_deleted():
-            raise WorkerError(
+            raise DeletedArrayError(
                 f"An argument of shape {leaf.shape} has been deleted: it was donated to another call, whose result "
                 "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
             )

@@ -20,7 +20,7 @@ class Runner(Protocol):
     session: the runtime of the session whose workers have the devices; None if they are in this process.
     traced: note what the step does when, for `timeline`. The first such call compiles every function a second time.
     Threads may call it at the same time: steps have one order. A step that another one has robbed of an argument, by
-    donating it, raises a WorkerError and does nothing.
+    donating it, raises a DeletedArrayError and does nothing.
     """
 
     @property

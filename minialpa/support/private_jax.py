@@ -16,6 +16,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `mlir._lowerings`, closure of `lower_fun` | what other primitives compute; their names | a function in `jax.extend` |
 | parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
+| `traceback_util` | tracebacks without frames of jax and minialpa | a filter in `jax.extend` |
 | `ArrayImpl` | telling arrays of jax from others at once | a quick `isinstance` |
 | `PRNGKeyArray`, `pytype_aval_mappings`, `shard_arg_handlers` | keys on workers that jax takes | a protocol |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
@@ -32,12 +33,14 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 from jax._src import config as private_config
 from jax._src import mesh as private_mesh
+from jax._src import traceback_util as private_traceback
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.config import trace_context
 from jax._src.core import JaxprEqnContext
@@ -48,6 +51,18 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 Rule = Callable[..., Any]
+
+#: A decorator for functions that users call. Errors leave them with the frames of the user's code alone, unless
+#: `jax_traceback_filtering` is "off".
+api_boundary = private_traceback.api_boundary
+private_traceback.register_exclusion(str(Path(__file__).parents[1]))
+
+
+def with_users_frames(error: Exception) -> Exception:
+    """The error, the cause of another one, with the frames that `api_boundary` would leave it."""
+    if error.__traceback__ is None or private_config.traceback_filtering.value == "off":
+        return error
+    return error.with_traceback(private_traceback.filter_traceback(error.__traceback__))
 
 
 # ---- source lines and name scopes of equations -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from minialpa.errors import TraceError
 from minialpa.ir.block import Block
 from minialpa.ir.equations import aval_of
 from minialpa.ir.op import Origin
+from minialpa.support.private_jax import with_users_frames
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.flags import with_flags_as_tests
@@ -156,7 +157,7 @@ def trace_step(
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, ValueError) as error:
         if isinstance(error, ValueError) and "Non-hashable static arguments" not in str(error):  # of an inner `jax.jit`
             raise
-        raise TraceError(_told(error, in_paths)) from error
+        raise TraceError(_told(error, in_paths)) from with_users_frames(error)
 
     # Before dead equations go: what counted the own positions may be read by nothing else.
     program = without_marks(with_flags_as_tests(with_own_positions(flat)))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import minialpa
 from minialpa.api.call_patterns import CallPattern
-from minialpa.errors import MinialpaError, TraceError, WorkerError
+from minialpa.errors import DeletedArrayError, MinialpaError, TraceError
 
 BOTH = pytest.mark.parametrize("n_devices", [1, 8])
 
@@ -108,7 +108,7 @@ def test_a_known_call_takes_over_the_state_and_nothing_else(calls: Calls, n_devi
     state, _ = train(state, batch)
     assert calls.is_known(lambda: train(state, batch))
     assert state["params"]["w"].is_deleted() and not batch["x"].is_deleted()
-    with pytest.raises(WorkerError, match=r"`state\['n'\]` has been deleted"):
+    with pytest.raises(DeletedArrayError, match=r"`state\['n'\]` has been deleted"):
         train(state, batch)
 
 
@@ -269,7 +269,7 @@ def test_traced_values_shapes_and_other_types_are_refused_after_known_calls(call
         run(jax.ShapeDtypeStruct((8,), jnp.float32))
     with pytest.raises(MinialpaError):
         run({"x": "text"})
-    with pytest.raises(WorkerError, match="`x` has been deleted"):
+    with pytest.raises(DeletedArrayError, match="`x` has been deleted"):
         gone = jnp.ones(8)
         gone.delete()
         run(gone)
@@ -298,7 +298,7 @@ def test_an_array_that_the_step_does_not_read_is_checked_all_the_same(calls: Cal
         np.testing.assert_array_equal(run(jnp.ones(8), jnp.ones(n)), np.full(8, float(n)))
     gone = jnp.ones(3)
     gone.delete()
-    with pytest.raises(WorkerError, match="`y` has been deleted"):
+    with pytest.raises(DeletedArrayError, match="`y` has been deleted"):
         run(jnp.ones(8), gone)
 
 
@@ -434,7 +434,7 @@ def test_steps_in_micro_batches_compute_what_one_call_does(n_devices: int, where
         old, state = state, got[0]
         if where == "NumPy":
             given["x"][...] = 7.0
-    with pytest.raises(WorkerError, match=r"`state\['n'\]` has been deleted"):
+    with pytest.raises(DeletedArrayError, match=r"`state\['n'\]` has been deleted"):
         train(old, batch)
     with pytest.raises(TraceError, match="traced value"):
         jax.jit(train)(state, batch)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
-from minialpa.errors import WorkerError
+from minialpa.errors import DeletedArrayError
 from minialpa.programs.leaf_blocks import LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.leaf_border import BlockedCalls, joined_leaves, split_leaves
@@ -200,7 +200,7 @@ def test_deleted_arrays_are_refused(make: Any) -> None:
     step, leaf = calls(), make(LEAF)
     leaf.delete()
     for use in (step, step.place):
-        with pytest.raises(WorkerError, match="has been deleted: it was donated to another call"):
+        with pytest.raises(DeletedArrayError, match="has been deleted: it was donated to another call"):
             use([leaf])
 
 
@@ -216,7 +216,7 @@ def test_keys_in_blocks_come_back_as_keys_of_jax() -> None:
 def test_a_remote_array_that_was_given_away_is_refused() -> None:
     step, leaf = calls(), Elsewhere(LEAF)
     leaf.deleted = True
-    with pytest.raises(WorkerError, match="has been deleted"):
+    with pytest.raises(DeletedArrayError, match="has been deleted"):
         step([leaf])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from minialpa.arrays import RemoteArray
-from minialpa.errors import WorkerError
+from minialpa.errors import DeletedArrayError, WorkerError
 from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.program import MeshShape
 from minialpa.runtime.cluster.launcher import WorkerHandle
@@ -181,9 +181,9 @@ class DistributedArray(RemoteArray):
             missing[0].runtime.fetch(missing)
 
     def check_usable(self) -> None:
-        """Raise WorkerError if the array was deleted or donated."""
+        """Raise DeletedArrayError if the array was deleted or donated."""
         if self._deleted:
-            raise WorkerError(
+            raise DeletedArrayError(
                 f"An array of shape {self.shape} was deleted or donated to a step. Use that step's result, or keep "
                 "arguments alive with `donate_argnums=()`."
             )

@@ -71,7 +71,8 @@ def test_step_is_one_call_for_each_worker_and_a_fetch_one_more(runtime: Any, mon
     invoke = ray.actor.ActorHandle._actor_method_call
 
     def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        calls[method] += 1
+        if method != "status":  # A wait of more than a second, on a busy machine, asks the workers for their status.
+            calls[method] += 1
         return invoke(self, method, *args, **kwargs)
 
     monkeypatch.setattr(ray.actor.ActorHandle, "_actor_method_call", counted)

@@ -11,7 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 import minialpa
-from minialpa import PipeshardParallel, ShardParallel, UniformStageOption, WorkerError
+from minialpa import DeletedArrayError, PipeshardParallel, ShardParallel, UniformStageOption
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.cluster.cluster_executable import ClusterExecutable
 from minialpa.runtime.cluster.distributed_array import DistributedArray
@@ -191,7 +191,7 @@ def test_blocks_that_were_given_away_are_refused() -> None:
     (state,) = step.place([LEAF])
     step([state])
     for use in (step, step.place):
-        with pytest.raises(WorkerError, match="deleted or donated"):
+        with pytest.raises(DeletedArrayError, match="deleted or donated"):
             use([state])
 
 
