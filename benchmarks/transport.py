@@ -3,7 +3,7 @@
 One at a time: an array goes there and back, ready on a device at both ends; half of that is its time, and the threads
 that take part have slept before. Streamed: many are sent without waiting, each is put on a device of the other process,
 and the last one comes back; beside it as many `device_put`s are issued before any is waited for.
-Between processes of one machine, the bytes go through shared memory, or over TCP on the loopback interface.
+Between processes of one machine, the bytes go over TCP on the loopback interface.
 """
 
 from __future__ import annotations
@@ -37,26 +37,24 @@ def transport(size: Size) -> Rows:
     kilobytes = [1, *(1024 * n for n in (1, 4, 16, 64, 256))] if size == "full" else [1, 1024]
     source, target = jax.devices()[:2] if len(jax.devices()) > 1 else (jax.devices()[0],) * 2
     rows = []
-    with _peer(shared=True) as shared, _peer(shared=False) as tcp:
+    with _peer() as send:
         for n_kb in kilobytes:
             x = jax.device_put(np.zeros(n_kb << 10, np.uint8), source)
             n_streamed = 2 if size == "tiny" else min(32, max(2, (512 << 10) // n_kb))
             repeats = 2 if size == "tiny" else min(500, max(15, (1 << 20) // n_kb))
-            for way, send in (("shared memory", shared), ("TCP", tcp)):
-                one = _seconds_each(send, x, target, 1, repeats)
-                streamed = _seconds_each(send, x, target, n_streamed, max(15, repeats // n_streamed))
-                rows.append(
-                    {
-                        "array": f"{n_kb} KB" if n_kb < 1024 else f"{n_kb >> 10} MB",
-                        "way": way,
-                        "time_us": one[1] / 2 * 1e6,
-                        "device_put_us": one[0] * 1e6,
-                        "speed_to_device_put": 2 * one[0] / one[1],
-                        "streamed": n_streamed,
-                        "streamed_gb_per_s": n_kb * 1024 / streamed[1] / 1e9,
-                        "streamed_speed_to_device_put": streamed[0] / streamed[1],
-                    }
-                )
+            one = _seconds_each(send, x, target, 1, repeats)
+            streamed = _seconds_each(send, x, target, n_streamed, max(15, repeats // n_streamed))
+            rows.append(
+                {
+                    "array": f"{n_kb} KB" if n_kb < 1024 else f"{n_kb >> 10} MB",
+                    "time_us": one[1] / 2 * 1e6,
+                    "device_put_us": one[0] * 1e6,
+                    "speed_to_device_put": 2 * one[0] / one[1],
+                    "streamed": n_streamed,
+                    "streamed_gb_per_s": n_kb * 1024 / streamed[1] / 1e9,
+                    "streamed_speed_to_device_put": streamed[0] / streamed[1],
+                }
+            )
     return rows
 
 
@@ -74,7 +72,7 @@ def _seconds_each(send: _Send, x: jax.Array, target: jax.Device, n: int, repeats
 
 
 @contextmanager
-def _peer(shared: bool) -> Iterator[_Send]:
+def _peer() -> Iterator[_Send]:
     """A function that sends an array to another process n times and puts what comes back once on a device."""
     secret = secrets.token_bytes(32)
     mine = HostTransport(secret, 0)
@@ -83,8 +81,6 @@ def _peer(shared: bool) -> Iterator[_Send]:
     process = context.Process(target=_put_all, args=(secret, far), daemon=True)
     process.start()
     addresses = [mine.address, near.recv()]
-    if not shared:
-        addresses = [address.only_tcp() for address in addresses]
     near.send(addresses)
     mine.connect(addresses, _TIMEOUT_S)
     tag = 0

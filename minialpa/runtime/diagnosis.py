@@ -20,8 +20,7 @@ _TIMEOUT_S = 10.0
 def diagnose_transports() -> dict[str, str]:
     """For each transport, "works" if an array arrives unchanged, else what is wrong. Takes seconds at most."""
     return {
-        "shared memory": _outcome(lambda: _through_host(is_shared=True)),
-        "TCP": _outcome(lambda: _through_host(is_shared=False)),
+        "TCP": _outcome(_through_tcp),
         "NCCL": _outcome(_through_nccl),
     }
 
@@ -33,16 +32,12 @@ def _outcome(attempt: Callable[[], bool]) -> str:
         return f"does not work: {str(error) or repr(error)}"
 
 
-def _through_host(is_shared: bool) -> bool:
+def _through_tcp() -> bool:
     """Whether an array arrives unchanged from one host transport of this process at another."""
     secret = secrets.token_bytes(32)
     here, there = (HostTransport(secret, number) for number in range(2))
     try:
         addresses = [here.address, there.address]
-        if not is_shared:
-            addresses = [address.only_tcp() for address in addresses]
-        elif not all(address.local_name for address in addresses):
-            raise WorkerError("this system has no abstract Unix sockets; TCP takes its place")
 
         # Each of the two needs the other to connect as well.
         connecting = threading.Thread(target=there.connect, args=(addresses, _TIMEOUT_S), daemon=True)

@@ -1,18 +1,16 @@
 """How two workers connect and prove to each other that they know the session's secret.
 
-A `Listener` accepts connections at two addresses: a Unix socket, for peers on the same machine, and TCP. `connect`
-tries the Unix socket first. If it answers, the two workers can share memory: abstract Unix names are visible within
-one network namespace only, so nobody needs a list of which workers share a machine. Each side sends a MAC over the
-numbers and nonces of both, and neither reads anything else before it has checked the MAC of the other:
+A `Listener` accepts connections over TCP, and `connect` makes them. Each side sends a MAC over the numbers and nonces
+of both, and neither reads anything else before it has checked the MAC of the other:
 
     connector -> listener   hello: magic, connector, listener, nonce
     listener -> connector   nonce, MAC(secret, "listener", hello, nonce)
     connector -> listener   MAC(secret, "connector", hello, nonce)
     listener -> connector   welcome
 
-A peer whose handshake is not over yet is *pending*. The listener has a thread for each of its two sockets, which
-accepts, and one for each pending peer, which answers; all that they share changes under one lock. A pending peer that
-fails is dropped without a word. A connector that fails raises WorkerError.
+A peer whose handshake is not over yet is *pending*. The listener has a thread that accepts, and one for each pending
+peer, which answers; all that they share changes under one lock. A pending peer that fails is dropped without a word. A
+connector that fails raises WorkerError.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ import hmac
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from minialpa.errors import WorkerError
@@ -52,20 +49,14 @@ class Address:
     Attributes:
         host: The address of its machine.
         port: The TCP port.
-        local_name: The abstract name of its Unix socket; empty if it has none.
     """
 
     host: str
     port: int
-    local_name: str
-
-    def only_tcp(self) -> Address:
-        """This address without the Unix socket, so that peers connect over TCP and share no memory."""
-        return replace(self, local_name="")
 
 
 class Listener:
-    """The sockets at which worker `number` listens on `host`, from its making until `close`.
+    """The socket at which worker `number` listens on `host`, from its making until `close`.
 
     A pending peer has HANDSHAKE_S seconds to prove the secret, fewer if many are pending, and delays nobody else.
 
@@ -88,29 +79,20 @@ class Listener:
         self._closed = False
 
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server_sockets = [socket.create_server((host, 0), family=family)]
-        local_name = ""
-        if sys.platform == "linux":
-            local_name = f"minialpa-{secrets.token_hex(16)}"
-            self._server_sockets.append(unix := socket.socket(socket.AF_UNIX))
-            unix.bind("\0" + local_name)
-            unix.listen()
-        self.address = Address(host, self._server_sockets[0].getsockname()[1], local_name)
-
-        for server_socket in self._server_sockets:
-            self._start(self._accept, server_socket)
+        self._server_socket = socket.create_server((host, 0), family=family)
+        self.address = Address(host, self._server_socket.getsockname()[1])
+        self._start(self._accept, self._server_socket)
 
     def close(self) -> None:
         """Stop listening, drop pending peers and end the threads. Authenticated peers stay connected."""
         with self._lock:
             self._closed = True
             threads = tuple(self._threads)
-            for open_socket in (*self._server_sockets, *self._pending):
+            for open_socket in (self._server_socket, *self._pending):
                 shut(open_socket)
         for thread in threads:
             thread.join()
-        for server_socket in self._server_sockets:
-            server_socket.close()
+        self._server_socket.close()
 
     def _start(self, run: Callable[[socket.socket], None], sock: socket.socket) -> None:
         thread = threading.Thread(target=run, args=(sock,), name="minialpa-listener", daemon=True)
@@ -172,7 +154,8 @@ def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline
     while True:
         sock = None
         try:
-            sock = _open_socket(address, deadline)
+            timeout_s = max(1e-3, deadline - time.monotonic())
+            sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
             _prove(
                 sock, secret=secret, number=number, peer=peer, deadline=min(deadline, time.monotonic() + HANDSHAKE_S)
             )
@@ -206,25 +189,6 @@ def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = 
             raise EOFError("the connection was closed")
         data += received
     return bytes(data)
-
-
-def _open_socket(address: Address, deadline: float) -> socket.socket:
-    """A socket that is connected to the Unix socket of `address`, or by TCP if that is not on this machine."""
-    timeout_s = max(1e-3, deadline - time.monotonic())
-    if address.local_name and sys.platform == "linux":
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect("\0" + address.local_name)
-            return sock
-        except (
-            ConnectionRefusedError
-        ):  # The name is unknown here: the peer is on another machine or in another namespace.
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
-    return socket.create_connection((address.host, address.port), timeout=timeout_s)
 
 
 def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadline: float) -> None:

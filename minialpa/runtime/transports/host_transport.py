@@ -1,12 +1,10 @@
-"""The transport through host memory: NumPy arrays between processes of one machine, or over TCP between machines.
+"""The transport through host memory: NumPy arrays over TCP, between processes of one machine and between machines.
 
-Each pair of workers has one connection (`Channel`), with two threads at each end. On one machine, the sender copies
-into memory that both processes map, and the receiver reads it in place. A mailbox keeps messages until they are
-received.
+Each pair of workers has one connection (`Channel`), with two threads at each end. A mailbox keeps messages until they
+are received.
 
-Arrays that `receive` returns are views of transport memory, which is reused once nothing refers to them. jax on CPU
-uses them without a copy: `jax.device_put` to any of the devices, `jax.dlpack.from_dlpack` to the first one. It never
-writes to such memory, not even when the array is donated: the result then gets memory of its own.
+jax on CPU uses the arrays that `receive` returns without a copy: `jax.device_put` to any of the devices,
+`jax.dlpack.from_dlpack` to the first one.
 """
 
 from __future__ import annotations
@@ -83,10 +81,7 @@ class HostTransport:
         return self._channel(peer).send(tag, parts)
 
     def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[np.ndarray[Any, Any]]:
-        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and must not be written to.
-
-        They share the memory of the message, which is reused when nothing refers to any of them.
-        """
+        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and share the memory of the message."""
         message = self.take(peer, tag, timeout_s)
         layout = lay_out(tuple(pieces))
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from minialpa.errors import WorkerError
-from minialpa.runtime.transports.shared_memory import Bytes
+from minialpa.runtime.transports.transport import Bytes
 
 T = TypeVar("T")
 

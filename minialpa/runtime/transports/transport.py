@@ -21,6 +21,9 @@ ALIGNMENT = 64
 """Bytes. jax on CPU uses the memory of a NumPy array without a copy if it begins at a multiple of this."""
 
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """An array, or a slice of one, to be sent.

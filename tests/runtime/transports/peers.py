@@ -43,8 +43,8 @@ class Peer:
 
 
 @contextmanager
-def peer_process(shared: bool) -> Iterator[Peer]:
-    """A connected peer; over TCP if memory is not to be shared. It is killed at the end if it still runs."""
+def peer_process() -> Iterator[Peer]:
+    """A connected peer. It is killed at the end if it still runs."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     process = context.Process(target=_serve, args=(far,), daemon=True)
@@ -52,8 +52,6 @@ def peer_process(shared: bool) -> Iterator[Peer]:
     mine = HostTransport(SECRET, 0)
     try:
         addresses = [mine.address, near.recv()]
-        if not shared:
-            addresses = [address.only_tcp() for address in addresses]
         near.send(addresses)
         mine.connect(addresses, TIMEOUT_S)
         yield Peer(mine, process, near)

@@ -1,4 +1,4 @@
-"""The transport through host memory, between real processes: over shared memory, and over TCP."""
+"""The transport through host memory, between real processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -25,11 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minialpa.errors import WorkerError
-from minialpa.runtime.transports import channel, handshake, host_transport
-from minialpa.runtime.transports.channel import INLINE_BYTES
+from minialpa.runtime.transports import handshake, host_transport
+from minialpa.runtime.transports.channel import QUICK_BYTES
 from minialpa.runtime.transports.handshake import Address
 from minialpa.runtime.transports.host_transport import HostTransport
-from minialpa.runtime.transports.shared_memory import Pool, segment_bytes
 from minialpa.runtime.transports.transport import ALIGNMENT, Part, Piece, Transport
 from tests.runtime.transports.peers import (
     SECRET,
@@ -44,13 +42,13 @@ from tests.runtime.transports.peers import (
 DTYPES = [np.dtype(d) for d in (bool, "i1", "u2", "i4", "f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16)]
 DTYPES += [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)]
 BYTES = np.dtype(np.uint8)
-BIG = INLINE_BYTES * 4
+BIG = QUICK_BYTES * 2
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["shared", "tcp"])
-def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
     """One process for all tests that leave it alive."""
-    with peer_process(request.param) as peer:
+    with peer_process() as peer:
         yield peer
 
 
@@ -129,7 +127,7 @@ def test_arrays_that_are_not_ready_do_not_hold_up_the_caller(peer: Peer) -> None
 
 def test_messages_from_several_threads_that_no_socket_holds_arrive_whole(peer: Peer) -> None:
     # Sizes around those that the caller writes itself. The peer reads nothing until all have been sent.
-    sizes = [30_000, 100, BIG, 7, 2 << 20, INLINE_BYTES, INLINE_BYTES + 1, 3]
+    sizes = [30_000, 100, BIG, 7, 2 << 20, QUICK_BYTES, QUICK_BYTES + 1, 3]
     arrays = {next(_tags): np.full(sizes[i % len(sizes)], i % 251, np.uint8) for i in range(240)}
 
     def send(tags: list[int]) -> None:
@@ -170,15 +168,6 @@ def ping_pong(peer: Peer, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return back
 
 
-def test_memory_is_used_again_when_nobody_refers_to_it(peer: Peer) -> None:
-    seen = set()
-    for i in range(50):
-        back = ping_pong(peer, np.full(BIG, i, np.uint8))
-        seen.add(back.ctypes.data)
-        del back
-    assert len(seen) <= 2
-
-
 @pytest.mark.parametrize("keep", [lambda a: a, lambda a: a[5:9], lambda a: a.reshape(4, -1).view(np.int32)[2:, 1::3]])
 def test_memory_that_a_view_refers_to_is_left_alone(peer: Peer, keep: Callable[[Any], Any]) -> None:
     kept = keep(ping_pong(peer, np.arange(BIG).astype(np.uint8)))
@@ -210,16 +199,6 @@ def test_jax_arrays_survive_later_messages_donated_or_not(peer: Peer, device: in
     seen = {ping_pong(peer, np.zeros(BIG, np.float32)).ctypes.data for _ in range(6)}
     assert pointer not in seen and result.unsafe_buffer_pointer() not in seen
     assert np.array_equal(array, expected) and np.array_equal(result, expected + 1)
-
-
-def test_memory_that_jax_took_over_is_used_again(peer: Peer) -> None:
-    # jax lets go of the last reference in its next call, so there is always one in between.
-    seen = set()
-    for i in range(30):
-        array = jax.device_put(ping_pong(peer, np.full(BIG, i, np.float32)), jax.devices()[1])
-        seen.add(array.unsafe_buffer_pointer())
-        del array
-    assert len(seen) <= 4
 
 
 def test_an_array_may_be_donated_when_it_is_sent(peer: Peer) -> None:
@@ -274,59 +253,6 @@ def test_ten_thousand_messages_leave_nothing_behind(peer: Peer) -> None:
         assert resident_later <= resident + (64 << 20)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_pool_keeps_no_more_free_memory_than_it_may(shared: bool) -> None:
-    pool = Pool(shared, idle_bytes=1 << 20)
-    lent = []
-    for _ in range(8):
-        _, segment, descriptor = pool.take(300_000)
-        if descriptor is not None:
-            os.close(descriptor)
-        segment.take(300_000)
-        lent.append(segment.lend(300_000))
-        assert pool.drop_idle() == []
-    del segment
-    lent[2:] = []
-    # Six are free, of which three fit; the two that are lent stay.
-    assert pool.drop_idle() == [2, 3, 4]
-    number, segment, _ = pool.take(300_000)
-    assert number == 7
-    segment.take(1)
-    assert [pool.take(n)[0] for n in (300_000, 301_000, 3)] == [6, 6, 8]
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_segments_of_sizes_that_are_not_used_again_are_unmapped(local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_IDLE_BYTES", 1 << 20)
-    before = mappings()
-    a, b = transports = group(2)
-    connect_all(transports, addresses_of(transports, local))
-    sizes = range(INLINE_BYTES + 1, 1 << 20, 9973)
-    for tag, size in enumerate(sizes):
-        a.send(1, tag, [Part(np.full(size, tag, np.uint8))])
-        (array,) = b.receive(0, tag, [Piece((size,), BYTES)], TIMEOUT_S)
-        assert int(array[0]) == int(array[-1]) == tag % 256
-        del array
-    # Less than 1 MB each: a few that are idle, and some that the kernel has put together or apart.
-    assert len(sizes) > 100 and mappings() - before < 60
-    for transport in transports:
-        transport.close()
-
-
-def test_a_forked_child_does_not_free_memory() -> None:
-    _, segment, _ = Pool(shared=False, idle_bytes=0).take(1000)
-    segment.take(1000)
-    lent = segment.lend(1000)
-    lent.base._process += 1  # type: ignore[union-attr]
-    del lent
-    assert not segment.free
-
-
-@given(st.integers(0, 1 << 34))
-def test_segments_are_at_most_an_eighth_or_two_pages_too_large(size_bytes: int) -> None:
-    assert 0 <= segment_bytes(size_bytes) - size_bytes - ALIGNMENT <= max(size_bytes / 8 + 8, 4096)
-
-
 # What goes wrong
 
 
@@ -348,9 +274,8 @@ def hold_still(transport: Transport) -> None:
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_killed_peer_ends_every_wait(shared: bool) -> None:
-    with peer_process(shared) as peer:
+def test_a_killed_peer_ends_every_wait() -> None:
+    with peer_process() as peer:
         peer.start(hold_still)
         errors = []
 
@@ -370,11 +295,10 @@ def test_a_killed_peer_ends_every_wait(shared: bool) -> None:
             peer.mine.send(1, 9, [])
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_peer_that_stops_reading_does_not_hold_up_close(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_stops_reading_does_not_hold_up_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_transport, "_FLUSH_S", 0.1)
     before = set(threading.enumerate())
-    with peer_process(shared) as peer:
+    with peer_process() as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
         try:
             messages = [peer.mine.send(1, tag, [Part(np.zeros(32 << 10, np.uint8))]) for tag in range(500)]
@@ -410,11 +334,6 @@ def group(n: int, secrets: list[bytes] | None = None) -> list[HostTransport]:
     return [HostTransport(secrets[i] if secrets else SECRET, i) for i in range(n)]
 
 
-def addresses_of(transports: list[HostTransport], local: bool) -> list[Address]:
-    """With `local`, of the sockets through which memory is shared, too."""
-    return [t.address if local else replace(t.address, local_name="") for t in transports]
-
-
 def connect_all(transports: list[HostTransport], addresses: list[Address], timeout_s: float = TIMEOUT_S) -> list[Any]:
     """The error of each, or None."""
     errors: list[Any] = [None] * len(transports)
@@ -437,9 +356,7 @@ def test_close_leaves_no_thread_and_no_descriptor() -> None:
     gc.collect()
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     transports = group(4)
-    addresses = [t.address for t in transports]
-    addresses[3] = replace(addresses[3], local_name="")
-    assert connect_all(transports, addresses) == [None] * 4
+    assert connect_all(transports, [t.address for t in transports]) == [None] * 4
     kept = []
     for i in range(4):
         for j in {0, 1, 2, 3} - {i}:
@@ -468,11 +385,9 @@ def test_what_was_sent_before_goodbye_can_be_received() -> None:
     b.close()
 
 
-@pytest.mark.parametrize("local", [True, False])
-def test_another_secret_is_refused(local: bool) -> None:
+def test_another_secret_is_refused() -> None:
     transports = group(2, [SECRET, SECRET + b"?"])
-    addresses = addresses_of(transports, local)
-    errors = connect_all(transports, addresses, timeout_s=0.5)
+    errors = connect_all(transports, [t.address for t in transports], timeout_s=0.5)
     for transport in transports:
         transport.close()
     assert "does not know the workers' secret" in str(errors[0])
@@ -509,8 +424,6 @@ def test_strangers_do_no_harm_and_keep_nobody_waiting() -> None:
             strangers.append(socket.create_connection((transport.address.host, transport.address.port)))  # Silent.
             strangers.append(socket.create_connection((transport.address.host, transport.address.port)))
             strangers[-1].sendall(np.random.default_rng(0).bytes(5000))
-            strangers.append(socket.socket(socket.AF_UNIX))
-            strangers[-1].connect("\0" + transport.address.local_name)
     assert connect_all(transports, [t.address for t in transports]) == [None, None]
     transports[0].send(1, 0, [Part(np.arange(3))])
     assert transports[1].receive(0, 0, [Piece((3,), np.dtype(int))], TIMEOUT_S)[0].tolist() == [0, 1, 2]
@@ -534,7 +447,7 @@ def test_silent_connections_do_not_hold_up_a_peer() -> None:
         for _ in range(3 * handshake._MAX_PENDING):
             stack.enter_context(socket.create_connection((listening.host, listening.port)))
         begun_s = time.monotonic()
-        assert connect_all(transports, addresses_of(transports, local=False)) == [None, None]
+        assert connect_all(transports, [t.address for t in transports]) == [None, None]
         assert time.monotonic() - begun_s < 2.0
     for transport in transports:
         transport.close()
