@@ -19,6 +19,7 @@ from jax.tree_util import PyTreeDef
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
+from minialpa.support.identity import ById
 
 #: Stands for a leaf.
 _PLACE = object()
@@ -192,9 +193,9 @@ def check_returned(variables: list[tuple[Any, list[Any]]], result: Any) -> None:
     ]
     if not changed:
         return
-    returned = set(map(id, jax.tree.leaves(result)))
+    returned = set(map(ById, jax.tree.leaves(result)))
     for variable, now in changed:
-        if not all(id(leaf) in returned for leaf in now):
+        if not returned.issuperset(map(ById, now)):
             raise TraceError(
                 f"The step changes an nnx {type(variable).__name__} in place that is in no module, and the change "
                 "would be lost. Pass the module that has it, or return the new value."

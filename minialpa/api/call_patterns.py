@@ -16,6 +16,7 @@ from jax.tree_util import PyTreeDef
 
 from minialpa.calls import Call, are_alive, leaf_types, shown
 from minialpa.pytrees import graph_node_class, variable_class, with_static
+from minialpa.support.identity import ById
 from minialpa.support.private_jax import current_settings
 
 
@@ -105,7 +106,7 @@ class ModulePattern:
 
     Attributes:
         shared: the positions of the modules and variables, which other modules may share.
-        ids: the identities of these.
+        ids: the identities of these. A pattern keeps no module alive.
         variables: the position of the variable that holds each value of a module, in the order of results.
     """
 
@@ -141,8 +142,8 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
             return None
         arrays, out_tree = found, out_tree.children()[1]
 
-    here = {id(values[i]) for i in arrays} if modules else set()
-    hidden = [i for i in sorted(set(range(len(values))).difference(arrays)) if id(values[i]) not in here]
+    here = {ById(values[i]) for i in arrays} if modules else set()
+    hidden = [i for i in sorted(set(range(len(values))).difference(arrays)) if ById(values[i]) not in here]
     return CallPattern(
         n_args=call.n_args,
         keywords=keywords,
@@ -166,10 +167,10 @@ def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
         return None
     # Containers, such as the dict of a batch, may be new in every call.
     shared = tuple(i for i, node in enumerate(nodes) if isinstance(node, (module, variable)))
-    first = {id(x.get_raw_value()): i for i, x in reversed(list(enumerate(nodes))) if isinstance(x, variable)}
+    first = {ById(x.get_raw_value()): i for i, x in reversed(list(enumerate(nodes))) if isinstance(x, variable)}
     tree, names = call.tree
     owners = [name for name, child in zip(names, tree.children(), strict=True) for _ in range(child.num_leaves)]
-    held = [id(leaf) for leaf, name in zip(call.leaves, owners, strict=True) if name in call.graph.names]
+    held = [ById(leaf) for leaf, name in zip(call.leaves, owners, strict=True) if name in call.graph.names]
     if not first.keys() >= set(held):
         return None
     return ModulePattern(shared, [id(nodes[i]) for i in shared], tuple(first[i] for i in held))
@@ -177,8 +178,8 @@ def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
 
 def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] | None:
     """The position of each leaf among the values, the first one if it is there twice; None if that is not clear."""
-    first = {id(value): i for i, value in reversed(list(enumerate(values)))}
-    found = [first.get(id(leaf), -1) for leaf in leaves]
+    first = {ById(value): i for i, value in reversed(list(enumerate(values)))}
+    found = [first.get(ById(leaf), -1) for leaf in leaves]
     return tuple(found) if -1 not in found and len(set(found)) == len(found) else None
 
 

@@ -17,6 +17,7 @@ from minialpa.ir.equations import Atom, is_literal
 from minialpa.rules.endings import Ending, endings
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
+from minialpa.support.identity import ById
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -67,4 +68,4 @@ class Region:
 
 def node_of(atom: Atom, dim: int) -> Node:
     """A dimension of an array; equal literals are different arrays."""
-    return (id(atom) if is_literal(atom) else atom, dim)
+    return (ById(atom) if is_literal(atom) else atom, dim)

@@ -196,7 +196,8 @@ def equal_operands(eqn: JaxprEqn) -> tuple[int, ...]:
 
 def _array_key(atom: Any) -> Hashable:
     if not is_literal(atom):
-        return id(atom)
+        key: Hashable = atom
+        return key
     value = np.asarray(atom.val)
     return str(value.dtype), value.shape, value.tobytes()
 

@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
+from minialpa.support.identity import ById
 
 
 def producers_of(part: Block) -> dict[Atom, JaxprEqn]:
@@ -105,7 +106,7 @@ class Values:
     def run(self, part: Block) -> None:
         """Number the values of a program, whose inputs have numbers."""
         for var, value in zip(part.constvars, part.consts, strict=True):
-            self.name(var, ("constant", id(value)))
+            self.name(var, ("constant", ById(value)))
         for eqn in part.eqns:
             self._run(eqn)
 

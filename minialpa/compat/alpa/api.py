@@ -294,8 +294,8 @@ class ParallelizedFunc(minialpa.ParallelizedFunc):
 
     def _with_costs(self, runtime: Any) -> Executable:
         # One object for each executable of minialpa, so that what was timed is found again.
-        known: dict[int, Executable] = vars(self).setdefault("_alpa_executables", {})
-        return known.setdefault(id(runtime), Executable(runtime, []))
+        known: dict[Any, Executable] = vars(self).setdefault("_alpa_executables", {})
+        return known.setdefault(runtime, Executable(runtime, []))
 
 
 def parallelize(

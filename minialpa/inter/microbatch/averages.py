@@ -16,6 +16,7 @@ from typing import Any, Final
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import Atom, aval_of, called, is_call, is_inexact, is_literal
+from minialpa.support.identity import ById
 from minialpa.tracing.trace import TracedStep
 
 #: Of values that are put together, or of parts of one, each entry is an entry of one of them.
@@ -80,8 +81,8 @@ def result_values(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         return [_union([_chosen_by(index), *results]) for results in zip(*branches, strict=True)]
     if is_call(eqn):
         inner, atoms = called(eqn)
-        by_atom = dict(zip(map(id, eqn.invars), operands, strict=True))
-        return _of_program(getattr(inner, "jaxpr", inner), [by_atom[id(atom)] for atom in atoms])
+        by_atom = dict(zip(map(ById, eqn.invars), operands, strict=True))
+        return _of_program(getattr(inner, "jaxpr", inner), [by_atom[ById(atom)] for atom in atoms])
     return [_result(eqn, operands)] * len(eqn.outvars)
 
 

@@ -23,6 +23,7 @@ from minialpa.intra.solver.solve import CostGraph, Edge, GraphSolution
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
+from minialpa.support.identity import ById
 
 #: Bytes of the strategies, choices and records of one equation, about, as measured.
 _EQUATION_BYTES = 3000
@@ -141,11 +142,11 @@ class GraphBuilder:
         results = {var: final[var].read(picks) if var in final else specs[var] for var, _ in self.problem.results}
 
         # Equations that are sharded alike share a record, and then also what is read from it.
-        read = {id(record): record.read(picks) for record in {id(record): record for record in records}.values()}
+        read = {record: record.value.read(picks) for record in set(map(ById, records))}
         return MeshSharding(
             specs=specs,
             results=results,
-            equations=tuple(read[id(record)] for record in records),
+            equations=tuple(read[ById(record)] for record in records),
             compute_s=tuple(record.compute_s(picks) for record in records),
             optimal=solution.optimal,
             gap=solution.gap,

@@ -20,6 +20,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.decisions import Choice
 from minialpa.ir.equations import bytes_of, dtype_name, shape_of
 from minialpa.sharding import Spec
+from minialpa.support.identity import ById
 
 #: Fraction of the memory limit below which a demand is counted at its largest.
 _TINY = 1e-4
@@ -95,17 +96,17 @@ def demands_of(
 
     as_read: (variable, first result of an equation) gives the choice of the spec in which the equation reads it.
     """
-    shards_by_specs: dict[int, NDArray[np.int64]] = {}  # by the identity of the specs, which many choices share
+    shards_by_specs: dict[ById[tuple[Spec, ...]], NDArray[np.int64]] = {}  # Many choices share their specs.
     demands = []
 
     for usage in usages:
         choice = choices.get(usage.var) if usage.reader is None else as_read(usage.var, usage.reader)
         if choice is None:
             continue
-        n_shards = shards_by_specs.get(id(choice.specs))
+        specs = ById(choice.specs)
+        n_shards = shards_by_specs.get(specs)
         if n_shards is None:
-            n_shards = np.array([spec.n_shards(mesh_shape) for spec in choice.specs])
-            shards_by_specs[id(choice.specs)] = n_shards
+            n_shards = shards_by_specs[specs] = np.array([spec.n_shards(mesh_shape) for spec in choice.specs])
         n_bytes = usage.n_copies * bytes_of(usage.var) / n_shards
         if usage.copy_of is not None:
             n_bytes = n_bytes * _differs(choice, choices.get(usage.copy_of))
@@ -136,9 +137,12 @@ def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tup
         return ()
 
     # Only nodes have terms, so demands with one sharding count among the tiny ones, whatever their size.
-    large = [demand for demand in demands if demand.node is not None and _largest(demand) > _TINY * limit_bytes]
-    counted = {id(demand) for demand in large}
-    rest = _peak([demand for demand in demands if id(demand) not in counted], _largest, n_times)[0]
+    large: list[Demand] = []
+    tiny: list[Demand] = []
+    for demand in demands:
+        is_large = demand.node is not None and _largest(demand) > _TINY * limit_bytes
+        (large if is_large else tiny).append(demand)
+    rest = _peak(tiny, _largest, n_times)[0]
 
     by_node: dict[tuple[int, int, int], NDArray[np.float64]] = {}
     for demand in large:

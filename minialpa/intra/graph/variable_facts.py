@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, n_together, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, scan_body
+from minialpa.ir.block import Block
 from minialpa.ir.equations import operand_vars
 
 
@@ -52,11 +53,11 @@ def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
 
 def loop_scans(eqns: Sequence[JaxprEqn]) -> Iterator[ScanBody]:
     """Each loop that is planned, loops inside loops included; each body once."""
-    seen: set[int] = set()
+    seen: set[Block] = set()
     pending = [eqns]
     while pending:
         for scan in map(scan_body, pending.pop()):
-            if scan is not None and id(scan.flat) not in seen:
-                seen.add(id(scan.flat))
+            if scan is not None and scan.flat not in seen:
+                seen.add(scan.flat)
                 pending.append(scan.flat.eqns)
                 yield scan

@@ -23,6 +23,7 @@ from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.ir.equations import bytes_of
 from minialpa.rules.factors import Dims, Factors
 from minialpa.sharding import Spec
+from minialpa.support.identity import ById
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,9 @@ class Balance:
         A program may exchange less: positions that it makes itself, and what an earlier equation had exchanged.
         """
         atoms, steps = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
-        moved = {(id(atom), step): bytes_of(atom) for atom, step in zip(atoms, steps, strict=True) if step is not None}
+        moved = {
+            (ById(atom), step): bytes_of(atom) for atom, step in zip(atoms, steps, strict=True) if step is not None
+        }
         collectives = (step.collective(n_bytes, mesh.shape) for (_, step), n_bytes in moved.items())
         return sum(one.seconds(mesh) for one in collectives if one is not None)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.intra.strategies.reshard import ReshardStep
@@ -203,8 +203,8 @@ def leads(eqn: JaxprEqn, given: Iterable[int]) -> list[int]:
 
 def same_operands(eqn: JaxprEqn) -> tuple[int, ...]:
     """For each operand the first that is the same; -1 for literals."""
-    first: dict[int, int] = {}
-    return tuple(-1 if is_literal(atom) else first.setdefault(id(atom), k) for k, atom in enumerate(eqn.invars))
+    first: dict[Var, int] = {}
+    return tuple(-1 if is_literal(atom) else first.setdefault(atom, k) for k, atom in enumerate(eqn.invars))
 
 
 # ---- assignments ----------------------------------------------------------------------------------------------------

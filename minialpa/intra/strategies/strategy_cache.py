@@ -34,6 +34,7 @@ from minialpa.intra.strategies.strategies import StrategySet, priced, splits_mos
 from minialpa.ir.equations import dtype_name, is_constraint, shape_of, sub_jaxprs
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
+from minialpa.support.identity import ById
 from minialpa.support.recent import Recent
 
 T = TypeVar("T")
@@ -62,25 +63,21 @@ class EquationKind:
 
 
 class _Memo:
-    """Values by their keys.
-
-    A key may hold objects by their ids; these objects are kept with the value, so that no other object gets their ids.
-    """
+    """Values by their keys."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Any, Any]] = {}
+        self._known: dict[Hashable, Any] = {}
 
-    def once(self, key: Hashable, alive: Any, make: Callable[[], T]) -> T:
-        """The value of `key`, which `make` makes the first time; `alive`: the objects whose ids are in `key`."""
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = make(), alive
-        value: T = found[0]
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `key`, which `make` makes the first time."""
+        if key not in self._known:
+            self._known[key] = make()
+        value: T = self._known[key]
         return value
 
     def same(self, specs: Specs) -> Specs:
         """One tuple for all that are equal to `specs`."""
-        return self.once(("specs", specs), None, lambda: specs)
+        return self.once(("specs", specs), lambda: specs)
 
 
 class _ShapeCandidates:
@@ -97,7 +94,6 @@ class _ShapeCandidates:
 
         return self._memo.once(
             ("enumerate", self._alike(kind), options, most_splits),
-            None,
             lambda: self._same(
                 enumerate_candidates(
                     eqn, kind.factors, self.shape, dict(required), dict(pending), scatter=scatter,
@@ -109,16 +105,15 @@ class _ShapeCandidates:
     def follow(
         self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, allow_partial: bool
     ) -> Candidates:
-        lead = tuple((k, id(given[k])) for k in leads(eqn, given))
+        lead = tuple((k, ById(given[k])) for k in leads(eqn, given))
         return self._memo.once(
             ("follow", self._alike(kind), lead, n, allow_partial),
-            tuple(given.values()),
             lambda: self._same(follow_candidates(eqn, kind.factors, self.shape, given, n, allow_partial=allow_partial)),
         )
 
     def numbers(self, table: ReshardTable, specs: Specs) -> NDArray[np.int64]:
         """`ReshardTable.numbers`."""
-        return self._memo.once((id(table.number), id(specs)), (table.number, specs), lambda: table.numbers(specs))
+        return self._memo.once((ById(table.number), ById(specs)), lambda: table.numbers(specs))
 
     def _same(self, candidates: Candidates) -> Candidates:
         """The same candidates, with specs that can be compared by identity."""
@@ -130,7 +125,7 @@ class _ShapeCandidates:
 
     def _alike(self, kind: EquationKind) -> object:
         """One object for all kinds that have the same candidates."""
-        return self._memo.once(kind, None, lambda: self._memo.once(self._divided(kind), None, object))
+        return self._memo.once(kind, lambda: self._memo.once(self._divided(kind), object))
 
     def _divided(self, kind: EquationKind) -> Hashable:
         """What candidates depend on: the structure of a kind, and what divides its sizes."""
@@ -179,7 +174,7 @@ class MeshStrategies:
             candidates = self._shape.enumerate(eqn, kind, options, most_splits=splits_most(eqn, self._mesh))
             return self._priced(eqn, kind, candidates)
 
-        return self._memo.once(("enumerate", kind, options), None, make)
+        return self._memo.once(("enumerate", kind, options), make)
 
     def follow(
         self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, allow_partial: bool = True
@@ -190,8 +185,8 @@ class MeshStrategies:
             candidates = self._shape.follow(eqn, kind, given, n, allow_partial=allow_partial)
             return self._priced(eqn, kind, candidates)
 
-        lead = tuple((k, id(specs)) for k, specs in given.items())
-        return self._memo.once(("follow", kind, lead, n, allow_partial), tuple(given.values()), make)
+        lead = tuple((k, ById(specs)) for k, specs in given.items())
+        return self._memo.once(("follow", kind, lead, n, allow_partial), make)
 
     def _priced(self, eqn: JaxprEqn, kind: EquationKind, candidates: Candidates) -> StrategySet:
         return priced(eqn, kind.factors, self._mesh, candidates, sharing=self._sharing, gather_s=self._gather_s)
@@ -203,7 +198,7 @@ class MeshStrategies:
             return reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._sharing, self._forbidden_s)
 
         def make() -> NDArray[np.float64]:
-            table = self._memo.once(("table", shape, n_bytes), None, make_table)
+            table = self._memo.once(("table", shape, n_bytes), make_table)
             return table.between(self._shape.numbers(table, made), self._shape.numbers(table, wanted))
 
         # The specs are kept with the seconds, as the key holds their ids.
@@ -223,10 +218,9 @@ class StrategyCache:
         self, mesh: LogicalMesh, forbidden: tuple[str, ...], sharing: Sharing, forbidden_s: float = math.inf
     ) -> MeshStrategies:
         """The part for `mesh`; see `reshard_table` for the other arguments."""
-        shape = self._memo.once(("shape", mesh.shape), None, lambda: _ShapeCandidates(mesh.shape, self._memo))
+        shape = self._memo.once(("shape", mesh.shape), lambda: _ShapeCandidates(mesh.shape, self._memo))
         return self._memo.once(
             (mesh, forbidden, sharing, forbidden_s),
-            None,
             lambda: MeshStrategies(mesh, forbidden, sharing, forbidden_s=forbidden_s, shape=shape, tables=self._tables),
         )
 
@@ -249,7 +243,7 @@ class StrategyCache:
         text = str(eqn.params) if is_constraint(eqn) else tuple(str(body) for body in sub_jaxprs(eqn))
         key = (eqn.primitive.name, text, arrays, same, factors.sizes, factors.flops, _structure(factors))
         shapes = tuple(map(shape_of, eqn.outvars))
-        return self._memo.once(key, None, lambda: EquationKind(factors, same, shapes))
+        return self._memo.once(key, lambda: EquationKind(factors, same, shapes))
 
 
 def _structure(factors: Factors) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from minialpa.runtime.cluster.launcher import Launcher, Reply, WorkerHandle
 from minialpa.runtime.workers.numpy_wire import to_plain
 from minialpa.runtime.workers.worker_program import Argument, Given
 from minialpa.sharding import Spec
+from minialpa.support.identity import ById
 
 #: Shards of this size, where several workers get them, are sent to each host once.
 _SHARE_BYTES = 1 << 20
@@ -138,7 +139,7 @@ class ClusterProgram:
     def _used_up(self, leaves: Sequence[Any]) -> list[DistributedArray]:
         """Arrays on workers that the step uses up, each once."""
         arrays = (array for leaf in sorted(self._donated_leaves) for array in arrays_on_workers(leaves[leaf]))
-        return list({id(array): array for array in arrays}.values())
+        return list({array.number: array for array in arrays}.values())
 
     def _use_up(self, array: DistributedArray) -> None:
         """Mark a donated array as deleted, and free its copies on meshes that do not take part in the step."""
@@ -182,28 +183,28 @@ def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[t
 
     The launcher copies such a shard to each host once. It goes beside the arguments, which refer to it by position.
     """
-    given = [{id(s): s for x in mine if isinstance(x, Given) for s in x.shards} for mine in arguments]
-    sizes = {key: np.asarray(shard).nbytes for shards in given for key, shard in shards.items()}
+    given = [{ById(s) for x in mine if isinstance(x, Given) for s in x.shards} for mine in arguments]
+    sizes = {shard: np.asarray(shard.value).nbytes for shards in given for shard in shards}
     if sum(sizes.values()) >= _SHARE_BYTES:
         launcher.check_room(sum(sizes.values()))
-    large = [{key: s for key, s in shards.items() if sizes[key] >= _SHARE_BYTES} for shards in given]
-    users = Counter(key for shards in large for key in shards)
-    refs = {key: launcher.share(shard) for key, shard in ChainMap(*large).items() if users[key] > 1}
+    large = [[shard for shard in shards if sizes[shard] >= _SHARE_BYTES] for shards in given]
+    users = Counter(shard for shards in large for shard in shards)
+    refs = {shard: launcher.share(shard.value) for shard, n_users in users.items() if n_users > 1}
 
     out: list[tuple[Sequence[Argument], list[Any]]] = []
     for mine, shards in zip(arguments, large, strict=True):
-        shared = [key for key in shards if key in refs]
-        out.append((_referring(mine, shared), [refs[key] for key in shared]))
+        shared = [shard for shard in shards if shard in refs]
+        out.append((_referring(mine, shared), [refs[shard] for shard in shared]))
     return out
 
 
-def _referring(arguments: Sequence[Argument], shared: Sequence[int]) -> Sequence[Argument]:
-    """The arguments of a worker, with the positions of shards in `shared`, which has their `id`s, in their place."""
+def _referring(arguments: Sequence[Argument], shared: Sequence[ById[Any]]) -> Sequence[Argument]:
+    """The arguments of a worker, with the positions of shards in `shared` in the place of these shards."""
     if not shared:
         return arguments
-    numbers = {key: i for i, key in enumerate(shared)}
+    numbers = {shard: i for i, shard in enumerate(shared)}
     return [
-        Given(tuple(numbers.get(id(s), s) for s in x.shards), x.shard_of_device) if isinstance(x, Given) else x
+        Given(tuple(numbers.get(ById(s), s) for s in x.shards), x.shard_of_device) if isinstance(x, Given) else x
         for x in arguments
     ]
 

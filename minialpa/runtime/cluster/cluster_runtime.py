@@ -433,14 +433,14 @@ def _overlap(mesh: MeshWorkers, first_device: int, n_devices: int) -> bool:
 
 def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list[DistributedArray]]]:
     """Each mesh with the arrays to fetch from it. Raises WorkerError if an array is used up, or no mesh holds it."""
-    found: dict[int, tuple[MeshWorkers, list[DistributedArray]]] = {}
+    found: dict[MeshWorkers, list[DistributedArray]] = {}
     for array in arrays:
         array.check_usable()
         mesh = next((copy.mesh for copy in array.copies if copy.mesh.alive), None)
         if mesh is None:
             raise WorkerError(f"The session that held an array of shape {array.shape} has ended.")
-        found.setdefault(id(mesh), (mesh, []))[1].append(array)
-    return list(found.values())
+        found.setdefault(mesh, []).append(array)
+    return list(found.items())
 
 
 def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:

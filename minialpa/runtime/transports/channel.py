@@ -98,10 +98,10 @@ class Channel:
         """See `Transport.send`. The future fails with a WorkerError that names the message and the peer."""
         sent: Future[None] = Future()
         sent.set_running_or_notify_cancel()
-        left: _QueuedSend | None = _QueuedSend(tag, tuple(parts), sent)
+        send = _QueuedSend(tag, tuple(parts), sent)
         with self._lock:
-            if not self._n_unfinished and _is_quick(parts):
-                left = self._write_quickly(left)
+            is_quick = not self._n_unfinished and _is_quick(parts)
+            left = self._write_quickly(send) if is_quick else send
             if left is not None:
                 self._n_unfinished += 1
                 self._queue.put(left)
@@ -190,7 +190,7 @@ class Channel:
         """Read a frame, and put the message that comes with it into the mailbox. False after a goodbye."""
         header = np.empty(_FRAME.size, np.uint8)
         self._fill(header)
-        magic, kind, digest, tag, size_bytes = _FRAME.unpack(header)
+        magic, kind, digest, tag, size_bytes = _FRAME.unpack(header.data)
         if magic != _MAGIC or size_bytes > _MAX_MESSAGE_BYTES:
             raise ProtocolError(f"it sent a frame {header.tobytes().hex()}")
 
