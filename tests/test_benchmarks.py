@@ -20,6 +20,7 @@ LONG = (
     "gpu_overlap",
     "input_pipeline",
     "inter_plans",
+    "iopddl",
     "long_context",
     "overhead",
     "plan_memory",

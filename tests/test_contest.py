@@ -27,6 +27,9 @@ from minialpa.intra.solver.residual import keep, residual_of
 from minialpa.intra.solver.solve import solve_graph
 from tests.oracles import cheapest_choices
 
+#: The contest is a benchmark, and its loops compile for a minute. Tests of the solver in minialpa always run.
+pytestmark = pytest.mark.slow
+
 #: No integer program, so that what search and bounds do is seen.
 NO_PROGRAM = SolverOptions(small_program_entries=-1, program_entries_per_s=0)
 #: A bad solution to start from costs nothing to find: each node takes what uses least.
