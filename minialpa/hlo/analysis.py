@@ -1,9 +1,9 @@
 """The collectives of a compiled program, read from its HLO text, and what they cost on a mesh.
 
     seconds = sum over collectives of times * price on the mesh       -> seconds, _one_s
-    times   = product of the trip counts of the loops around it       -> _times, trip_counts.py
+    times   = product of the trip counts of the loops around it       -> _times
 
-A loop whose trip count is not known counts as one trip; every branch of a conditional counts once.
+A loop whose trip count XLA does not know counts as one trip; every branch of a conditional counts once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from minialpa.hlo.text import (
     parse_module,
     split_tuple,
 )
-from minialpa.hlo.trip_counts import trip_count
 
 _KINDS: dict[str, CollectiveKind] = {kind: kind for kind in get_args(CollectiveKind)}
 _CALLS = ("to_apply", "calls", "branch_computations", "true_computation", "false_computation", "called_computations")
@@ -225,19 +224,18 @@ def _times(module: Module) -> dict[str, int]:
     def visit(name: str, n_runs: int) -> None:
         times[name] += n_runs
         for instruction in module.computations[name].instructions:
-            for callee, n_trips in _callees(instruction, module.computations[name], module):
+            for callee, n_trips in _callees(instruction, module):
                 visit(callee, n_runs * n_trips)
 
     visit(module.entry, 1)
     return dict(times)
 
 
-def _callees(instruction: Instruction, around: Computation, module: Module) -> Iterator[tuple[str, int]]:
-    """The computations that an instruction of `around` runs, and how often."""
+def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, int]]:
+    """The computations that an instruction runs, and how often."""
     if instruction.opcode == "while":
-        n_trips = trip_count(instruction, around, module)
         for name in instruction.called("body", "condition"):
-            yield name, 1 if n_trips is None else n_trips
+            yield name, instruction.n_trips
     # The computation of an asynchronous call is named again where it ends.
     elif instruction.opcode not in ("async-update", "async-done"):
         for name in instruction.called(*_CALLS):

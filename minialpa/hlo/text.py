@@ -37,6 +37,12 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
 
+    @property
+    def n_trips(self) -> int:
+        """How often a `while` runs its body, which XLA notes; 1 where it does not know."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
+        return int(known[1]) if known else 1
+
     def called(self, *keys: str) -> tuple[str, ...]:
         """Computations that the attributes `keys` name, such as `body` or `branch_computations`."""
         pattern = rf"[ ,](?:{'|'.join(keys)})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))"

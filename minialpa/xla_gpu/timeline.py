@@ -22,7 +22,6 @@ from minialpa.attention.cudnn import KERNEL_SCOPE
 from minialpa.cluster import DeviceSpec
 from minialpa.hlo import HloCollective, collective_of
 from minialpa.hlo.text import Computation, Instruction, parse_module
-from minialpa.hlo.trip_counts import trip_count
 from minialpa.xla_gpu.kernels import Kernels
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -159,7 +158,7 @@ class _Reader:
             seconds = device.attention_s(flops, 0.0, _KERNEL_RATE)
             return seconds, seconds
         if instruction.opcode == "while":
-            n_trips = trip_count(instruction, around, self._module) or 1
+            n_trips = instruction.n_trips
             names = instruction.called("body", "condition")
             each = [self.run(name, times * n_trips, in_loop=True) for name in names]
             return n_trips * sum(k for k, _ in each), n_trips * sum(t for _, t in each)
@@ -176,7 +175,7 @@ class _Reader:
     def _attention_flops(self, instruction: Instruction, around: Computation, in_loop: bool) -> float:
         """Floating point operations of the products of an attention, without what computes them in another way."""
         if instruction.opcode == "while":
-            n_trips = trip_count(instruction, around, self._module) or 1
+            n_trips = instruction.n_trips
             return n_trips * sum(self._flops_inside(name, in_loop=True) for name in instruction.called("body"))
         if instruction.opcode == "conditional":
             names = _branches(instruction)

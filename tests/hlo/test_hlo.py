@@ -91,34 +91,6 @@ def test_loops_multiply_and_branches_count_once() -> None:
     assert summary(compiled(branch)) == [("all-reduce", 512, ALL, 1)]
 
 
-def test_a_trip_count_that_xla_does_not_print_is_read_from_the_condition() -> None:
-    text = compiled(lambda x: lax.scan(lambda c, _: (lax.psum(jnp.sin(c), "x"), None), x, None, length=7)[0])
-    assert "known_trip_count" in text
-    assert collectives(text.replace("known_trip_count", "x"))[0].times == 7
-
-
-@pytest.mark.parametrize(
-    ("test", "start", "step", "n_trips"),
-    [
-        (lambda i: i < 19, 3, 4, 4),
-        (lambda i: i <= 19, 3, 4, 5),
-        (lambda i: i > 0, 11, -2, 6),
-        (lambda i: i >= 1, 11, -2, 6),
-        (lambda i: i != 15, 3, 4, 3),
-        (lambda i: i < 2, 5, 1, 0),
-        (lambda i: i + 1 < 8, 0, 1, 7),
-    ],
-)
-def test_start_and_step_of_a_loop_are_read_from_the_program(test: Any, start: int, step: int, n_trips: int) -> None:
-    def loop(x: jax.Array) -> jax.Array:
-        return lax.while_loop(lambda s: test(s[0]), lambda s: (s[0] + step, lax.psum(jnp.sin(s[1]), "y")), (start, x))[
-            1
-        ]
-
-    found = collectives(compiled(loop).replace("known_trip_count", "x"))
-    assert sum(one.times for one in found) == n_trips
-
-
 def test_a_loop_with_an_unknown_start_counts_once() -> None:
     def loop(x: jax.Array) -> jax.Array:
         start = jnp.int32(x[0, 0])

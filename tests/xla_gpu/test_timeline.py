@@ -95,7 +95,8 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
     lines = (
         "  %zero = s32[] constant(0)",
         "  %start = (s32[], f32[8]{0}) tuple(%zero, %x)",
-        "  %w = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body",
+        "  %w = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, "
+        'backend_config={"known_trip_count":{"n":"5"}}',
     )
     found = timeline(_program(*lines, more=more), _three_us)
     assert found.kernels_s == pytest.approx(10e-6) and found.total_s == pytest.approx(25e-6)
@@ -123,7 +124,8 @@ _LOOP = """
 _WHILE = (
     "  %zero = s32[] constant(0)",
     "  %start = (s32[], f32[8]{0}) tuple(%zero, %x)",
-    "  %w = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body",
+    "  %w = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, "
+    'backend_config={"known_trip_count":{"n":"4"}}',
 )
 
 
