@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
 from minialpa.recognition.positions import LAYOUTS, Window, WindowReader, operand_axes, shrunk
 from minialpa.recognition.terms import Axes, Label, Mask
+from minialpa.tracing.affine_programs import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class MaskReader:
 
     @property
     def _windows(self) -> WindowReader:
-        return WindowReader(self.producers, self.key, self.queries)
+        return WindowReader(Program(self.producers, self.consts), self.key, self.queries)
 
     def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[Part, ...]]:
         """The window of all masks together, if they have one, and the other conditions."""

@@ -5,14 +5,16 @@ A window is a condition -left <= j - i <= right on the position i of a query and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
-from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
+from minialpa.ir.equations import Atom, shape_of
 from minialpa.recognition.terms import Axes, Label
+from minialpa.tracing.affine import Affine, combined, filled
+from minialpa.tracing.affine_programs import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,6 @@ class Window:
 
 #: Offsets of windows at most, so that sums and differences of positions and offsets have 32 bits.
 _FARTHEST = 1 << 30
-#: A whole number as a sum of indices times factors, and a number, which is under None.
-Position = dict[Label | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class WindowReader:
     """Reads how positions are compared.
 
     Attributes:
-        producers: the equation of each variable.
+        program: where arrays come from.
         key: the index of key positions.
         queries: the indices of query positions.
     """
 
-    producers: Mapping[Var, JaxprEqn]
+    program: Program
     key: Label
     queries: frozenset[Label]
 
@@ -63,60 +63,33 @@ class WindowReader:
         """
         # For whole numbers, a > b is a - b - 1 >= 0.
         sides = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}.get(eqn.primitive.name)
-        if sides is None:
-            return None
-        a, b = (self._position(atom, shrunk(atom, axes)) for atom in eqn.invars)
-        if a is None or b is None:
+        a, b = map(self.program.affine, eqn.invars)
+        if sides is None or a is None or b is None:
             return None
 
-        sign, offset = sides
-        difference = _sum(a, b, -1)
-        difference = {label: sign * factor for label, factor in difference.items()}
-        difference[None] = difference.get(None, 0) + offset
+        shape, (sign, offset) = shape_of(eqn.outvars[0]), sides
+        left, right = (x if x.shape else filled(shape, x.offset) for x in (a, b))
+        difference = combined(filled(shape, offset), combined(left, right, -1), sign)
         if not positive:
             # For whole numbers, not (x >= 0) is -x - 1 >= 0.
-            difference = {label: -factor for label, factor in difference.items()}
-            difference[None] -= 1
-        return self._where_not_negative(difference)
+            difference = combined(filled(shape, -1), difference, -1)
+        return self._where_not_negative(difference, axes)
 
-    def _where_not_negative(self, x: Position) -> Window | None:
+    def _where_not_negative(self, x: Affine, axes: Axes) -> Window | None:
         """i - j + c >= 0 or j - i + c >= 0, for the position i of a query and j of a key."""
-        factors = {label: factor for label, factor in x.items() if factor and label is not None}
-        queries = [label for label in factors if label in self.queries]
-        if len(queries) != 1 or factors.keys() != {queries[0], self.key} or abs(x[None]) > _FARTHEST:
+        factors = Counter[Label | None]()
+        for label, stride, size in zip(axes, x.strides, x.shape, strict=True):
+            factors[label] += stride if size > 1 else 0
+        moving = {label: factor for label, factor in factors.items() if factor}
+        queries = [label for label in moving if label in self.queries]
+        if len(queries) != 1 or moving.keys() != {queries[0], self.key} or abs(x.offset) > _FARTHEST:
             return None
-        match factors[queries[0]], factors[self.key]:
+        match moving[queries[0]], moving[self.key]:
             case 1, -1:
-                return Window(queries[0], self.key, right=x[None])
+                return Window(queries[0], self.key, right=x.offset)
             case -1, 1:
-                return Window(queries[0], self.key, left=x[None])
+                return Window(queries[0], self.key, left=x.offset)
         return None
-
-    def _position(self, atom: Atom, axes: Axes) -> Position | None:
-        """An array of whole numbers as a sum of indices and a number, if none of its values overflows."""
-        if is_literal(atom):
-            value = np.asarray(atom.val)
-            return {None: int(value)} if value.ndim == 0 and value.dtype.kind in "iu" else None
-        eqn = self.producers.get(atom)
-        if eqn is None or not _has_32_bits(atom):
-            return None
-        found = self._computed(eqn, axes)
-        return found if found is not None and _fits(found, atom, axes) else None
-
-    def _computed(self, eqn: JaxprEqn, axes: Axes) -> Position | None:
-        """The result of an equation as a sum of indices and a number, if it were computed without overflow."""
-        match eqn.primitive.name:
-            case "iota":
-                label = axes[eqn.params["dimension"]]
-                return {} if label is None else {label: 1}
-            case "add" | "sub":
-                a, b = (self._position(x, shrunk(x, axes)) for x in eqn.invars)
-                sign = 1 if eqn.primitive.name == "add" else -1
-                return None if a is None or b is None else _sum(a, b, sign)
-            case "convert_element_type":
-                return self._position(eqn.invars[0], axes)
-        inner = operand_axes(eqn, axes)
-        return None if inner is None else self._position(eqn.invars[0], inner)
 
     def of_array(self, value: np.ndarray, axes: Axes) -> Window | None:
         """The window that a captured array is; None if it is no window."""
@@ -142,25 +115,6 @@ class WindowReader:
             left=None if offsets.min() >= -left else left,
             right=None if offsets.max() <= right else right,
         )
-
-
-def _has_32_bits(atom: Atom) -> bool:
-    """Whether these are signed integers of 32 bits or more."""
-    dtype = aval_of(atom).dtype
-    return bool(dtype.kind == "i" and dtype.itemsize >= 4)
-
-
-def _fits(x: Position, atom: Atom, axes: Axes) -> bool:
-    """Whether the dtype of an array has the smallest and the largest value of x."""
-    ends = [x.get(label, 0) * (size - 1) for size, label in zip(shape_of(atom), axes, strict=True) if label is not None]
-    offset, limits = x.get(None, 0), np.iinfo(aval_of(atom).dtype)
-    low, high = offset + sum(min(0, end) for end in ends), offset + sum(max(0, end) for end in ends)
-    return bool(limits.min <= low and high <= limits.max)
-
-
-def _sum(a: Position, b: Position, factor: int) -> Position:
-    """a + factor * b."""
-    return {label: a.get(label, 0) + factor * b.get(label, 0) for label in {*a, *b}}
 
 
 # ---- layouts -------------------------------------------------------------------------------------------------------
