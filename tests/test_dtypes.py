@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import TraceError
+from minialpa import DataParallel, ShardParallel, TraceError, Zero2Parallel
 from tests.dtypes import DTYPES, KEYS, N, as_argument, as_result, as_state, described, values
 from tests.helpers import METHODS
 
@@ -93,3 +93,27 @@ def test_an_array_that_jax_does_not_take_is_refused_by_what_it_is(array: Any, re
             with pytest.raises(TraceError, match=reason):
                 step(np.float32(1), given)
         assert float(step(np.float32(1), X)) == 1 + X.sum()
+
+
+def _narrowed(params: Any, batch: Any) -> Any:
+    """Totals of examples in a narrower dtype: of the step itself, and of the derivative of a scan."""
+    narrow = params["w"].dtype
+
+    def loss(params: Any) -> Any:
+        scale = params["scale"]
+        total = jnp.sum(batch["x"][:, None] * scale[None], 0).astype(narrow).astype(np.float32)
+        rows, _ = jax.lax.scan(lambda h, w: (h + batch["x"] * w.astype(np.float32), None), batch["x"], params["w"])
+        return jnp.sum(total) + jnp.sum(rows)
+
+    value, gradients = minialpa.value_and_grad(loss)(params)
+    return jax.tree.map(jnp.add, params, gradients), value
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=4), DataParallel(), Zero2Parallel(None, 2)])
+def test_a_total_is_made_narrower_once_it_is_complete(method: Any, dtype: str) -> None:
+    """Its parts are far from it: float16 holds none of them, and bfloat16 not their last digits."""
+    params = {"scale": np.ones(8, np.float32), "w": np.zeros(2, dtype)}
+    batch = {"x": np.array([40001, 40002, 40003, 40004] * 2 + [-40000] * 8, np.float32)}
+    found = minialpa.parallelize(_narrowed, method=method, batch_argnums=1)(params, batch)
+    assert described(found) == described(jax.jit(_narrowed)(params, batch))

@@ -223,13 +223,18 @@ def _specs(problem: MeshEquations, chosen: Sequence[EquationSpecs], block: Block
 def _instructions(planned: _Planned) -> Iterator[str]:
     program = emit_program(planned.traced, planned.plan)
     for slot in program.inputs:
-        rows = "" if slot.rows is None else f", rows {slot.rows[0]} to {slot.rows[1]}"
-        yield f"b{slot.buffer} = {planned.traced.in_paths[slot.leaf]}{rows} on mesh {slot.mesh}"
+        yield f"b{slot.buffer} = {planned.traced.in_paths[slot.leaf]}{_rows(slot.rows)} on mesh {slot.mesh}"
     yield ""
     yield from (_instruction(program, one) for one in program.instructions)
     yield ""
-    for path, output in zip(planned.traced.out_paths, program.outputs, strict=True):
-        yield f"{path} = {_buffers(output.buffers)}"
+    for k, output in enumerate(program.outputs):
+        part = planned.realised.cut.result(k)
+        yield f"{planned.traced.out_paths[part.leaf]}{_rows(part.rows)} = {_buffers(output.buffers)}"
+
+
+def _rows(rows: Sequence[int] | None) -> str:
+    """Which rows of a leaf a buffer holds, where a scan is cut between stages."""
+    return "" if rows is None else f", rows {rows[0]} to {rows[1]}"
 
 
 def _instruction(program: Program, one: Instruction) -> str:

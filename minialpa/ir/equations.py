@@ -106,6 +106,12 @@ def is_inexact(atom: Atom) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def has_all(wide: Any, narrow: Any) -> bool:
+    """Whether a dtype of floats has all numbers of another one."""
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(a.nmant >= b.nmant and a.nexp >= b.nexp)
+
+
 def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Jaxprs that the equation carries in its parameters (bodies of scan, while, cond)."""
     return tuple(jex.jaxprs_in_params(eqn.params))

@@ -15,9 +15,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.attention.kind import Attention, Float16Attention, Step
 from minialpa.attention.operation import attention_gradient_p, attention_p
-from minialpa.ir.equations import Atom, aval_of, shape_of
+from minialpa.ir.equations import Atom, aval_of, has_all, shape_of
 from minialpa.recognition.masks import MaskReader, Part
-from minialpa.recognition.numbering import FLOATS, has_all
+from minialpa.recognition.numbering import FLOATS
 from minialpa.recognition.positions import Window
 from minialpa.recognition.rewrites import SCORE_FEATURE, VALUE_FEATURE
 from minialpa.recognition.roles import Role

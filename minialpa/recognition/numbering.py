@@ -13,18 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, aval_of, is_literal
+from minialpa.ir.equations import Atom, aval_of, has_all, is_literal
 
 #: Equations that arrays are compared by, from the one that makes an array backwards.
 _DEPTH = 12
 #: Dtypes of floats that attentions have, narrower ones first.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-
-
-def has_all(wide: Any, narrow: Any) -> bool:
-    """Whether a dtype of floats has all numbers of another one."""
-    a, b = jnp.finfo(wide), jnp.finfo(narrow)
-    return bool(a.nmant >= b.nmant and a.nexp >= b.nexp)
 
 
 class Numbers:

@@ -24,8 +24,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.attention.kind import Step
-from minialpa.ir.equations import Atom, aval_of, shape_of
-from minialpa.recognition.numbering import has_all
+from minialpa.ir.equations import Atom, aval_of, has_all, shape_of
 from minialpa.recognition.terms import (
     OF_QUERIES,
     RESULTS,

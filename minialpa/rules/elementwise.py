@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.ir.equations import shape_of
+from minialpa.ir.equations import has_all, shape_of
 from minialpa.rules.common import FactorTable, is_inexact, is_summable, n_elements
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import rule
@@ -87,14 +87,17 @@ def _select_n(eqn: JaxprEqn) -> Factors:
 
 
 def _conversion_is_linear(source: Any, target: Any) -> bool:
-    """Whether a conversion is linear: numbers to floats, or to complex numbers.
+    """Whether a conversion is linear: numbers to floats, or to complex numbers, that hold all floats of the source.
 
-    Integers may overflow, and from complex to real numbers the imaginary part is lost.
+    Integers may overflow, and so may parts of a sum whose total a narrower float holds. From complex to real numbers
+    the imaginary part is lost.
     """
     if not is_inexact(target) or not is_summable(source):
         return False
     is_complex = jnp.issubdtype(source.aval.dtype, np.complexfloating)
-    return not is_complex or bool(jnp.issubdtype(target.aval.dtype, np.complexfloating))
+    if is_complex and not jnp.issubdtype(target.aval.dtype, np.complexfloating):
+        return False
+    return not is_inexact(source) or has_all(target.aval.dtype, source.aval.dtype)
 
 
 @rule("convert_element_type")

@@ -453,6 +453,8 @@ _SOFTMAX: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "guarded_without_maximum": _without_maximum,
     "log": lambda scores, seen: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)),
 }
+#: Softmaxes that are NaN where a query sees nothing and the masked score is infinite.
+_MAKE_NAN = ("softmax", "by_hand", "unguarded", "log")
 #: What is done to the weights.
 _OUTER: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "": lambda weights, seen: weights,
@@ -490,6 +492,9 @@ def _some_masked(n: int) -> Iterator[tuple[str, ...]]:
     random, tables = Random(0), (_SEEN, _HIDDEN, _SOFTMAX, _OUTER, _DTYPES, {"": 0, "evaluated": 0})
     for i in range(n):
         seen, hidden, *others = (random.choice([*table]) for table in tables)
+        # XLA makes a product with a mask a choice, where the shapes are equal: NaN times 0 is then 0, on some shards.
+        if others[1] == "multiplied" and others[0] in _MAKE_NAN:
+            continue
         # Guards and outer masks matter most where a query sees nothing and the masked score is infinite.
         yield ("all_padding", "where_infinite", *others) if i % 3 == 0 else (seen, hidden, *others)
 

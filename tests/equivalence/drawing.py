@@ -66,6 +66,7 @@ def pieces(example: Example) -> frozenset[str]:
         "another batch before": bool(example.way.first),
         "planned for GPUs": example.way.gpus,
         "narrower types": example.training.model.narrows,
+        "narrow totals": any(term.reduction == "made narrower" for term in example.training.loss.terms),
         "counts": bool(example.training.counted),
         "typed keys": example.training.typed,
         "a flag before": bool(example.way.flag),

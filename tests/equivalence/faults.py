@@ -213,6 +213,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # ---- sums over micro-batches
     Fault(
+        "parts of a total are made narrower",
+        "rules/elementwise.py",
+        "return not is_inexact(source) or has_all(target.aval.dtype, source.aval.dtype)",
+        "return True",
+        ("narrow totals",),
+    ),
+    Fault(
         "what is added to a sum counts once for each micro-batch",
         "inter/microbatch/partial_sums.py",
         "if not all_own or (others and first.scale is not None):",

@@ -155,6 +155,13 @@ def _scanned(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
     return jax.lax.scan(lambda total, x: (total + x, None), jnp.float32(0), v)[0] / v.shape[0]
 
 
+def _made_narrower(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
+    """A total that float16 holds, of whole numbers: it does not hold the sum of those of fewer examples."""
+    far = 4e4 * jnp.where(jnp.arange(v.shape[0]) < v.shape[0] // 2, 1, -1).astype(v.dtype)
+    total = jnp.sum(far + b["label"].astype(v.dtype)).astype(jnp.float16)
+    return jnp.mean(v) * (1 + 0.01 * jnp.minimum(total.astype(v.dtype), 100))
+
+
 REDUCTIONS: dict[str, Reduction] = {
     # Linear: parts of them add up.
     "mean": lambda v, s, b: jnp.mean(v),
@@ -167,6 +174,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "sum under a mask of the model": lambda v, s, b: 0.1 * jnp.sum(v * _chosen(s)),
     "own weights": lambda v, s, b: jnp.mean(detached(jax.nn.sigmoid(v)) * v),
     "over the number of labels": lambda v, s, b: jnp.sum(v) / _count(b["label"] > 2),
+    "made narrower": _made_narrower,
     "two sums": lambda v, s, b: jnp.mean(v[: v.shape[0]]) + 0.1 * jnp.sum(jnp.mean(s, 0)),
     # A function of totals that depend on the model.
     "mean of the chosen": lambda v, s, b: jnp.sum(v * _chosen(s)) / _count(_chosen(s)),
