@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import minialpa
 from tests.equivalence.drawing import Example, example_of
 from tests.equivalence.engine import run
-from tests.equivalence.faults import FAULTS, patched
 from tests.equivalence.layers import Layer
 from tests.equivalence.losses import Loss, Term
 from tests.equivalence.model import Model
@@ -87,11 +83,6 @@ FOUND = {
 def test_what_was_found_stays_right(name: str) -> None:
     outcome = run(FOUND[name])
     assert outcome.kind in ("equal", "refused"), outcome.detail
-
-
-def test_every_fault_has_a_place_in_the_package() -> None:
-    for fault in FAULTS:
-        assert patched(fault) != (Path(minialpa.__file__).parent / fault.file).read_text()
 
 
 def test_six_drawn_steps_equal_the_serial_run() -> None:

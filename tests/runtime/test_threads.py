@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import MinialpaError, ShardParallel, WorkerError
+from minialpa import DeletedArrayError, MinialpaError, ShardParallel
 from minialpa.testing import assert_allclose
 from tests.helpers import METHODS
 from tests.runtime.threads import (
@@ -69,7 +69,7 @@ def test_what_two_threads_donate_goes_to_one_of_them(name: str) -> None:
     for _ in range(10):
         threads = run_threads(N_THREADS, lambda _: step(state, batch))  # noqa: B023
         assert len(threads.results) == 1
-        assert {type(error) for error in threads.errors.values()} == {WorkerError}
+        assert {type(error) for error in threads.errors.values()} == {DeletedArrayError}
         assert all("donate" in str(error) for error in threads.errors.values())
         ((state, _),) = threads.results.values()
         assert_allclose(state, expected, rtol=2e-4, atol=1e-5)

@@ -128,10 +128,7 @@ class Channel:
 
     def _write_all(self) -> None:
         while (send := self._queue.get()) is not None:
-            with self._reporting(send):
-                for data in _encoded(send) if send.rest is None else (send.rest,):
-                    self._socket.sendall(data)
-                send.sent.set_result(None)
+            self._write(send)
             del send  # Otherwise its arrays would live until the next message.
             with self._lock:
                 self._n_unfinished -= 1
@@ -139,6 +136,13 @@ class Channel:
         if not self._mailbox.failed:
             with contextlib.suppress(OSError):
                 self._socket.sendall(_FRAME.pack(_MAGIC, FrameKind.GOODBYE, 0, 0, 0))
+
+    def _write(self, send: _QueuedSend) -> None:
+        """Write a message, or the rest of one."""
+        with self._reporting(send):
+            for data in _encoded(send) if send.rest is None else (send.rest,):
+                self._socket.sendall(data)
+            send.sent.set_result(None)
 
     def _write_quickly(self, send: _QueuedSend) -> _QueuedSend | None:
         """Write a small message as far as the socket takes it without blocking; the rest, or None."""

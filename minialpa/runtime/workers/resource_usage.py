@@ -16,8 +16,8 @@ def process_usage() -> dict[str, int]:
     - live_arrays: jax arrays.
     - live_bytes: Bytes of these arrays on devices of this process.
     - private_bytes, shmem_bytes: As in `resident_memory`.
-    - shared_bytes: Memory that transports of this process made or mapped, resident or not.
-    - descriptors, threads: Open file descriptors, and threads.
+    - descriptors: Open file descriptors.
+    - threads: Threads, without those of Ray's gRPC, of which there are now more and now fewer.
     """
     gc.collect()
     arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
@@ -31,9 +31,8 @@ def process_usage() -> dict[str, int]:
     return {
         **usage,
         **resident_memory(os.getpid()),
-        "shared_bytes": sum(map(_transport_bytes, Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": sum(map(_is_counted, Path("/proc/self/task").iterdir())),
     }
 
 
@@ -41,9 +40,9 @@ def resident_memory(pid: int) -> dict[str, int]:
     """Resident memory of a process of this machine, without mapped files.
 
     - private_bytes: Memory of this process alone.
-    - shmem_bytes: The part of shared memory, of transports and of Ray's object store, that the process has touched. Ray
-      places each object elsewhere in its store until it has used all of it. So this grows for hundreds of steps, though
-      the machine uses no more memory.
+    - shmem_bytes: The part of the shared memory of Ray's object store that the process has touched. Ray places each
+      object elsewhere in its store until it has used all of it. So this grows for hundreds of steps, though the machine
+      uses no more memory.
     """
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
     kilobytes = {"private_bytes": fields["RssAnon"], "shmem_bytes": fields["RssShmem"]}
@@ -56,9 +55,9 @@ def _local_bytes(array: jax.Array) -> int:
     return shard * len(array.sharding.addressable_devices)
 
 
-def _transport_bytes(mapping: str) -> int:
-    """Bytes of a line of `/proc/self/maps` if it is memory of a transport, else 0."""
-    if "memfd:minialpa" not in mapping:
-        return 0
-    start, stop = mapping.split(maxsplit=1)[0].split("-")
-    return int(stop, 16) - int(start, 16)
+def _is_counted(task: Path) -> bool:
+    """Whether a thread, by its folder in /proc, runs, and is none of gRPC."""
+    try:
+        return (task / "comm").read_text(encoding="utf-8").strip() != "event_engine"
+    except OSError:  # It has just ended.
+        return False

@@ -59,8 +59,8 @@ def test_programs_that_nobody_uses_leave_nothing_behind(runtime: Any) -> None:
         workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]
         held.append(runtime.ask(workers, "counts"))
     for before, after in zip(held[2], held[5], strict=True):
-        grown = {what: after[what] - before[what] for what in after if what not in ("private_bytes", "shmem_bytes")}
-        assert all(n <= 0 for n in grown.values()), grown
+        growth = {what: after[what] - before[what] for what in after if what not in ("private_bytes", "shmem_bytes")}
+        assert not {what: n for what, n in growth.items() if n > 0}
 
 
 def test_step_is_one_call_for_each_worker_and_a_fetch_one_more(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
