@@ -95,8 +95,11 @@ def _number(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    import minialpa
+
     parser = argparse.ArgumentParser(prog="minialpa", description=__doc__)
     names = [phase.name for phase in PHASES]
+    parser.add_argument("--version", action="version", version=f"minialpa {minialpa.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small GPT on virtual CPU devices, and on one device to compare")

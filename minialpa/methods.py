@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -81,6 +82,9 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
         raise ShardingError(
             f"`devices` takes a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}."
         )
+    twice = [device for device, n in Counter(chosen).items() if n > 1]
+    if twice:
+        raise ShardingError(f"`devices` lists {twice[0]} more than once. List each device once.")
     return Target(describe_devices(chosen), devices=chosen, jax_version=jax.__version_info__)
 
 

@@ -444,3 +444,10 @@ def test_tracebacks_show_the_users_frames_alone_unless_jax_is_asked_for_all(mode
         inner = [file for file in files if Path(file).is_relative_to(package)]
         assert __file__ in files
         assert bool(inner) == (mode == "off")
+
+
+def test_a_device_that_is_listed_twice_is_refused() -> None:
+    device = jax.devices()[0]
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(devices=[device, device]))
+    with pytest.raises(ShardingError, match="more than once"):
+        parallel.plan(make_params(), make_batch())

@@ -589,3 +589,18 @@ def test_no_target_is_no_state_without_leaves(tmp_path: Path) -> None:
     step = minialpa.parallelize(lambda state, batch: (state, batch))
     with pytest.raises(CheckpointError, match="The target is None"):
         restore_checkpoint(tmp_path, step.get_last_executable())
+
+
+def test_what_no_checkpoint_can_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for step in ("x", None, -1, 1.5, True):
+        with pytest.raises(CheckpointError, match="`step` is an integer, 0 or more; got"):
+            minialpa.save_checkpoint(tmp_path, {"w": np.ones(3)}, step=step)  # type: ignore[arg-type]
+    for options in ({"max_to_keep": 0}, {"max_to_keep": "3"}, {"save_interval_steps": 0}):
+        with pytest.raises(CheckpointError, match="is a positive integer; got"):
+            CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.ones(3)})
+    with pytest.raises(CheckpointError, match="is closed"):
+        manager.save(2, {"w": np.ones(3)})
+    with CheckpointManager(tmp_path, read_only=True) as manager:
+        assert manager.all_steps() == (1,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import pytest
 
+import minialpa
 from minialpa.cli import main
 from minialpa.cluster import ClusterSpec
 from minialpa.plan import Plan
@@ -252,3 +254,8 @@ def test_programs_without_a_console_plan_too(stream: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stderr", None if stream == "none" else closed)
     with ProgressBar() as bar:
         bar.report("Planning", 0, 1)
+
+
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "minialpa", "--version"], capture_output=True, text=True, check=True)
+    assert minialpa.__version__ in done.stdout

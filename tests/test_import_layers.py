@@ -36,7 +36,7 @@ RUNTIME_MAY = {
     "support",
 }
 #: What a user starts, or sees in front of the machinery.
-FRONT = {"__init__", "cli", "compat", "data", "demo", "models", "testing", "training", "util"}
+FRONT = {"__main__", "__init__", "cli", "compat", "data", "demo", "models", "testing", "training", "util"}
 #: Methods that call what stands above their class, for users.
 SHORTHANDS = {("plan.plan", "minialpa")}
 PLANNING = {"cluster", "cost", "inter", "intra", "options", "plan", "programs", "rules", "sharding", "tracing"}

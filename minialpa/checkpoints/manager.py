@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -84,7 +85,7 @@ class CheckpointManager:
         best_mode: whether the best number is the largest or the smallest.
         read_only: change nothing in the folder, which must exist.
 
-        Raises CheckpointError if another manager saves to the folder.
+        Raises CheckpointError if another manager saves to the folder, or for a number that is not positive.
         """
         ocp = _orbax()
         from minialpa.checkpoints.paths import LiteralPath
@@ -94,7 +95,12 @@ class CheckpointManager:
         self._directory, self._read_only = _absolute(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
             raise CheckpointError(f"There is no folder `{directory}`. Pass the folder that checkpoints were saved to.")
+        for name, number_of in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
+            if (number_of is None and name == "max_to_keep") or _is_whole(number_of, 1):
+                continue
+            raise CheckpointError(f"`{name}` is a positive integer; got {number_of!r}.")
         worst = math.inf if best_mode == "min" else -math.inf
+        self._is_closed = False
         self._best = None if best_fn is None else _number_of(best_fn, worst)
         number = None
         with _errors_of_orbax(f"Opening the checkpoints in `{directory}`"):
@@ -165,6 +171,10 @@ class CheckpointManager:
             raise CheckpointError(
                 f"The manager of `{self._directory}` was made with `read_only=True`, and saves nothing."
             )
+        if self._is_closed:
+            raise CheckpointError(f"The manager of `{self._directory}` is closed. Open another one to save there.")
+        if not _is_whole(step, 0):
+            raise CheckpointError(f"`step` is an integer, 0 or more; got {step!r}.")
         if step in self.all_steps():
             raise CheckpointError(
                 f"`{self._directory}` has a checkpoint of step {step}. Choose another step or folder."
@@ -284,6 +294,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait until every checkpoint is written, and end the threads. The manager cannot be used any more."""
+        self._is_closed = True
         try:
             with _errors_of_orbax(f"Saving to `{self._directory}`"):
                 self._orbax.close()
@@ -360,6 +371,11 @@ def restore_checkpoint(
     """
     with CheckpointManager(path, read_only=True) as manager:
         return manager.restore(step, like=target, partial_restore=partial_restore).state
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    """Whether a value is an integer, of Python or NumPy, and not less than `least`."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _orbax() -> Any:
