@@ -51,6 +51,19 @@ def test_values_that_jax_forbids_are_errors_as_of_jit(method: Any) -> None:
         large(X)
 
 
+def test_a_forbidden_value_leaves_the_donated_state_alive() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return w - 0.1 * jnp.sum(x @ w), jnp.sum(x)
+
+    parallel = minialpa.parallelize(step, donate_argnums=0, method=ShardParallel())
+    with jax.debug_nans(True):
+        w, _ = parallel(*parallel.preshard_dynamic_args(W, X))
+        with pytest.raises(FloatingPointError):
+            parallel(w, np.full(X.shape, np.nan, np.float32))
+        assert np.isfinite(np.asarray(w)).all()
+        parallel(w, X)
+
+
 def test_values_between_stages_are_no_results() -> None:
     def masked(w: jax.Array, x: jax.Array) -> jax.Array:
         logits = jnp.where(x @ w > 1, -jnp.inf, x)

@@ -29,11 +29,14 @@ def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwa
     """
     config: Any = jax.config  # which does not declare its flags
     tests = {"nan": np.isnan if config.jax_debug_nans else None, "inf": np.isinf if config.jax_debug_infs else None}
+    given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+    _, graph = split_graph(dict(given))
+    if graph is None:  # An error leaves the arguments alive, for a look at them.
+        args, kwargs = jax.tree.map(_copy, (args, kwargs))
     with jax.debug_nans(False), jax.debug_infs(False):
         result = call(*args, **kwargs)
 
     # Modules of flax.nnx get their new values in place.
-    given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
     values, graph = split_graph(dict(given))
     modules = {} if graph is None else {key: values[key] for key in graph.names}
     for what, tree in (("result", result), ("modules", modules)):
@@ -46,6 +49,10 @@ def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwa
                     "without `parallelize`."
                 )
     return result
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array) and not leaf.is_deleted() else leaf
 
 
 def _any(test: Callable[[Any], Any], leaf: Any) -> bool:
