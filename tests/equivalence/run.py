@@ -178,6 +178,7 @@ def _main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_traceback_filtering", "off")  # The last line of a crash is its error.
     if args.replay:
         _replay(eval(args.replay, _NAMES), args.smaller)
         return
