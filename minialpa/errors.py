@@ -55,7 +55,7 @@ class WorkerError(MinialpaError, RuntimeError):
 
 
 class DeletedArrayError(WorkerError):
-    """An argument is used that a call before has consumed: its result took over the argument's memory."""
+    """The caller passes an array that it donated to an earlier call, whose result took over the array's memory."""
 
 
 class CheckpointError(MinialpaError, RuntimeError):

@@ -133,8 +133,8 @@ def train(
     max_to_keep: the number of checkpoints that stay; None for all.
     report: is called for each step, in order, when its metrics are on the host; the next step may have begun by then.
         Steps behind a checkpoint from which the run goes on are done, and reported, again.
-    evaluate: is called with the state, which it leaves as it is, whenever a multiple of `evaluate_every` steps is done,
-        and after step `n_steps`.
+    evaluate: called with the state, which it must not change, after every `evaluate_every` steps and after step
+        `n_steps`.
     prefetch_size: the number of batches to read ahead.
     wait_for_hosts_s: how many seconds to wait for a host where all were lost.
 
@@ -329,11 +329,7 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
             break
         state, metrics = _one_step(run, state, batch, first_types)
         progress.n_done += 1
-        evaluation = None
-        is_due = progress.n_done % run.evaluate_every == 0 or progress.n_done == run.n_steps
-        if run.evaluate is not None and is_due:
-            evaluation = run.evaluate(state)
-        reports.add(progress.n_done, metrics, evaluation)
+        reports.add(progress.n_done, metrics, _evaluation(run, progress.n_done, state))
         if manager is not None and not manager.is_saving():
             _note_saved(progress, manager)
 
@@ -353,6 +349,12 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
     if manager is not None:
         _note_saved(progress, manager)
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
+
+
+def _evaluation(run: _Run, n_done: int, state: Any) -> Any:
+    """The result of `evaluate` for the state after `n_done` steps; None where it is not due."""
+    is_due = n_done % run.evaluate_every == 0 or n_done == run.n_steps
+    return run.evaluate(state) if run.evaluate is not None and is_due else None
 
 
 def _first_batch(progress: _Progress, loader: DataLoader) -> Any:

@@ -31,7 +31,7 @@ def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwa
     tests = {"nan": np.isnan if config.jax_debug_nans else None, "inf": np.isinf if config.jax_debug_infs else None}
     given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
     _, graph = split_graph(dict(given))
-    if graph is None:  # An error leaves the arguments alive, for a look at them.
+    if graph is None:  # The step donates copies, so that the user can inspect the arguments after an error.
         args, kwargs = jax.tree.map(_copy, (args, kwargs))
     with jax.debug_nans(False), jax.debug_infs(False):
         result = call(*args, **kwargs)

@@ -85,7 +85,7 @@ class CheckpointManager:
         best_mode: whether the best number is the largest or the smallest.
         read_only: change nothing in the folder, which must exist.
 
-        Raises CheckpointError if another manager saves to the folder, or for a number that is not positive.
+        Raises CheckpointError if another manager saves to the folder, or if one of the numbers is not positive.
         """
         ocp = _orbax()
         from minialpa.checkpoints.paths import LiteralPath
@@ -95,10 +95,7 @@ class CheckpointManager:
         self._directory, self._read_only = _absolute(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
             raise CheckpointError(f"There is no folder `{directory}`. Pass the folder that checkpoints were saved to.")
-        for name, number_of in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
-            if (number_of is None and name == "max_to_keep") or _is_whole(number_of, 1):
-                continue
-            raise CheckpointError(f"`{name}` is a positive integer; got {number_of!r}.")
+        _check_counts(save_interval_steps=save_interval_steps, max_to_keep=max_to_keep, keep_period=keep_period)
         worst = math.inf if best_mode == "min" else -math.inf
         self._is_closed = False
         self._best = None if best_fn is None else _number_of(best_fn, worst)
@@ -371,6 +368,14 @@ def restore_checkpoint(
     """
     with CheckpointManager(path, read_only=True) as manager:
         return manager.restore(step, like=target, partial_restore=partial_restore).state
+
+
+def _check_counts(save_interval_steps: Any, **optional: Any) -> None:
+    """Raise CheckpointError for a number that is no positive integer; those in `optional` may be None."""
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {"save_interval_steps": save_interval_steps, **given}.items():
+        if not _is_whole(value, 1):
+            raise CheckpointError(f"`{name}` is a positive integer; got {value!r}.")
 
 
 def _is_whole(value: Any, least: int) -> bool:

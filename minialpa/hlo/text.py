@@ -39,7 +39,7 @@ class Instruction:
 
     @property
     def n_trips(self) -> int:
-        """How often a `while` runs its body, which XLA notes; 1 where it does not know."""
+        """The trip count of a `while` that XLA prints; 1 if XLA prints none."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(known[1]) if known else 1
 

@@ -1,4 +1,4 @@
-"""Objects as keys of dicts and sets by identity, for those without a hash, such as arrays and literals of a program."""
+"""Keys of dicts and sets that compare objects by identity: arrays and literals of a program have no hash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ById(Generic[T]):
-    """A key that equals those of the same object alone. It keeps the object alive, so that no other one gets its id."""
+    """A key for one object. It keeps the object alive, so that Python gives its id to no other object."""
 
     value: T
 

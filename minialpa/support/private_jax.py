@@ -59,7 +59,7 @@ private_traceback.register_exclusion(str(Path(__file__).parents[1]))
 
 
 def with_users_frames(error: Exception) -> Exception:
-    """The error, the cause of another one, with the frames that `api_boundary` would leave it."""
+    """The error without frames of jax and minialpa. `api_boundary` filters only the error itself, not its cause."""
     if error.__traceback__ is None or private_config.traceback_filtering.value == "off":
         return error
     return error.with_traceback(private_traceback.filter_traceback(error.__traceback__))

@@ -3,9 +3,9 @@
 The connection carries frames: a header of fixed size, and the bytes of a message after it.
 
 Each end has two threads. The reader reads every frame as it comes, so a peer that sends never waits for the program
-here. The writer sends what the caller could not: waking a thread takes as long as copying some 100 KB, so the caller
-itself writes a message that is small and ready, as far as the socket takes it without blocking. The writer sends the
-rest, and everything queued after it: the caller writes only while, under the lock, the writer has nothing to do.
+here. Waking a thread takes longer than copying a small message, so the caller itself writes a message that is small and
+ready, as far as the socket takes it without blocking. The writer sends the rest, and everything queued after it: the
+caller writes only while, under the lock, the writer has nothing to do.
 
 A channel owns its socket. If the connection breaks, or a message cannot be sent, the mailbox fails with a WorkerError
 that names the peer.
@@ -159,7 +159,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _reporting(self, send: _QueuedSend) -> Iterator[None]:
-        """Writes a message in this context. Errors go into its future."""
+        """Puts an error that occurs while this is open into the future of the message."""
         try:
             self._mailbox.check()
             yield

@@ -17,7 +17,7 @@ def process_usage() -> dict[str, int]:
     - live_bytes: Bytes of these arrays on devices of this process.
     - private_bytes, shmem_bytes: As in `resident_memory`.
     - descriptors: Open file descriptors.
-    - threads: Threads, without those of Ray's gRPC, of which there are now more and now fewer.
+    - threads: Threads, without the pool of Ray's gRPC, which grows and shrinks by itself.
     """
     gc.collect()
     arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
@@ -56,7 +56,7 @@ def _local_bytes(array: jax.Array) -> int:
 
 
 def _is_counted(task: Path) -> bool:
-    """Whether a thread, by its folder in /proc, runs, and is none of gRPC."""
+    """Whether the thread of this folder in /proc still runs and does not belong to gRPC."""
     try:
         return (task / "comm").read_text(encoding="utf-8").strip() != "event_engine"
     except OSError:  # It has just ended.
