@@ -11,8 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 
@@ -32,15 +31,14 @@ from minialpa.options import (
     RematChoice,
     StageOption,
     UniformStageOption,
-    remats,
-    remats_of,
 )
 from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
+from minialpa.support.field_types import Count, Within, check_fields, check_value
 from minialpa.tracing.trace import TracedStep
 
-#: Micro-batches that are planned in seconds.
-_MOST_MICRO_BATCHES = 2**20
+#: A number of micro-batches. Schedules list them, so there are no more than take seconds.
+MicroBatches = Annotated[int, Within(1, 2**20)]
 
 Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
@@ -104,11 +102,14 @@ class ShardParallel:
     """
 
     devices: Devices = None
-    num_micro_batches: int | None = None
+    num_micro_batches: MicroBatches | None = None
     auto_sharding_option: AutoShardingOption | None = None
-    logical_shape: tuple[int, ...] | None = None
-    submesh: tuple[int, int] | None = None
+    logical_shape: tuple[Count, ...] | None = None
+    submesh: tuple[Count, Count] | None = None
     remat: RematChoice = "auto"
+
+    def __post_init__(self) -> None:
+        check_fields(self, but=["devices"])
 
     def options(self) -> PlanOptions:
         return _shard_options(self)
@@ -148,23 +149,13 @@ def _shard_options(method: ShardParallel, name: str | None = None) -> PlanOption
     """The options of `method`; `name`: of the data parallel method that it is, if it is one."""
     given = method.auto_sharding_option or AutoShardingOption()
     sharding = given if name is None else given.of_method(name)
-    n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
-    remats_of(method.remat)  # raises for unknown names before any long work
     return PlanOptions(
-        n_micro_batches=n,
+        n_micro_batches=method.num_micro_batches or 1,
         sharding=sharding,
         logical_shape=method.logical_shape,
         submesh=method.submesh,
         remat=method.remat,
     )
-
-
-def _micro_batches(n: int) -> int:
-    if not isinstance(n, Integral) or n < 1:
-        raise ShardingError(f"`num_micro_batches` is an integer of at least 1; got {n!r}.")
-    if n > _MOST_MICRO_BATCHES:  # a schedule lists them
-        raise ShardingError(f"`num_micro_batches` is at most {_MOST_MICRO_BATCHES:,}; got {n:,}.")
-    return n
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +173,17 @@ class AutoParallel:
     """
 
     devices: Devices = None
-    num_micro_batches: int | Literal["auto"] = "auto"
+    num_micro_batches: MicroBatches | Literal["auto"] = "auto"
     auto_sharding_option: AutoShardingOption | None = None
     layer_option: LayerOption = field(default_factory=lambda: AutoLayerOption(remat="auto"))
     stage_option: AutoStageOption = field(default_factory=AutoStageOption)
 
+    def __post_init__(self) -> None:
+        check_fields(self, but=["devices"])
+
     def options(self) -> PlanOptions:
-        remats(self.layer_option, 1)  # raises for unknown names before any long work
         return PlanOptions(
-            n_micro_batches=_micro_batches(1 if self.num_micro_batches == "auto" else self.num_micro_batches),
+            n_micro_batches=1 if self.num_micro_batches == "auto" else self.num_micro_batches,
             choose_micro_batches=self.num_micro_batches == "auto",
             choose_schedule=True,
             layers=self.layer_option,
@@ -198,9 +191,6 @@ class AutoParallel:
             sharding=self.auto_sharding_option or AutoShardingOption(),
             use_all_devices=False,
         )
-
-
-_STAGE_OPTIONS = '`stage_option` is "uniform", "auto" or an option object; got {!r}.'
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,50 +208,47 @@ class PipeshardParallel:
     """
 
     devices: Devices = None
-    num_micro_batches: int = 1
+    num_micro_batches: MicroBatches = 1
     pipeline_schedule: str = "1f1b"
-    layer_option: LayerOption | Literal["manual"] | None = None
-    stage_option: StageOption | Literal["uniform", "auto"] | None = None
+    layer_option: Literal["manual"] | LayerOption | None = None
+    stage_option: Literal["uniform", "auto"] | StageOption | None = None
     default_auto_sharding_option: AutoShardingOption | None = None
 
-    def options(self) -> PlanOptions:
-        layers, stages = self._layers(), self._stages()
-
-        # These raise for unknown names before any long work.
-        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))
-        remats(layers, 1)
-
-        if self.pipeline_schedule == "1f1b-interleaved" and isinstance(stages, AutoStageOption):
+    def __post_init__(self) -> None:
+        check_fields(self, but=["devices"])
+        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))  # raises for unknown names
+        if self.pipeline_schedule == "1f1b-interleaved" and isinstance(self._stages(), AutoStageOption):
             raise ShardingError(
                 "`1f1b-interleaved` needs stages of several runs of layers, and the search makes stages of one run. "
                 "Use `1f1b`, or `UniformStageOption(num_chunks=...)`."
             )
+
+    def options(self) -> PlanOptions:
         return PlanOptions(
-            n_micro_batches=_micro_batches(self.num_micro_batches),
+            n_micro_batches=self.num_micro_batches,
             schedule=self.pipeline_schedule,
-            layers=layers,
-            stages=_with_attention(stages, attention_of(self)),
+            layers=self._layers(),
+            stages=_with_attention(self._stages(), attention_of(self)),
             sharding=self.default_auto_sharding_option or AutoShardingOption(),
         )
 
     def _layers(self) -> LayerOption:
-        if isinstance(self.layer_option, str):
-            if self.layer_option != "manual":
-                raise ShardingError(f'`layer_option` is "manual" or an option object; got {self.layer_option!r}.')
-            return ManualLayerOption()
-        if self.layer_option is not None and not isinstance(self.layer_option, LayerOption):
-            raise ShardingError(f'`layer_option` is "manual" or an option object; got {self.layer_option!r}.')
-        return self.layer_option or AutoLayerOption(layer_num=2)
+        match self.layer_option:
+            case None:
+                return AutoLayerOption(layer_num=2)
+            case "manual":
+                return ManualLayerOption()
+            case option:
+                return option
 
     def _stages(self) -> StageOption:
-        if isinstance(self.stage_option, str):
-            named: dict[str, StageOption] = {"uniform": UniformStageOption(), "auto": AutoStageOption()}
-            if self.stage_option not in named:
-                raise ShardingError(_STAGE_OPTIONS.format(self.stage_option))
-            return named[self.stage_option]
-        if self.stage_option is not None and not isinstance(self.stage_option, StageOption):
-            raise ShardingError(_STAGE_OPTIONS.format(self.stage_option))
-        return self.stage_option or UniformStageOption()
+        match self.stage_option:
+            case "auto":
+                return AutoStageOption()
+            case None | "uniform":
+                return UniformStageOption()
+            case option:
+                return option
 
 
 class PlannedFunction(Protocol):
@@ -338,17 +325,17 @@ class FollowParallel:
     """
 
     src_func: PlannedFunction
-    num_micro_batches: int | None = None
+    num_micro_batches: MicroBatches | None = None
     pipeline_schedule: str = "inference"
 
     def __post_init__(self) -> None:
+        check_fields(self, but=["src_func"])
         _check_planned("src_func", self.src_func)
+        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))  # raises for unknown names
 
     def options(self) -> PlanOptions:
-        """The options besides those that the followed plan decides. Raises for unknown names before any long work."""
-        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))
-        n = _micro_batches(1 if self.num_micro_batches is None else self.num_micro_batches)
-        return PlanOptions(n_micro_batches=n, schedule=self.pipeline_schedule)
+        """The options besides those that the followed plan decides."""
+        return PlanOptions(n_micro_batches=self.num_micro_batches or 1, schedule=self.pipeline_schedule)
 
     def source(self) -> Plan:
         """The plan that is followed. Raises ShardingError if there is none yet."""
@@ -379,8 +366,8 @@ def options_to_follow(method: Method, n_stages: int) -> PlanOptions | None:
             # A class of its own, such as `Zero3Parallel`, asks for shardings, and is equal to no `ShardParallel`.
             plain = ShardParallel(num_micro_batches=method.num_micro_batches, remat=method.remat)
             is_open = n_stages == 1 and method == plain
-            n_micro_batches = 1 if method.num_micro_batches is None else method.num_micro_batches
-    return PlanOptions(n_micro_batches=_micro_batches(n_micro_batches), schedule="inference") if is_open else None
+            n_micro_batches = method.num_micro_batches or 1
+    return PlanOptions(n_micro_batches=n_micro_batches, schedule="inference") if is_open else None
 
 
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
@@ -426,13 +413,12 @@ def get_3d_parallel_method(
     allow_degenerate_into_shard_parallel: whether one stage becomes `ShardParallel` on such a mesh.
     manual_layer_num: number of layers that `mark_pipeline_boundary` marks in the model; None to find the layers.
     """
+    check_value("num_micro_batches", num_micro_batches, MicroBatches)
+    check_value("data_parallel", data_parallel, Literal[-1] | Count)
+    check_value("operator_parallel", operator_parallel, Count)
+    check_value("pipeline_parallel", pipeline_parallel, Count)
     cluster = resolve_devices(devices).cluster
     rest = operator_parallel * pipeline_parallel
-    if min(operator_parallel, pipeline_parallel) < 1 or (data_parallel < 1 and data_parallel != -1):
-        raise ShardingError(
-            f"Degrees of parallelism are at least 1, or -1 for `data_parallel`; got {data_parallel} x "
-            f"{operator_parallel} x {pipeline_parallel}."
-        )
     if data_parallel == -1:
         data_parallel = max(1, cluster.n_devices // rest)
     needed = data_parallel * rest

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
@@ -12,6 +13,7 @@ from minialpa.cluster import DeviceSpec
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.sharding import AXIS_NAMES
 from minialpa.support.divisors import divisors
+from minialpa.support.field_types import Count, NotNegative, check_fields
 
 #: What becomes of the attentions of a step.
 Attention = Literal["auto", "fused", "written"]
@@ -58,23 +60,27 @@ class AutoShardingOption:
     allow_all_to_all: bool = True
     allow_replicated_parameters: bool = True
     force_data_parallel: bool = False
-    force_batch_dim_to_mesh_dim: int | None = None
+    force_batch_dim_to_mesh_dim: Literal[0, 1] | None = None
     force_zero_stage_3: bool = False
     prefer_reduce_scatter: bool = False
     fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
     memory_limit_bytes: float | None = None
-    solver_time_limit_s: float = 20.0
+    solver_time_limit_s: NotNegative = 20.0
     keep_constraints: bool = field(default=True, metadata={"may_be_missing": True})
     attention: Attention = field(default="auto", metadata={"may_be_missing": True})
     axis_names: tuple[str, ...] = field(default=(), metadata={"may_be_missing": True})
     received_axes: tuple[tuple[str, int], ...] = field(default=(), metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
+        check_fields(self)
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
         object.__setattr__(self, "fixed_specs", tuple(pairs))
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
         object.__setattr__(self, "received_axes", tuple((name, dim) for name, dim in self.received_axes))
-        _check_values(self)
+        if self.memory_limit_bytes is not None and not self.memory_limit_bytes > 0:
+            raise ShardingError(f"`memory_limit_bytes` is above 0, or None; got {self.memory_limit_bytes!r}.")
+        if len(set(self.axis_names)) < len(self.axis_names):
+            raise ShardingError(f"`axis_names` is a tuple of different names; got {self.axis_names!r}.")
         _check_together(self)
 
     @property
@@ -147,31 +153,6 @@ class AutoShardingOption:
         return tuple(kind for kind, is_allowed in allowed.items() if not is_allowed)
 
 
-def _check_values(option: AutoShardingOption) -> None:
-    """Raise ShardingError, with the option's name, for a value that it cannot have."""
-    axis = option.force_batch_dim_to_mesh_dim
-    if axis is not None and (isinstance(axis, bool) or axis not in range(len(_MESH_AXES))):
-        raise ShardingError(
-            f"`force_batch_dim_to_mesh_dim` is the number of a mesh axis, {_one_of(_MESH_AXES)}, or None; got {axis!r}."
-        )
-
-    limit_bytes = option.memory_limit_bytes
-    if limit_bytes is not None and not limit_bytes > 0:
-        raise ShardingError(f"`memory_limit_bytes` is a number of bytes above 0, or None; got {limit_bytes!r}.")
-    time_limit_s = option.solver_time_limit_s
-    if not time_limit_s >= 0:
-        raise ShardingError(f"`solver_time_limit_s` is a number of seconds, at least 0; got {time_limit_s!r}.")
-
-    names = option.axis_names
-    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise ShardingError(f"`axis_names` is a tuple of different names; got {names!r}.")
-    if option.attention not in get_args(Attention):
-        raise ShardingError(f"`attention` is {_one_of(map(repr, get_args(Attention)))}; got {option.attention!r}.")
-    for name in _SWITCHES:
-        if not isinstance(getattr(option, name), bool):
-            raise ShardingError(f"`{name}` is True or False; got {getattr(option, name)!r}.")
-
-
 def _check_together(option: AutoShardingOption) -> None:
     """Raise ShardingError for two options that cannot both hold."""
     named = {"force_zero_stage_3": option.force_zero_stage_3, "force_data_parallel": option.force_data_parallel}
@@ -192,27 +173,6 @@ def _check_together(option: AutoShardingOption) -> None:
 
 def _contradiction(option: str, does: str, other: str) -> ShardingError:
     return ShardingError(f"`{option}` {does}, and `{other}` asks for something else. Leave one of them out.")
-
-
-def _one_of(values: Iterable[Any]) -> str:
-    """`values` as text, the last after an "or"."""
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-#: Numbers of the axes of a logical mesh.
-_MESH_AXES = (0, 1)
-#: Options that are True or False.
-_SWITCHES = (
-    "enable_auto_sharding",
-    "keep_constraints",
-    "allow_all_gather",
-    "allow_all_to_all",
-    "allow_replicated_parameters",
-    "force_data_parallel",
-    "force_zero_stage_3",
-    "prefer_reduce_scatter",
-)
 
 
 #: The fields of `AutoShardingOption` that each data parallel method by name stands for.
@@ -241,6 +201,9 @@ class ManualLayerOption:
 
     remat: RematChoice = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, slots=True)
 class AutoLayerOption:
@@ -254,15 +217,12 @@ class AutoLayerOption:
         remat: as in `ManualLayerOption`.
     """
 
-    layer_num: int | Literal["auto"] = "auto"
-    eps: float = 0.5
+    layer_num: Count | Literal["auto"] = "auto"
+    eps: NotNegative = 0.5
     remat: RematChoice = False
 
     def __post_init__(self) -> None:
-        if self.layer_num != "auto" and not isinstance(self.layer_num, int):
-            raise ShardingError(f'`layer_num` is a number of layers or "auto"; got {self.layer_num!r}.')
-        if not self.eps >= 0:
-            raise ShardingError(f"`eps` is a fraction of a layer's share, at least 0; got {self.eps!r}.")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +240,7 @@ class FixedLayerOption:
     row_blocks: tuple[tuple[int, ...], ...] = ()
 
 
-PhysicalSpace = Literal["power_of_two", "all"] | Sequence[tuple[int, int]]
-_PHYSICAL = ("power_of_two", "all")
+PhysicalSpace = Literal["power_of_two", "all"] | Sequence[tuple[Count, Count]]
 LogicalSpace = Literal["all", "same_as_physical", "data_parallel_only", "model_parallel_only"]
 
 
@@ -304,27 +263,17 @@ class AutoStageOption:
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
     submesh_logical_shape_space: LogicalSpace = "all"
-    tolerance: float = 0.01
-    cached_costs: str | None = None
-    planned_steps: float = 10_000
+    tolerance: NotNegative = 0.01
+    cached_costs: str | Path | None = None
+    planned_steps: NotNegative = 10_000
 
     def __post_init__(self) -> None:
-        physical, logical = self.submesh_physical_shape_space, self.submesh_logical_shape_space
-        if not isinstance(physical, str) and physical:
-            submeshes = tuple((hosts, devices) for hosts, devices in physical)
-            object.__setattr__(self, "submesh_physical_shape_space", submeshes)
-        elif physical not in _PHYSICAL:
-            raise ShardingError(
-                f"`submesh_physical_shape_space` is {_one_of(map(repr, _PHYSICAL))}, or pairs of (hosts, devices per "
-                f"host); got {physical!r}."
-            )
-        if logical not in get_args(LogicalSpace):
-            known = _one_of(map(repr, get_args(LogicalSpace)))
-            raise ShardingError(f"`submesh_logical_shape_space` is {known}; got {logical!r}.")
-        if not self.tolerance >= 0:
-            raise ShardingError(f"`tolerance` is a fraction of the step time, at least 0; got {self.tolerance!r}.")
-        if not self.planned_steps >= 0:
-            raise ShardingError(f"`planned_steps` is a number of steps, at least 0; got {self.planned_steps!r}.")
+        check_fields(self)
+        physical = self.submesh_physical_shape_space
+        if not physical:
+            raise ShardingError("`submesh_physical_shape_space` names at least one submesh; got none.")
+        if not isinstance(physical, str):
+            object.__setattr__(self, "submesh_physical_shape_space", tuple((h, d) for h, d in physical))
 
     def sharding(self, option: AutoShardingOption) -> AutoShardingOption:
         """`option` for the stages of this space. Raises ShardingError if the two contradict each other."""
@@ -359,9 +308,12 @@ class ManualStageOption:
     """
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
-    submesh_physical_shapes: Sequence[tuple[int, int]]
-    submesh_logical_shapes: Sequence[tuple[int, ...]]
+    submesh_physical_shapes: Sequence[tuple[Count, Count]]
+    submesh_logical_shapes: Sequence[tuple[Count, ...]]
     submesh_autosharding_option_dicts: Sequence[dict[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,16 +328,14 @@ class UniformStageOption:
         num_chunks: runs of layers in each stage; more than one needs the schedule `1f1b-interleaved`.
     """
 
-    num_stages: int | None = None
-    submesh_physical_shape: tuple[int, int] | None = None
-    submesh_logical_shape: tuple[int, ...] | None = None
+    num_stages: Count | None = None
+    submesh_physical_shape: tuple[Count, Count] | None = None
+    submesh_logical_shape: tuple[Count, ...] | None = None
     submesh_autosharding_option: AutoShardingOption | None = None
-    num_chunks: int = 1
+    num_chunks: Count = 1
 
     def __post_init__(self) -> None:
-        option = self.submesh_autosharding_option
-        if option is not None and not isinstance(option, AutoShardingOption):
-            raise ShardingError(f"`submesh_autosharding_option` is an AutoShardingOption or None; got {option!r}.")
+        check_fields(self)
 
 
 LayerOption = ManualLayerOption | AutoLayerOption | FixedLayerOption
@@ -393,26 +343,19 @@ StageOption = AutoStageOption | ManualStageOption | UniformStageOption
 
 
 def remats(option: LayerOption, n_layers: int) -> tuple[tuple[Remat, ...], ...]:
-    """The choices that the option leaves: each is the rematerialisation of `n_layers` layers.
-
-    Raises ShardingError for an unknown value.
-    """
+    """The choices that the option leaves: each is the rematerialisation of `n_layers` layers."""
     if isinstance(option, FixedLayerOption):
         return (option.remat,)
     return tuple((remat,) * n_layers for remat in remats_of(option.remat))
 
 
 def remats_of(choice: RematChoice) -> tuple[Remat, ...]:
-    """What a choice leaves open. Raises ShardingError for an unknown value."""
-    match choice:
-        case "auto":
-            return ("none", "dots", "full")
-        case "none" | "dots" | "full":
-            return (choice,)
-        case bool():
-            return ("full" if choice else "none",)
-        case other:
-            raise ShardingError(f"`remat` is `none`, `dots`, `full`, `auto`, or a bool; got {other!r}.")
+    """The values that a choice allows."""
+    if choice == "auto":
+        return ("none", "dots", "full")
+    if isinstance(choice, bool):
+        return ("full" if choice else "none",)
+    return (choice,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage_remat import plan_in_one_stage
 from minialpa.inter.search.submeshes import Candidate, candidates
-from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.inter.search.user_stages import DecidedStage, placed_stages
 from minialpa.intra.graph.constraints import shape_of_constraints
 from minialpa.options import AutoStageOption
 from minialpa.plan import Plan
@@ -22,7 +22,9 @@ def plan_on_submesh(context: PlanningContext, whole: LayeredStep) -> Plan:
     cluster, options, view = context.cluster, context.options, context.logical_mesh
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
     shape = options.logical_shape or (view.shape if view else _default_shape(context, submesh[0] * submesh[1]))
-    stage = DecidedStage(layers=(), candidate=Candidate(submesh, shape), option=options.sharding, first_device=0)
+    candidate = Candidate(submesh, shape)
+    placed_stages([((), candidate, options.sharding)], cluster)  # raises for a submesh that the cluster does not have
+    stage = DecidedStage(layers=(), candidate=candidate, option=options.sharding, first_device=0)
     return plan_in_one_stage(context, whole, stage)
 
 

@@ -81,8 +81,9 @@ class Kernels:
         formula_s = device.product_s(product.flops, n_bytes, product.rate) + device.launch_s
         if not 0 < estimates.get(_TABLE, 0.0) <= _MOST_OF_PRODUCT * formula_s:
             return formula_s
-        # The table has each product by itself. Under a power limit, many in a row take longer.
-        return estimate_s / (1.0 if device.kernels is None else device.kernels.sustained)
+        # The table has next to nothing for tiny products, and times each by itself: under a power limit, many in a row
+        # take longer.
+        return max(estimate_s / (1.0 if device.kernels is None else device.kernels.sustained), device.launch_s)
 
     def product(self, instruction: Instruction, around: Computation) -> Product | None:
         """The products inside a kernel; None if there are none."""

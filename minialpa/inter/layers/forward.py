@@ -106,7 +106,7 @@ def _clustered_layers(traced: TracedStep, option: AutoLayerOption) -> tuple[int,
     n_layers = natural_layers(traced) if option.layer_num == "auto" else option.layer_num
     if not 1 <= n_layers <= n_groups:
         raise TraceError(
-            f"{n_groups} forward equations cannot make {n_layers} layers of a pipeline. Ask for another number with "
+            f"{n_groups} forward equations cannot make {n_layers} layers of a pipeline. Ask for 1 to {n_groups} with "
             "`layer_option=AutoLayerOption(layer_num=...)`."
         )
     return _clustered(traced, n_layers, option.eps)

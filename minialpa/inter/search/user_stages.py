@@ -58,15 +58,11 @@ def _uniform(
     # Stage k has every n_stages-th chunk, from chunk k on.
     bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
     chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
-    return _placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
+    return placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
 
 
 def _check_uniform(option: UniformStageOption, n_stages: int, n_devices: int, n_layers: int) -> None:
     """Raise ShardingError for numbers of stages and chunks that the layers or devices cannot have."""
-    if n_stages < 1:
-        raise ShardingError(f"`num_stages` is at least 1; got {n_stages}.")
-    if option.num_chunks < 1:
-        raise ShardingError(f"`num_chunks` is at least 1; got {option.num_chunks}.")
     if n_stages * option.num_chunks > n_layers:
         each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
         raise ShardingError(
@@ -109,7 +105,7 @@ def _manual(
         (ids, Candidate((submesh[0], submesh[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
         for ids, submesh, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
     ]
-    return _placed_stages(parts, cluster)
+    return placed_stages(parts, cluster)
 
 
 def _check_layers(layers: Sequence[tuple[int, ...]], n_layers: int) -> None:
@@ -133,7 +129,7 @@ def _check_names(dicts: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def _placed_stages(
+def placed_stages(
     parts: Sequence[tuple[tuple[int, ...], Candidate, AutoShardingOption]], cluster: ClusterSpec
 ) -> list[DecidedStage]:
     """Stages on the devices of the cluster in order, each where the one before ends or on the next host."""
@@ -150,7 +146,8 @@ def _placed_stages(
         hosts, n = candidate.submesh
         if (hosts > 1 or at % per_host + n > per_host) and at % per_host:
             at += per_host - at % per_host
-        if n > per_host or at + candidate.n_devices > cluster.n_devices:
+        is_part = n <= per_host if hosts == 1 else n == per_host
+        if not is_part or at + candidate.n_devices > cluster.n_devices:
             raise ShardingError(
                 f"There is no room for stage {k} on a submesh of {hosts} x {n} devices from device {at} on: stages "
                 f"lie inside hosts of {per_host} devices or are whole hosts, in order. Use submeshes that fill hosts."
