@@ -32,6 +32,7 @@ from minialpa.pytrees import (
     with_static,
 )
 from minialpa.support.private_jax import ArrayImpl, UsersMesh, current_settings, under_mesh, users_mesh
+from minialpa.tracing.arguments import leaf_type
 from minialpa.tracing.host_memory import host_kind
 
 #: Types that stand for an array if only its shape and dtype matter.
@@ -107,6 +108,7 @@ class Parameters:
         self._names = list(self._signature.parameters) if self._signature else []
         kinds = {p.kind for p in self._signature.parameters.values()} if self._signature else set()
         self._takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
+        self._takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
         self._static = self._argnums("static", *static)
         self.donate = self._argnums("donate", *donate)
         self.batch = self._argnums("batch", batch, ())
@@ -165,6 +167,11 @@ class Parameters:
                 numbers.append(self.number(name))
         return paths, numbers
 
+    def leaf_types(self, call: Call) -> dict[str, str]:
+        """The dtype and shape of each leaf by its path, such as "float32[16, 8]"."""
+        types = [(path, leaf_type(leaf, path)) for path, leaf in zip(self.paths(call)[0], call.leaves, strict=True)]
+        return {path: f"{found.dtype}{list(found.shape)}" for path, found in types}
+
     def positions_in_call(self, key: Any, values: Mapping[int, Any]) -> dict[int, slice] | None:
         """Where calls with the key `key` have the leaves of some arguments, among all of their leaves.
 
@@ -194,6 +201,9 @@ class Parameters:
         """The arguments with keywords at their positions, so that numbers mean the same however a call is written."""
         if self._signature is None or not kwargs:
             return args, kwargs
+        unknown = [name for name in kwargs if name not in self._names]
+        if unknown and not self._takes_any_name:
+            raise TypeError(f"The step has no argument `{unknown[0]}`. Its arguments are {', '.join(self._names)}.")
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from minialpa.errors import MinialpaError, VerifyError
+from minialpa.errors import MinialpaError, ShardingError, VerifyError
 from minialpa.inter.phases import PHASES
 from minialpa.plan import Plan
 from minialpa.support.files import write_text
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: What `module:function` has to be.
 _CONTRACT = (
     "The function returns `(step, state, batch)`: the training step for one device and its arguments, arrays or "
-    "`jax.ShapeDtypeStruct`s. `--batch-size N` calls the function with `batch_size=N`."
+    "`jax.ShapeDtypeStruct`s; or `(step, (state, batch))`. `--batch-size N` calls the function with `batch_size=N`."
 )
 
 
@@ -191,7 +191,11 @@ def _plan(args: argparse.Namespace) -> int:
     if Path(args.cluster).is_file():
         if args.num_hosts or args.devices_per_host:
             raise MinialpaError(f"`{args.cluster}` has its own hosts. Leave out --num-hosts and --devices-per-host.")
-        cluster = ClusterSpec.from_json(Path(args.cluster).read_text(encoding="utf-8", errors="replace"))
+        text = Path(args.cluster).read_text(encoding="utf-8", errors="replace")
+        try:
+            cluster = ClusterSpec.from_json(text)
+        except ShardingError as error:
+            raise ShardingError(f"`{args.cluster}`: {error}") from error
     else:
         n_hosts, devices_per_host = args.num_hosts or 1, args.devices_per_host or 8
         cluster = ClusterSpec.preset(args.cluster, num_hosts=n_hosts, devices_per_host=devices_per_host)
@@ -320,6 +324,8 @@ def _load_plan(path: Path) -> Plan:
         return Plan.load(path)
     except OSError as error:
         raise VerifyError(f"`{path}` cannot be read: {error.strerror}. `minialpa plan --save` writes plans.") from error
+    except VerifyError as error:
+        raise VerifyError(f"`{path}`: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +376,8 @@ def _users_model(name: str, batch_size: int | None, planned_size: int | None) ->
             kind = f"({', '.join(type(value).__name__ for value in returned)})"
         raise MinialpaError(f"`{name}` returned {kind}. {_CONTRACT}")
     step, *args = returned
+    if len(args) == 1 and type(args[0]) is tuple:  # as `minialpa.plan` takes them
+        args = list(args[0])
     if isinstance(step, ParallelizedFunc):
         raise MinialpaError(f"`{name}` returned a parallelized step. Return the step itself, `step.__wrapped__`.")
     with _users_code(f"The step of `{name}`"):
@@ -409,6 +417,8 @@ def _users_code(what: str) -> Iterator[None]:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
         own = [f for f in frames if "site-packages" not in f.filename]
         place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        if isinstance(error, SyntaxError):
+            place = f" at {error.filename}:{error.lineno}"
         raise MinialpaError(f"{what} failed{place}: {type(error).__name__}: {error}") from error
 
 

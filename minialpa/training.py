@@ -475,10 +475,14 @@ def _one_step(run: _Run, state: Any, batch: Any, first_types: str) -> tuple[Any,
         ) from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise MinialpaError(
-            f"`train` calls `state, metrics = step(state, batch)`, and the step returned a {type(result).__name__}. "
+            f"`train` calls `state, metrics = step(state, batch)`, and the step returned {_what(result)}. "
             "Return a pair: the new state, and the metrics in any pytree."
         )
     return result
+
+
+def _what(result: Any) -> str:
+    return f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
 
 
 def _types_text(batch: Any) -> str:

@@ -17,7 +17,7 @@ from minialpa.api.ragged import OnRagged
 from minialpa.api.step_planner import OnStale, StepPlanner
 from minialpa.calls import Argnames, Argnums
 from minialpa.cluster import ClusterSpec
-from minialpa.errors import MinialpaError, ShardingError
+from minialpa.errors import MinialpaError, ShardingError, TraceError
 from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
 from minialpa.plan import Plan
 from minialpa.support.private_jax import api_boundary
@@ -119,7 +119,7 @@ def plan(
     batch_argnums: Argnums = "auto",
 ) -> Plan:
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
-    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).plan(*args)
+    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).plan(*_arguments(args))
 
 
 @api_boundary
@@ -133,7 +133,9 @@ def explain(
     batch_argnums: Argnums = "auto",
 ) -> str:
     """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
-    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).explain(what, *args)
+    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).explain(
+        what, *_arguments(args)
+    )
 
 
 @api_boundary
@@ -158,7 +160,7 @@ def check(
 
     Needs the extra `gpu-compile`. Raises GpuCompileError where XLA refuses a program.
     """
-    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*args, target=target, cache=cache)
+    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*_arguments(args), target=target, cache=cache)
 
 
 @api_boundary
@@ -169,7 +171,7 @@ def phases(
 
     Raises VerifyError if the plan was made for another step. See docs/a-step-in-phases.md.
     """
-    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).phases(*args)
+    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).phases(*_arguments(args))
 
 
 @api_boundary
@@ -179,7 +181,7 @@ def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_ar
     It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
     model has other layers.
     """
-    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*args)
+    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*_arguments(args))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +217,10 @@ def get_last_dp_result() -> DPResult:
         submesh_logical_shapes=tuple(stage.logical_shape for stage in stages),
         submesh_autosharding_option_dicts=tuple(dataclasses.asdict(stage.option) for stage in stages),
     )
+
+
+def _arguments(args: Any) -> Sequence[Any]:
+    """The arguments of a step. Raises TraceError for what is no sequence of them."""
+    if not isinstance(args, tuple | list):
+        raise TraceError(f"`args` is a tuple of all arguments of the step; got a {type(args).__name__}. Pass `(x,)`.")
+    return args

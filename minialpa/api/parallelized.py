@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
-from jax.tree_util import PyTreeDef
 
 from minialpa.api.call_patterns import CallPattern, Match, pattern_of
 from minialpa.api.compiled_call import CompiledCall, check_alive, result_of_call
@@ -57,13 +56,16 @@ from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
-from minialpa.support.private_jax import NO_MESH, api_boundary, under_mesh
+from minialpa.support.private_jax import NO_MESH, api_boundary, under_mesh, with_users_frames
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
+
+#: Arguments of a step that a message lists at most.
+_MOST_CHANGES = 8
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -185,7 +187,7 @@ class ParallelizedFunc:
         # a training step; one thread compiles at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
-        self._known_trees: list[tuple[PyTreeDef, tuple[int | str, ...]]] = []
+        self._earlier: dict[str, str] | None = None  # types of the leaves of the last call that was compiled
         # The keys of calls that compute gradients.
         self._training: set[Hashable] = set()
         self._latest = _Latest()
@@ -477,7 +479,7 @@ class ParallelizedFunc:
                 # Only tracing has shown whether this is a training step, which follows no other one.
                 meshes = None if followed is None or key in self._training else followed.meshes
                 self._executables[key, *where, meshes] = found
-                self._known_trees.append(call.tree)
+                self._earlier = self._parameters.leaf_types(call)
             return found
 
     def _followed(self, key: Hashable, call: Call, session: Session) -> Followed | None:
@@ -559,7 +561,7 @@ class ParallelizedFunc:
 
     def _planned(self, traced: TracedStep, target: Target) -> Plan:
         with self._batch_named(traced):
-            return self._planner.plan(traced, target, is_first=not self._known_trees)
+            return self._planner.plan(traced, target, is_first=self._earlier is None)
 
     @contextmanager
     def _batch_named(self, traced: TracedStep) -> Iterator[None]:
@@ -642,12 +644,20 @@ class ParallelizedFunc:
         return [self._parameters.number(name) for name, found in zip(names, is_state, strict=True) if found]
 
     def _explain_mismatch(self, call: Call, error: Exception) -> None:
-        """Raise a clearer error if the arguments have another structure than those of earlier calls."""
-        if self._known_trees and call.tree not in self._known_trees:
-            raise TraceError(
-                f"The step fails on these arguments: {error!r}. Their structure differs from that of earlier calls:\n"
-                f"  now     {call.tree[0]}\n  earlier {self._known_trees[-1][0]}"
-            ) from error
+        """Raise a clearer error if the arguments have other leaves than those of the last call that was compiled."""
+        now, earlier = self._parameters.leaf_types(call), self._earlier
+        if earlier is None or now == earlier:
+            return
+        changes = [
+            f"`{path}`: {now.get(path, 'not there')}; earlier {earlier.get(path, 'not there')}"
+            for path in {**earlier, **now}
+            if now.get(path) != earlier.get(path)
+        ]
+        rest = f"\n  and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+        listed = "\n  ".join(changes[:_MOST_CHANGES])
+        raise TraceError(
+            f"The step fails on these arguments, which differ from an earlier call: {error!r}\n  {listed}{rest}"
+        ) from with_users_frames(error)
 
 
 def _check_function(fun: Any) -> None:

@@ -405,6 +405,10 @@ def _number_of(best_fn: Callable[[Any], float], worst: float) -> Callable[[Any],
 
 def _absolute(directory: str | os.PathLike[str]) -> str:
     """orbax takes absolute paths, and addresses such as gs://bucket/folder. Raises CheckpointError for others."""
+    if not isinstance(directory, str | os.PathLike):
+        raise CheckpointError(
+            f"The folder of a checkpoint is a path, the first argument; got a {type(directory).__name__}."
+        )
     text = os.fspath(directory)
     if "://" in text:
         return text
@@ -431,7 +435,9 @@ def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
     except Exception as error:
         advice = "" if _is_of_the_system(error) else then
         text = str(error).split(" [tensorstore_spec=")[0]  # A page of JSON that names the file once more.
-        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {text} {advice}".rstrip()) from error
+        raise CheckpointError(
+            f"{doing} failed: {type(error).__name__}: {text.rstrip('.')}. {advice}".rstrip()
+        ) from error
 
 
 def _is_of_the_system(error: Exception) -> bool:

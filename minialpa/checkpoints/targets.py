@@ -24,6 +24,8 @@ from minialpa.pytrees import hide_static
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.executable import Executable
 
+#: Leaves that a message lists at most.
+_MOST_NAMES = 8
 _Number = bool | int | float | complex
 
 
@@ -91,13 +93,18 @@ def restore_arguments(
     there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
     if not leaves:
-        hint = " Give the executable: `step.get_executable(...)`." if hasattr(target, "get_executable") else ""
-        raise CheckpointError(f"The target has no leaves, so there is nothing to read from {name}.{hint}")
+        raise CheckpointError(
+            f"The target has no arrays, so there is nothing to read from {name}. Pass a state, or the executable of a "
+            "step: `step.get_executable(...)`."
+        )
     wrong = list(_differences(leaves, there, partial_restore=partial_restore))
     if wrong:
-        rest = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        rest = f"\n  and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
         raise CheckpointError(
-            f"The checkpoint of {name} is of another model:\n  " + "\n  ".join(wrong[:8]) + rest + "\nPass a target "
+            f"The checkpoint of {name} is of another model:\n  "
+            + "\n  ".join(wrong[:_MOST_NAMES])
+            + rest
+            + "\nPass a target "
             "with the structure, shapes and dtypes that were saved." + _part_hint(leaves, there)
         )
 
@@ -207,7 +214,8 @@ def _part_hint(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> str:
     starts = [path[:-n] for path in there if n and len(path) > n and path[-n:] == names[0]]
     parts = sorted((part for part in starts if all((*part, *name) in there for name in names)), key=len)
     if not parts:
-        return ""
+        listed = ", ".join(f"`{'.'.join(path)}`" for path in list(there)[:_MOST_NAMES])
+        return f" The checkpoint has {listed}{', ...' if len(there) > _MOST_NAMES else ''}."
     target = "target"
     for key in reversed(parts[0]):
         target = f"{{{key!r}: {target}}}"

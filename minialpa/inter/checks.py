@@ -7,7 +7,7 @@ import warnings
 from minialpa.errors import ShardingError
 from minialpa.inter.context import PlanningContext
 from minialpa.intra.graph.constraints import matches
-from minialpa.options import AutoStageOption
+from minialpa.options import AutoStageOption, ManualLayerOption
 from minialpa.rules.known_rules import primitives_without_rule
 
 #: Paths of arguments and results that a message lists at most.
@@ -22,6 +22,17 @@ def warn_of_missing_rules(context: PlanningContext) -> None:
         warnings.warn(
             f"No sharding rule for {listed}: every device computes all of {'it' if len(names) == 1 else 'them'}. The "
             "numbers are right; the time and the memory may be more than they need be.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_missing_boundaries(context: PlanningContext) -> None:
+    """Warn of a pipeline whose layers the user was to mark, and did not."""
+    if isinstance(context.options.layers, ManualLayerOption) and context.traced.n_boundaries == 0:
+        warnings.warn(
+            "The layers of this pipeline end at `mark_pipeline_boundary()`, and the step has no such call: it is one "
+            "stage. Mark boundaries in the model, or use `AutoLayerOption()`.",
             UserWarning,
             stacklevel=2,
         )

@@ -20,7 +20,13 @@ from functools import partial
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.inter.best import best_of
 from minialpa.inter.by_name import best_with_methods_by_name
-from minialpa.inter.checks import check_fixed_specs, check_logical_mesh, check_submeshes, warn_of_missing_rules
+from minialpa.inter.checks import (
+    check_fixed_specs,
+    check_logical_mesh,
+    check_submeshes,
+    warn_of_missing_boundaries,
+    warn_of_missing_rules,
+)
 from minialpa.inter.compilers import compiler_of
 from minialpa.inter.context import PlanningContext, Progress
 from minialpa.inter.given_plan import plan_on_given_stages
@@ -62,6 +68,7 @@ def plan_step(
     )
     # Before anything long begins.
     warn_of_missing_rules(context)
+    warn_of_missing_boundaries(context)
     check_fixed_specs(context)
     check_submeshes(context)
     check_logical_mesh(context)

@@ -7,6 +7,7 @@ keyword arguments override parts of it. The arguments of a model are the fields 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,4 +43,8 @@ def build(name: str, **sizes: Any) -> ModelCase:
     if name in SIZES:
         size = SIZES[name]
         return MODELS[size.model](**{**size.arguments, **sizes})
-    raise TraceError(f"There is no model `{name}`. Known models: {', '.join(MODELS)}; known sizes: {', '.join(SIZES)}.")
+    near = difflib.get_close_matches(name.lower(), [*MODELS, *SIZES], n=1, cutoff=0.7)
+    meant = f" Do you mean `{near[0]}`?" if near else ""
+    raise TraceError(
+        f"There is no model `{name}`.{meant} Known models: {', '.join(MODELS)}; known sizes: {', '.join(SIZES)}."
+    )

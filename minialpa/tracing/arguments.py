@@ -101,8 +101,8 @@ def find_batch_dims(
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
         raise TraceError(
-            f"The leading dimensions of the batch differ: {listed}. Pass per-batch values of other shapes in an "
-            "argument that is not in `batch_argnums`."
+            f"The leading dimensions of the batch differ: {listed}. Check the order of the arguments, or "
+            "name the batch by `batch_argnums`. Values of other shapes go into an argument that is no batch."
         )
     if 0 in sizes.values():
         raise TraceError(f"The batch has no examples: `{next(iter(sizes))}` has shape {structs[dims.index(0)].shape}.")

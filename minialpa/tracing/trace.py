@@ -154,6 +154,13 @@ def trace_step(
     try:
         with tracing_step():
             flat, results = trace_flat(fun, *types)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise TraceError(
+            f"{str(error).split('. ')[0]}. The step is for one device: leave out collectives such as `jax.lax.pmean`. "
+            "minialpa adds them where devices share the examples."
+        ) from with_users_frames(error)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, ValueError) as error:
         if isinstance(error, ValueError) and "Non-hashable static arguments" not in str(error):  # of an inner `jax.jit`
             raise

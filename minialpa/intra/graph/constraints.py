@@ -139,7 +139,10 @@ def _axes_of_entry(
     """The mesh axes that split one dimension, which a partition gives by their names."""
     unknown = [name for name in names if name not in axes]
     if unknown:
-        raise ShardingError(f"{where} names the axes {unknown}; the mesh has {', '.join(axes)}.")
+        raise ShardingError(
+            f"{where} names the axes {unknown}; the mesh has {', '.join(axes)}. Other names are given by "
+            "`AutoShardingOption(axis_names=...)`."
+        )
 
     numbers = tuple(axis for name in names if (axis := axes[name]) is not None and mesh_shape[axis] > 1)
     if list(numbers) != sorted(numbers):
