@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import minialpa
 from minialpa import (
     AutoLayerOption,
+    CheckpointError,
     DeletedArrayError,
     LogicalMesh,
     ManualStageOption,
@@ -183,12 +185,43 @@ def test_what_only_looks_like_an_array_is_refused_by_what_it_is(leaf: Any, reaso
     refused(TraceError, reason, parallel, make_params(), leaf)
 
 
-def test_a_tree_that_lacks_a_key() -> None:
+def test_arguments_that_differ_from_those_of_an_earlier_call() -> None:
     parallel = minialpa.parallelize(train_step)
     params, batch = placed_args(parallel)
-    message = r"KeyError\('v'\).*differs from that of earlier calls:\n  now .*'w'.*\n  earlier .*'v'.*'w'"
-    refused(TraceError, message, parallel, {"w": params["w"]}, batch)
+    for wrong, message in (
+        ({"w": params["w"]}, r"KeyError\('v'\)\n  `params\['v'\]`: not there; earlier float32"),
+        (
+            {**params, "w": jnp.ones((3, WIDTH))},
+            r"TypeError\(.*\n  `params\['w'\]`: float32\[3, \d+\]; earlier ",
+        ),
+    ):
+        refused(TraceError, f"which differ from an earlier call: {message}", parallel, wrong, batch)
     works(parallel, params, batch)
+
+
+def test_an_argument_that_the_step_does_not_have() -> None:
+    parallel = minialpa.parallelize(train_step)
+    message = "The step has no argument `examples`. Its arguments are params, batch"
+    with pytest.raises(TypeError, match=message):
+        parallel(make_params(), examples=make_batch())
+    works(parallel, make_params(), make_batch())
+
+
+def test_a_collective_in_a_step_for_one_device() -> None:
+    def averaging(params: Any, batch: Any) -> Any:
+        return jax.lax.pmean(loss_fn(params, batch), "batch")
+
+    message = "unbound axis name: batch. The step is for one device: leave out collectives"
+    refused(TraceError, message, minialpa.parallelize(averaging), make_params(), make_batch())
+
+
+def test_a_pipeline_of_marked_layers_without_a_mark() -> None:
+    def unmarked(params: Any, batch: Any) -> Any:
+        return jax.tree.map(jnp.subtract, params, jax.grad(lambda p: jnp.mean((batch["x"] @ p["w"]) ** 2))(params))
+
+    parallel = minialpa.parallelize(unmarked, method=PipeshardParallel(layer_option="manual"))
+    with pytest.warns(UserWarning, match="end at `mark_pipeline_boundary.*it is one stage"):
+        assert len(parallel.plan(make_params(), make_batch()).stages) == 1
 
 
 def test_an_error_of_the_step_itself_is_passed_on() -> None:
@@ -385,6 +418,10 @@ def test_arguments_of_functions_in_each_others_places() -> None:
     parallel, params, batch = minialpa.parallelize(train_step), make_params(), make_batch()
     refused(MinialpaError, "`create_state` is a function", minialpa.train, parallel, params, [batch])
     refused(MinialpaError, "looks like a single batch", minialpa.train, parallel, make_params, batch)
+    save = functools.partial(minialpa.save_checkpoint, step=1)
+    refused(CheckpointError, "is a path, the first argument; got a dict", save, params, "checkpoints")
+    plan = functools.partial(minialpa.plan, cluster=minialpa.ClusterSpec.preset("cpu"))
+    refused(TraceError, r"is a tuple of all arguments of the step; got a dict", plan, train_step, params)
     message = r'`cluster` is a ClusterSpec, such as `ClusterSpec.preset\("h100"\)`'
     refused(ShardingError, message, lambda: minialpa.plan(train_step, (params, batch), cluster="h100"))  # type: ignore[arg-type]
 

@@ -139,7 +139,7 @@ def test_a_part_that_does_not_match_is_refused_by_name(tmp_path: Path) -> None:
         },
         r"`\['params'\]`: not in the checkpoint; expected float32\[2, 3\]": {"params": jnp.ones((2, 3))},
         r"names in `params`: `{'params': target}` with `partial_restore=True` reads": state["params"],
-        "The target has no leaves": {"params": None},
+        "The target has no arrays": {"params": None},
     }
     for message, target in targets.items():
         with pytest.raises(CheckpointError, match=message):

@@ -45,7 +45,7 @@ def test_saved_plans_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_files_that_are_no_plans_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.json").write_text("{}")
     assert main(["report", str(tmp_path / "plan.json")]) == 1
-    assert "minialpa: Not a plan" in capsys.readouterr().err
+    assert "plan.json`: Not a plan" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.json")]) == 1
     assert "none.json` cannot be read: No such file" in capsys.readouterr().err
 
@@ -138,6 +138,7 @@ def one(): return (step,)
 def turned(): return jnp.eye(4), jnp.ones((8, 4)), step
 def fails(): return undefined
 def wrong(): return step, jnp.eye(4), jnp.ones((8, 5))
+def wrong_pair(): return step, (jnp.eye(4), jnp.ones((8, 5)))
 def parallel(): return minialpa.parallelize(step), jnp.eye(4), jnp.ones((8, 4))
 VALUE = 3
 """
@@ -154,6 +155,10 @@ VALUE = 3
         (["mistakes:turned"], "returned (ArrayImpl, ArrayImpl, function)"),
         (["mistakes:fails"], "mistakes.py:14: NameError: name 'undefined' is not defined"),
         (["mistakes:wrong"], "The step of `mistakes:wrong` failed at "),
+        (
+            ["mistakes:wrong_pair"],
+            "contracting dimensions to have the same shape, got (5,) and (4,)",
+        ),
         (["mistakes:parallel"], "Return the step itself, `step.__wrapped__`"),
         (["mistakes:VALUE"], "`mistakes:VALUE` is a int, not a function"),
         (["mistakes:run"], "`mistakes` has no `run`"),
@@ -164,8 +169,9 @@ VALUE = 3
         (["mistakes.py:make"], "Name the module: `mistakes:make`"),
         (["mistakes.py"], "Name a function of mistakes.py: `mistakes:FUNCTION`"),
         (["not_mine:make"], "There is no module `not_mine`"),
-        (["no_syntax:make"], "Importing `no_syntax` failed: SyntaxError"),
+        (["no_syntax:make"], "no_syntax.py:1: SyntaxError"),
         (["no_package:make"], "No module named 'a_package_that_is_not_there'"),
+        (["gpt-1b"], "There is no model `gpt-1b`. Do you mean `gpt-15b`?"),
         (["mistakes:make", "--cluster", "none.json"], "There is no file `none.json`"),
         (["mistakes:make", "--cluster", "cpu.json", "--num-hosts", "2"], "`cpu.json` has its own hosts"),
         (["mistakes:make", "--save", "."], "`.` is a folder"),
@@ -203,7 +209,7 @@ def test_a_method_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     error = capsys.readouterr().err
     assert "was made for another model or batch than `bert`: argument" in error and "on_stale" not in error
     assert main(["plan", "mlp", "--cluster", path]) == 1
-    assert "minialpa: This is a plan, and no cluster description" in capsys.readouterr().err
+    assert "plan.json`: This is a plan, and no cluster description" in capsys.readouterr().err
 
 
 def test_a_batch_size_reaches_the_function(
@@ -237,7 +243,7 @@ def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.Cap
     for text in (b"{", b"[]", b"\xff"):
         (tmp_path / "cluster.json").write_bytes(text)
         assert main(["plan", "mlp", "--cluster", str(tmp_path / "cluster.json")]) == 1
-        assert "minialpa: Not a cluster description" in capsys.readouterr().err
+        assert "cluster.json`: Not a cluster description" in capsys.readouterr().err
 
 
 def test_numbers_are_positive(capsys: pytest.CaptureFixture[str]) -> None:

@@ -623,9 +623,9 @@ class ParallelizedFunc:
         except MinialpaError:
             raise
         except Exception as error:
-            self._explain_mismatch(call, error)
             if known.batch == "auto" and set(numbers) == {0, 1}:
                 _explain_sizes(call.leaves, paths, [number == 1 for number in numbers], error)
+            self._explain_mismatch(call, error)
             raise
         check_registered_rules(traced.flat.eqns, on_default_device=_runs_here())
         if known.batch != "auto":
