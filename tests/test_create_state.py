@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import CreateStateParallel, PipeshardParallel, ShardingError, ShardParallel, Zero3Parallel, models
+from minialpa import (
+    AutoLayerOption,
+    CreateStateParallel,
+    PipeshardParallel,
+    ShardingError,
+    ShardParallel,
+    Zero3Parallel,
+    models,
+)
 from minialpa.methods import Method
 from minialpa.runtime.arrays import BlockedArray
 from tests import scanned_training as scanned
@@ -84,7 +92,7 @@ def test_a_state_has_the_bits_of_plain_jax_and_is_read_in_place(name: str, where
     "method",
     [
         pytest.param(Zero3Parallel(), marks=pytest.mark.slow),
-        PipeshardParallel(num_micro_batches=2, layer_option="manual"),
+        PipeshardParallel(num_micro_batches=2, layer_option=AutoLayerOption(2)),
     ],
 )
 def test_a_flax_train_state_has_the_bits_of_plain_jax(method: Method) -> None:

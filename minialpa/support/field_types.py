@@ -1,6 +1,6 @@
 """A dataclass of options in; an error out for the first field whose value is not of the type that it is annotated with.
 
-Annotations may be classes, unions, literals, tuples, sequences and mappings of them, and numbers within limits:
+Annotations may be classes, unions, literals, pairs, sequences and mappings of them, and numbers within limits:
 `Annotated[int, Within(1)]`.
 """
 
@@ -10,10 +10,10 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from jax.sharding import PartitionSpec
 
@@ -63,8 +63,8 @@ def check_value(name: str, value: Any, hint: Any) -> None:
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+def _hints(kind: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(cast(type, kind), include_extras=True)
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -115,11 +115,9 @@ def _alternatives(hint: Any, several: bool) -> list[str]:
         case typing.Literal:
             return [repr(one) for one in arguments]
         case kind if kind is tuple and Ellipsis not in arguments:
-            each = (
-                _words(arguments[0], several=True) if len(set(arguments)) == 1 else " and ".join(map(_words, arguments))
-            )
-            count = {2: "pair"}.get(len(arguments), "tuple")
-            return [f"{count}s of {each}" if several else f"a {count} of {each}"]
+            first, second = arguments
+            each = _words(first, several=True) if first == second else f"{_words(first)} and {_words(second)}"
+            return [f"pairs of {each}" if several else f"a pair of {each}"]
         case kind if kind is tuple or kind is Sequence:
             return [f"{'tuples' if several else 'a tuple'} of {_words(arguments[0], several=True)}"]
         case kind if kind is dict or kind is Mapping:
@@ -129,7 +127,7 @@ def _alternatives(hint: Any, several: bool) -> list[str]:
         return ["True", "False"]
     if hint in _NUMBERS:
         return [_NUMBERS[hint][2 if several else 1]]
-    name = getattr(hint, "__name__", str(hint))
+    name: str = getattr(hint, "__name__", str(hint))
     one, many = _WORDS.get(hint, (f"{'an' if name[0] in 'AEIOU' else 'a'} {name}", f"{name}s"))
     return [many if several else one]
 
