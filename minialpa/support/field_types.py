@@ -51,7 +51,7 @@ def check_fields(options: Any, *, but: Sequence[str] = ()) -> None:
 
     but: names of fields that are not checked.
     """
-    for name, hint in _hints(type(options)).items():
+    for name, hint in _hints(cast(Hashable, type(options))).items():
         if name not in but:
             check_value(name, getattr(options, name), hint)
 
@@ -126,7 +126,8 @@ def _alternatives(hint: Any, several: bool) -> list[str]:
     if hint is bool:
         return ["True", "False"]
     if hint in _NUMBERS:
-        return [_NUMBERS[hint][2 if several else 1]]
+        _, one, many = _NUMBERS[hint]
+        return [many if several else one]
     name: str = getattr(hint, "__name__", str(hint))
     one, many = _WORDS.get(hint, (f"{'an' if name[0] in 'AEIOU' else 'a'} {name}", f"{name}s"))
     return [many if several else one]
