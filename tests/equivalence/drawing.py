@@ -67,6 +67,8 @@ def pieces(example: Example) -> frozenset[str]:
         "planned for GPUs": example.way.gpus,
         "narrower types": example.training.model.narrows,
         "narrow totals": any(term.reduction == "made narrower" for term in example.training.loss.terms),
+        "absent class": any(term.reduction == "an absent class" for term in example.training.loss.terms),
+        "one flag": "any one" in example.training.results,
         "counts": bool(example.training.counted),
         "typed keys": example.training.typed,
         "a flag before": bool(example.way.flag),

@@ -236,6 +236,7 @@ FAULTS: tuple[Fault, ...] = (
         "inter/microbatch/once_values.py",
         "return jnp.where(x == 0, x, x / scalar if scale.divides else x * scalar)",
         "return x / scalar if scale.divides else x * scalar",
+        ("absent class",),
     ),
     Fault(
         "each micro-batch has the first rows of what has no examples",
@@ -282,7 +283,7 @@ FAULTS: tuple[Fault, ...] = (
         "intra/strategies/all_reduce.py",
         '"and": "min", "max": "max", "min": "min", "or": "max"',
         '"and": "min", "max": "max", "min": "min", "or": "min"',
-        ("counts",),
+        ("one flag",),
     ),
     Fault(
         "a maximum over devices drops NaN",
