@@ -1,11 +1,10 @@
 """Batches for training steps, read ahead and laid out as the step reads them.
 
-A `DataLoader` takes batches from any iterator, in a thread of its own, and asks the parallelized step to lay them out
-(`ParallelizedFunc.place_batch`), while the step works on earlier ones. Its state says which batches the loop has
-received, so that training which was interrupted goes on with the next one.
+A thread of a `DataLoader` reads batches from any iterator and lets the parallelized step lay them out
+(`ParallelizedFunc.place_batch`), while the step works on earlier ones. The state of a loader counts the batches that
+the loop has received, so that interrupted training continues with the next one.
 
-The thread knows the source and the queue, not the loader. So a loader that nobody refers to is collected, and this
-ends its thread.
+The thread refers to the source and the queue, but not to the loader: garbage collection of a loader ends its thread.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from minialpa.session import running_session
 
 OnRagged = Literal["fewer", "error", "drop"]
 
-#: Seconds that closing a loader waits for a source to return, and that the end of the process does.
+#: Seconds that closing a loader, and the end of the process, wait for a source to return.
 _CLOSE_S, _EXIT_S = 1.0, 5.0
 
 
 class PlacesBatches(Protocol):
-    """What a loader needs of a step, see `ParallelizedFunc`."""
+    """The part of `ParallelizedFunc` that a loader calls."""
 
     def place_batch(self, batch: Any) -> Any: ...
 
 
 class DataLoader(Iterator[Any]):
-    """The batches of a source, in its order, each on the devices and in the shardings in which the step reads it.
+    """The batches of a source, in order, on the devices and in the shardings in which the step reads them.
 
-    It goes through the source once and is read by one thread. The first batches, until the step has compiled a program
-    for their shapes (by a call or `get_executable`), are NumPy arrays: the step lays these out itself. Leaves that the
-    step cuts into micro-batches are `MicroBatchedArray`s, which `np.asarray` reads. All of them are copies, so the
-    source may use its buffers again.
+    A loader reads the source once, for one thread. Batches are NumPy arrays until the step has compiled a program for
+    their shapes, by a call or `get_executable`; the step lays these out itself. Leaves that the step cuts into
+    micro-batches are `MicroBatchedArray`s, which `np.asarray` reads. All leaves are copies, so the source may reuse its
+    buffers.
 
     A loader is also a context manager, which closes it.
     """
@@ -65,11 +64,11 @@ class DataLoader(Iterator[Any]):
         source: an iterator, an iterable, or a function without arguments that returns one. Its items are batches:
             pytrees of arrays with examples along dimension 0, or tuples of these, one for each of the step's
             `batch_argnums`.
-        step: the function that `parallelize` returned, which the batches are for.
-        prefetch_size: how many batches wait in the queue at most; each takes memory of the devices.
-        on_ragged: what to do with a batch that has fewer examples than the first one. "fewer": hand it over; the step
-            plans and compiles for its size. "error": raise ShardingError, which names the sizes. "drop": leave it out.
-            The latter two raise ShardingError for a batch with more examples.
+        step: the function that `parallelize` returned.
+        prefetch_size: the most batches in the queue; each takes memory of the devices.
+        on_ragged: the treatment of a batch with fewer examples than the first one. "fewer" returns it; the step plans
+            and compiles for its size. "error" raises ShardingError with the sizes. "drop" leaves it out. "error" and
+            "drop" raise ShardingError for a batch with more examples.
         """
         _check_arguments(step, prefetch_size, on_ragged)
         self._batches = _Batches(_Source(source), step, on_ragged)
@@ -83,7 +82,7 @@ class DataLoader(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        """The next batch. Raises what the source, or laying the batch out, raised; the loader has ended then."""
+        """The next batch. Raises any error of the source or of laying out the batch; the loader has ended then."""
         if self._is_closed:
             raise MinialpaError("The loader is closed. Make another one, and give it the state of this one to go on.")
         if self._reader is None:
@@ -99,7 +98,7 @@ class DataLoader(Iterator[Any]):
             try:
                 raise outcome.error
             finally:
-                del outcome  # which the error would else keep alive by its traceback, and be kept alive by
+                del outcome  # it refers to the error, and the traceback of the error refers to it
         if outcome is None:
             raise StopIteration
         self._state = outcome.state
@@ -114,18 +113,18 @@ class DataLoader(Iterator[Any]):
     # ---- the state ------------------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """Which batches `next` has returned: those that only wait in the queue are read again by who goes on from here.
+        """The place after the last batch that `next` returned; batches in the queue do not count.
 
-        It holds the source's own state, if the source has one (`get_state` or `state_dict`), and else counts batches.
-        It is a value, and JSON if the source's state is.
+        It holds the source's own state, if the source has one (`get_state` or `state_dict`), or else a count of
+        batches. It is a value, and JSON if the source's state is.
         """
         return copy.deepcopy(self._batches.state() if self._state is None else self._state)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on behind the batch that was received last when `state` was taken, from this or another loader.
+        """Continue after the last batch that this or another loader had returned when it gave `state`.
 
-        A source without a state of its own is opened again, and its first batches are read and left out. Raises
-        MinialpaError if that cannot be: an iterator that is already behind them, or a source that ends before.
+        The loader reopens a source without a state of its own, and skips its first batches. Raises MinialpaError for an
+        iterator that is already past them, and for a source that ends before them.
         """
         if self._is_closed:
             raise MinialpaError("The loader is closed. Make another one and set its state.")
@@ -136,18 +135,15 @@ class DataLoader(Iterator[Any]):
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Have `next` say that there are no more batches, also where it is waiting for the source.
-
-        It waits for nothing, so that the handler of a signal may call it.
-        """
+        """End the batches, even while `next` waits for the source. Returns at once, so signal handlers may call it."""
         self._has_ended = True
         if self._reader is not None:
             self._reader.end()
 
     def close(self) -> None:
-        """End the thread, or have it end when the source returns, if that blocks. Calling it twice is fine.
+        """End the thread; if the source blocks, the thread ends when the source returns. Calling it twice is fine.
 
-        The source itself is not closed. It has been read ahead, so nothing else should read on from it.
+        The source stays open. The loader has read ahead in it, so nothing else should continue to read it.
         """
         self._is_closed = True
         self._end_reader(_CLOSE_S)
@@ -171,12 +167,11 @@ class MeshDriverDataLoader(DataLoader):
     """A `DataLoader` with Alpa's arguments, over the samples 0 to `num_samples` of a data set.
 
     Batch k of an epoch has the samples from k * batch_size on, in order, wherever they are read. In a session on a
-    cluster, each worker reads the samples that its devices hold, and no sample passes through the calling process,
-    except for the first batches, until the step has compiled a program for them, and the last batch of an epoch if it
-    is smaller. In one process, and for batches with leaves that are no arrays of numbers with examples along dimension
-    0, the calling process reads all.
+    cluster, each worker reads the samples of its devices. The calling process reads the batches for which the step has
+    no program yet, a smaller last batch of an epoch, batches with leaves other than arrays of numbers with examples
+    along dimension 0, and all samples in a session without workers.
 
-    What the function raises in a worker is raised by `next` as a WorkerError, with the traceback of the worker.
+    If the function raises an error in a worker, `next` raises a WorkerError with the traceback of the worker.
     """
 
     def __init__(
@@ -194,11 +189,11 @@ class MeshDriverDataLoader(DataLoader):
 
         num_samples: examples of an epoch.
         input_iter_func: called with (start, end, batch_size), returns an iterator over the batches of the samples from
-            `start` to `end`. A sample may not depend on the range that it is read in. The calling process calls it for
-            the rest of an epoch, workers call it for the rows of one batch at a time: what takes long to open should be
-            kept, by `functools.cache` for example. It is pickled for the workers.
+            `start` to `end`. A sample may not depend on this range. The calling process calls the function for the rest
+            of an epoch, workers for the rows of one batch at a time: keep files that take long to open, for example by
+            `functools.cache`. The function is pickled for the workers.
         step, prefetch_size, on_ragged: as in `DataLoader`. Alpa has placement specs in place of the step.
-        repeat: whether another epoch begins where one ends.
+        repeat: whether another epoch follows an epoch.
         """
         for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
             if not isinstance(value, int) or value < 1:
@@ -236,10 +231,10 @@ def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:
 
 
 class _Source:
-    """Batches as they come, and the state behind the last of them.
+    """The batches of a user's source, and its state after the last of them.
 
     Attributes:
-        n_read: how many were read, by this source or the one whose state it has taken over.
+        n_read: the number of batches read, including those before a restored state.
     """
 
     def __init__(self, given: Any) -> None:
@@ -259,7 +254,7 @@ class _Source:
         return batch
 
     def state(self) -> Any:
-        """That of the source, as it is now; None if it has none, or none yet."""
+        """The present state of the source; None if it has none."""
         for holder in (self._opened(), self._given):
             if methods := state_methods(holder):
                 get, _ = methods
@@ -267,7 +262,7 @@ class _Source:
         return None
 
     def restore(self, n_read: int, state: Any) -> None:
-        """Go on behind the first `n_read` batches, where the source has the state `state`."""
+        """Continue after the first `n_read` batches, where the source has the state `state`."""
         if state is None:
             self._skip_to(n_read)
             return
@@ -287,15 +282,15 @@ class _Source:
                 self.n_read = n_read
                 return
         raise MinialpaError(
-            "The state holds that of a source with `get_state` or `state_dict`, and this source has neither. Make the "
-            "loader with the source that the state was taken of."
+            "The state comes from a source with `get_state` or `state_dict`, and this source has neither. Make the "
+            "loader with the same source."
         )
 
     def _skip_to(self, n_read: int) -> None:
-        """Read and leave out batches until `n_read` were read."""
+        """Skip batches until `n_read` were read."""
         if self._is_one_shot and n_read < self.n_read:
             raise MinialpaError(
-                f"The iterator has given {self.n_read} batches, and the state is that behind batch {n_read}. Make the "
+                f"The iterator has given {self.n_read} batches, and the state is from after batch {n_read}. Make the "
                 "loader with a function that returns a new iterator, or with a new iterator."
             )
         if not self._is_one_shot:
@@ -305,8 +300,8 @@ class _Source:
                 self.read()
             except StopIteration:
                 raise MinialpaError(
-                    f"The state is that behind batch {n_read}, and the source ends after {self.n_read} batches. It "
-                    "has to give the batches that it gave when the state was taken."
+                    f"The state is from after batch {n_read}, and the source ends after {self.n_read} batches. It must "
+                    "give the same batches as before."
                 ) from None
 
     def _opened(self) -> Iterator[Any]:
@@ -316,10 +311,7 @@ class _Source:
 
 
 def state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """The methods that read and set the state of a source: those of grain, or those of torch and Hugging Face.
-
-    None if it has neither pair.
-    """
+    """The methods that read and set the state of a source, as grain or as torch and Hugging Face name them, or None."""
     for getter, setter in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, getter) and hasattr(source, setter):
             return getattr(source, getter), getattr(source, setter)
@@ -328,7 +320,7 @@ def state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A batch, and the loader's state once somebody has received it."""
+    """A batch, and the loader's state after it."""
 
     batch: Any
     state: dict[str, Any]
@@ -336,7 +328,7 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What was raised in place of a batch."""
+    """An error in place of a batch."""
 
     error: BaseException
 
@@ -346,14 +338,14 @@ _Outcome = _Read | _Failed | None
 
 
 class _Batches:
-    """The batches of a source that are handed over, laid out for a step. One thread at a time uses it."""
+    """The batches of a source for a step, without those that `on_ragged` drops. One thread at a time uses it."""
 
     def __init__(self, source: _Source, step: PlacesBatches, on_ragged: OnRagged) -> None:
         self._source, self._step, self._on_ragged = source, step, on_ragged
         self._first_sizes: list[int] | None = None
 
     def read(self) -> _Outcome:
-        """The next one as the source has it, or what was raised in its place. Raises nothing."""
+        """The next batch of the source, or its error. Raises nothing."""
         try:
             batch = self._source.read()
             while not self._is_wanted(batch):
@@ -363,14 +355,14 @@ class _Batches:
         except BaseException as error:
             return _Failed(error)
 
-        # Apart from the above: a StopIteration of this is an error, and no end.
+        # In a separate block: a StopIteration of the state is an error.
         try:
             return _Read(batch, self.state())
         except BaseException as error:
             return _Failed(error)
 
     def lay_out(self, outcome: _Outcome) -> _Outcome:
-        """A batch that was read as the step reads it, or what was raised in its place. Raises nothing."""
+        """A batch on the devices of the step, or the error of bringing it there. Raises nothing."""
         if not isinstance(outcome, _Read):
             return outcome
         try:
@@ -379,27 +371,27 @@ class _Batches:
             return _Failed(error)
 
     def state(self) -> dict[str, Any]:
-        """The loader's state behind the last batch that was read."""
+        """The loader's state after the last batch that was read."""
         return {"batches": self._source.n_read, "sizes": self._first_sizes, "source": self._source.state()}
 
     def restore(self, state: Any) -> None:
-        """Go on behind the batch of a state."""
+        """Continue after the batch of a state."""
         if not _is_state(state):
-            raise MinialpaError(f"This is no state of a loader, as `get_state` returns it: {_shortened(state)}.")
+            raise MinialpaError(f"A state of a loader comes from `get_state`; got {_shortened(state)}.")
         self._source.restore(state["batches"], state["source"])
         self._first_sizes = state["sizes"]
 
     def _laid_out(self, batch: Any) -> Any:
-        """The batch as the step reads it. It shares no memory with that of the source."""
+        """The batch on the devices of the step. It shares no memory with the source."""
         placed = self._step.place_batch(batch)
         leaves = jax.tree.leaves(placed)
         if leaves and all(isinstance(leaf, UnreadArray) for leaf in leaves):
-            # No program takes it yet. Workers leave some leaves unread if no stage reads them; those stay so.
+            # There is no program for it yet. If there is one, workers leave a leaf unread that no stage reads.
             placed = jax.tree.map(np.asarray, placed)
         return jax.tree.map(_owned, placed)
 
     def _is_wanted(self, batch: Any) -> bool:
-        """Whether to hand the batch over. Raises ShardingError for a size that `on_ragged` refuses."""
+        """Whether to return the batch. Raises ShardingError for a size that `on_ragged` refuses."""
         if self._on_ragged == "fewer":
             return True
         sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())]
@@ -414,13 +406,13 @@ class _Batches:
             raise ShardingError(
                 f"Batch {self._source.n_read} has {_text(sizes)} examples, and the first one had "
                 f'{_text(self._first_sizes)} (`on_ragged="{self._on_ragged}"`). Use `on_ragged="fewer"` to plan and '
-                f"run it as it is{hint}."
+                f"run this size{hint}."
             )
         return False
 
 
 def _owned(leaf: Any) -> Any:
-    """A leaf of a batch, if it is a NumPy array as a copy. Steps take no Python objects, but loops may."""
+    """A leaf of a batch; a copy of a NumPy array. Arrays of Python objects are for the loop, not for the step."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return leaf.copy() if leaf.dtype.hasobject else own_copy(leaf)
@@ -447,23 +439,23 @@ def _text(sizes: list[int]) -> str:
 
 
 class _Reader:
-    """A thread that reads batches into a queue, as far as there is room, until it is stopped or they end."""
+    """A thread that reads batches into a queue of limited length."""
 
     def __init__(self, batches: _Batches, room: int) -> None:
         self._batches, self._room = batches, room
         self._changed = threading.Condition()
         self._queue: deque[_Outcome] = deque()
         self._has_ended = self._is_stopped = False
-        # A daemon, because a source may block for ever, and the process should end nevertheless.
+        # A daemon, so that the process can end although a source blocks for ever.
         self._thread = threading.Thread(target=self._run, name="minialpa data loader", daemon=True)
 
     def start(self) -> None:
-        # A thread that is inside of jax when the interpreter ends would abort the process.
+        # A thread inside jax aborts the process when the interpreter ends.
         atexit.register(self._end_with_process)
         self._thread.start()
 
     def take(self) -> _Outcome:
-        """The next outcome, once it is there; None from the end on, after an error, and when the reader is stopped."""
+        """Wait for the next outcome. None after the end or an error, and if the reader is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._has_ended or self._is_stopped)
             if self._is_stopped or not self._queue:
@@ -473,19 +465,19 @@ class _Reader:
             return outcome
 
     def stop(self) -> None:
-        """Have the thread end, and forget the queue. Garbage collection calls this, so it does not wait."""
+        """End the thread and clear the queue, without waiting: garbage collection calls this."""
         with self._changed:
             self.end()
             self._queue.clear()
 
     def end(self) -> None:
-        """As `stop`, but the queue stays: a signal may come while this very thread takes a batch from it."""
+        """End the thread and keep the queue, from which a thread may be taking a batch when a signal comes."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait until the thread has ended, for as long as that."""
+        """Wait for the end of the thread, at most `timeout_s` seconds."""
         self._thread.join(timeout_s)
 
     def _end_with_process(self) -> None:
@@ -501,7 +493,7 @@ class _Reader:
     def _fill_queue(self) -> None:
         while not self._has_ended and self._wait_for_room():
             outcome = self._batches.read()
-            # Nobody may be left to wait until a batch is laid out, if the source has returned late.
+            # If the source has returned too late, no loop waits for the batch.
             if not self._is_stopped:
                 outcome = self._batches.lay_out(outcome)
             with self._changed:
@@ -509,11 +501,11 @@ class _Reader:
                     self._queue.append(outcome)
                     self._has_ended = not isinstance(outcome, _Read)
                     self._changed.notify_all()
-            # Else this would keep a batch that the loop has done with, until the next one is there.
+            # Otherwise this name would keep a used batch alive until the next one comes.
             del outcome
 
     def _wait_for_room(self) -> bool:
-        """Whether to read on, once there is room."""
+        """Wait for room in the queue. False if the reader is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or len(self._queue) < self._room)
             return not self._is_stopped

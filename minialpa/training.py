@@ -1,11 +1,11 @@
-"""The loop around a training step: state, batches, metrics, checkpoints, and going on when workers or hosts are lost.
+"""The loop around a training step: state, batches, metrics, checkpoints, and recovery from lost workers and hosts.
 
-All that `train` does can be done by hand, with the functions that it calls here: `parallelize`, `CreateStateParallel`,
-`DataLoader`, `CheckpointManager`, `available_hosts` and `restart`.
+You can do all of `train` by hand, with the functions that it calls: `parallelize`, `CreateStateParallel`, `DataLoader`,
+`CheckpointManager`, `available_hosts` and `restart`.
 
-A session ends when it loses a worker. Then its arrays are lost, and `train` starts a session on the hosts that are
-left, plans the step for these, reads the last checkpoint into the new shardings, and goes on with the batch behind it.
-After each checkpoint it looks whether there are more hosts than the session has, and takes them in the same way.
+A session ends when it loses a worker, and its arrays are lost with it. Then `train` starts a session on the remaining
+hosts, plans the step for them, reads the last checkpoint into the new shardings, and continues with the next batch.
+After each checkpoint it looks for more hosts, and takes them in the same way.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from minialpa.support.private_jax import api_boundary
 
 _log = logging.getLogger(__name__)
 
-#: Losses, one after the other without a new step in between, after which it is the step that ends its workers.
+#: Losses in a row, without a new step between them, after which the step itself must be the cause.
 _MOST_LOSSES = 3
-#: Seconds between two looks whether a host has come back, while there is none.
+#: Seconds between two looks for a host, while there is none.
 _LOOK_EVERY_S = 2.0
 
 What = Literal[
@@ -53,12 +53,12 @@ _WARNINGS = ("unusable", "ended", "lost", "restarted")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What is known of a step when it is done.
+    """The results of a step.
 
     Attributes:
-        n_steps: the number of steps that the state has seen, this one included.
-        metrics: what the step returned beside the state, as numbers and NumPy arrays.
-        evaluation: what `evaluate` returned for the state behind this step; None where it was not called.
+        n_steps: the number of steps of the run so far, including this one.
+        metrics: the metrics of the step, as numbers and NumPy arrays.
+        evaluation: the result of `evaluate` for the state after this step; None if it was not called.
     """
 
     n_steps: int
@@ -68,16 +68,16 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEvent:
-    """What happened beside the steps, and what it cost.
+    """An event between steps, and its cost.
 
     Attributes:
         what: the step was "planned", or its plan "loaded" from a checkpoint, and "compiled" for the devices of a
             session; its state was "created", or "restored" from a checkpoint; the files of a checkpoint were "saved";
-            the batches "ended" before `n_steps` steps; the session was "lost", and "restarted" on the hosts that are
-            there; the plan of a checkpoint was "unusable", so that the step is planned anew.
-        n_steps: the number of steps that were done before; of a checkpoint, its step.
-        seconds: how long the loop waited for it. A checkpoint is written during the steps that follow.
-        text: the same for people.
+            the batches "ended" before `n_steps` steps; the session was "lost", and "restarted" on the available hosts;
+            the plan of a checkpoint was "unusable", so `train` makes a new one.
+        n_steps: the number of steps before the event; for a checkpoint, its step.
+        seconds: how long the loop waited. Files of a checkpoint are written during the next steps.
+        text: a description.
     """
 
     what: What
@@ -88,13 +88,13 @@ class TrainingEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
-        state: the state behind the last step.
-        n_steps: the number of steps that it has seen.
-        report: the report of the last step; None if none was left to do.
-        events: what happened beside the steps, in order.
+        state: the state after the last step.
+        n_steps: the number of steps of the run.
+        report: the report of the last step; None if `train` ran no step.
+        events: all events, in order.
     """
 
     state: Any
@@ -123,31 +123,30 @@ def train(
 
     step: the function that `parallelize` returned. Its two arguments may be any pytrees.
     create_state: makes the first state, each leaf where the step reads it (see `CreateStateParallel`).
-    batches: a function that returns an iterator over the batches, the same ones each time; or an iterable, or an
-        iterator that has a state of its own, as those of grain. `DataLoader` reads them ahead.
-    n_steps: the number of steps of the whole run, with those before the checkpoint; None for as many as there are
-        batches.
-    folder: where checkpoints are saved, which every host sees; None for none. Then a loss ends the run. A first
-        checkpoint may be one that `save_checkpoint(folder, state, step=0)` made of pretrained weights.
-    save_every: a checkpoint is saved whenever a multiple of so many steps is done, and behind the last one.
+    batches: a function that returns an iterator over the batches, each time over the same ones; or an iterable, or an
+        iterator with a state of its own, as in grain. `DataLoader` reads them ahead.
+    n_steps: the number of steps of the whole run, including those before the checkpoint; None for one per batch.
+    folder: a folder for checkpoints that every host sees. None saves none, and a loss then ends the run. The first
+        checkpoint may hold pretrained weights: `save_checkpoint(folder, state, step=0)`.
+    save_every: `train` saves a checkpoint after every `save_every` steps, and after the last step.
     max_to_keep: the number of checkpoints that stay; None for all.
-    report: is called for each step, in order, when its metrics are on the host; the next step may have begun by then.
-        Steps behind a checkpoint from which the run goes on are done, and reported, again.
+    report: called for each step, in order, when its metrics are on the host, which may be during the next step. A run
+        that continues from a checkpoint repeats, and reports, the lost steps.
     evaluate: called with the state, which it must not change, after every `evaluate_every` steps and after step
         `n_steps`.
     prefetch_size: the number of batches to read ahead.
-    wait_for_hosts_s: how many seconds to wait for a host where all were lost.
+    wait_for_hosts_s: seconds to wait for a host after all were lost.
 
-    Events are logged with their costs by the logger `minialpa.training`: losses, restarts, batches that end too early
-    and plans that cannot be used as warnings, all others as information. A plan is saved with each checkpoint, and a
-    run that starts again on the same devices uses it.
+    The logger `minialpa.training` logs events with their costs: losses, restarts, batches that end too early and
+    unusable plans as warnings, all others as information. Each checkpoint has the plan, which a restarted run uses on
+    the same devices.
 
-    With a folder, SIGTERM, by which clusters announce that they take a machine away, lets the step end and saves a
-    checkpoint; then the signal takes its course. Before the first step, and while a plan, a program or the state is
-    made, it does so at once.
+    Clusters send SIGTERM before they take a machine away. With a folder, `train` then finishes the step, saves a
+    checkpoint, and lets the signal end the process. Before the first step, and while it makes a plan, a program or the
+    state, the signal acts at once.
 
-    Raises the WorkerError if a session is lost and there is no folder, or three times at the same step; MinialpaError
-    for arguments that cannot be.
+    Raises the WorkerError if a session is lost without a folder, or three times at the same step; MinialpaError for
+    wrong arguments.
     """
     _check_arguments(step, create_state, batches, n_steps, save_every, evaluate_every)
     run = _Run(
@@ -174,7 +173,7 @@ def train(
             lost = failure(session)
             if lost is None:
                 raise
-            # Saving may fail in consequence, and then the session's own error says more.
+            # Saving may fail because of the loss; then the session's own error is the cause.
             progress.note_loss(error if isinstance(error, WorkerError) else lost, can_go_on=run.folder is not None)
         else:
             if end is not None:
@@ -201,17 +200,17 @@ class _Run:
 
 
 class _Progress:
-    """What a run remembers from one session to the next.
+    """The part of a run that outlives a session.
 
     Attributes:
-        events: what happened, in order.
-        n_done: the number of steps that the present state has seen.
+        events: all events, in order.
+        n_done: the number of steps of the present state.
         last: the report of the last step.
-        first_batch: the state of the data loader before it has read anything; None before it is asked.
-        is_terminated: whether the process was told to end.
-        is_interrupted: whether it was interrupted from the keyboard.
-        loader: that of the session, which a signal to end makes return no more batches.
-        has_state: whether there is a state of this session to save.
+        first_batch: the state of the data loader before its first batch; None before it is known.
+        is_terminated: whether SIGTERM came.
+        is_interrupted: whether the keyboard interrupted the process.
+        loader: the loader of the session. SIGTERM ends its batches.
+        has_state: whether this session has a state to save.
         saving: the step of the checkpoint that is being written, and the seconds that the loop waited for it.
     """
 
@@ -227,7 +226,7 @@ class _Progress:
         self._n_losses = 0
 
     def note(self, what: What, seconds: float, text: str, n_steps: int | None = None) -> None:
-        """n_steps: as in `TrainingEvent`; None for the steps that are done."""
+        """n_steps: as in `TrainingEvent`; None for `n_done`."""
         event = TrainingEvent(what=what, n_steps=n_steps or self.n_done, seconds=seconds, text=text)
         self.events.append(event)
         _log.log(
@@ -236,7 +235,7 @@ class _Progress:
 
     @contextmanager
     def timed(self, what: What, text: str) -> Iterator[None]:
-        """Note an event with the seconds that the block takes."""
+        """Note an event with the seconds of the block."""
         start_s = time.monotonic()
         yield
         self.note(what, time.monotonic() - start_s, text)
@@ -252,13 +251,13 @@ class _Progress:
             )
             raise error
         if self._n_losses == _MOST_LOSSES:
-            error.add_note(f"The session was lost {_MOST_LOSSES} times at this step, so the run was ended.")
+            error.add_note(f"The session was lost {_MOST_LOSSES} times at this step, so the run ends.")
             raise error
 
 
 @contextmanager
 def _interrupt_noted(progress: _Progress) -> Iterator[None]:
-    """In this context, an interrupt is also noted: Python drops a KeyboardInterrupt in a callback of C code."""
+    """Also note an interrupt in `progress`, since Python drops a KeyboardInterrupt in a callback of C code."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -277,9 +276,9 @@ def _interrupt_noted(progress: _Progress) -> Iterator[None]:
 
 @contextmanager
 def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
-    """In this context, SIGTERM ends the loop if there is a state to save. The signal then does what it would have done.
+    """Let SIGTERM end the loop if there is a state to save, and take its former effect after that.
 
-    The loop ends at once if it waits for a batch, which may never come.
+    A loop that waits for a batch ends at once, since the batch may never come.
     """
     before = signal.getsignal(signal.SIGTERM)
     is_main = threading.current_thread() is threading.main_thread()

@@ -66,7 +66,7 @@ def test_a_broken_file_is_planned_anew_and_replaced(tmp_path: Path, text: str) -
     whole = file.read_text()
     for broken in (text.replace("FIRST", whole.partition("\n")[0]), whole[: len(whole) // 2]):
         file.write_text(broken)
-        with pytest.warns(UserWarning, match="holds no plan for this step"):
+        with pytest.warns(UserWarning, match="has no plan for this step"):
             n_made, again = run(tmp_path)
         assert n_made == 1 and file.read_text() == whole
         assert_allclose(again, result, rtol=0, atol=0)

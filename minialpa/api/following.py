@@ -1,8 +1,8 @@
-"""Functions that run where a training step keeps its state, without a word of their method.
+"""Functions that run where a training step keeps its state, although their method does not name it.
 
-A session knows the training steps that were compiled in it. A call whose arguments are on the meshes of one of them,
-and whose method leaves devices and stages to the planner, is planned on these meshes: see `find_followed`. Training
-steps themselves always keep to their method.
+A session knows its compiled training steps. If a call has arguments on the meshes of one of them, and its method leaves
+devices and stages to the planner, the call is planned on these meshes: see `find_followed`. Training steps themselves
+always follow their own method.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """A training step that was compiled in a session.
+    """A compiled training step of a session.
 
     Attributes:
         name: of the function.
-        executable: what was compiled. Returns None once nothing refers to it any more.
-        target: where it was planned for, and where it runs.
+        executable: a weak reference: returns None after the executable is gone.
+        target: the cluster and devices of its plan.
     """
 
     name: str
@@ -43,9 +43,9 @@ class Followed:
 
     Attributes:
         name: of the training step.
-        executable: what was compiled of it.
-        target: where it runs.
-        options: those of the function's own method, as far as the followed plan leaves them open.
+        executable: its executable.
+        target: the cluster and devices of its plan.
+        options: the options of the call's own method that the followed plan leaves open.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Followed:
         return tuple((stage.first_device, stage.logical_shape) for stage in self.plan.stages)
 
     def placements(self, traced: TracedStep, leaves: Sequence[Any]) -> dict[int, PlacedValue]:
-        """Where the arguments of a traced call are, by the number of the leaf; only of those on these meshes.
+        """The placements of the arguments that are on these meshes, by the number of the leaf.
 
-        Micro-batches are cut from what holds examples, so that it has no place of its own.
+        A batch that is cut into micro-batches has no placement.
         """
         is_cut = self.options.n_micro_batches > 1
         found = {
@@ -77,7 +77,7 @@ class Followed:
 
 
 def computes_gradients(traced: TracedStep) -> bool:
-    """Whether a step trains: its method decides where it runs, and functions that read its state follow it."""
+    """Whether a step is a training step."""
     return bool(traced.gradients) or any(origin.direction == "backward" for origin in traced.origins)
 
 
@@ -89,9 +89,9 @@ def note_training_step(session: Session, name: str, executable: Executable, targ
 
 
 def find_followed(session: Session, method: Method | FollowingMethod | Plan, leaves: Sequence[Any]) -> Followed | None:
-    """The training step on whose meshes most of these leaves are, the latest of several; None if no leaf is on any.
+    """The training step whose meshes hold most of these leaves; the latest one of several.
 
-    None also if `method` asks for devices, stages or shardings, or keeps to another plan itself.
+    None if no mesh holds any, or if `method` asks for devices, stages or shardings or has a plan.
     """
     if not session.training_steps or isinstance(method, FollowingMethod | Plan):
         return None
@@ -109,14 +109,14 @@ def find_followed(session: Session, method: Method | FollowingMethod | Plan, lea
 
 
 def refusal(name: str, followed: Followed, own: Plan, error: Exception) -> str:
-    """The warning that a function is planned by itself, and what that costs."""
+    """The warning that a function does not follow a training step, and what that costs."""
     ended = {(stage.first_device, stage.n_devices) for stage in own.stages} != {
         (stage.first_device, stage.n_devices) for stage in followed.plan.stages
     }
-    cost = "each call moves the arguments that are in other shardings or on other meshes"
+    cost = "each call moves the arguments that have other shardings or meshes"
     if ended:
-        cost += "; on a cluster, each switch between the two also ends workers and starts others, which takes seconds"
+        cost += "; on a cluster, each switch between the two also restarts workers, which takes seconds"
     return (
-        f"`{name}` has arguments where `{followed.name}` keeps its state, and cannot be planned there: {error} It is "
-        f"planned by itself, so {cost}."
+        f"`{name}` has arguments where `{followed.name}` keeps its state, and cannot be planned there: {error} It has "
+        f"a plan of its own, so {cost}."
     )

@@ -41,25 +41,25 @@ def parallelize(
     plan_cache: str | Path | None = None,
     **of_jit: Any,
 ) -> Any:
-    """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
+    """Run a step, written for one device, on all devices. Call it, or use it as a decorator with or without arguments.
 
-    method: the parallel method, a saved `Plan`, or a method that keeps to the plan of another function, such as
+    method: the parallel method, a saved `Plan`, or a method that follows the plan of another function, such as
         `CreateStateParallel` and `FollowParallel`. With None the planner chooses everything (`AutoParallel`).
-    static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
+    static_argnums: arguments that are Python values; "auto": all but pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
-    static_argnames, donate_argnames: the same by name; with names and no numbers, none but these.
-    batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these. "auto"
-        finds them (`inter/microbatch/find_batch.py`): the second argument of `step(state, batch)`, and in other
-        signatures those whose leading dimension goes through the step as that of examples does. Raises TraceError,
-        which names the candidates, if they cannot be told apart and the method splits examples.
-    on_stale: what to do if a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
-        that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
-        solves the shardings again, and warns.
-    on_ragged: what to do with a batch whose examples `num_micro_batches` does not divide, such as the last one of an
-        epoch. "fewer" runs it in the largest number of micro-batches below that which divides it, and warns once for
-        each size; "error" raises a TraceError that says which numbers divide it.
-    plan_cache: a folder for the plans that a method makes. A script that is started again finds them there, and plans
-        nothing, where step, shapes, cluster, options and versions are the same.
+    static_argnames, donate_argnames: the same by name; names without numbers replace "auto".
+    batch_argnums: arguments whose leaves hold examples along dimension 0, which micro-batches split. "auto" finds them
+        (`inter/microbatch/find_batch.py`): the second argument of `step(state, batch)`; in other signatures, arguments
+        whose leading dimension passes through the step like examples. Raises TraceError with the candidates if they are
+        ambiguous and the method splits examples.
+    on_stale: the treatment of a saved `Plan` for other shapes or another step. "refuse" raises a VerifyError with the
+        difference; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan, solves new
+        shardings, and warns.
+    on_ragged: the treatment of a batch whose examples `num_micro_batches` does not divide, such as the last one of an
+        epoch. "fewer" runs it in the next smaller number of micro-batches that divides it, and warns once for each
+        size; "error" raises a TraceError with the numbers that divide it.
+    plan_cache: a folder for plans. The next run of a script reads them instead of planning, if step, shapes, cluster,
+        options and versions are the same.
     """
     for name in of_jit:
         if name not in _OF_JIT:
@@ -97,7 +97,7 @@ _OF_JIT = {
 
 
 def _planning(method: Method | None, cluster: ClusterSpec) -> Method:
-    """The method of functions that plan for a cluster that the user gives, for that cluster."""
+    """The method, with `cluster` as its devices."""
     if not isinstance(cluster, ClusterSpec):
         name = cluster if isinstance(cluster, str) else "a100-80gb"
         raise ShardingError(f'`cluster` is a ClusterSpec, such as `ClusterSpec.preset("{name}")`; got {cluster!r}.')
@@ -132,7 +132,7 @@ def explain(
     method: Method | None = None,
     batch_argnums: Argnums = "auto",
 ) -> str:
-    """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
+    """`ParallelizedFunc.explain` for the plan that `plan` returns for the same arguments."""
     return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).explain(
         what, *_arguments(args)
     )
@@ -148,17 +148,17 @@ def check(
     cache: str | Path | None = None,
     batch_argnums: Argnums = "auto",
 ) -> PlanCheck:
-    """A plan of `fun(*args)` beside what XLA for GPUs makes of it, on a machine that needs no GPU.
+    """Compare a plan of `fun(*args)` with the program that XLA compiles for GPUs. Needs no GPU.
 
     Args:
-        plan: what is checked. Raises VerifyError if it was made for another step.
+        plan: the plan. Raises VerifyError if it was made for another step.
         fun: the step, for one device.
         args: its arguments, or `jax.ShapeDtypeStruct`s.
         target: the GPU, as `xla_gpu/targets.py` names it, or a JSON file; by default the device of the plan's cluster.
         cache: a folder that keeps compiled programs for the next check.
         batch_argnums: as in `parallelize`.
 
-    Needs the extra `gpu-compile`. Raises GpuCompileError where XLA refuses a program.
+    Needs the extra `gpu-compile`. Raises GpuCompileError if XLA refuses a program.
     """
     return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*_arguments(args), target=target, cache=cache)
 
@@ -176,7 +176,7 @@ def phases(
 
 @api_boundary
 def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
-    """A plan for `fun(*args)` that decides as `plan` does, except for the shardings, which are solved again.
+    """A plan for `fun(*args)` with the decisions of `plan` and new shardings.
 
     It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
     model has other layers.
@@ -186,7 +186,7 @@ def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_ar
 
 @dataclass(frozen=True, slots=True)
 class DPResult:
-    """What the search for stages decided, in Alpa's terms. It unpacks as Alpa's tuple, which has a profile file first.
+    """The stages of a plan in Alpa's terms. It unpacks like Alpa's tuple, which begins with a profile file.
 
     Attributes:
         forward_stage_layer_ids: the layers of each stage.
@@ -206,7 +206,7 @@ class DPResult:
 
 
 def get_last_dp_result() -> DPResult:
-    """The stages of the plan that was made last. Raises MinialpaError before the first."""
+    """The stages of the latest plan. Raises MinialpaError if there is none."""
     plan = StepPlanner.last_plan
     if plan is None:
         raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")

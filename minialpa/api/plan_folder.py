@@ -1,8 +1,7 @@
-"""Plans in a folder, so that a script that is started again plans nothing: what planning is given in, its plan out.
+"""Plans in a folder, for the next run of a script: the inputs of planning in, a plan out.
 
-A plan is found only where planning would be given exactly the same once more: a file is named by a digest of the
-traced step, cluster, options, minialpa's files and jax's version, and holds the text of all of these, which is
-compared. What is no such file, as one that is half written, is planned anew and replaced.
+The name of a file is a digest of the traced step, cluster, options, minialpa's files and jax's version. The file holds
+the text of all of these, which must match. A plan replaces a file that does not match, such as a half written one.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True)
 class PlanFolder:
-    """The plans in a folder, which is made when the first plan is written."""
+    """The plans in a folder. Writing the first plan makes the folder."""
 
     path: Path
 
     def planned(self, traced: TracedStep, options: PlanOptions, target: Target, make: Callable[[], Plan]) -> Plan:
-        """The plan of a step with these options on these devices: the one in the folder, or else what `make` returns.
+        """The plan of a step with these options on these devices, from the folder or else from `make`.
 
-        make: returns the plan, which is then written to the folder, or raises what there is none for.
+        A plan that `make` returns is written to the folder.
         """
         about = _about(traced, options, target)
         file = self.path / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
@@ -52,9 +51,9 @@ class PlanFolder:
 
 
 def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
-    """Everything that a plan depends on, as text that is the same in every process."""
+    """The inputs of planning, as text that is the same in every process."""
     versions = f"minialpa {_code()}, jax {jax.__version__}"
-    # A fingerprint says what is computed. Layers also follow from scopes, and some options name arguments.
+    # Layers also depend on scopes, and some options name arguments. The fingerprint has neither.
     names = (
         [(op.scope, op.origin) for op in traced.flat.ops],
         traced.n_boundaries,
@@ -68,25 +67,23 @@ def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
 
 
 def _read(file: Path, about: str) -> Plan | None:
-    """The plan in a file, if there is one for what `about` says; a warning says so if the file is none of ours."""
+    """The plan in a file, or None. Warns if the file is not a plan for `about`."""
     try:
         text = file.read_text(encoding="utf-8")
         first, _, rest = text.partition("\n")
         if json.loads(first) != about:
-            raise VerifyError("It is for another step.")
+            raise VerifyError("it is for another step.")
         return Plan.from_json(rest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, VerifyError) as error:
-        warnings.warn(
-            f"`{file}` holds no plan for this step, which is planned anew: {error}", UserWarning, stacklevel=2
-        )
+        warnings.warn(f"`{file}` has no plan for this step, so minialpa plans it: {error}", UserWarning, stacklevel=2)
         return None
 
 
 @functools.cache
 def _code() -> str:
-    """A digest of minialpa's own files: another version, or a change that has no version yet, may plan otherwise."""
+    """A digest of minialpa's own files, since a changed planner may plan differently."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())

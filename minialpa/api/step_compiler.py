@@ -1,6 +1,6 @@
-"""A planned step becomes an executable: its program is emitted and compiled for the devices of the session.
+"""A planned step in, its executable for the devices of the session out.
 
-The runtime is imported when it is needed, as planning needs no device.
+The functions import the runtime, because planning needs no device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def compile_step(call: Call, traced: TracedStep, plan: Plan, target: Target, session: Session) -> Executable:
-    """The program of a plan on its devices. Raises ShardingError if there are not enough."""
+    """Compile a plan. Raises ShardingError if there are too few devices."""
     from minialpa.inter.lower.emit import emit_program
     from minialpa.runtime.executable import Executable
 
@@ -40,11 +40,11 @@ def compile_step(call: Call, traced: TracedStep, plan: Plan, target: Target, ses
 def compile_creation(
     call: Call, traced: TracedStep, train_step: Executable, target: Target, session: Session
 ) -> Executable:
-    """The program that creates the state of a training step, which is compiled already."""
+    """Compile the program that creates the state of a compiled training step."""
     from minialpa.inter.lower.state_program import state_program
     from minialpa.runtime.executable import Executable
 
-    # The program of the step, and not its plan alone, says on which of several meshes it reads a leaf.
+    # A leaf may be on several meshes: the program of the step decides from which one it is read.
     plan = train_step.get_parallel_plan()
     with ProgressBar() as bar:
         bar.report("Compiling the state", 0, 1)
@@ -58,7 +58,7 @@ def compile_creation(
 
 
 def _check_devices(plan: Plan, target: Target, session: Session) -> None:
-    """Raise ShardingError unless there are the devices that a plan needs."""
+    """Raise ShardingError if there are too few devices for a plan."""
     n_devices = len(target.devices or session.devices) if session.runtime is None else session.cluster.n_devices
     ends = [stage.first_device + stage.n_devices for stage in plan.stages]
     needed = max(ends)
@@ -70,7 +70,7 @@ def _check_devices(plan: Plan, target: Target, session: Session) -> None:
 
 
 def _make_runner(program: Program, traced: TracedStep, target: Target, session: Session) -> Runner:
-    """The program on the devices of the session, or on those that the method names."""
+    """The program on the devices of the method, or else of the session."""
     devices = target.devices or session.devices
     if session.runtime is None:
         from minialpa.runtime.local import LocalExecutable

@@ -1,7 +1,7 @@
-"""The plan of a traced step: made by a method, made to follow the plan of another function, or a saved one.
+"""A traced step and its devices in, its plan out: a new one, a saved one, or one that follows another function's.
 
-A traced step and its devices go in, and a plan comes out, which is remembered for the next call with the same shapes.
-`plan_makers` makes plans, and `ragged` has the numbers of micro-batches to try for a batch.
+`StepPlanner` keeps plans for later calls with the same shapes. `plan_makers` makes them, and `ragged` lists the numbers
+of micro-batches to try.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]
-#: What a plan is made for: a step on a cluster, or on a view of its devices.
+#: The key of a plan: the step, the cluster, and the logical mesh if the user gave one.
 _PlannedFor = tuple[Fingerprint, ClusterSpec, LogicalMesh | None]
 
 
 class StepPlanner:
-    """Plans one function, for each set of argument shapes and each cluster once.
+    """Plans one function, once for each set of argument shapes and each cluster.
 
-    A session that starts again on the same hosts, or on hosts that it had before, therefore plans nothing.
+    So a session that restarts on hosts that it had before plans nothing.
     """
 
-    #: The plan that was made or loaded last, for any function. Scripts that were written for Alpa ask for it.
+    #: The latest plan of any function, which scripts for Alpa ask for.
     last_plan: ClassVar[Plan | None] = None
-    #: Says the layers of each of its stages, also where the answer is one stage and the plan itself needs no layers: to
-    #: cut a step into layers takes longer than to plan a small one.
+    #: Returns the layers of each stage of `last_plan`, even for a single stage. A function, because cutting a small
+    #: step into layers takes longer than planning it.
     last_layers: ClassVar[Callable[[], tuple[tuple[int, ...], ...]]] = staticmethod(tuple)
 
     def __init__(
@@ -61,39 +61,38 @@ class StepPlanner:
         on_ragged: OnRagged,
         folder: PlanFolder | None,
     ) -> None:
-        """folder: keeps the plans that `method` makes for other runs of the script."""
+        """folder: keeps new plans for other runs of the script."""
         self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
         self._plans: dict[_PlannedFor, Plan] = {}
         self._given: set[_PlannedFor] = set()
 
     def remember(self, plan: Plan) -> None:
-        """Use `plan` where the step and the cluster are those that it was made for, instead of planning again."""
+        """Use `plan` for its step on its cluster, instead of planning."""
         verify_plan(plan)
         key = (plan.fingerprint, plan.cluster, logical_mesh_of(plan))
         self._plans[key] = plan
         self._given.add(key)
 
     def forget_given(self) -> None:
-        """Plan where a plan was to be remembered."""
+        """Forget the plans that `remember` was given."""
         for key in self._given:
             del self._plans[key]
         self._given.clear()
 
     def is_given(self, traced: TracedStep, target: Target) -> bool:
-        """Whether the plan for a traced step is one that the user gave."""
+        """Whether `remember` was given a plan for a traced step."""
         return bool(self._given) and (traced.fingerprint, target.cluster, target.logical_mesh) in self._given
 
     def plan_followed(self, traced: TracedStep, followed: Followed, leaves: Sequence[Any]) -> Plan | None:
-        """The plan on the meshes of a training step, where the arguments are; None if none of them is a state there.
+        """A plan on the meshes of a training step; None if these meshes hold only examples of this call.
 
-        Raises ShardingError or InfeasibleError if the step cannot run there as its arguments are.
+        Raises ShardingError or InfeasibleError if the step cannot run there.
         """
         placements = followed.placements(traced, leaves)
         if all(traced.batch_dims[i] is not None for i in placements):
             return None
 
-        # How the training step splits its examples is nothing that this function has asked for, so that one number of
-        # micro-batches will do.
+        # The user did not ask for a number of micro-batches here, so any valid number works.
         n, *_ = numbers_to_try(traced, followed.options.n_micro_batches, self._on_ragged)
         options = dataclasses.replace(followed.options, n_micro_batches=n)
         arguments = (traced, followed.plan, placements, options, followed.target)
@@ -108,9 +107,9 @@ class StepPlanner:
         return plan
 
     def plan(self, traced: TracedStep, target: Target, *, is_first: bool) -> Plan:
-        """The plan for a traced step where `target` says.
+        """The plan for a traced step on `target`.
 
-        is_first: whether the function was compiled for no other shapes yet. Raises InfeasibleError, TraceError, or
+        is_first: whether this is the first set of shapes of the function. Raises InfeasibleError, TraceError, or
             VerifyError for a saved plan that does not fit.
         """
         match self._method:
@@ -133,7 +132,7 @@ class StepPlanner:
         return plan
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
-        """The saved plan. If it is stale and `on_stale` is "replan", a plan with its decisions and new shardings."""
+        """The saved plan; if it is stale and `on_stale` is "replan", one with its decisions and new shardings."""
         verify_plan(saved)
         if self._on_stale == "refuse":
             check_fits(traced, saved)
@@ -146,8 +145,8 @@ class StepPlanner:
         make = planning(traced, resolve_devices(method.devices))
         plan = self._for_batch(traced, method.options(), make)
         warnings.warn(
-            f"The plan was made for another call: {found}. Its stages, micro-batches, schedule and rematerialisation "
-            f"are kept, and the shardings were solved again: {plan.cost.total_s:.3g} s per step, where the plan had "
+            f"The plan was made for another call: {found}. minialpa keeps its stages, micro-batches, schedule and "
+            f"rematerialisation, and has solved new shardings: {plan.cost.total_s:.3g} s per step instead of "
             f"{saved.cost.total_s:.3g} s.",
             UserWarning,
             stacklevel=2,
@@ -155,7 +154,7 @@ class StepPlanner:
         return plan
 
     def _new_plan(self, traced: TracedStep, options: PlanOptions, make: MakePlan, *, is_first: bool) -> Plan:
-        """The plan of a method, but for what it or the step asks and the devices cannot have; a warning says so."""
+        """The plan of a method. Warns if it had to drop a wish that the devices cannot satisfy."""
         try:
             return self._for_batch(traced, options, make)
         except InfeasibleError as error:
@@ -171,10 +170,9 @@ class StepPlanner:
             return plan
 
     def _for_batch(self, traced: TracedStep, options: PlanOptions, make: MakePlan, relax: Relax | None = None) -> Plan:
-        """The plan with as many micro-batches as the options say, or with the most below that which the batch and the
-        devices allow, with a warning.
+        """The plan with the number of micro-batches of the options, or with the largest smaller one that works.
 
-        Raises the error of the largest number if the devices divide the micro-batches of none.
+        A smaller number comes with a warning. Raises the error of the largest number if no number works.
         """
         uneven: InfeasibleError | None = None
         for n in numbers_to_try(traced, options.n_micro_batches, self._on_ragged):
@@ -193,7 +191,7 @@ class StepPlanner:
         raise uneven
 
     def _known_like(self, traced: TracedStep, target: Target) -> Plan | None:
-        """The latest plan there is for the same cluster and a step with the same arguments, of other shapes."""
+        """The latest plan for this cluster and a step with the same argument paths."""
         for (_, *where), plan in reversed(self._plans.items()):
             paths = tuple(value.path for value in plan.inputs)
             if where == [target.cluster, target.logical_mesh] and paths == traced.in_paths:
@@ -202,20 +200,20 @@ class StepPlanner:
 
 
 def _relaxed(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> tuple[Relax, str] | None:
-    """What a step can do without if there is no plan with it, and how a warning says so; None if there is nothing."""
-    # A `with_sharding_constraint` may be for a mesh that the plan does not have.
+    """A wish to drop, and the text of the warning; None if every wish is needed."""
+    # A `with_sharding_constraint` may be for another mesh.
     if any(map(is_constraint, traced.flat.eqns)):
         return AutoShardingOption.without_constraints, "The step is planned without its sharding constraints."
 
-    # The devices may not divide the last batch of an epoch. Its examples are split in another way or not at all.
+    # The devices may not divide the last batch of an epoch.
     if not is_first and is_uneven(error):
-        what = "This batch has another shape than the one before, so it is planned without this split."
+        what = "This batch differs in shape from the first one, so it is planned without this split."
         return AutoShardingOption.for_any_batch, what
     return None
 
 
 def state_shapes(traced: TracedStep) -> Any:
-    """The state that a traced function returns, with a shape in place of every leaf."""
+    """The result of a traced function, with a `jax.ShapeDtypeStruct` for every leaf."""
     avals = [aval_of(atom) for atom in traced.flat.outvars]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
     return jax.tree.unflatten(traced.out_tree, shapes)
@@ -232,7 +230,7 @@ def _layers_in(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def _layers_of_stages(
     traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
 ) -> tuple[tuple[int, ...], ...]:
-    """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
+    """The layers of each stage. A single stage has the layers into which the method cuts the step."""
     from minialpa.inter.layers.cut_scans import whole_scans
     from minialpa.inter.layers.layered_step import LayeredStep
 

@@ -30,16 +30,16 @@ from minialpa.errors import CheckpointError, MinialpaError
 from minialpa.plan import Plan
 from minialpa.pytrees import hide_static, show_static
 
-#: Sub-folder of checkpoints that are to be deleted. orbax would delete their files where they are, and a process that
-#: is killed meanwhile would leave a step that looks complete and is not; moving a folder happens at once or not at all.
+#: Sub-folder for checkpoints before their deletion. Moving a folder is atomic. Otherwise, a process that is killed
+#: during a deletion would leave an incomplete step that looks complete.
 _DELETED = ".deleted"
-#: How errors of the operating system and of devices read in errors of tensorstore and XLA.
+#: Errors of the operating system and of devices, as texts of tensorstore and XLA.
 _SYSTEM = re.compile("os_error_code='(?!2')|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What `CheckpointManager.restore` read.
+    """The result of `CheckpointManager.restore`.
 
     Attributes:
         step: its step.
@@ -58,10 +58,10 @@ class CheckpointManager:
     """The checkpoints of a training run in one folder. Its names are those of `orbax.checkpoint.CheckpointManager`.
 
     `save` returns as soon as the state is in the memory of the hosts, and threads write the files. A checkpoint appears
-    under its step when all of it is written; a process that ends earlier leaves the older checkpoints as they were. Use
-    it as a context manager, or call `close`, so that the last checkpoint is written before the program ends.
+    under its step when it is complete; a process that ends earlier leaves the older checkpoints intact. Use the manager
+    as a context manager, or call `close`, so that it completes the last checkpoint before the program ends.
 
-    One manager at a time saves to a folder: it holds a lock on the file `.minialpa-lock` there until it is closed.
+    One manager at a time saves to a folder: until it is closed, it locks the file `.minialpa-lock` there.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckpointManager:
         best_mode: Literal["max", "min"] = "max",
         read_only: bool = False,
     ) -> None:
-        """Make the folder if there is none, and remove what an interrupted process left half-written there.
+        """Make the folder if there is none, and remove incomplete checkpoints of an interrupted process.
 
         max_to_keep: number of checkpoints that stay; None for all.
         save_interval_steps: `save` skips steps that are no multiple of this.
@@ -146,18 +146,18 @@ class CheckpointManager:
         plan: Plan | None = None,
         force: bool = False,
     ) -> bool:
-        """Save `state` as the checkpoint of `step`; returns whether it is saved, or skipped as `should_save` says.
+        """Save `state` as the checkpoint of `step`. Returns False if `should_save` skips the step.
 
-        The state may be donated to the next step as soon as this returns. An error of the thread that writes is raised
-        by the next call of `save`, `wait_until_finished` or `close`.
+        You may donate the state to the next step as soon as this returns. If writing fails, the next call of `save`,
+        `wait_until_finished` or `close` raises the error.
 
         state: a pytree of arrays and numbers: jax arrays in any sharding of this process, results of parallelized
             steps, typed random keys, NumPy arrays. Workers of a cluster write their own shards, so all hosts have to
             see the folder. Functions, and what else is no array in a module of equinox, are not saved.
-        metrics: numbers by name, or arrays of one number, for `best_fn` and for whoever restores.
+        metrics: numbers by name, or arrays of one number, for `best_fn` and `Checkpoint.metrics`.
         data: the state of the data iterator: bytes, or a value that JSON gives back equal.
         plan: the plan that the state was computed under, which `load_plan` reads.
-        force: save steps, too, that `save_interval_steps` skips.
+        force: also save a step that `save_interval_steps` skips.
 
         Raises CheckpointError, before anything is written, for a leaf that cannot be saved and for a step that exists.
         """

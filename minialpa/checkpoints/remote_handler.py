@@ -1,10 +1,10 @@
-"""How orbax writes and reads arrays that are no jax arrays: those in blocks of rows, and those on workers.
+"""orbax's handlers for arrays on workers, and for arrays in blocks of rows.
 
-On disk each is one array like any other. orbax calls a `TypeHandler` for each type of leaf; here is one for
-`RemoteArray`, and the handler of the pytree that uses it besides orbax's own.
+On disk each is one array like any other. orbax calls a `TypeHandler` for each type of leaf: `RemoteArrayHandler` is the
+one for `RemoteArray`, and `state_handler` combines it with orbax's own.
 
-What workers write is in folders of their own inside that of the checkpoint, as orbax has it for the processes of one
-program: it puts them together before it gives the checkpoint its name.
+Each worker writes to its own sub-folder of the checkpoint, like the processes of one jax program. orbax merges these
+sub-folders before it names the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from minialpa.runtime.workers.array_files import StoredArray
 
 @dataclass
 class RemoteRestoreArgs(ocp.RestoreArgs):
-    """Asks for a `RemoteArray`. orbax defines the fields; `target` says where it goes."""
+    """Asks for a `RemoteArray` in the placement of `target`. orbax defines the other fields."""
 
     target: BlockedTarget | DistributedTarget | None = None
 
 
 class RemoteArrayHandler(type_handlers.NumpyHandler):
-    """Writes a `RemoteArray` as orbax writes NumPy arrays, and reads them."""
+    """Writes and reads `RemoteArray`s like NumPy arrays."""
 
     def __init__(self) -> None:
-        # What it writes was made for it, so nobody changes it meanwhile.
+        # It makes the arrays that it writes, so no one else changes them.
         super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """Bring the arrays to the memory of the hosts that have them. They are written behind the call."""
+        """Copy the arrays to the memory of their hosts. Threads write the files after the call."""
         pending: list[Any] = []
         on_workers: dict[ClusterRuntime, list[ArrayToWrite]] = {}
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
@@ -58,8 +58,8 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
         return pending + [start_writing(runtime, arrays) for runtime, arrays in on_workers.items()]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Read arrays. Workers read theirs all at once; blocks in this process are read one array after the other, so
-        that the host holds one, and each device its own blocks."""
+        """Read arrays. Workers read all of theirs at once. This process reads one array after the other, so that its
+        memory holds one whole array at a time."""
         found: dict[int, Any] = {}
         on_workers: dict[ClusterRuntime, dict[int, list[WantedArray]]] = {}
         for i, (info, arg) in enumerate(zip(infos, args or (), strict=True)):
@@ -81,12 +81,12 @@ def state_handler() -> Any:
     """The handler of a state: orbax's own for pytrees, and `RemoteArrayHandler`."""
     kept = [(kind, type_handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray, jax.Array)]
     registry = type_handlers.create_type_handler_registry((RemoteArray, RemoteArrayHandler()), *kept)
-    # Weights are hardly any shorter when they are compressed, and it takes most of the time and of the processors.
+    # Compression hardly shortens weights, and takes most of the time.
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
 
 def runtime_of(value: Any) -> ClusterRuntime | None:
-    """The runtime whose running workers have all data of an array; None for other values, and for typed keys."""
+    """The runtime whose live workers hold an array; None for other values and for typed keys."""
     parts = value.stored_as if isinstance(value, RemoteArray) else ()
     runtimes = {_runtime_of_part(part) for part in parts}
     return runtimes.pop() if len(runtimes) == 1 else None
@@ -100,7 +100,7 @@ def _runtime_of_part(part: Any) -> ClusterRuntime | None:
 
 
 def target_of(value: RemoteArray, runtime: ClusterRuntime) -> DistributedTarget:
-    """The type of an array that is on running workers: the same copies."""
+    """The target with the present placement of an array on live workers."""
     return DistributedTarget(
         shape=value.shape,
         dtype=value.dtype,
@@ -130,7 +130,7 @@ def _to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
 
 
 def _blocks_to_read(target: DistributedTarget, info: Any) -> list[WantedArray]:
-    """The blocks of an array, or the array."""
+    """The blocks of an array, or the array as the only one."""
     spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
     stored = StoredArray(str(info.parent_dir), _context(), spec)
     wanted = []
@@ -143,7 +143,7 @@ def _blocks_to_read(target: DistributedTarget, info: Any) -> list[WantedArray]:
 
 @functools.cache
 def _context() -> Any:
-    """What orbax tells tensorstore of threads and caches."""
+    """orbax's settings of threads and caches for tensorstore."""
     return type_handlers.get_ts_context(use_ocdbt=True).spec.to_json()
 
 

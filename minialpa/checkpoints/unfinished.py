@@ -12,10 +12,10 @@ _SUFFIX = atomicity.TMP_DIR_SUFFIX
 
 
 class UnfinishedCheckpoint(atomicity.AtomicRenameTemporaryPath):
-    """A folder that gets the name of its checkpoint when all is written, and has a name of its own until then.
+    """A folder with a unique name until the checkpoint is complete.
 
-    orbax would use one name for all attempts to save a step. A worker that was lost, but goes on writing, would then
-    write into the next attempt.
+    orbax uses one temporary name for all attempts to save a step: a lost worker that still writes would write into the
+    next attempt.
     """
 
     @classmethod
@@ -26,5 +26,5 @@ class UnfinishedCheckpoint(atomicity.AtomicRenameTemporaryPath):
 
 
 def unfinished_checkpoints(directory: Path) -> list[Path]:
-    """The folders in `directory` that have not got the name of their checkpoint; none if it is an address."""
+    """The folders of incomplete checkpoints in `directory`; none if it is an address."""
     return list(directory.glob(f"*{_SUFFIX}*"))
