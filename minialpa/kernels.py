@@ -1,8 +1,7 @@
-"""Sharding rules of a user's kernels: `register_sharding_rule` gives one, `check_sharding_rule` tries it out.
+"""Sharding rules for a user's kernels: `register_sharding_rule` adds one, `check_sharding_rule` tests it.
 
-In: an operation that the planner cannot look into, and a text that says what may be split in it. Out: for a Python
-function, the function to call in its place; for primitives and foreign functions, nothing: their equations have the
-rule from then on.
+A rule is a text that lists the dimensions of an opaque operation that devices may split. For a Python function, you
+call the returned function; the equations of primitives and foreign functions have the rule from then on.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ def register_sharding_rule(
     flops: Flops | None = None,
     check: bool = True,
 ) -> Any:
-    """Say what may be split in an operation, so that devices and micro-batches share it.
+    """Register the dimensions of an operation that devices and micro-batches may split.
 
     Args:
         operation: a function, such as one that calls a kernel; a primitive or its name; or `"ffi:"` and the name of a
             target of `jax.ffi.ffi_call`.
         rule: the factors of operands and results, such as `"b q h d, b k h d, b k h d -> b q h d"`. `(h d)` is one
             dimension made of two factors, `...` any number of leading dimensions. A factor that some result lacks is
-            not split, unless `reductions` has it.
-        reductions: how partial results are combined if a factor is split: "sum", "max", ...; names alone mean "sum".
+            split only if it is in `reductions`.
+        reductions: factors with partial results, and how to combine these: "sum", "max", ...; names alone mean "sum".
         need_replication: factors that may not be split.
-        factor_sizes: the lengths of inner factors that no dimension says.
-        static_argnums: for a function, the arguments that are no arrays. Keyword arguments are static, too.
-        localize: for a primitive whose parameters hold shapes: from parameters and the shapes of the shards of operands
-            and results to the parameters for shards.
-        flops: floating point operations, from the types of the operands. Without it, those of a function are counted,
-            and a primitive takes one for each element of its results.
-        check: whether the rule is tried out on small arrays when a step first uses it; see `check_sharding_rule`.
+        factor_sizes: the lengths of inner factors, if no dimension determines them.
+        static_argnums: for a function, the arguments that are not arrays. Keyword arguments are static, too.
+        localize: for a primitive whose parameters hold shapes: a function from the parameters and the shapes of the
+            shards of operands and results to the parameters for shards.
+        flops: a function from the types of the operands to floating point operations. By default, minialpa counts the
+            operations of a function; a primitive has one for each element of its results.
+        check: whether the first step with the operation tests the rule on small arrays; see `check_sharding_rule`.
 
-    Returns the function to call instead of `operation`, if that is a function: one equation with this rule. Its
-    derivative computes the function again, with a rule that follows from this one. Otherwise returns None.
+    For a function, returns the function to call instead: one equation with this rule, whose derivative recomputes the
+    function under a derived rule. Otherwise returns None.
 
     Raises ShardingError if the rule cannot be read, or if the operation has one. A parallelized step raises it if the
     rule is wrong.
@@ -91,12 +90,12 @@ def register_sharding_rule(
     return _WithRule(operation, text, tuple(static_argnums), flops, check)
 
 
-#: The rule that each function got first.
+#: The first rule of each function.
 _RULES: WeakKeyDictionary[Callable[..., Any], ShardingRule] = WeakKeyDictionary()
 
 
 def _note_rule(function: Callable[..., Any], text: ShardingRule) -> None:
-    """Raise ShardingError if the function was given another rule before."""
+    """Raise ShardingError if the function has another rule."""
     try:
         known = _RULES.setdefault(function, text)
     except TypeError:  # a callable object without a hash or weak references
@@ -118,7 +117,7 @@ def _check_name(primitive: str) -> None:
 
 
 class _WithRule:
-    """A function that has a sharding rule. Its calls are equations of their own."""
+    """A function with a sharding rule. Each call is one equation."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class _WithRule:
     def _opaque(
         self, tree: Any, n_args: int, static: Mapping[int, Any], kwargs: Mapping[str, Any]
     ) -> tuple[OpaqueFunction, list[Any]]:
-        """The function of the leaves of its arrays, and a list for the pytree of its results."""
+        """The function of the leaves of its arrays, and a list that receives the pytree of its results."""
         out_trees: list[Any] = []
 
         def flat(*leaves: Any) -> Any:
@@ -177,11 +176,11 @@ class _WithRule:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFactor:
-    """A factor of an operation that was cut, and whose parts gave the whole.
+    """A factor of an operation whose parts gave the whole.
 
     Attributes:
         operation: name of the function, primitive, target or kernel.
-        arrays: which dimensions were cut, such as `operand 0: 1, result 0: 1`.
+        arrays: the split dimensions, such as `operand 0: 1, result 0: 1`.
         parts: number of parts.
     """
 
@@ -191,13 +190,13 @@ class CheckedFactor:
 
 
 def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[CheckedFactor, ...]:
-    """Run `fun(*args, **kwargs)` and try out the rules of the kernels in it, those that minialpa finds out itself too.
+    """Run `fun(*args, **kwargs)` and test the rules of its kernels, derived rules included.
 
-    Each factor that may be split is cut into equal parts, and each part is computed by itself. Together they must give
-    the results of the whole. Use values like those of training: equal values hide mistakes. To check the rule of a
-    derivative, give a function that takes it, such as `jax.grad(loss)`.
+    For each factor that may be split, the test computes equal parts by themselves; together they must give the results
+    of the whole. Use values as in training: equal values hide mistakes. To test the rule of a derivative, pass a
+    function that takes it, such as `jax.grad(loss)`.
 
-    Returns what was checked. Raises ShardingError if a rule says what is not so, or if there is no kernel.
+    Returns the tested factors. Raises ShardingError if a rule is wrong, or if there is no kernel.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
 

@@ -1,4 +1,4 @@
-"""Options of planning, as the user gives them. A field has the name that Alpa gives it where it means the same."""
+"""Options of planning. Fields have Alpa's names if they have Alpa's meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minialpa.sharding import AXIS_NAMES
 from minialpa.support.divisors import divisors
 from minialpa.support.field_types import Count, NotNegative, check_fields
 
-#: What becomes of the attentions of a step.
+#: The treatment of the attentions of a step.
 Attention = Literal["auto", "fused", "written"]
 
 
@@ -24,8 +24,8 @@ class AutoShardingOption:
     """How the operators of one stage may be sharded. Options that contradict each other raise ShardingError.
 
     Attributes:
-        enable_auto_sharding: False computes everything on every device, and replicates arguments and results that
-            `fixed_specs` does not name.
+        enable_auto_sharding: False computes everything on every device, and replicates all arguments and results but
+            those in `fixed_specs`.
         allow_all_gather: whether an all-gather may reshard a value.
         allow_all_to_all: whether an all-to-all may reshard a value.
         allow_replicated_parameters: False shards every parameter that can be sharded.
@@ -37,22 +37,21 @@ class AutoShardingOption:
             divides are replicated.
         fixed_specs: PartitionSpecs for arguments and results, as a mapping or pairs. Keys are paths, as
             `Plan.input_specs` and `Plan.output_specs` list them; `*` stands for any text. The first key that matches a
-            path counts, and each key has to match one. Axes are those of `axis_names`, or else "x" and "y" of the
-            logical mesh (1-D: "x").
+            path counts, and each key must match one. Axes have the names in `axis_names`, or else "x" and "y" (1-D:
+            "x").
         axis_names: names of the axes of the logical mesh, for `fixed_specs`, for `received_axes`, and for bare
             PartitionSpecs in `jax.lax.with_sharding_constraint`. A mesh of fewer axes has the last of them. An axis
             that only other stages have splits nothing.
-        received_axes: pairs of an axis and a dimension. On a mesh with that axis, it splits the dimension of every
-            value that comes from another mesh, if its length divides the dimension, and nothing else splits the value.
-            Empty to leave that to the planner.
-        memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
-            temporaries; None for the device's memory.
-        solver_time_limit_s: seconds for the solver of one stage: nominal ones, of counted work, so that a plan does not
+        received_axes: pairs of an axis and a dimension. Values from other meshes are split only along this dimension,
+            over this axis, if the mesh has it and its length divides the dimension. Empty: the planner decides.
+        memory_limit_bytes: bytes per device for parameters, optimizer state, gradients, activations and temporaries
+            together; None for the device's memory.
+        solver_time_limit_s: nominal seconds for the solver of one stage. The solver counts work, so a plan does not
             depend on how busy the machine is.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
-        attention: which attentions of the step are one operation, whose memory grows linearly with the number of
-            positions: "fused" for all that are recognised, "auto" for those with more than 128 * 128 scores per head,
-            "written" for none. It holds for the whole step, so a stage has that of the method.
+        attention: the attentions of the step that become one operation, whose memory grows linearly with the number of
+            positions: "fused" for all recognised ones, "auto" for attentions with more than 128 * 128 scores per head,
+            "written" for none. The whole step has one setting.
     """
 
     enable_auto_sharding: bool = True
@@ -124,15 +123,15 @@ class AutoShardingOption:
         return self.axis_names[len(self.axis_names) - n_axes :]
 
     def for_any_batch(self) -> AutoShardingOption:
-        """These constraints, but for those on how the examples are split."""
+        """These options without constraints on the examples."""
         return replace(self, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None)
 
     def without_constraints(self) -> AutoShardingOption:
-        """These options, for a step whose `with_sharding_constraint`s cannot hold."""
+        """These options without the `with_sharding_constraint`s of the step."""
         return replace(self, keep_constraints=False)
 
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
-        """Bytes per device that a plan may use; None if neither the option nor the device has a limit."""
+        """Bytes per device that a plan may use; None without a limit."""
         return self.memory_limit_bytes or (device.memory_bytes if device else None)
 
     def of_method(self, name: str) -> AutoShardingOption:
@@ -183,10 +182,10 @@ DATA_PARALLEL_METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-#: What the forward pass of a layer keeps for its backward pass: everything, results of matrix products and convolutions
-#: (`dots`), or nothing (`full` rematerialisation). The backward pass computes the rest again.
+#: Rematerialisation: a layer keeps all values for its backward pass (`none`), only the results of matrix products and
+#: convolutions (`dots`), or no values (`full`). The backward pass recomputes the rest.
 Remat = Literal["none", "dots", "full"]
-#: What users may ask for: True means `full`, False `none`, and `auto` leaves the choice to the planner.
+#: The options of users: True means `full`, False `none`, and with `auto` the planner chooses.
 RematChoice = Remat | Literal["auto"] | bool
 
 
@@ -195,8 +194,8 @@ class ManualLayerOption:
     """Layers end at `mark_pipeline_boundary()`.
 
     Attributes:
-        remat: what the backward pass of each layer computes again, see `Remat`; True means `full`, False `none`. `auto`
-            takes the choice with the fastest step that fits in memory.
+        remat: the rematerialisation of each layer, see `Remat`; True means `full`, False `none`. `auto` takes the
+            fastest choice that fits in memory.
     """
 
     remat: RematChoice = False
@@ -231,7 +230,7 @@ class FixedLayerOption:
 
     Attributes:
         layer_of_group: the layer of each forward group.
-        remat: what the backward pass of each layer computes again.
+        remat: the rematerialisation of each layer.
         row_blocks: the rows of each block into which scans over layers are cut, see `Plan`.
     """
 
@@ -256,9 +255,9 @@ class AutoStageOption:
             for (n, 1) and (1, n) with `force_batch_dim_to_mesh_dim=0`.
         tolerance: the search may miss stages that are faster than its answer by this fraction of the step time.
         cached_costs: path of a JSON file with costs of parts of models, keyed by their content. A search reads it and
-            writes what it adds; None keeps no file.
-        planned_steps: the number of steps that the plan is for. If a search could not win back its own time in so many
-            steps, the step is planned as one stage, without a search. `math.inf` always searches.
+            adds new costs; None for no file.
+        planned_steps: the number of steps of the training run. A step becomes one stage without a search if so many
+            steps cannot repay the time of a search. `math.inf` always searches.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
@@ -360,7 +359,7 @@ def remats_of(choice: RematChoice) -> tuple[Remat, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Everything that a method asks of the planner.
+    """The options of a method for the planner.
 
     Attributes:
         n_micro_batches: number of micro-batches, unless `choose_micro_batches` leaves it open.
@@ -370,7 +369,7 @@ class PlanOptions:
         sharding: constraints on the shardings.
         logical_shape: the mesh shape of a step without pipeline; None for one axis.
         submesh: (hosts, devices per host) of a step without pipeline; None for the whole cluster.
-        remat: what the backward pass of a step without pipeline computes again; `auto` only where memory is short.
+        remat: the rematerialisation of a step without pipeline; `auto` uses it only if memory is short.
         choose_micro_batches: a search chooses their number among the divisors of the batch.
         choose_schedule: a search may interleave the stages that it finds, if `schedule` is "1f1b".
         use_all_devices: False lets a search leave devices idle.
@@ -395,7 +394,7 @@ class PlanOptions:
     cast_once: bool | None = None
 
     def relaxed(self, relax: Callable[[AutoShardingOption], AutoShardingOption]) -> PlanOptions:
-        """These options, with what `relax` makes of those for shardings."""
+        """These options with relaxed sharding options."""
         stages = self.stages
         if isinstance(stages, UniformStageOption) and stages.submesh_autosharding_option is not None:
             stages = replace(stages, submesh_autosharding_option=relax(stages.submesh_autosharding_option))
@@ -403,7 +402,7 @@ class PlanOptions:
 
     @property
     def sharding_options(self) -> tuple[AutoShardingOption, ...]:
-        """The options of the method and of stages; of stages by hand, only what names arguments and axes."""
+        """The sharding options of the method and of stages; for stages by hand, only names of arguments and axes."""
         options = [self.sharding]
         if isinstance(self.stages, UniformStageOption) and self.stages.submesh_autosharding_option is not None:
             options.append(self.stages.submesh_autosharding_option)
@@ -415,7 +414,7 @@ class PlanOptions:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The names that axes of logical meshes have in any stage."""
+        """The names of mesh axes in any stage."""
         return tuple(dict.fromkeys(name for option in self.sharding_options for name in option.axis_names))
 
     def micro_batch_choices(self, batch_size: int | None) -> tuple[int, ...]:

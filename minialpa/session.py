@@ -1,11 +1,10 @@
-"""The session: which devices parallelized functions run on.
+"""The session: the devices that parallelized functions run on.
 
-A process has one session at a time. `init` starts it, or the first call of a parallelized function does, on all local
-devices; `shutdown` ends it. A session on a Ray cluster owns the hosts that it has reserved and the workers there.
-`restart` goes on with the hosts that answer, after some were lost or when there are more.
+A process has one session at a time. `init`, or the first call of a parallelized function on all local devices, starts
+it; `shutdown` ends it. A session on a Ray cluster owns its reserved hosts and their workers. `restart` continues on the
+hosts that answer, after a loss or when there are more.
 
-Any thread may call these functions. One lock is held while a session starts or ends, so other threads wait until it
-has.
+Any thread may call these functions. Other threads wait while a session starts or ends.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitArguments:
-    """The arguments of `init`, by which a second call of it is compared with the first.
+    """The arguments of `init`, to compare a second call with the first.
 
     Attributes:
         cluster: "local" or "ray".
@@ -58,9 +57,9 @@ class Session:
     Attributes:
         devices: The devices of this process; none for a session on a Ray cluster.
         cluster: The description of all devices for the planner.
-        arguments: The arguments of `init`; None if a first call has started the session.
+        arguments: The arguments of `init`; None if the call of a function started the session.
         runtime: The `ClusterRuntime` of a session on a cluster, else None.
-        training_steps: The training steps that were called or compiled in it, the latest last; see `api.following`.
+        training_steps: The compiled training steps, the latest last; see `api.following`.
     """
 
     devices: tuple[jax.Device, ...]
@@ -74,8 +73,8 @@ class _Current:
     """The session of this process, if there is one.
 
     Attributes:
-        session: The session. It is replaced under the lock, and read without.
-        lock: Held while a session starts or ends. Threads that need a session meanwhile wait for it.
+        session: The session. Reading it needs no lock; replacing it does.
+        lock: Held while a session starts or ends.
     """
 
     session: Session | None = None
@@ -98,17 +97,16 @@ def init(
 ) -> None:
     """Choose the devices that parallelized functions run on.
 
-    With "local", these are the devices of this process, or `num_hosts` x `devices_per_host` of them, which the planner
-    sees as that many hosts.
+    With "local", these are the devices of this process, or `num_hosts` x `devices_per_host` of them. The planner treats
+    these as `num_hosts` hosts.
 
-    With "ray", they are the hosts of a Ray cluster, all of them or `num_hosts` x `devices_per_host`. The cluster is
-    the one at `address`, or at `RAY_ADDRESS`, or the one that runs on this machine. If there is none, or `address` is
-    "local", one is started on this machine. Devices are the GPUs of the cluster's nodes. Without GPUs, nodes have as
-    many virtual CPU devices as their custom resource `minialpa_cpu_device` says. Without that, they have one for each
-    CPU, or `devices_per_host`.
+    With "ray", these are all hosts of a Ray cluster, or `num_hosts` x `devices_per_host` devices of it. The cluster is
+    at `address`, at `RAY_ADDRESS`, or on this machine. If there is none, or `address` is "local", `init` starts one on
+    this machine. Devices are the GPUs of the nodes. A node without GPUs has virtual CPU devices: the number in its
+    custom resource `minialpa_cpu_device`, or else `devices_per_host`, or else one for each CPU.
 
-    Calling it again with the same arguments does nothing; with others it raises MinialpaError. After a WorkerError that
-    has ended the session, it starts a new one.
+    A second call with the same arguments has no effect; with others it raises MinialpaError. After a WorkerError has
+    ended the session, `init` starts a new one.
 
     Args:
         cluster: "local" or "ray".
@@ -140,7 +138,7 @@ def init(
         elif session is not None and session.arguments is not None:
             raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
 
-        # A session that a first call has started is local, so it has nothing to end.
+        # A session that the call of a function started is local, so it has no workers to end.
         _Current.session = _start_session(arguments)
 
 
@@ -171,12 +169,12 @@ def shutdown() -> None:
 
 
 def available_hosts() -> int:
-    """How many hosts `restart` would get now: those of the session that still answer, and others that are free.
+    """The number of hosts that `restart` would get now: hosts of the session that still answer, and free hosts.
 
-    They are at most `num_hosts` of `init`, if that was given. A session in this process always has the same. On a Ray
-    cluster, each node is asked for a connection, so nodes that Ray still lists after their loss do not count, and the
-    session goes on undisturbed. This takes less than half a second; after a session has failed, some seconds if the
-    process has to connect to Ray for it. If the head of the cluster does not answer, or was restarted, the number is 0.
+    It is at most `num_hosts` of `init`, and constant for a session in this process. On a Ray cluster, `available_hosts`
+    connects to each node, so lost nodes that Ray still lists do not count, and does not disturb the session. This takes
+    less than half a second, or some seconds after a failure if the process must connect to Ray. The number is 0 if the
+    head of the cluster does not answer, or was restarted.
 
     Raises MinialpaError if there is no session.
     """
@@ -186,25 +184,24 @@ def available_hosts() -> int:
 
 
 def restart() -> None:
-    """End the session, whether it has failed or not, and start one with the same arguments on the hosts that answer.
+    """End the session, and start one with the same arguments on the hosts that answer.
 
-    On a Ray cluster, `num_hosts` of `init` is now the most hosts that the session takes, and it may start with fewer:
-    with `num_hosts=4`, it goes on with two hosts after two were lost, and later has four again. All other arguments
-    stay, and so do the cluster and the kind of devices. With `devices_per_host`, only nodes with that many free devices
-    are hosts. Arrays of the ended session are lost, except for values that were fetched: restore a checkpoint. Parallel
-    functions are planned again when they are called.
+    On a Ray cluster, the new session has at most `num_hosts` hosts: with `num_hosts=4`, it continues on two hosts after
+    two were lost, and a later `restart` may have four. The other arguments, the cluster and the kind of devices stay.
+    With `devices_per_host`, only nodes with that many free devices are hosts. Arrays of the old session are lost,
+    except for fetched values: restore a checkpoint. The next call of a parallelized function makes a new plan.
 
-    In this process, the session starts again on the same devices, and arrays stay valid.
+    In this process, the new session has the same devices, and arrays stay valid.
 
-    Raises MinialpaError if there is no session, if the head of the cluster does not answer, or if no host does. Then
-    the session has ended, and calling `restart` again is fine.
+    Raises MinialpaError if there is no session, or if neither the head of the cluster nor a host answers. Then the
+    session has ended, and you may call `restart` later.
     """
     with _Current.lock:
         session = _session_for("restart")
         if session.runtime is None:
             _Current.session = _local_session(session.arguments)
         else:
-            # Until it has, the ended session stays, so that other threads get an error and do not start a local one.
+            # The old session stays until then: other threads get its error instead of starting a local session.
             _Current.session = _session_on(session.runtime.restarted(), session.arguments)
 
 
@@ -215,7 +212,7 @@ def _session_for(function: str) -> Session:
 
 
 def failure(session: Session) -> WorkerError | None:
-    """The error that has ended a session, even if no call has raised it yet; None while it goes on."""
+    """The error that has ended a session, even if no call has raised it yet; None for a running session."""
     if session.runtime is None:
         return None
     try:
@@ -226,7 +223,7 @@ def failure(session: Session) -> WorkerError | None:
 
 
 def current_session() -> Session:
-    """The session. If there is none, one is started on all local devices."""
+    """The session. If there is none, this starts one on all local devices."""
     session = _Current.session
     if session is None:
         with _Current.lock:
@@ -236,7 +233,7 @@ def current_session() -> Session:
 
 
 def running_session() -> Session | None:
-    """The session, or None if there is none. Starts none and waits for none."""
+    """The session or None. Starts none and does not wait."""
     return _Current.session
 
 
@@ -263,10 +260,10 @@ def _ray_session(arguments: InitArguments) -> Session:
 
 
 def _session_on(cluster: Launcher, arguments: InitArguments | None) -> Session:
-    """A session on the hosts that a launcher has reserved."""
+    """A session on the reserved hosts of a launcher."""
     from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 
-    # The hosts are reserved now. Until a session owns them, an error or an interrupt has to return them.
+    # An error or an interrupt must return the reserved hosts, until a session owns them.
     try:
         spec = cluster.describe()
     except BaseException:
@@ -280,25 +277,25 @@ def _session_on(cluster: Launcher, arguments: InitArguments | None) -> Session:
 
 
 def _leave_gpus_to_workers() -> None:
-    """Have jax use the CPU in this process, unless the user has set `jax_platforms`.
+    """Make jax in this process use the CPU, unless the user has set `jax_platforms`.
 
-    On a GPU it would keep most of the memory, which the worker there needs.
+    Otherwise it would take most of the GPU memory, which the worker needs.
     """
     if jax.config.jax_platforms:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_platforms", "cpu")
-    # A backend that runs already stays: the setting comes too late.
+    # The setting comes too late for a running backend.
     if jax.default_backend() != "cpu":
         jax.config.update("jax_platforms", None)
         warnings.warn(
-            "jax in this process has a GPU already, most of whose memory it keeps from the worker there. Call "
+            "jax in this process already uses a GPU and most of its memory, which the worker needs. Call "
             "`minialpa.init` before anything else of jax, or set JAX_PLATFORMS=cpu.",
             stacklevel=6,  # The caller of `init`.
         )
 
 
 def _local_session(arguments: InitArguments | None) -> Session:
-    """A session on the devices of this process that `arguments` ask for; on all of them without arguments."""
+    """A session on the requested devices of this process, by default all."""
     devices = jax.local_devices()
     n_hosts, per_host = (arguments.num_hosts, arguments.devices_per_host) if arguments else (None, None)
     if n_hosts is None:
@@ -315,7 +312,7 @@ def _local_session(arguments: InitArguments | None) -> Session:
 
 
 def describe_devices(devices: Sequence[jax.Device], hosts: int = 1) -> ClusterSpec:
-    """The cluster that `devices` form: the preset of their kind, with the memory that the first device reports."""
+    """The preset of a kind of devices, with the memory of the first one."""
     name: PresetName = "cpu" if devices[0].platform == "cpu" else gpu_preset(devices[0].device_kind)
     spec = ClusterSpec.preset(name, num_hosts=hosts, devices_per_host=len(devices) // hosts)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")

@@ -88,14 +88,13 @@ Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recent:
-    """The last call, whose program a training loop wants again.
+    """The last call, whose program the next step of a training loop runs.
 
     Attributes:
         session: the session.
         n_training_steps: number of training steps in the session, since a new one may be one to follow.
         executable: the program for the call.
-        pattern: what the next call has in common with this one, if it is to run the same program; None if that cannot
-            be seen from its arguments.
+        pattern: recognises a call that runs the same program; None if arguments do not show that.
     """
 
     session: Session
@@ -104,7 +103,7 @@ class Recent:
     pattern: CallPattern | None
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Match | None:
-        """The leaves of a call that runs the same program; None if a program has to be looked for."""
+        """The leaves of a call that runs the same program; None if the caller must look up a program."""
         if self.pattern is None or self.session is not running_session():
             return None
         is_current = len(self.session.training_steps) == self.n_training_steps
@@ -113,7 +112,7 @@ class Recent:
 
 @dataclass(slots=True)
 class _Latest:
-    """The last call, so that a training loop looks nothing up."""
+    """The last call, so that a training loop needs no lookup."""
 
     recent: Recent | None = None
 
@@ -209,7 +208,7 @@ class ParallelizedFunc:
 
     @property
     def method(self) -> Method | FollowingMethod | Plan:
-        """The parallel method, or the saved plan, that it was made with."""
+        """The parallel method or the saved plan."""
         return self._method
 
     def __repr__(self) -> str:
@@ -233,7 +232,7 @@ class ParallelizedFunc:
         return self._parameters.bind((*self._bound, *args), kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., ParallelizedFunc], tuple[Any, ...]]:
-        """A copy, or what is read from a pickle, plans and compiles for itself."""
+        """Copies and unpickled functions plan and compile for themselves."""
         if self._bound:
             return ParallelizedFunc.__get__, (self._on(()), *self._bound)
         return functools.partial(type(self), **self._options), (self._fun, self._method)
@@ -251,18 +250,16 @@ class ParallelizedFunc:
 
     @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
+        """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s, without compiling or running."""
         call = self._bind(args, kwargs)
         return self._plan_there(call, self._trace(call))
 
     def use_plan(self, plan: Plan | None) -> None:
-        """Use `plan`, in the place of planning, for calls with the step, shapes and cluster that it was made for.
+        """Use `plan` instead of planning, for calls with its step, shapes and cluster. None forgets such plans.
 
-        None: plan again where such plans were used.
-
-        A training run that starts again gives the plan that it saved with its checkpoint: it plans nothing, and
-        computes the same numbers as before. Other calls are planned by the method. Raises ShardingError for a function
-        whose method is a plan, or follows another function.
+        A restarted training run passes the plan of its checkpoint: it needs no planning, and computes the same numbers
+        as before. The method plans all other calls. Raises ShardingError for a function whose method is a plan, or
+        follows another function.
         """
         if isinstance(self._method, Plan | FollowingMethod):
             raise ShardingError(
@@ -276,9 +273,9 @@ class ParallelizedFunc:
 
     @api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The step as `jax.jit(step).trace` gives it, for one device: `.jaxpr`, `.out_info`, `.lower()`.
+        """`jax.jit(step).trace` for one device, with the static arguments of this function, and without a plan.
 
-        Static arguments are those of this function. Nothing is planned: see `lower`.
+        The result has `.jaxpr`, `.out_info` and `.lower()`.
         """
         call = self._bind(args, kwargs)
 
@@ -294,17 +291,17 @@ class ParallelizedFunc:
 
     @api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call with these arguments returns, with a `jax.ShapeDtypeStruct` for each leaf. Runs nothing."""
+        """The result of a call with these arguments, with a `jax.ShapeDtypeStruct` for each leaf."""
         call = self._bind(args, kwargs)
         traced = self._trace(call)
         return shown(traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
 
     @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The step, planned for these arguments and not compiled yet, in the place of `jax.jit(step).lower`.
+        """Plan the step for these arguments, without compiling: minialpa's form of `jax.jit(step).lower`.
 
-        `.plan` is its `Plan`, and `.compile()` compiles it for the devices and returns the `Executable`, which the
-        next call with such arguments runs.
+        `.plan` of the result is the `Plan`. `.compile()` compiles it for the devices and returns the `Executable`,
+        which the next call with such arguments runs.
         """
         self._check_plans("lower")
         call = self._bind(args, kwargs)
@@ -321,11 +318,11 @@ class ParallelizedFunc:
 
     @api_boundary
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
-        """A table of what the plan for these arguments chose and of what every other choice would cost.
+        """A table of a choice of the plan for these arguments, its alternatives, and their costs.
 
-        what: part of the path of arguments or results, such as `params['w']`. The planner forces each sharding that
-            they could have, keeps all other decisions but the shardings, and plans the step again. "stages",
-            "micro-batches" and "remat" compare the choices for the plan as a whole in the same way.
+        what: part of the path of arguments or results, such as `params['w']`. For each sharding that they could have,
+            the planner fixes it, keeps stages and micro-batches, and solves the other shardings. "stages",
+            "micro-batches" and "remat" compare the choices for the whole plan in the same way.
         """
         from minialpa.inter.alternatives import explain_step
 
@@ -338,9 +335,9 @@ class ParallelizedFunc:
 
     @api_boundary
     def check(self, *args: Any, target: str | None = None, cache: str | Path | None = None, **kwargs: Any) -> PlanCheck:
-        """The plan for these arguments beside what XLA for GPUs makes of it: memory, communication and seconds.
+        """Compare the plan for these arguments with XLA's program for GPUs: memory, communication and seconds.
 
-        Needs the extra `gpu-compile`, and no GPU. See `minialpa.check`.
+        Needs the extra `gpu-compile`, but no GPU. See `minialpa.check`.
         """
         from minialpa.api.gpu_check import check_plan
 
@@ -378,7 +375,7 @@ class ParallelizedFunc:
 
     @api_boundary
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments, on the devices and in the shardings in which the step reads them."""
+        """The arguments on the devices and in the shardings in which the step reads them."""
         call = self._bind(args, kwargs)
         check_alive(call, self._parameters)
         executable, _ = self._get(call)
@@ -387,11 +384,11 @@ class ParallelizedFunc:
         return (new_args, new_kwargs) if kwargs else new_args
 
     def place_batch(self, batch: Any) -> Any:
-        """The batch, on the devices and in the shardings in which the compiled program for its shapes reads it.
+        """The batch on the devices and in the shardings in which the compiled program for its shapes reads it.
 
-        batch: the argument that holds examples, or a tuple of them if there are several. Compiles nothing: a batch that
-        no program takes yet comes back as it is. Leaves that the step cuts into micro-batches come back in these parts,
-        as `MicroBatchedArray`s: arrays with a shape and a dtype, which `np.asarray` reads.
+        batch: the argument that holds examples, or a tuple of such arguments. Without a compiled program for its
+        shapes, it comes back unchanged. Leaves that the step cuts into micro-batches come back as `MicroBatchedArray`s:
+        arrays with a shape and a dtype, which `np.asarray` reads.
         """
         recent = self._latest.recent
         # A loader's thread may come here between two sessions, and must not start one.
@@ -427,17 +424,17 @@ class ParallelizedFunc:
         return batch
 
     def _batch_numbers(self, plan: Plan) -> tuple[int, ...]:
-        """The numbers of the arguments that hold examples: as given, or else as found for a plan."""
+        """The numbers of the arguments that hold examples, from the user or from the plan."""
         if self._parameters.batch != "auto":
             return self._parameters.batch
         numbers = tuple(self._parameters.number(name) for name in plan.batch)
-        # Arguments beyond the signature, as those of `*args`, have no name to be found by.
+        # Extra arguments of `*args` have no names.
         return numbers if min(numbers, default=-1) >= 0 else ()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def _get(self, call: Call) -> Compiled:
-        """The program for a call, which is the last call from now on."""
+        """The program for a call. The call becomes the last one."""
         session = current_session()
         # A training step that is new in the session may be one to follow.
         n_training_steps = len(session.training_steps)
@@ -466,7 +463,7 @@ class ParallelizedFunc:
     def _keep(
         self, call: Call, session: Session, followed: Followed | None, compile_: Callable[[], Executable]
     ) -> Compiled:
-        """The program for a call: the one that is there already, or else what `compile_` returns."""
+        """The program for a call: a known one, or else the result of `compile_`."""
         key, where = call.key(), (session.devices, session.cluster, session.runtime)
         with self._compiling:  # threads that make the first call at the same time compile once
             found = self._executables.get((key, *where, followed and followed.meshes))
@@ -476,14 +473,14 @@ class ParallelizedFunc:
                 executable.call = CompiledCall(
                     name=self._name, parameters=self._parameters, bound=self._bound, key=key, result_of=found[1]
                 )
-                # Only tracing has shown whether this is a training step, which follows no other one.
+                # A training step follows no other one. Only tracing shows whether this is one.
                 meshes = None if followed is None or key in self._training else followed.meshes
                 self._executables[key, *where, meshes] = found
                 self._earlier = self._parameters.leaf_types(call)
             return found
 
     def _followed(self, key: Hashable, call: Call, session: Session) -> Followed | None:
-        """The training step on whose meshes a call with the key `key` has arguments, if the method leaves that open."""
+        """The training step that a call follows: see `find_followed`."""
         if not session.training_steps or key in self._training:
             return None
         return find_followed(session, self._method, call.leaves)
@@ -585,7 +582,7 @@ class ParallelizedFunc:
             return recognise(traced, everywhere=attention == "fused")
 
     def _warn_of_object(self, call: Call) -> None:
-        """Warn of attributes of `self` that the program keeps as they are now, unless the user has said so."""
+        """Warn that the program keeps the present attributes of `self`, unless `self` is static by number."""
         owner = next((value for name, value in call.static if name == 0), None) if self._bound else None
         has_state = bool(getattr(type(owner), "__dictoffset__", 0)) and bool(vars(owner))
         is_auto = self._options["static_argnums"] == "auto" and not isinstance(owner, type)
@@ -631,7 +628,7 @@ class ParallelizedFunc:
         if known.batch != "auto":
             return traced
 
-        # The step itself says which arguments it updates, and follows the others up to the loss.
+        # The program shows which arguments the step updates, and how the others reach the loss.
         found = find_batch(traced, numbers, () if known.donate == "auto" else known.donate)
         if isinstance(found, NoBatch):
             traced, found = dataclasses.replace(traced, no_batch=found), ()
@@ -644,7 +641,7 @@ class ParallelizedFunc:
         return [self._parameters.number(name) for name, found in zip(names, is_state, strict=True) if found]
 
     def _explain_mismatch(self, call: Call, error: Exception) -> None:
-        """Raise a clearer error if the arguments have other leaves than those of the last call that was compiled."""
+        """Raise a clearer error if the leaves differ from the last compiled call."""
         now, earlier = self._parameters.leaf_types(call), self._earlier
         if earlier is None or now == earlier:
             return
@@ -661,7 +658,7 @@ class ParallelizedFunc:
 
 
 def _check_function(fun: Any) -> None:
-    """Raise TraceError for what is no function of a step's arguments."""
+    """Raise TraceError unless `fun` is a function."""
     if isinstance(fun, staticmethod | classmethod):
         kind = type(fun).__name__
         raise TraceError(f"`parallelize` takes functions; got a {kind}. Write `@{kind}` above `@minialpa.parallelize`.")
@@ -672,18 +669,18 @@ def _check_function(fun: Any) -> None:
 
 
 def _runs_here() -> bool:
-    """Whether steps run on the devices of this process. Otherwise it leaves them to the workers."""
+    """Whether steps run on the devices of this process, not on workers."""
     session = running_session()
     return session is None or session.runtime is None
 
 
 def _default(option: dataclasses.Field[Any]) -> Any:
-    """The default of an option of a method; `MISSING`, to which no value is equal, if it has none."""
+    """The default of an option of a method; `MISSING`, which equals no value, if there is none."""
     return option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
 
 
 def _explain_sizes(leaves: Sequence[Any], paths: Sequence[str], is_batch: Sequence[bool], error: Exception) -> None:
-    """Raise a clearer error if a step fails because the arrays of its batch have different numbers of examples."""
+    """Raise a clearer error if the arrays of the batch have different numbers of examples."""
     try:
         find_batch_dims([leaf_type(leaf, path) for leaf, path in zip(leaves, paths, strict=True)], paths, is_batch)
     except TraceError as reason:

@@ -72,7 +72,7 @@ def _read(file: Path, about: str) -> Plan | None:
         text = file.read_text(encoding="utf-8")
         first, _, rest = text.partition("\n")
         if json.loads(first) != about:
-            raise VerifyError("it is for another step.")
+            raise VerifyError("It is for another step.")
         return Plan.from_json(rest)
     except (FileNotFoundError, NotADirectoryError):
         return None
