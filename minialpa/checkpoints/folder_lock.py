@@ -14,13 +14,12 @@ _LOCK = ".minialpa-lock"
 
 
 def lock(directory: Path) -> int:
-    """Lock the folder, which exists, until the file descriptor that this returns is closed, or the process ends.
+    """Lock an existing folder until the returned file descriptor is closed, or the process ends.
 
-    A second manager would delete the checkpoint that the first one is writing, since it looks like one that a killed
-    process has left. Where the file system has no locks, nothing is locked. Raises CheckpointError if the folder is
-    locked.
+    A second manager would take the checkpoint that the first one is writing for one of a killed process, and delete it.
+    A file system without locks locks no folder. Raises CheckpointError if the folder is locked.
     """
-    # A link is not followed, since it would lead to a file of somebody else.
+    # A link could lead to another user's file.
     number = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,7 +44,7 @@ def _name(process: int | str) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the process that wrote its name has ended on this host. Its children by fork may still hold its lock."""
+    """Whether the process with this name has ended on this host. Its forked children may still hold the lock."""
     found = re.fullmatch(_name(r"(\d+)"), owner)
     if found is None:
         return False

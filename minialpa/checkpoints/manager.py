@@ -88,9 +88,8 @@ class CheckpointManager:
         Raises CheckpointError if another manager saves to the folder, or if one of the numbers is not positive.
         """
         ocp = _orbax()
-        from minialpa.checkpoints.paths import LiteralPath
+        from minialpa.checkpoints.paths import LiteralPath, UnfinishedCheckpoint
         from minialpa.checkpoints.remote_handler import state_handler
-        from minialpa.checkpoints.unfinished import UnfinishedCheckpoint
 
         self._directory, self._read_only = _absolute(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
@@ -197,15 +196,15 @@ class CheckpointManager:
     def restore(self, step: int | None = None, *, like: Any, partial_restore: bool = False) -> Checkpoint:
         """Read the checkpoint of `step`, by default the latest one, which a call of `save` may still be writing.
 
-        like: what the state becomes, either an `Executable`, whose argument 0 the state then is, in the planned
-            shardings; or a pytree with an array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the
-            sharding of its target, without a copy of the whole array on any device. Without a sharding, it goes to
-            jax's default device. What goes to workers of a cluster is read by them, and NumPy arrays stay such.
-            Functions, and what else is no array in a module of equinox, are those of the target.
-        partial_restore: read the leaves of the target alone, such as the weights of a training state,
-            `{"params": executable.get_input_targets()[0]}`. Else the checkpoint may have no others.
+        like: the target: an `Executable`, whose argument 0 is the state in the planned shardings; or a pytree with an
+            array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the sharding of its target, without
+            a copy of the whole array on any device; by default it goes to jax's default device. Workers of a cluster
+            read their own shards, and NumPy arrays stay NumPy arrays. Functions, and other static leaves of a module of
+            equinox, come from the target.
+        partial_restore: read only the leaves of the target, such as the weights of a training state,
+            `{"params": executable.get_input_targets()[0]}`. Otherwise the checkpoint must have no other leaves.
 
-        Raises CheckpointError if there is no such checkpoint, if it is of another model, or damaged.
+        Raises CheckpointError if there is no such checkpoint, or if it is damaged or of another model.
         """
         from minialpa.checkpoints.targets import (
             in_stored_tree,
@@ -224,7 +223,7 @@ class CheckpointManager:
         with _errors_of_orbax(f"Reading {name}", advice):
             if not self._has(step, "state"):
                 raise CheckpointError(f"There is no `state` in {name}. minialpa did not save this checkpoint.")
-            list((self._orbax.directory / str(step)).iterdir())  # one that orbax cannot list is empty for orbax
+            list((self._orbax.directory / str(step)).iterdir())  # orbax takes a folder that it cannot list for empty
             stored = self._orbax.item_metadata(step)["state"]
             if stored is None:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
@@ -242,22 +241,22 @@ class CheckpointManager:
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
 
     def load_plan(self, step: int | None = None) -> Plan | None:
-        """The plan that was saved with a checkpoint, by default the latest one; None if none was.
+        """The plan in a checkpoint, by default the latest one; None if it has none.
 
-        Raises CheckpointError if there is no such checkpoint, VerifyError if the plan is one of another version.
+        Raises CheckpointError if there is no such checkpoint, VerifyError for a plan of another version.
         """
         found = self._load_json(step, "plan")
         return None if found is None else Plan.from_json(json.dumps(found))
 
     def load_data(self, step: int | None = None) -> Any:
-        """The state of the data iterator that was saved with a checkpoint, by default the latest one; None if none was.
+        """The state of the data iterator in a checkpoint, by default the latest one; None if it has none.
 
         Raises CheckpointError if there is no such checkpoint.
         """
         return _of_json(self._load_json(step, "data"))
 
     def _load_json(self, step: int | None, item: str) -> Any:
-        """The content of an item that is JSON; None if the checkpoint does not have it."""
+        """The content of a JSON item; None if the checkpoint does not have it."""
         self.wait_until_finished()
         step = self._existing(step)
         if not self._has(step, item):
@@ -267,15 +266,15 @@ class CheckpointManager:
             return self._orbax.restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` saves this step: a multiple of `save_interval_steps`, behind the latest one."""
+        """Whether `save` saves this step: a multiple of `save_interval_steps` after the latest one."""
         return bool(self._orbax.should_save(step))
 
     def latest_step(self) -> int | None:
-        """The largest step that has a complete checkpoint; None if there is none."""
+        """The latest step with a complete checkpoint; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> tuple[int, ...]:
-        """The steps that have a complete checkpoint, or one that is being written, in order."""
+        """The steps of checkpoints, in order, including one that is being written."""
         return tuple(sorted(self._orbax.all_steps()))
 
     def is_saving(self) -> bool:
@@ -290,7 +289,7 @@ class CheckpointManager:
             self._delete_old()
 
     def close(self) -> None:
-        """Wait until every checkpoint is written, and end the threads. The manager cannot be used any more."""
+        """Wait until every checkpoint is written, and end the threads. Other methods of the manager then fail."""
         self._is_closed = True
         try:
             with _errors_of_orbax(f"Saving to `{self._directory}`"):
@@ -320,11 +319,11 @@ class CheckpointManager:
         return steps[-1] if step is None else step
 
     def _move_unfinished_aside(self) -> None:
-        """Have `_delete_old` delete what an interrupted process, or lost workers, left half-written.
+        """Move incomplete checkpoints to the folder that `_delete_old` empties.
 
-        orbax would delete it in place, and raise an error if a lost worker writes there meanwhile.
+        orbax would delete them in place, and fail if a lost worker still writes there.
         """
-        from minialpa.checkpoints.unfinished import unfinished_checkpoints
+        from minialpa.checkpoints.paths import unfinished_checkpoints
 
         for unfinished in unfinished_checkpoints(Path(self._directory)):
             deleted = self._deleted()
@@ -332,17 +331,17 @@ class CheckpointManager:
             unfinished.rename(deleted / unfinished.name)
 
     def _delete_old(self) -> None:
-        """Delete the checkpoints that were moved aside. The folder that they were moved to stays."""
+        """Delete the checkpoints in the folder of `_deleted`. The folder stays."""
         for old in self._deleted().glob("*"):
             shutil.rmtree(old, ignore_errors=True)
 
     def _deleted(self) -> Path:
-        """The folder of checkpoints to delete. Raises CheckpointError for a link: what it points to is not ours."""
+        """The folder of checkpoints to delete. Raises CheckpointError for a link, which may lead anywhere."""
         path = Path(self._directory, _DELETED)
         if path.is_symlink():
             raise CheckpointError(
-                f"`{path}` is a link, and checkpoints that are moved there are deleted. Remove the link, or choose "
-                "another folder."
+                f"`{path}` is a link, and the manager deletes checkpoints there. Remove the link, or choose another "
+                "folder."
             )
         return path
 
@@ -353,7 +352,7 @@ class CheckpointManager:
 def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan: Plan | None = None) -> None:
     """Save a pytree as the checkpoint of `step` in the folder `path`, and wait until it is written.
 
-    `CheckpointManager.save` says what the leaves may be. Raises CheckpointError if the step exists.
+    See `CheckpointManager.save` for possible leaves. Raises CheckpointError if the step exists.
     """
     with CheckpointManager(path) as manager:
         manager.save(step, tree, plan=plan, force=True)
@@ -362,16 +361,16 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan:
 def restore_checkpoint(
     path: str | os.PathLike[str], target: Any, *, step: int | None = None, partial_restore: bool = False
 ) -> Any:
-    """The pytree that was saved in the folder `path`, at `step` or, by default, at the latest one.
+    """The pytree of a checkpoint in the folder `path`: that of `step`, by default of the latest one.
 
-    `CheckpointManager.restore` says what `target` and `partial_restore` may be, and what it raises.
+    See `CheckpointManager.restore` for `target` (there `like`), `partial_restore` and errors.
     """
     with CheckpointManager(path, read_only=True) as manager:
         return manager.restore(step, like=target, partial_restore=partial_restore).state
 
 
 def _check_counts(save_interval_steps: Any, **optional: Any) -> None:
-    """Raise CheckpointError for a number that is no positive integer; those in `optional` may be None."""
+    """Raise CheckpointError for a number that is not a positive integer; `optional` ones may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {"save_interval_steps": save_interval_steps, **given}.items():
         if not _is_whole(value, 1):
@@ -379,7 +378,7 @@ def _check_counts(save_interval_steps: Any, **optional: Any) -> None:
 
 
 def _is_whole(value: Any, least: int) -> bool:
-    """Whether a value is an integer, of Python or NumPy, and not less than `least`."""
+    """Whether a value is an integer of at least `least`, of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -394,7 +393,7 @@ def _orbax() -> Any:
 
 
 def _number_of(best_fn: Callable[[Any], float], worst: float) -> Callable[[Any], float]:
-    """`best_fn`, with `worst` for NaN: numbers are sorted, and NaN has no place among them."""
+    """`best_fn`, with `worst` for NaN, which has no place in an order."""
 
     def number(metrics: Any) -> float:
         value = float(best_fn(metrics))
@@ -424,9 +423,9 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
-    """Raise what orbax raises as a CheckpointError; `then` advises what to do about files that are damaged.
+    """Raise errors of orbax as CheckpointErrors. `then`: advice for damaged files, which raise errors of many types.
 
-    Damaged files raise errors of many types. Errors of the system, such as too many open files, are others.
+    Errors of the system, such as too many open files, come without this advice.
     """
     try:
         yield
@@ -441,14 +440,14 @@ def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
 
 
 def _is_of_the_system(error: Exception) -> bool:
-    """Whether an error is one of memory, files or devices, rather than one of missing files or of their content."""
+    """Whether memory, the file system or a device failed, rather than files being missing or damaged."""
     if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
     return isinstance(error, MemoryError) or _SYSTEM.search(str(error)) is not None
 
 
 def _as_json(data: Any) -> dict[str, Any]:
-    """The state of a data iterator for JSON. Raises CheckpointError for what JSON does not give back."""
+    """The state of a data iterator for JSON. Raises CheckpointError if JSON would change it."""
     if isinstance(data, bytes):
         return {"bytes": base64.b64encode(data).decode()}
     try:
@@ -464,7 +463,7 @@ def _as_json(data: Any) -> dict[str, Any]:
 
 
 def _same(read: Any, data: Any) -> bool:
-    """Whether JSON gave back `data`, types included: True equals 1."""
+    """Whether two values are equal, types included: True equals 1."""
     if type(read) is not type(data):
         return False
     if isinstance(data, dict):

@@ -1,7 +1,7 @@
-"""What is saved of a state, and what its leaves become when they are read again.
+"""A state or a target in, orbax's arguments to save or read its leaves out.
 
-`savable` checks a state before it is saved. `restore_arguments` compares a target with what the files say of every
-leaf, before an array is read, and tells orbax what to make of each; `restored` checks what orbax made.
+`savable` checks a state before it is saved. `restore_arguments` compares a target with the metadata of the files before
+orbax reads an array; `restored` checks the arrays that orbax returns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Number = bool | int | float | complex
 
 
 def savable(state: Any) -> Any:
-    """The state as orbax saves it. Raises CheckpointError, with the path of the leaf, for what it cannot save."""
+    """The state as orbax saves it. Raises CheckpointError with the path of a leaf that it cannot save."""
     names: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         text = jax.tree_util.keystr(path) or "the state"
@@ -47,9 +47,9 @@ def savable(state: Any) -> Any:
 
 
 def weak_numbers(state: Any) -> list[str]:
-    """The names of the numbers that are weakly typed, as Python's are and what a step makes of them.
+    """The names of weakly typed numbers: Python numbers, and results of steps that come from them.
 
-    orbax does not keep this, and a plan fits a step only if its arguments are weakly typed where they were before.
+    orbax does not keep weak types, and a plan fits a step only if its arguments have the same ones as before.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [
@@ -60,7 +60,7 @@ def weak_numbers(state: Any) -> list[str]:
 
 
 def target_tree(like: Any) -> Any:
-    """The pytree of targets that `like` stands for, with functions and the like as `hide_static` leaves them."""
+    """The pytree of targets for `like`, without functions and other static leaves (see `hide_static`)."""
     if like is None:
         raise CheckpointError(
             "The target is None, as `get_last_executable()` returns before the first call. Use `get_executable(...)`."
@@ -87,8 +87,8 @@ def restore_arguments(
     """orbax's RestoreArgs for every leaf of `target`.
 
     stored: orbax's metadata of the leaves. name: of the checkpoint, for messages. weak: see `weak_numbers`.
-    partial_restore: whether the checkpoint may have leaves that the target lacks. Raises CheckpointError, which lists
-    the leaves, if the checkpoint has others than `target`, or others of these shapes and dtypes.
+    partial_restore: whether the checkpoint may have leaves that the target lacks. Raises CheckpointError with a list of
+    the leaves that differ in path, shape or dtype.
     """
     there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
@@ -99,13 +99,11 @@ def restore_arguments(
         )
     wrong = list(_differences(leaves, there, partial_restore=partial_restore))
     if wrong:
+        listed = "\n  ".join(wrong[:_MOST_NAMES])
         rest = f"\n  and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
         raise CheckpointError(
-            f"The checkpoint of {name} is of another model:\n  "
-            + "\n  ".join(wrong[:_MOST_NAMES])
-            + rest
-            + "\nPass a target "
-            "with the structure, shapes and dtypes that were saved." + _part_hint(leaves, there)
+            f"The checkpoint of {name} is of another model:\n  {listed}{rest}\nPass a target with the structure, shapes "
+            f"and dtypes that were saved.{_part_hint(leaves, there)}"
         )
 
     def argument(path: Any, leaf: Any) -> Any:
@@ -115,9 +113,9 @@ def restore_arguments(
 
 
 def in_stored_tree(tree: Any, stored: Any) -> Any:
-    """The leaves of a target at their places in the tree that was saved, and orbax's placeholders for all others.
+    """The saved tree, with the leaves of a target at their places and orbax's placeholders elsewhere.
 
-    orbax would compare containers, so that weights could not be read from the pair (weights, optimizer).
+    orbax compares containers, so without this it could not read weights from the pair (weights, optimizer).
     """
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     return jax.tree_util.tree_map_with_path(
@@ -126,7 +124,7 @@ def in_stored_tree(tree: Any, stored: Any) -> Any:
 
 
 def out_of_stored_tree(state: Any, target: Any) -> Any:
-    """What orbax read for `in_stored_tree` in the structure of the target."""
+    """The inverse of `in_stored_tree`: the leaves that orbax read, in the structure of the target."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], target)
 
@@ -150,7 +148,7 @@ def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
 
 
 def _name(path: Any) -> tuple[str, ...]:
-    """What orbax calls the leaf at a path of jax."""
+    """orbax's name of the leaf at a path of jax."""
     keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path)
     return tuple(map(str, keys))
 
@@ -185,7 +183,7 @@ def _as_saved(leaf: Any) -> Any:
 
 
 def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_restore: bool) -> Iterator[str]:
-    """A line for each leaf that only one side has, or that has other shapes or dtypes.
+    """A line for each leaf that differs or that only one side has.
 
     partial_restore: whether the checkpoint may have leaves that the target lacks.
     """
@@ -206,7 +204,7 @@ def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_r
 
 
 def _part_hint(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> str:
-    """How to read the target alone, if it is a part of the checkpoint, or parts have leaves of all its names."""
+    """Advice: how to read the target as a part of the checkpoint, or else the names in the checkpoint."""
     if not any(_differences(leaves, there, partial_restore=True)):
         return " `partial_restore=True` reads the leaves of the target alone."
     names = [_name(path) for path, _ in leaves]
@@ -224,7 +222,7 @@ def _part_hint(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> str:
 
 
 def _stored_type(target: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype that the files give a leaf: typed keys are stored as their integers."""
+    """Shape and dtype of a leaf in the files: orbax stores typed keys as integers."""
     value = np.asarray(target) if isinstance(target, _Number) else target
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
@@ -236,7 +234,7 @@ def _fits(found: Any, target: Any) -> bool:
     shape, dtype = _stored_type(target)
     if tuple(found.shape) != shape:
         return False
-    # A Python number becomes an array in the first step, and its dtype is then that of the array.
+    # A Python number becomes an array with its own dtype in the first step.
     if _is_number(found) or isinstance(target, _Number):
         return bool(_kind(found.dtype) == _kind(dtype))
     return bool(np.dtype(found.dtype) == dtype)
@@ -273,7 +271,7 @@ def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
 
 
 def _number(found: Any, target: Any, text: str, name: str) -> Any:
-    """A number as its target has it: a Python number, a NumPy array, or a jax array on the devices of the target."""
+    """A number with the type of its target: a Python number, a NumPy array, or a jax array on the same devices."""
     value = np.asarray(found)
     if isinstance(target, _Number):
         return type(target)(value.item())
@@ -290,7 +288,7 @@ def _number(found: Any, target: Any, text: str, name: str) -> Any:
 
 
 def _weakly_typed(found: Any) -> Any:
-    """A jax array of one number as jax makes it of Python's number, if that has its dtype."""
+    """A weakly typed jax array of one number, if Python's number has its dtype."""
     if not isinstance(found, jax.Array):
         return found
     number = jnp.asarray(found.item())
