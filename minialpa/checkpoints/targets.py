@@ -102,8 +102,8 @@ def restore_arguments(
         listed = "\n  ".join(wrong[:_MOST_NAMES])
         rest = f"\n  and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
         raise CheckpointError(
-            f"The checkpoint of {name} is of another model:\n  {listed}{rest}\nPass a target with the structure, shapes "
-            f"and dtypes that were saved.{_part_hint(leaves, there)}"
+            f"The checkpoint of {name} is of another model:\n  {listed}{rest}\nPass a target with the structure, "
+            f"shapes and dtypes that were saved.{_part_hint(leaves, there)}"
         )
 
     def argument(path: Any, leaf: Any) -> Any:
