@@ -85,9 +85,10 @@ def counted_state(counted: tuple[Counted, ...]) -> dict[str, Any]:
 def counted_batch(counted: tuple[Counted, ...], size: int) -> dict[str, Any]:
     """What a batch of so many examples has of them. Floats are whole, and stay when others are rounded."""
     rows = {one.dtype: np.resize(values(one.dtype, seed=size), (size, values(one.dtype).shape[1])) for one in counted}
-    return {
-        f"of {d}": x if "float" not in d else np.round(x.astype(np.float32)).astype(x.dtype) for d, x in rows.items()
-    }
+    batch = {d: x if "float" not in d else np.round(x.astype(np.float32)).astype(x.dtype) for d, x in rows.items()}
+    if "float16" in batch:
+        batch["float16"][size // 3, 0] = np.nan
+    return {f"of {d}": x for d, x in batch.items()}
 
 
 def counted_results(counted: tuple[Counted, ...], state: Any, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
