@@ -260,8 +260,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "totals of micro-batches are those of the last",
         "inter/lower/task_functions.py",
-        "combine(r, a, b.astype(a.dtype))",
-        "b.astype(a.dtype)",
+        "combine(r, total, value.astype(total.dtype))",
+        "value.astype(total.dtype)",
     ),
     Fault(
         "totals inside a pass forget what was before",

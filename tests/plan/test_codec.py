@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from minialpa import AutoShardingOption, ClusterSpec, DeviceSpec, Plan, ShardParallel, VerifyError
-from minialpa.plan.codec import decode, encode
-from minialpa.plan.file_format import MOST_CHARACTERS
+from minialpa.plan.codec import MOST_CHARACTERS, decode, encode
 from tests.plans import pipeline_plan, shard_plan
 
 Place = tuple[str | int, ...]
@@ -151,7 +150,7 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
         ('{"version":6,"plan":{}}', "`plan.fingerprint` is missing"),
         ('{"version":true,"plan":{}}', "has version True; this minialpa reads version 6"),
         ('{"version":2,"plan":{}}', "has version 2; this minialpa reads version 6. Plan again"),
-        ('{"version":6,"version":6,"plan":{}}', "Not a plan: there is a record that has `version` twice"),
+        ('{"version":6,"version":6,"plan":{}}', "Not a plan: a record has `version` twice"),
         # With an id of its own: pytest would send the text from process to process, in the name of the test.
         pytest.param(
             " " * (MOST_CHARACTERS + 1), f"Not a plan: it has more than {MOST_CHARACTERS} characters", id="too long"

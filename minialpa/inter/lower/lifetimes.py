@@ -1,4 +1,4 @@
-"""Lifetimes of buffers: which instruction reads a buffer last, and which functions may write over it then."""
+"""Lifetimes of buffers: the last use of each buffer, and the functions that may then write over it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minialpa.programs.program import Free, Function, InputSlot, Instruction, Ru
 
 
 def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> dict[int, list[int]]:
-    """For each instruction, by number, the buffers that no later one reads or writes. `kept` outlive the step."""
+    """For each instruction, by number, the buffers that it uses last. Buffers in `kept` outlive the step."""
     last = {b: i for i, instruction in enumerate(instructions) for b in (*reads(instruction), *writes(instruction))}
     ends: dict[int, list[int]] = defaultdict(list)
     for buffer, i in last.items():
@@ -20,7 +20,7 @@ def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> dic
 
 
 def with_frees(instructions: Sequence[Instruction], ends: Mapping[int, Sequence[int]]) -> list[Instruction]:
-    """`instructions`, with each buffer freed behind its last use. `ends`: see `last_uses`."""
+    """`instructions`, with each buffer freed after its last use. `ends`: see `last_uses`."""
     out: list[Instruction] = []
     for i, instruction in enumerate(instructions):
         out.append(instruction)
@@ -37,16 +37,16 @@ def with_donations(
     input_slots: Sequence[InputSlot],
     donated_leaves: Collection[int],
 ) -> list[Function]:
-    """`functions`, each with the inputs that it may write over, as every run of it is their last use.
+    """`functions`, each with the inputs that it may write over, because every run is their last use.
 
     ends: see `last_uses`.
-    input_slots: the inputs of the step. The caller keeps all whose leaves are not among `donated_leaves`.
+    input_slots: the inputs of the step. The caller keeps all leaves but `donated_leaves`.
     """
     is_micro = {s.buffer for s in input_slots if s.rows is not None}
     foreign = {s.buffer for s in input_slots if s.leaf not in donated_leaves} - is_micro
     given = {s.buffer for s in input_slots if s.leaf in donated_leaves}
 
-    # One compiled function serves all of its runs, so it may take over only what ends with each of them.
+    # One compiled function serves all of its runs, so an input must end in each of them.
     may: dict[int, set[int]] = {}
     arguments: dict[int, set[int]] = defaultdict(set)
     for i, instruction in enumerate(instructions):
@@ -59,14 +59,14 @@ def with_donations(
 
     out = list(functions)
     for number, positions in may.items():
-        # The caller's arrays first: what the step makes itself is freed anyway.
+        # The caller's arrays first: the step frees its own arrays anyway.
         first = sorted(positions, key=lambda k: (k not in arguments[number], k))
         out[number] = dataclasses.replace(out[number], donated=_usable_donations(out[number], first))
     return out
 
 
 def _usable_donations(function: Function, positions: Sequence[int]) -> tuple[int, ...]:
-    """Inputs for which there is an output of the same shape, dtype and layout that no earlier input takes."""
+    """Inputs that can become an output of the same shape, dtype and layout; each output takes one input."""
     free = Counter((o.shape, str(o.dtype), s) for o, s in zip(function.out_avals, function.out_specs, strict=True))
     usable = []
     for k in positions:

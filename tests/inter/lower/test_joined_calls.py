@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import minialpa
 from minialpa import AutoShardingOption, ShardParallel
+from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.joined_calls import joined_calls
 from minialpa.programs.program import Accumulate, Function, Instruction, Run, Transfer
 from minialpa.testing import assert_allclose
@@ -37,7 +38,6 @@ FUNCTIONS = [
 CALLS: list[Instruction] = [
     Run(0, (0,), (2,)), Run(1, (2,), (3,)), Run(0, (1,), (4,)), Accumulate(2, (3,), (4,)), Run(3, (3,), (5,)),
 ]  # fmt: skip
-BEHIND: list[Instruction] = [Transfer(5, 6, 0, SPEC), Run(3, (6,), (7,)), Accumulate(2, (7,), (5,))]
 
 
 def run(functions: Sequence[Function], instructions: Sequence[Instruction], values: dict[int, Any]) -> dict[int, Any]:
@@ -48,34 +48,31 @@ def run(functions: Sequence[Function], instructions: Sequence[Instruction], valu
             case Accumulate(f, totals, parts):
                 arguments = (values[b] for b in (*totals, *parts))
                 values.update(zip(totals, functions[f].fun(*arguments), strict=True))
-            case Transfer(source, target):
-                values[target] = values[source]
     return values
 
 
-@pytest.mark.parametrize(("rest", "kept"), [([], {5}), ([], {3, 5, 2}), (BEHIND, {5, 7})])
-def test_one_function_makes_what_is_read_later(rest: list[Instruction], kept: set[int]) -> None:
-    functions, instructions = joined_calls(FUNCTIONS, CALLS + rest, kept, [3, 1, 1, 1])
-    first, *others = instructions
-    assert isinstance(first, Run) and (first.function, first.inputs, len(others)) == (0, (0, 1), len(rest))
-    assert set(first.outputs) == kept - {7}
-    assert len(functions) == (3 if rest else 1)
+@pytest.mark.parametrize("kept", [{5}, {3, 5, 2}])
+def test_one_function_makes_what_is_read_later(kept: set[int]) -> None:
+    functions, (call,) = joined_calls(FUNCTIONS, CALLS, kept, {0: 3})
+    assert isinstance(call, Run) and (call.function, call.inputs, set(call.outputs)) == (0, (0, 1), kept)
+    assert len(functions) == 1
 
     def given() -> dict[int, Any]:
         return {0: jnp.array([1.0, 2.0]), 1: jnp.array([3.0, 5.0])}
 
-    found, wanted = run(functions, instructions, given()), run(FUNCTIONS, CALLS + rest, given())
+    found, wanted = run(functions, [call], given()), run(FUNCTIONS, CALLS, given())
     for buffer in kept:
         np.testing.assert_allclose(found[buffer], wanted[buffer], rtol=1e-6)
 
 
-def test_what_would_compile_longer_is_left_alone() -> None:
-    """Apart: 20 equations for each of 4 functions, and theirs. Joined: 20, and those of a step twice."""
+def test_other_programs_are_left_alone() -> None:
+    """Apart: 20 equations for each of 4 functions, and theirs. Joined: 20, and the equations of a step twice."""
     for n, is_joined in ((59, True), (60, False)):
-        found = joined_calls(FUNCTIONS, CALLS, {5}, [n, 1, 1, 1])
-        assert found == (FUNCTIONS, CALLS) or is_joined
-        assert (len(found[0]) == 1) == is_joined
-    assert joined_calls(FUNCTIONS[3:], [Run(0, (0,), (1,))], {1}, [1]) == (FUNCTIONS[3:], [Run(0, (0,), (1,))])
+        functions, _ = joined_calls(FUNCTIONS, CALLS, {5}, {0: n})
+        assert len(functions) == (1 if is_joined else 4)
+
+    moved = [*CALLS, Transfer(5, 6, 0, SPEC)]
+    assert joined_calls(FUNCTIONS, moved, {6}, {0: 3}) == (FUNCTIONS, moved)
 
 
 def normalised(width: int) -> Any:
@@ -97,17 +94,14 @@ def normalised(width: int) -> Any:
     return step, (params, jax.random.normal(keys[2], (8, width)))
 
 
-@pytest.mark.parametrize(
-    ("width", "n_bytes", "is_joined"),
-    [(8, None, True), (8, 4e3, False), pytest.param(512, None, False, marks=pytest.mark.slow)],
-)
-def test_a_small_step_of_several_loops_is_one_function(width: int, n_bytes: float | None, is_joined: bool) -> None:
-    step, args = normalised(width)
-    method = ShardParallel(
-        jax.devices()[:2], num_micro_batches=2, auto_sharding_option=AutoShardingOption(memory_limit_bytes=n_bytes)
-    )
+@pytest.mark.parametrize(("n_bytes", "is_joined"), [(None, True), (4e3, False)])
+def test_a_small_step_of_several_loops_is_one_function(n_bytes: float | None, is_joined: bool) -> None:
+    step, args = normalised(8)
+    option = AutoShardingOption(memory_limit_bytes=n_bytes)
+    method = ShardParallel(jax.devices()[:2], num_micro_batches=2, auto_sharding_option=option)
     parallel = minialpa.parallelize(step, method=method, donate_argnums=())
-    executable = parallel.get_executable(*args)
-    assert executable.get_parallel_plan().n_loops > 1
-    assert (len(executable.program.functions) == 1) == is_joined
-    assert_allclose(parallel(*args), step(*args), rtol=1e-4, atol=1e-5)
+    plan = parallel.plan(*args)
+    assert plan.n_loops > 1
+    assert (len(emit_program(parallel._trace(parallel._parameters.bind(args, {})), plan).functions) == 1) == is_joined
+    if is_joined:
+        assert_allclose(parallel(*args), step(*args), rtol=1e-4, atol=1e-5)
