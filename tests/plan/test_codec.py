@@ -83,26 +83,16 @@ DEFAULTS = {
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=400)
+@hypothesis.settings(max_examples=200)
 def test_a_changed_value_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
     data = data_of(good())
     place = draw.draw(st.sampled_from(list(places(data))))
-    assert_same_or_refused(json.dumps(put(data, place, draw.draw(OTHER_VALUES))))
+    near = [at(data, place) + by for by in (-1, 1, 0.5, 1e9)] if isinstance(at(data, place), int | float) else []
+    assert_same_or_refused(json.dumps(put(data, place, draw.draw(OTHER_VALUES | st.sampled_from([None, *near])))))
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=200)
-def test_another_number_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
-    data = data_of(good())
-    numbers = [p for p in places(data) if isinstance(at(data, p), int | float)]
-    place = draw.draw(st.sampled_from(numbers))
-    assert_same_or_refused(
-        json.dumps(put(data, place, at(data, place) + draw.draw(st.sampled_from([-1, 1, 0.5, 1e9]))))
-    )
-
-
-@hypothesis.given(st.data())
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(draw: st.DataObject) -> None:
     data = data_of(good())
     place = draw.draw(st.sampled_from([p for p in places(data) if p]))
@@ -123,7 +113,7 @@ def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(d
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=50)
 def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
     text = good().to_json()
     with pytest.raises(VerifyError, match="Not a plan"):
@@ -133,17 +123,7 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *(
-            (text, "Not a plan")
-            for text in (
-                "",
-                "garbage",
-                "[]",
-                "3",
-                "null",
-                "{}",
-            )
-        ),
+        *((text, "Not a plan") for text in ("", "garbage", "[]", "{}")),
         pytest.param("[" * 100_000, "Not a plan", id="too deep"),
         ('{"version":6}', "expected `plan` and `version`"),
         ('{"version":6,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),

@@ -1,4 +1,4 @@
-"""A split step while it is written: the equations of each segment so far, and how values combine over micro-batches."""
+"""A split step while it is written."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class Draft:
     """A `SplitStep` under construction.
 
     Attributes:
-        segments: where each equation runs, and what its values are.
+        segments: the place of each equation, and the forms of values.
         maker: makes the equations of all loops.
-        values: for each loop, numbered from 1, what the micro-batch has for each variable of the full batch.
-        accumulators: by the full-batch variable that they compute, in the order in which they were wanted.
-        stacks: likewise.
+        values: for each loop, numbered from 1, the micro-batch's variable for each variable of the full batch.
+        accumulators, stacks: by the full-batch variable that they compute.
         micro_inputs: for each batch argument the variable that holds the rows of one micro-batch.
-        batch_dims: for variables of the loops, and batch arguments, the dimension that holds examples.
+        batch_dims: for variables of the loops, and batch arguments, the dimension of the examples.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -54,20 +53,20 @@ class Draft:
             self.batch_dims[rows] = self.batch_dims[var] = dim
 
     def add(self, eqn: JaxprEqn, segment: int, source: int) -> None:
-        """Append an equation to a segment, which may be an earlier one than that of the last call."""
+        """Append an equation to a segment."""
         self._operations[segment].append(operation(self.segments.step, eqn, segment, source))
 
     def micro_index(self) -> Var:
-        """The int32 scalar that holds the number of the micro-batch. A step that never asks for it has none."""
+        """The int32 scalar that holds the number of the micro-batch."""
         if self._micro_index is None:
             self._micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
         return self._micro_index
 
     def finish(self) -> SplitStep:
-        """The step, without the equations, accumulators and stacks that no result needs."""
+        """The step, without dead equations, accumulators and stacks."""
         step = self.segments.step
 
-        # A total needs the value of its loop, which no equation reads.
+        # A total needs the value of its loop, though no equation reads it.
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
         parts = {accumulator.total: accumulator.loop for accumulator in self.accumulators.values()}
         parts.update((stack.total, stack.loop) for stack in self.stacks.values())
@@ -90,9 +89,9 @@ class Draft:
 
 
 def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var, Var]) -> tuple[list[Op], set[Var]]:
-    """The operations that `results` need or that have side effects, in order, and all variables that are read.
+    """The operations that `results` need or that have side effects, in order, and all variables that they read.
 
-    parts: for each total the variable of its loop that it is combined from, which is needed where the total is.
+    parts: (total -> the variable of its loop), which is needed with the total.
     """
     needed = {var for var in results if not is_literal(var)}
     needed |= {parts[var] for var in needed if var in parts}

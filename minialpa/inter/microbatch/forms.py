@@ -1,10 +1,10 @@
-"""Forms: what a value of the full-batch program is in a step over micro-batches.
+"""Forms of the values of the full-batch program in a step over micro-batches.
 
-    Rows        has examples: each micro-batch computes its own rows of it
-    Partial     a reduction over examples: each micro-batch has a part, and its total is known behind the loop
-    Own         each micro-batch has a value of its own, see `statistics`; results are the average
-    Same        every micro-batch computes the same, beside something on examples
-    Once        known once: an argument, a total, or what is computed from them
+    Rows        has examples: each micro-batch computes its own rows
+    Partial     a reduction over examples: each micro-batch has a part, and the total is known after the loop
+    Own         each micro-batch has its own value, see `statistics`; results are the average
+    Same        every micro-batch computes the same value, as a second result of an equation on examples
+    Once        known once: an argument, a total, or a function of them
 
 Loops are numbered from 1; `after` = 0 is before the first. A loop can read what is known after the loops before it.
 """
@@ -20,7 +20,7 @@ from minialpa.rules.factors import Reduction
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A scalar that is known only behind a loop, as a factor or, if `divides`, as a divisor; see `scales`."""
+    """A scalar that is known only after a loop, as a factor or, if `divides`, as a divisor; see `scales`."""
 
     scalar: Var
     divides: bool = False
@@ -32,8 +32,8 @@ class Rows:
 
     Attributes:
         loop: the loop that computes them; 0 for the arguments of the step.
-        dim: the dimension that holds the examples.
-        scale: what the value has yet to be multiplied by, or None.
+        dim: the dimension of the examples.
+        scale: a factor that the value still lacks, or None.
     """
 
     loop: int
@@ -47,12 +47,12 @@ class Partial:
 
     Attributes:
         loop: the loop that computes the parts.
-        reduction: how they combine, such as "sum" or "max".
-        count: number of elements that were added into each entry, over the full batch; 0 if it is not known.
-        rescale: what a part of the full mean is multiplied by to be the micro-batch's own mean: the number of
-            micro-batches, once the sum was divided by its count; until then None.
-        factors: the known numbers that the sum, or since then the mean, was multiplied by.
-        scale: what the total has yet to be multiplied by, or None.
+        reduction: "sum", "max", ...
+        count: number of elements in the sum of each entry, over the full batch; 0 if unknown.
+        rescale: (own mean of the micro-batch) / (its part of the full mean), which is the number of micro-batches; None
+            before the sum is divided by its count.
+        factors: the known numbers that have multiplied the sum, or since `rescale` the mean.
+        scale: a factor that the total still lacks, or None.
     """
 
     loop: int
@@ -65,7 +65,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The micro-batch's own value in `loop`. count, factors: those of the means that it is computed from."""
+    """The micro-batch's own value in `loop`, with the count and factors of the means in it."""
 
     loop: int
     count: int = 0
@@ -74,7 +74,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """A value that all micro-batches compute alike in `loop`."""
+    """A value that is the same in all micro-batches, and is computed in `loop`."""
 
     loop: int
 
@@ -84,12 +84,11 @@ class Once:
     """A value that is known once.
 
     Attributes:
-        after: the loop behind which it is known; 0: before the first.
-        is_parameter: computed from arguments, or from what an update makes of them, and not from totals otherwise.
-        is_average: an average over micro-batches of what each has of its own; no example may depend on it.
+        after: the loop after which it is known; 0: before the first.
+        is_parameter: a function of arguments and of their updates, not of other totals.
+        is_average: an average of the micro-batches' own values; no example may depend on it.
         uniform: the scalar that fills it, if it is a broadcast of one, else None.
-        scale: what it may be multiplied by afterwards, or None; all else that it is computed from is known before
-            the first loop.
+        scale: a factor that may be applied later, or None; all its other operands are known before the first loop.
     """
 
     after: int

@@ -1,4 +1,4 @@
-"""Where an equation runs that reads examples: in a loop, or behind one, if it mixes the examples of a batch."""
+"""The places of equations on examples: in a loop, or after one, if the equation mixes the examples of a batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import TraceError
 from minialpa.inter.microbatch.batching import batch_factors, dim_of
 from minialpa.inter.microbatch.forms import Form, Once, Own, Partial, Rows, Same, Scale
-from minialpa.inter.microbatch.levels import Levels
 from minialpa.inter.microbatch.on_totals import refuse_sums
 from minialpa.inter.microbatch.partial_sums import ValueForms
-from minialpa.inter.microbatch.scales import Scales
+from minialpa.inter.microbatch.scales import Levels, Scales
 from minialpa.inter.microbatch.statistics import NotOwnError
 from minialpa.ir.equations import Atom, operand_vars, source_line, sub_jaxprs
 from minialpa.rules.factors import Factors
@@ -27,11 +26,11 @@ class _Reader:
 
     Attributes:
         eqn: the equation.
-        forms: those of its operands.
-        factors: all factors of it.
+        forms: the forms of its operands.
+        factors: all of its factors.
         split: the factors that hold the examples.
         is_own: whether it takes totals as the micro-batch's own.
-        scale: what its results wait for, or None.
+        scale: the scale of its results, or None.
     """
 
     eqn: JaxprEqn
@@ -42,7 +41,7 @@ class _Reader:
     scale: Scale | None
 
     def adds_up(self, k: int) -> bool:
-        """Whether operand `k` is a part of a sum that stands where a sum over examples begins."""
+        """Whether operand `k` is a part of a sum that the equation adds a sum over examples to."""
         form = self.forms[k]
         is_sum = isinstance(form, Partial) and form.reduction == "sum" and form.scale is None
         return is_sum and any(self.factors.takes_part_once(factor, k) for factor in self.split)
@@ -120,7 +119,7 @@ class OnExamples:
     def _reads_only_concatenated(self, reader: _Reader, loop: int) -> bool:
         """Whether all rows that an equation reads are concatenated anyway, and it would need another loop for them.
 
-        The derivative of a similarity of all pairs is one: with the similarities it is known once.
+        An example is the derivative of a similarity of all pairs.
         """
         pairs = zip(reader.eqn.invars, reader.forms, strict=True)
         rows = [atom for atom, form in pairs if isinstance(form, Rows)]
@@ -130,7 +129,6 @@ class OnExamples:
 
     def _place_on_all_rows(self, eqn: JaxprEqn, forms: Sequence[Form], is_own: bool) -> int:
         """The segment of an equation that mixes examples and runs once, on all of them."""
-        # It cannot see the rows of one micro-batch alone.
         if eqn.effects:
             raise TraceError(
                 f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and has side effects, so "
@@ -153,8 +151,8 @@ def _refuse_averages(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
     if any(isinstance(form, Once) and form.is_average for form in forms):
         raise NotOwnError(
             eqn,
-            "brings a statistic that each micro-batch has of its own back to the examples, by way of a result of "
-            "the step. Use `num_micro_batches=1`, or compute it from values that are not batch statistics.",
+            "brings an own statistic of each micro-batch back to the examples, through a result of the step. Use "
+            "`num_micro_batches=1`, or compute it from values that are not batch statistics.",
         )
 
 
@@ -163,6 +161,6 @@ def _refuse_own(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
     if any(isinstance(form, Own) for form in forms):
         raise NotOwnError(
             eqn,
-            "reads a statistic of the micro-batch in a way that is no normalisation. Use `num_micro_batches=1`, "
-            "or `minialpa.per_micro_batch` for what it reads.",
+            "reads a statistic of the micro-batch and is no normalisation. Use `num_micro_batches=1`, or "
+            "`minialpa.per_micro_batch` for its operand.",
         )

@@ -1,4 +1,4 @@
-"""Where an equation runs that reads partial sums, or values that micro-batches have of their own, and no examples."""
+"""The places of equations on partial sums, or on own values of micro-batches, without examples."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TypeVar
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.forms import Form, Once, Own, Partial
-from minialpa.inter.microbatch.levels import Levels
 from minialpa.inter.microbatch.partial_sums import ValueForms
-from minialpa.inter.microbatch.scales import Scales
+from minialpa.inter.microbatch.scales import Levels, Scales
 from minialpa.inter.microbatch.statistics import NotOwnError
 from minialpa.ir.equations import operand_vars
 from minialpa.rules.known_rules import factors_of
@@ -25,9 +24,8 @@ class OnTotals:
 
     Attributes:
         own: numbers of the equations that take totals as the micro-batch's own.
-        chunk_of: the chunk of each equation, where it is known: sums of different chunks stay apart.
-        shares: what an unbiased variance is multiplied by, so that n parts of it add up to the mean of the
-            micro-batches' variances, each over one element less.
+        chunk_of: the chunk of each equation, if it is known: sums of different chunks stay apart.
+        shares: see `Segments`.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class OnTotals:
         self._producer = {var: i for i, eqn in enumerate(step.flat.eqns) for var in eqn.outvars}
 
     def place(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
-        """The segment of equation `i`; None if each equation that reads its results computes them for itself."""
+        """The segment of equation `i`; None if each reader computes the results for itself."""
         is_own = i in self.own
         in_update = self.step.origins[i].direction == "other"
         waiting = None if is_own or in_update else self.scales.waiting_form(eqn, forms)
@@ -59,11 +57,11 @@ class OnTotals:
             self.forms.set_results(eqn, partial)
             return 2 * partial.loop - 1
 
-        # It needs complete values: the micro-batch's own, or the totals behind their loops.
+        # It needs complete values: the micro-batch's own, or totals after their loops.
         if is_own:
             refuse_sums(eqn, forms)
             return self.place_own(eqn, forms)
-        return self._place_behind_loops(eqn, forms)
+        return self._place_after_loops(eqn, forms)
 
     def place_own(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         """The segment of an equation whose results each micro-batch computes for itself."""
@@ -79,22 +77,22 @@ class OnTotals:
         return 2 * loop - 1
 
     def _unbiased(self, eqn: JaxprEqn, form: _Mean) -> _Mean:
-        """The form without the factors that make a variance unbiased; notes what a micro-batch multiplies it by."""
+        """The form without the factors of an unbiased variance; notes the share of the results."""
         share = self.forms.unbiased(form.count, form.factors)
         if share == 1:
             return form
         self.shares.update((var, share) for var in eqn.outvars)
         return replace(form, factors=())
 
-    def _place_behind_loops(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
+    def _place_after_loops(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         after = max(self.levels.of(atom) for atom in eqn.invars)
         is_average = any(isinstance(form, Own) or (isinstance(form, Once) and form.is_average) for form in forms)
         self.forms.set_results(eqn, Once(after=after, is_parameter=False, is_average=is_average))
         return 2 * after
 
     def _partial(self, eqn: JaxprEqn, is_own: bool) -> Partial | None:
-        """The form of the results, if micro-batches compute parts of them; notes shares of an unbiased variance."""
-        # Values that a micro-batch takes as its own meet in the loop, even if they come from several chunks.
+        """The form of the results, if micro-batches compute parts of them; notes shares of unbiased variances."""
+        # A micro-batch's own values meet in the loop, even if they come from several chunks.
         if not is_own and self._joins_chunks(eqn):
             return None
 
@@ -114,7 +112,7 @@ class OnTotals:
 
 
 def refuse_sums(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    """A micro-batch takes its own mean; a sum that was not divided by its number of terms has to be the total."""
+    """Raise NotOwnError for a sum that was not divided by its number of terms: it has no own mean."""
     if any(isinstance(form, Partial) and form.rescale is None for form in forms):
         raise NotOwnError(
             eqn,

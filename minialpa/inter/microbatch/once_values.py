@@ -1,13 +1,13 @@
-"""Values that are known once: arguments, totals, rows of all micro-batches together, and what is computed from them.
+"""Values that are known once: arguments, totals, rows of all micro-batches together, and functions of these.
 
 They are complete in the segments between loops, under the names of the full-batch program:
 
   * parts of a reduction are accumulated over micro-batches;
-  * what each micro-batch has of its own is averaged;
+  * own values of micro-batches are averaged;
   * rows are concatenated;
-  * of a value that all micro-batches compute alike, one is taken.
+  * of a value that is the same in all micro-batches, one is taken.
 
-Each of them is made when the first equation asks for it.
+The first equation that asks for a value makes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEAST_TOTAL_BYTES = 4
 
 
 class OnceValues:
-    """Writes the segments between loops of a draft. `segment` is always the even one that receives the equations."""
+    """Writes the segments between loops of a draft. `segment` is always even."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
@@ -42,7 +42,7 @@ class OnceValues:
         self.known: set[Var] = set()
 
     def emit(self, i: int, segment: int) -> None:
-        """Run equation `i` on whole arrays, and before it what its operands need."""
+        """Run equation `i` on whole arrays, after the equations of its operands."""
         eqn = self.segments.eqns[i]
         if eqn.outvars and all(var in self.known for var in eqn.outvars):
             return
@@ -66,8 +66,8 @@ class OnceValues:
         if atom in self.draft.micro_inputs:
             return  # an argument
 
-        # A loop has left each micro-batch's part of it.
-        assert 2 * form.loop <= segment, f"{self.segments.line(atom)} is read in {segment} and known behind {form}"
+        # A loop has computed each micro-batch's part of it.
+        assert 2 * form.loop <= segment, f"{self.segments.line(atom)} is read in {segment} and known after {form}"
 
         self.known.add(atom)
         part = self.draft.values[form.loop][atom]
@@ -85,7 +85,7 @@ class OnceValues:
                 self.draft.accumulators[atom] = Accumulator(part, atom, form.reduction)
 
     def scaled(self, var: Atom, scale: Scale, segment: int) -> tuple[list[JaxprEqn], Atom]:
-        """Equations that multiply `var` by the scalar of `scale`, which is known by `segment`, and their result."""
+        """Equations that multiply `var` by the scalar of `scale` in `segment`, and their result."""
         self.require(scale.scalar, segment)
 
         def scaled(x: Any, scalar: Any) -> Any:
@@ -97,7 +97,7 @@ class OnceValues:
         return eqns, out
 
     def _add_named(self, var: Var, eqns: Sequence[JaxprEqn], out: Atom, segment: int) -> None:
-        """Add equations that compute `out`, under the name `var`, from what a loop has left."""
+        """Add equations that compute `out`, under the name `var`, from results of a loop."""
         source = self.segments.sources[self.segments.producer[var]]
         for eqn in eqns:
             renamed = eqn.replace(outvars=[var if atom is out else atom for atom in eqn.outvars])
@@ -133,7 +133,7 @@ class OnceValues:
         self.draft.accumulators[var] = Accumulator(part, total, "sum")
 
         def finished(x: Any) -> Any:
-            (x,) = gradient_p.bind(x, call=0)  # where the planner may put the sum over devices, once for all parts
+            (x,) = gradient_p.bind(x, call=0)  # here the planner may put the sum over devices, once for all parts
             return x / jnp.asarray(divisor, dtype) if divisor > 1 else x
 
         eqns, (out,) = self.draft.maker.compute(("finished", divisor, dtype), finished, total)
@@ -148,7 +148,7 @@ class OnceValues:
         self._add_named(var, eqns, out, segment)
 
     def _take_any(self, var: Var, form: Same, part: Var, segment: int) -> None:
-        """All micro-batches have computed the same: it is the largest of their values; of keys, that of their data."""
+        """Take the largest of the micro-batches' equal values; of keys, the largest of their data."""
         dtype = aval_of(var).dtype
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
             self.draft.accumulators[var] = Accumulator(part, var, "or" if dtype == np.bool_ else "max")

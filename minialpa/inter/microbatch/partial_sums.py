@@ -1,7 +1,7 @@
-"""Partial sums: which equations they pass through in a loop, and what they become.
+"""Partial sums in a loop: linear equations keep a partial sum partial.
 
-Linear equations keep a partial sum partial. A sum over the batch that is divided by its number of terms is a mean;
-where a micro-batch takes its own, it takes the mean of its own examples.
+A sum over the batch that is divided by its number of terms is a mean; the micro-batch's own value is the mean of its own
+examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Row
 from minialpa.ir.equations import Atom, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
 
-#: What may compute the number of terms of a mean.
+#: Primitives that may compute the number of terms of a mean.
 _ARITHMETIC: dict[str, Callable[..., float]] = {
     "add": operator.add,
     "convert_element_type": float,
@@ -33,13 +33,13 @@ _INTEGER_TOLERANCE = 1e-6
 
 
 class ValueForms:
-    """The forms of the values of a program, as they become known, and what an equation makes of partial sums.
+    """The forms of the values of a program, as they become known.
 
     Attributes:
         n: number of micro-batches.
         batch_size: number of examples in the full batch.
         producer: the equation that computes each variable.
-        of: the forms that are known. A variable without one is `KNOWN`.
+        of: the forms so far. A variable without one is `KNOWN`.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], n: int, batch_size: int) -> None:
@@ -54,12 +54,12 @@ class ValueForms:
         self.of.update((var, form) for var in eqn.outvars)
 
     def row_dims(self, eqn: JaxprEqn) -> Kinds:
-        """For those operands of `eqn` that are rows, the dimension that holds the examples."""
+        """The dimension of the examples of each operand that is rows."""
         forms = {var: self.form(var) for var in operand_vars(eqn)}
         return {var: form.dim for var, form in forms.items() if isinstance(form, Rows)}
 
     def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
-        """The form of the results if `eqn` is linear in partial sums of one loop and nothing else stands in the way.
+        """The form of the results if `eqn` keeps partial sums of one loop partial.
 
         is_own: whether the micro-batch takes its own values, see `statistics`.
         """
@@ -74,10 +74,10 @@ class ValueForms:
         # A product of the one partial sum and coefficients.
         (form,) = partials.values()
         if any(isinstance(self.form(atom), Own) for atom in eqn.invars):
-            return form  # only in the loop can it meet the micro-batch's own coefficient
+            return form  # the micro-batch's own coefficient exists only in the loop
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
         if not is_own and any(shape_of(eqn.invars[k]) for k in others):
-            return None  # as well once, on the total
+            return None  # cheaper once, on the total
         return self._scaled(eqn, form)
 
     def _may_stay(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial]) -> bool:
@@ -90,7 +90,7 @@ class ValueForms:
         return all(self._known_in(atom, forms[0].loop) for atom in eqn.invars)
 
     def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
-        """Partial operands by position. Of an own product of two, a mean is taken as the micro-batch's own value."""
+        """Partial operands by position. In an own product of two, a mean counts as the micro-batch's own value."""
         found = ((k, self.form(var)) for k, var in enumerate(eqn.invars))
         partials = {k: form for k, form in found if isinstance(form, Partial)}
         if is_own and factors.linear == "each" and len(partials) > 1:
@@ -99,7 +99,7 @@ class ValueForms:
         return partials
 
     def _joined(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool) -> Partial | None:
-        """Anything else that is added would count once per micro-batch; own values can be shared out."""
+        """The form of a sum of partial sums. Other summands would count once per micro-batch, unless they are own."""
         first, *more = partials.values()
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
         all_own = all(isinstance(self.form(eqn.invars[k]), Own) for k in others)
@@ -128,13 +128,13 @@ class ValueForms:
         if form.rescale is not None:
             return form
 
-        # An unbiased variance may be a mean times B / (B - 1), so that all factors together say what it is.
+        # An unbiased variance may be a mean times B / (B - 1), so all factors count together.
         rescales = (self._rescale(form.count, form.factors[k:]) for k in range(len(form.factors)))
         rescale = next((found for found in rescales if found is not None), None)
         return form if rescale is None else replace(form, rescale=rescale, factors=())
 
     def _rescale(self, count: int, factors: Sequence[float]) -> float | None:
-        """`Partial.rescale` of a sum of `count` elements times `factors`; None if that is no mean."""
+        """`Partial.rescale` of a sum of `count` elements times `factors`; None if this is no mean."""
         # A divisor in the program is a float, so it is one only up to rounding.
         divisor = 1 / product if (product := math.prod(factors)) else math.inf
         n_terms = round(divisor) if math.isfinite(divisor) else 0
@@ -153,9 +153,9 @@ class ValueForms:
         return known if eqn.primitive.name == "mul" else 1 / known
 
     def unbiased(self, count: int, factors: Sequence[float]) -> float:
-        """What b / (b - 1) in place of B / (B - 1) changes, if these are the last factors of a mean of B elements.
+        """b / (b - 1) : B / (B - 1), if the last factors of a mean of B elements are B / (B - 1), or else 1.
 
-        b: the number of elements in a micro-batch. 1 if they are other factors.
+        b: the number of elements in a micro-batch.
         """
         for k in range(len(factors) if count > 1 else 0):
             if math.isclose(math.prod(factors[k:]), count / (count - 1), rel_tol=_INTEGER_TOLERANCE):
@@ -164,7 +164,7 @@ class ValueForms:
         return 1.0
 
     def _constant(self, atom: Atom) -> float | None:
-        """The value of a real scalar that is known now: `jnp.var` computes its divisor in the program."""
+        """The value of a constant real scalar. `jnp.var` computes its divisor in the program."""
         if is_literal(atom):
             return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
         eqn = self.producer.get(atom)
