@@ -1,7 +1,7 @@
 """Emission: the program that runs a traced step by its plan.
 
 The name of a buffer is (variable, micro-batch, mesh). A value that another mesh reads is transferred as soon as it
-exists. Free instructions and donation follow from the last use of each buffer, see `lifetimes`.
+exists. Free instructions and donation follow from the last use of each buffer, see `instruction_passes`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter.lower import task_functions
-from minialpa.inter.lower.joined_calls import joined_calls
-from minialpa.inter.lower.lifetimes import last_uses, with_donations, with_frees
+from minialpa.inter.lower.instruction_passes import joined_calls, last_uses, with_donations, with_frees
 from minialpa.inter.lower.planned_step import PlannedStep, planned_step
 from minialpa.inter.microbatch.split_step import Stack, is_loop
 from minialpa.inter.schedule.chunks import plan_schedule

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import ShardingError
-from minialpa.inter.lower.lifetimes import last_uses, with_frees
+from minialpa.inter.lower.instruction_passes import last_uses, with_frees
 from minialpa.inter.lower.propagated_specs import propagated_specs
 from minialpa.inter.lower.row_equations import RowEquations, Rows
 from minialpa.inter.lower.task_functions import task_function

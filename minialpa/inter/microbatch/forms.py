@@ -6,16 +6,25 @@
     Same        every micro-batch computes the same value, as a second result of an equation on examples
     Once        known once: an argument, a total, or a function of them
 
-Loops are numbered from 1; `after` = 0 is before the first. A loop can read what is known after the loops before it.
+Loops are numbered from 1; `after` = 0 is before the first. A loop can read values that are known after earlier loops.
+
+Linear equations keep a partial sum partial. A sum over the batch that is divided by its number of terms is a mean; the
+micro-batch's own value is the mean of its own examples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from jax.extend.core import Var
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
 
-from minialpa.rules.factors import Reduction
+from minialpa.inter.microbatch.batching import Kinds
+from minialpa.ir.equations import Atom, is_literal, operand_vars, shape_of
+from minialpa.rules.factors import Factors, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +111,168 @@ Form = Rows | Partial | Own | Same | Once
 
 #: Arguments that are not batches, constants and literals.
 KNOWN = Once(after=0)
+
+
+# ---- forms of a program ----------------------------------------------------------------------------------------------
+
+#: Primitives that may compute the number of terms of a mean.
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "convert_element_type": float,
+    "max": max,
+    "mul": operator.mul,
+    "sub": operator.sub,
+}
+
+#: Relative; a divisor this close to an integer is one: 1 / n as a float32 literal is off by up to 6e-8.
+_INTEGER_TOLERANCE = 1e-6
+
+
+class ValueForms:
+    """The forms of the values of a program, as they become known.
+
+    Attributes:
+        n: number of micro-batches.
+        batch_size: number of examples in the full batch.
+        producer: the equation that computes each variable.
+        of: the forms so far. A variable without one is `KNOWN`.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], n: int, batch_size: int) -> None:
+        self.n, self.batch_size = n, batch_size
+        self.producer = {var: eqn for eqn in eqns for var in eqn.outvars}
+        self.of: dict[Var, Form] = {}
+
+    def form(self, atom: Atom) -> Form:
+        return KNOWN if is_literal(atom) else self.of.get(atom, KNOWN)
+
+    def set_results(self, eqn: JaxprEqn, form: Form) -> None:
+        self.of.update((var, form) for var in eqn.outvars)
+
+    def row_dims(self, eqn: JaxprEqn) -> Kinds:
+        """The dimension of the examples of each operand that is rows."""
+        forms = {var: self.form(var) for var in operand_vars(eqn)}
+        return {var: form.dim for var, form in forms.items() if isinstance(form, Rows)}
+
+    def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
+        """The form of the results if `eqn` keeps partial sums of one loop partial.
+
+        is_own: whether the micro-batch takes its own values, see `statistics`.
+        """
+        partials = self.kept_partial(eqn, factors, is_own)
+        if not self._may_stay(eqn, factors, partials):
+            return None
+        if factors.linear == "joint":
+            return self._joined(eqn, factors, partials, is_own)
+        if factors.linear != "each" or len(partials) != 1:
+            return None
+
+        # A product of the one partial sum and coefficients.
+        (form,) = partials.values()
+        if any(isinstance(self.form(atom), Own) for atom in eqn.invars):
+            return form  # the micro-batch's own coefficient exists only in the loop
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        if not is_own and any(shape_of(eqn.invars[k]) for k in others):
+            return None  # cheaper once, on the total
+        return self._scaled(eqn, form)
+
+    def _may_stay(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial]) -> bool:
+        """Whether all partial operands are sums of one loop that `eqn` is linear in, and the loop has the others."""
+        forms = list(partials.values())
+        if not forms or any(k not in factors.linear_operands for k in partials):
+            return False
+        if any(form.reduction != "sum" for form in forms) or len({(form.loop, form.scale) for form in forms}) > 1:
+            return False
+        return all(self._known_in(atom, forms[0].loop) for atom in eqn.invars)
+
+    def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
+        """Partial operands by position. In an own product of two, a mean counts as the micro-batch's own value."""
+        found = ((k, self.form(var)) for k, var in enumerate(eqn.invars))
+        partials = {k: form for k, form in found if isinstance(form, Partial)}
+        if is_own and factors.linear == "each" and len(partials) > 1:
+            sums = {k: form for k, form in partials.items() if form.rescale is None}
+            return sums if len(sums) == 1 else partials
+        return partials
+
+    def _joined(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool) -> Partial | None:
+        """The form of a sum of partial sums. Other summands would count once per micro-batch, unless they are own."""
+        first, *more = partials.values()
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        all_own = all(isinstance(self.form(eqn.invars[k]), Own) for k in others)
+        if not all_own or (others and first.scale is not None):
+            return None
+
+        # The means of a micro-batch are joined if they are means of the same kind.
+        if is_own and (others or any(form.rescale != first.rescale for form in more)):
+            return None
+        summed = [factors.sizes[factor] for factor in factors.reductions if factor not in factors.positional]
+        factors_of_all = {form.factors for form in partials.values()}
+        same_factors = first.factors if len(factors_of_all) == 1 else ()
+        return replace(first, count=first.count * int(np.prod(summed or [1])), factors=same_factors)
+
+    def _known_in(self, atom: Atom, loop: int) -> bool:
+        """Whether a loop has a value, or each micro-batch's of it."""
+        form = self.form(atom)
+        return form.after < loop if isinstance(form, Once) else form.loop <= loop
+
+    def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
+        """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
+        factor = self.factor(eqn)
+        if form.count == 0 or not factor:
+            return form
+        form = replace(form, factors=(*form.factors, factor))
+        if form.rescale is not None:
+            return form
+
+        # An unbiased variance may be a mean times B / (B - 1), so all factors count together.
+        rescales = (self._rescale(form.count, form.factors[k:]) for k in range(len(form.factors)))
+        rescale = next((found for found in rescales if found is not None), None)
+        return form if rescale is None else replace(form, rescale=rescale, factors=())
+
+    def _rescale(self, count: int, factors: Sequence[float]) -> float | None:
+        """`Partial.rescale` of a sum of `count` elements times `factors`; None if this is no mean."""
+        # A divisor in the program is a float, so it is one only up to rounding.
+        divisor = 1 / product if (product := math.prod(factors)) else math.inf
+        n_terms = round(divisor) if math.isfinite(divisor) else 0
+        if n_terms == 0 or abs(divisor - n_terms) > _INTEGER_TOLERANCE * n_terms:
+            return None
+
+        if count % n_terms == 0 and n_terms % self.batch_size == 0:
+            return float(self.n)
+        return n_terms / max(count / self.n - 1, 1) if n_terms == count - 1 else None
+
+    def factor(self, eqn: JaxprEqn) -> float | None:
+        """The known number that an equation multiplies a value by."""
+        known = next((constant for constant in map(self._constant, eqn.invars) if constant), None)
+        if known is None or eqn.primitive.name not in ("mul", "div"):
+            return None
+        return known if eqn.primitive.name == "mul" else 1 / known
+
+    def unbiased(self, count: int, factors: Sequence[float]) -> float:
+        """b / (b - 1) : B / (B - 1), if the last factors of a mean of B elements are B / (B - 1), or else 1.
+
+        b: the number of elements in a micro-batch.
+        """
+        for k in range(len(factors) if count > 1 else 0):
+            if math.isclose(math.prod(factors[k:]), count / (count - 1), rel_tol=_INTEGER_TOLERANCE):
+                n_own = count / self.n
+                return n_own / max(n_own - 1, 1) * (count - 1) / count
+        return 1.0
+
+    def _constant(self, atom: Atom) -> float | None:
+        """The value of a constant real scalar. `jnp.var` computes its divisor in the program."""
+        if is_literal(atom):
+            return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
+        eqn = self.producer.get(atom)
+        if eqn is None or shape_of(atom) or eqn.primitive.name not in _ARITHMETIC:
+            return None
+        values = [self._constant(atom) for atom in eqn.invars]
+        return None if None in values else _ARITHMETIC[eqn.primitive.name](*values)
+
+    def is_zero(self, atom: Atom) -> bool:
+        while not is_literal(atom):
+            eqn = self.producer.get(atom)
+            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
+                return False
+            atom = eqn.invars[0]
+        return bool(np.all(np.asarray(atom.val) == 0))

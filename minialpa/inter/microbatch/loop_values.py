@@ -4,7 +4,7 @@
 * a part of a reduction: the micro-batch's part, or its own mean;
 * a value without examples but with their shape (a dropout mask, position numbers): the rows of the micro-batch,
   recomputed where possible, or else cut out of the full-batch value, so that each example meets the same values;
-* all other values: the value that is known once, see `once_values`.
+* all other values: the value that is known once, see `OnceValues`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import dim_of
-from minialpa.inter.microbatch.draft import Draft
+from minialpa.inter.microbatch.draft import Draft, OnceValues
 from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
-from minialpa.inter.microbatch.once_values import OnceValues
 from minialpa.ir.equations import Atom, aval_of, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of

@@ -5,7 +5,7 @@ module writes the equations, segment by segment:
 
   * in a loop, an equation runs on the micro-batch's part of its operands, and each loop has its own variables
     (`loop_equations`, `loop_values`);
-  * between loops, an equation runs once, on complete values (`once_values`);
+  * between loops, an equation runs once, on complete values (`draft`);
   * a loop that reads rows of an earlier one reads kept rows, or recomputes them.
 """
 
@@ -16,11 +16,10 @@ from collections.abc import Sequence, Set
 from jax.extend.core import Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.microbatch.draft import Draft
+from minialpa.inter.microbatch.draft import Draft, OnceValues
 from minialpa.inter.microbatch.forms import Partial, Rows
 from minialpa.inter.microbatch.loop_equations import LoopEquations
 from minialpa.inter.microbatch.loop_values import LoopValues
-from minialpa.inter.microbatch.once_values import OnceValues
 from minialpa.inter.microbatch.segments import Segments, find_segments
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.inter.microbatch.whole_batch import whole_batch

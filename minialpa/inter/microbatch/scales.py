@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch.forms import Form, Once, Own, Partial, Rows, Same, Scale
-from minialpa.inter.microbatch.partial_sums import ValueForms
+from minialpa.inter.microbatch.forms import Form, Once, Own, Partial, Rows, Same, Scale, ValueForms
 from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.rules.heavy import is_heavy

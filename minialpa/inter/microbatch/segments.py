@@ -14,7 +14,7 @@ So a loss on means is one loop, and a loss that divides by a total of the model'
 `scales` keep the number of loops small: cheap values of the batch alone are known before the first loop, and loops may
 read rows before a scalar total that multiplies them is known.
 
-`on_examples` and `on_totals` place the equations on examples and on totals; this module places all others.
+`places` has the equations on examples and on totals; this module places all others.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import batch_kinds, is_barrier
-from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale
+from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale, ValueForms
 from minialpa.inter.microbatch.normalisations import find_moments
-from minialpa.inter.microbatch.on_examples import OnExamples
-from minialpa.inter.microbatch.on_totals import OnTotals
-from minialpa.inter.microbatch.partial_sums import ValueForms
+from minialpa.inter.microbatch.places import Places
 from minialpa.inter.microbatch.scales import Levels, Scales
 from minialpa.inter.microbatch.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
 from minialpa.ir.equations import Atom, source_line
@@ -126,8 +124,7 @@ class _Finder:
         self.forms = ValueForms(step.flat.eqns, n, step.batch_size)
         self.levels = Levels(step, self.forms)
         self.scales = Scales(self.forms, self.levels, has_own=bool(own))
-        self.on_examples = OnExamples(self.forms, levels=self.levels, scales=self.scales, own=own)
-        self.on_totals = OnTotals(step, self.forms, levels=self.levels, scales=self.scales, own=own, chunk_of=chunk_of)
+        self.places = Places(step, self.forms, levels=self.levels, scales=self.scales, own=own, chunk_of=chunk_of)
         self.asked_for: dict[int, float] = {}
         self._eqns: list[JaxprEqn] = []
         self._sources: list[int] = []
@@ -159,7 +156,7 @@ class _Finder:
             forms=self.forms,
             own=frozenset(i for i, source in enumerate(self._sources) if source in self.statistics.own),
             early=early,
-            shares=self.on_totals.shares,
+            shares=self.places.shares,
             asked_for=self.asked_for,
             found=self.statistics.found,
             producer={var: i for i, eqn in enumerate(eqns) for var in eqn.outvars},
@@ -203,12 +200,12 @@ class _Finder:
         if eqn.primitive.name == "minialpa_per_micro_batch":
             self._note_asked_for(eqn, forms[0])
             if eqn.params["number"] in self.asked_for and not on_examples:
-                return self.on_totals.place_own(eqn, forms)
+                return self.places.place_own(eqn, forms)
 
         if on_examples:
-            return self.on_examples.place(i, eqn, forms)
+            return self.places.on_examples(i, eqn, forms)
         if any(isinstance(form, Partial | Own) for form in forms):
-            return self.on_totals.place(i, eqn, forms)
+            return self.places.on_totals(i, eqn, forms)
         return self._place_known(i, eqn, forms)
 
     def _note_asked_for(self, eqn: JaxprEqn, form: Form) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 import minialpa
 from minialpa import AutoShardingOption, ShardParallel
 from minialpa.inter.lower.emit import emit_program
-from minialpa.inter.lower.joined_calls import joined_calls
+from minialpa.inter.lower.instruction_passes import joined_calls
 from minialpa.programs.program import Accumulate, Function, Instruction, Run, Transfer
 from minialpa.testing import assert_allclose
 
