@@ -23,7 +23,7 @@ from minialpa.programs.program import Accumulate, Free, Function, InputSlot, Ins
 _EQUATIONS_OF_A_FUNCTION = 20
 
 
-# ---- lifetimes --------------------------------------------------------------------------------------------------------
+# ---- lifetimes ------------------------------------------------------------------------------------------------------
 
 
 def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> dict[int, list[int]]:
@@ -95,7 +95,7 @@ def _usable_donations(function: Function, positions: Sequence[int]) -> tuple[int
     return tuple(sorted(usable))
 
 
-# ---- joined calls -----------------------------------------------------------------------------------------------------
+# ---- joined calls ---------------------------------------------------------------------------------------------------
 
 
 def joined_calls(

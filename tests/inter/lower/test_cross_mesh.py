@@ -123,6 +123,7 @@ def check(case: Case, candidate: ReshardingCandidate) -> None:
     check_order(resharding, case.cluster.devices_per_host)
     check_values(case, resharding)
     check_bytes(case, resharding)
+    check_seconds(case, candidate)
     tiles = shards(case.shape, case.target, case.target_spec)
     for device, box in resharding.landing_boxes:
         for (start, stop), wanted, size in zip(box, tiles[device], case.shape, strict=True):
@@ -171,6 +172,16 @@ def check_bytes(case: Case, resharding: Resharding) -> None:
         assert received.pop((host, True), 0) == ITEM * len(needs & has.get(host, set()))
         assert received.pop((host, False), 0) == ITEM * len(needs - has.get(host, set()))
     assert not received
+
+
+def check_seconds(case: Case, candidate: ReshardingCandidate) -> None:
+    """No less than any host needs to send and to receive its bytes."""
+    ports: dict[tuple[bool, int], int] = defaultdict(int)
+    for (sender, host), n_bytes in bytes_per_link(candidate.resharding, case.cluster.devices_per_host).items():
+        if sender != host:
+            ports[True, sender] += n_bytes
+            ports[False, host] += n_bytes
+    assert candidate.seconds >= max(ports.values(), default=0) * INTER.beta_s_per_byte * (1 - 1e-12)
 
 
 def check_choice(case: Case, candidates: list[ReshardingCandidate]) -> None:
@@ -225,21 +236,10 @@ def test_any_array_crosses_between_any_meshes(case: Case) -> None:
     assert case.candidates() == candidates
 
 
-@given(cases())
-def test_predicted_seconds_are_no_less_than_any_host_needs_for_its_bytes(case: Case) -> None:
-    for candidate in case.candidates():
-        ports: dict[tuple[bool, int], int] = defaultdict(int)
-        for (sender, host), n_bytes in bytes_per_link(candidate.resharding, case.cluster.devices_per_host).items():
-            if sender != host:
-                ports[True, sender] += n_bytes
-                ports[False, host] += n_bytes
-        assert candidate.seconds >= max(ports.values(), default=0) * INTER.beta_s_per_byte * (1 - 1e-12)
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (4, 0)], ids=str)
 def test_scalars_and_empty_arrays_cross(shape: tuple[int, ...]) -> None:
     case = Case(shape, MeshShape(0, (4,)), P(), MeshShape(4, (2, 2)), P(), cluster(4, 2))
-    check(case, ReshardingCandidate("direct", case.plan(), 0.0))
+    check(case, case.candidates()[0])
     assert len(case.plan().moves) == (2 if shape == () else 0)
 
 
@@ -329,17 +329,10 @@ def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_host
     assert any(move.relayed for move in resharding.moves) == (n_hosts > 2)
 
 
-def test_hosts_that_want_other_parts_are_served_alike() -> None:
-    """The source serves the first of each four; then all that have a part serve, and the source the slower four."""
-    case = Case((2 * 1001,), MeshShape(0, (1,)), P(), MeshShape(1, (2, 4)), P("x"), cluster(9, 1))
-    assert case.seconds(case.plan()) == pytest.approx(4 * INTER.transfer_s(ITEM * 1001))
-
-
 def test_parts_are_relayed_more_than_once() -> None:
     case = Case((1001,), MeshShape(0, (1,)), P(), MeshShape(1, (8,)), P(), cluster(9, 1))
     relayed = [move for move in case.plan().moves if move.relayed]
     assert any(move.source in earlier.targets for move, earlier in itertools.permutations(relayed, 2))
-    check(case, ReshardingCandidate("broadcast", case.plan(), 0.0))
 
 
 def rounds(n_sources: int, n_targets: int) -> int:
@@ -377,20 +370,9 @@ def test_what_is_gathered_crosses_from_the_other_mesh_once() -> None:
         assert sum(bytes_per_link(resharding, 2).values()) == ITEM * 8 * 10**6
 
 
-def test_only_what_is_apart_on_hosts_is_gathered() -> None:
-    case = Case((16,), MeshShape(0, (2,)), P(), MeshShape(2, (2, 2)), P(), cluster(3, 2))
-    assert [c.resharding.landing for c in case.candidates() if c.way == "gather"] == [P("x"), P(("x", "y"))]
-
-
 def test_a_tile_is_gathered_inside_itself() -> None:
     case = Case((4096, 4096), MeshShape(0, (4,)), P("x"), MeshShape(4, (4, 2)), P(None, "y"), cluster(6, 2))
     assert case.plan().landing == P("x", "y")
-
-
-def test_a_mesh_inside_one_host_gets_everything_once() -> None:
-    case = Case((10**6,), MeshShape(0, (8,)), P("x"), MeshShape(8, (8,)), P(), cluster(2, 8))
-    assert [c.way for c in case.candidates()] == ["direct"]
-    assert bytes_per_link(case.plan(), 8) == {(0, 1): ITEM * 10**6}
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

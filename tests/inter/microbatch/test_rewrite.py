@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -174,24 +173,6 @@ def test_results_may_be_inputs_constants_and_literals() -> None:
 # ---- batch statistics -----------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_listed_with_their_line() -> None:
-    def step(state: Any, batch: Any) -> Any:
-        def loss(params: Any, batch: Any) -> Any:
-            hidden = batch["x"] @ params["w"]
-            mean, var = hidden.mean(0), hidden.var(0)
-            normed = (hidden - mean[None]) * jax.lax.rsqrt(var + 1e-3)[None]
-            return jnp.mean((normed * params["b"][None]) @ params["v"] - batch["y"]), (mean, var)
-
-        (_, stats), grads = value_and_grad(loss, has_aux=True)(state["params"], batch)
-        running = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["running"], stats)
-        return {"params": _sgd(state["params"], grads), "running": running}
-
-    state = {"params": _params(), "running": (np.zeros(D, np.float32), np.ones(D, np.float32))}
-    split = split_micro_batches(trace(step, state, _batch()), 4)
-    (found,) = split.own
-    assert re.fullmatch(r"mean and variance of float32 \(batch, 4\) at .*test_rewrite.py:\d+.*", found), found
-
-
 TOTALS: dict[str, tuple[Callable[..., Any], int]] = {
     "root of a mean": (lambda e, b: jnp.sqrt(jnp.mean(e) + 1), 1),
     "mean of the positive": (lambda e, b: jnp.sum(jnp.where(e > 0.5, e, 0)) / jnp.sum(e > 0.5).astype(e.dtype), 1),
@@ -225,55 +206,31 @@ def test_rows_that_wait_for_a_scalar_may_be_results() -> None:
     assert split.n_loops == 1 and len(split.stacks) == 2
 
 
-def test_a_value_of_the_micro_batch_is_asked_for() -> None:
-    """The loss is the mean of the micro-batches' own, and the gradient is that of this mean."""
+def _balance(params: Any, batch: Any, own: Callable[[Any], Any]) -> Any:
+    routed = jax.nn.softmax(batch["x"] @ params["w"])
+    mean, total = own(routed.mean(0)), own(jnp.sum(routed**2, 0))
+    return jnp.mean(_errors(params, batch)) + jnp.sum(mean * jnp.log(mean)) + jnp.sum(total * mean) / B
 
-    def balance(params: Any, x: Any, own: Callable[[Any], Any]) -> Any:
-        routed = jax.nn.softmax(x @ params["w"])
-        mean = own(routed.mean(0))
-        total = own(jnp.sum(routed**2, 0))
-        return jnp.sum(mean * jnp.log(mean)) + jnp.sum(total * mean) / B
 
-    def step(params: Any, batch: Any) -> Any:
-        loss = lambda p, b: jnp.mean(_errors(p, b)) + balance(p, b["x"], per_micro_batch)  # noqa: E731
-        value, grads = value_and_grad(loss)(params, batch)
-        return _sgd(params, grads), value
+def _weighted(params: Any, batch: Any, own: Callable[[Any], Any]) -> Any:
+    errors = _errors(params, batch)
+    weights = jnp.exp(-errors)
+    return jnp.sum(errors * weights / (own(jnp.sum(weights)) + 0.1))
 
-    def expected(params: Any, batch: Any) -> Any:
-        def loss(p: Any, b: Any) -> Any:
-            parts = [balance(p, x, lambda v: v) for x in np.split(b["x"], 4)]
-            return jnp.mean(_errors(p, b)) + sum(parts) / 4
 
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return _sgd(params, grads), value
+@pytest.mark.parametrize(("loss", "share"), [(_balance, 1 / 4), (_weighted, 1)])
+def test_a_value_of_the_micro_batch_is_asked_for(loss: Callable[..., Any], share: float) -> None:
+    """The loss is the mean, or the sum, over the micro-batches, and the gradient is that of this loss."""
 
+    def of_parts(params: Any, batch: Any) -> Any:
+        parts = [jax.tree.map(lambda x: x[m : m + 2], batch) for m in range(0, B, 2)]  # noqa: B023
+        return share * sum(loss(params, part, lambda v: v) for part in parts)
+
+    step = _training(lambda p, b: loss(p, b, per_micro_batch))
     split = split_micro_batches(trace(step, _params(), _batch()), 4)
-    _assert_close(run_split(split, (_params(), _batch())), jax.jit(expected)(_params(), _batch()), rtol=1e-4)
-    assert len(split.own) == 2 and "`per_micro_batch` at" in split.own[0]
-    whole = run_split(split_micro_batches(trace(step, _params(), _batch()), 1), (_params(), _batch()))
-    _assert_close(whole, jax.jit(step)(_params(), _batch()))
-
-
-def test_examples_may_be_normalised_by_what_the_micro_batch_has() -> None:
-    def weighted(params: Any, batch: Any, own: Callable[[Any], Any]) -> Any:
-        errors = _errors(params, batch)
-        weights = jnp.exp(-errors)
-        return jnp.sum(errors * weights / (own(jnp.sum(weights)) + 0.1))
-
-    def step(params: Any, batch: Any) -> Any:
-        value, grads = value_and_grad(lambda p, b: weighted(p, b, per_micro_batch))(params, batch)
-        return _sgd(params, grads), value
-
-    def expected(params: Any, batch: Any) -> Any:
-        def loss(p: Any, b: Any) -> Any:
-            parts = [jax.tree.map(lambda x: x[m : m + 2], b) for m in range(0, B, 2)]  # noqa: B023
-            return sum(weighted(p, part, lambda v: v) for part in parts)
-
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return _sgd(params, grads), value
-
-    split = split_micro_batches(trace(step, _params(), _batch()), 4)
-    _assert_close(run_split(split, (_params(), _batch())), jax.jit(expected)(_params(), _batch()), rtol=1e-4)
+    expected = jax.jit(_training(of_parts))(_params(), _batch())
+    _assert_close(run_split(split, (_params(), _batch())), expected, rtol=1e-4)
+    assert all("`per_micro_batch` at" in found for found in split.own) and split.own
 
 
 def test_statistics_of_the_batch_alone_are_exact() -> None:
