@@ -89,18 +89,11 @@ def _stages(old: PlanRecord, new: PlanRecord) -> list[str]:
     lines = _change("stages", *(str(len(plan.stages)) for plan in (old, new))) + _changes("stage", *texts)
     for k, (a, b) in enumerate(zip(old.stages, new.stages, strict=False)):
         lines += _changes(f"stage {k}, option", _options(a), _options(b))
-        if a.logical_shape == b.logical_shape:
-            lines += _changes(f"stage {k}, link of", _links(a), _links(b))
     return lines
 
 
 def _options(stage: StagePlan) -> dict[str, str]:
     return {f"`{f.name}`": str(getattr(stage.option, f.name)) for f in dataclasses.fields(stage.option)}
-
-
-def _links(stage: StagePlan) -> dict[str, str]:
-    links = zip(stage.alpha, stage.beta, strict=True)
-    return {f"axis {i}": f"{seconds_text(alpha)} + {beta:.6g} s/B" for i, (alpha, beta) in enumerate(links)}
 
 
 def _placements(plan: PlanRecord) -> dict[str, str]:

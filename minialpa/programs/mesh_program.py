@@ -87,16 +87,8 @@ class MeshFunction:
 def callable_of(function: MeshFunction) -> tuple[Callable[..., Any], list[Any]]:
     """The function for `jax.jit`, and shape and dtype of each argument, without `STAND_INS`."""
     exported = jax.export.deserialize(bytearray(function.code))
-    narrow = any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types))
-    avals = [
-        jax.ShapeDtypeStruct(aval.shape, kind.jax_dtype) if kind.dtype in STAND_INS else aval
-        for aval, kind in zip(exported.in_avals, function.in_types, strict=True)
-    ]
-    return (_with_narrow(exported, function) if narrow else exported.call), avals
-
-
-def _with_narrow(exported: Any, function: MeshFunction) -> Callable[..., tuple[Any, ...]]:
-    """An exported function that converts from and to its `STAND_INS`."""
+    if not any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types)):
+        return exported.call, list(exported.in_avals)
 
     def call(*args: Any) -> tuple[Any, ...]:
         given = [
@@ -106,7 +98,11 @@ def _with_narrow(exported: Any, function: MeshFunction) -> Callable[..., tuple[A
         results = zip(exported.call(*given), function.out_types, strict=True)
         return tuple(x.astype(kind.jax_dtype) if kind.dtype in STAND_INS else x for x, kind in results)
 
-    return call
+    avals = [
+        jax.ShapeDtypeStruct(aval.shape, kind.jax_dtype) if kind.dtype in STAND_INS else aval
+        for aval, kind in zip(exported.in_avals, function.in_types, strict=True)
+    ]
+    return call, avals
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from minialpa.errors import TraceError
 from minialpa.inter.microbatch.batching import Kinds, batch_factors, batch_kinds, is_barrier
 from minialpa.ir.equations import aval_of, is_extended, is_literal, shape_of
 from minialpa.rules.known_rules import factors_of
+from minialpa.support.divisors import divisors
 from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.trace import NoBatch, TracedStep
 
@@ -94,18 +95,11 @@ def find_batch(
     if len(founders) == len(free) == 1 and free[0].number != 0:
         return (free[0].number,)
     for known in (founders, free):
-        found = _contenders(_groups(step, known, free, returned))
+        sizes = dict.fromkeys(argument.size for argument in known)
+        found = _contenders([_group(step, [a for a in free if a.size == size], returned) for size in sizes])
         if found:
             return found[0].numbers if len(found) == 1 else _unclear(found)
     return _none(free)
-
-
-def _groups(
-    step: TracedStep, known: Sequence[_Argument], free: Sequence[_Argument], returned: Collection[int]
-) -> list[_Group]:
-    """A group for each number of examples of the `known` arguments, with all `free` arguments of that number."""
-    sizes = dict.fromkeys(argument.size for argument in known)
-    return [_group(step, [argument for argument in free if argument.size == size], returned) for size in sizes]
 
 
 def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
@@ -152,18 +146,13 @@ def _follow(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
     """Follow dimension 0 of the arguments through the step."""
     rows = {i for argument in arguments for i in argument.leaves if shape_of(step.flat.invars[i])}
     dims = tuple(0 if i in rows and not _is_key(step, i) else None for i in range(len(step.flat.invars)))
-    n = _smallest_divisor(arguments[0].size or 1)
+    n = min(divisors(arguments[0].size or 1)[1:], default=1)
     kinds = batch_kinds(replace(step, batch_dims=dims), n)
     return _Group(
         arguments=tuple(arguments),
         stays_apart=not any(_mixes(eqn, kinds, n) for eqn in step.flat.eqns),
         n_equations=sum(any(isinstance(kinds.get(out), int) for out in eqn.outvars) for eqn in step.flat.eqns),
     )
-
-
-def _smallest_divisor(n: int) -> int:
-    """The smallest divisor of n above 1, if there is one."""
-    return next((divisor for divisor in range(2, n + 1) if n % divisor == 0), 1)
 
 
 def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:

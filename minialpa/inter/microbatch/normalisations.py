@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.averages import OTHER, Moment, Value, mixes, replaced_inputs, result_values
-from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
+from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier, rows_in, totals_in
 from minialpa.ir.equations import Atom, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
@@ -99,10 +99,7 @@ class _Walk:
         return list(self.moments.values())
 
     def _visit(self, i: int, eqn: JaxprEqn) -> None:
-        operands = operand_vars(eqn)
-        on_examples = [var for var in operands if isinstance(self.kinds.get(var), int)]
-        totals = [var for var in operands if self.kinds.get(var) == AGGREGATE]
-
+        on_examples, totals = rows_in(eqn, self.kinds), totals_in(eqn, self.kinds)
         if not on_examples:
             self._visit_without_examples(i, eqn)
         elif any(self.kinds.get(var) == AGGREGATE for var in eqn.outvars):

@@ -17,9 +17,9 @@ from typing import Final
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
+from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier, rows_in, totals_in
 from minialpa.inter.microbatch.normalisations import Moments
-from minialpa.ir.equations import dtype_name, is_inexact, is_literal, operand_vars, shape_of, source_line
+from minialpa.ir.equations import dtype_name, is_inexact, operand_vars, shape_of, source_line
 from minialpa.support.private_jax import innermost_line
 from minialpa.tracing.trace import TracedStep
 
@@ -72,7 +72,7 @@ def _on_totals_alone(step: TracedStep, kinds: Kinds, moments: Sequence[Moments])
     return [
         i
         for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True))
-        if i not in known and origin.direction != "backward" and _totals(eqn, kinds) and not _is_on_examples(eqn, kinds)
+        if i not in known and origin.direction != "backward" and totals_in(eqn, kinds) and not rows_in(eqn, kinds)
     ]
 
 
@@ -213,17 +213,15 @@ class _Derivatives:
     def _may_be_derivative(self, i: int, eqn: JaxprEqn) -> bool:
         if i in self.own.entries or i in self.own.totals:
             return False
-        return self.step.origins[i].direction == "backward" or any(var in self.asked_for for var in self._totals(eqn))
-
-    def _totals(self, eqn: JaxprEqn) -> list[Var]:
-        return _totals(eqn, self.kinds)
+        totals = totals_in(eqn, self.kinds)
+        return self.step.origins[i].direction == "backward" or any(var in self.asked_for for var in totals)
 
     def _visit(self, i: int, eqn: JaxprEqn) -> bool:
         """Note which results are the micro-batch's own. Returns whether the equation reads own totals alone."""
-        totals = self._totals(eqn)
+        totals = totals_in(eqn, self.kinds)
         reads_own = bool(totals) and all(var in self.is_own for var in totals)
 
-        if _is_on_examples(eqn, self.kinds):
+        if rows_in(eqn, self.kinds):
             self._refuse_both(eqn, totals)
             self._reduce(i, eqn)
         elif reads_own:
@@ -270,18 +268,9 @@ def _exact_keys(step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> set
         if i in own.entries or i in own.totals or step.origins[i].direction == "backward" or is_barrier(eqn):
             continue
 
-        totals = _totals(eqn, kinds)
+        totals = totals_in(eqn, kinds)
         passes_on = eqn.primitive.name == "broadcast_in_dim" and any(var in brought for var in eqn.outvars)
-        if totals and (passes_on or _is_on_examples(eqn, kinds)):
+        if totals and (passes_on or rows_in(eqn, kinds)):
             out.add(lines.key(i))
             brought.update(totals)
     return out
-
-
-def _totals(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
-    """Operands that are reduced over examples, or computed from such."""
-    return [var for var in operand_vars(eqn) if kinds.get(var) == AGGREGATE]
-
-
-def _is_on_examples(eqn: JaxprEqn, kinds: Kinds) -> bool:
-    return any(not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars)

@@ -54,11 +54,7 @@ class Schedule:
     passes: tuple[tuple[Pass, ...], ...]
 
 
-StageOrder = Callable[[int, PipelineSize], tuple[Pass, ...]]
-LiveLimit = Callable[[int, PipelineSize], int]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
     """A schedule, for all sizes.
 
@@ -69,54 +65,27 @@ class _Rule:
         interleaves: whether stages may have several chunks.
     """
 
-    order: StageOrder
-    max_live: LiveLimit
-    trains: bool
-    interleaves: bool
+    order: Callable[[int, PipelineSize], tuple[Pass, ...]]
+    max_live: Callable[[int, PipelineSize], int]
+    trains: bool = True
+    interleaves: bool = False
 
 
-_RULES: dict[str, _Rule] = {}
-
-
-def _register(
-    name: str, *, max_live: LiveLimit, trains: bool = True, interleaves: bool = False
-) -> Callable[[StageOrder], StageOrder]:
-    def add(order: StageOrder) -> StageOrder:
-        assert name not in _RULES, f"two schedules are called {name}"
-        _RULES[name] = _Rule(order, max_live, trains, interleaves)
-        return order
-
-    return add
-
-
-@_register("1f1b", max_live=lambda stage, size: min(size.n_stages - stage, size.n_micro_batches))
 def _one_forward_one_backward(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     """Just enough forwards to fill the stages after this one, then one backward for each forward, then the rest."""
     return _alternate(_in_order("forward", stage, size), _in_order("backward", stage, size), size.n_stages - stage - 1)
 
 
-@_register("gpipe", max_live=lambda stage, size: size.n_micro_batches)
 def _gpipe(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     """All forwards, then all backwards."""
     return _in_order("forward", stage, size) + _in_order("backward", stage, size)
 
 
-@_register(
-    "inference",
-    max_live=lambda stage, size: (size.n_chunks - 1) * max(map(len, _groups(size))) + 1,
-    trains=False,
-    interleaves=True,
-)
 def _inference(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     """Forwards only. A stage drops a micro-batch when its last chunk has sent its result."""
     return _in_order("forward", stage, size)
 
 
-@_register(
-    "1f1b-interleaved",
-    max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
-    interleaves=True,
-)
 def _interleaved(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     """1F1B over chunks (Narayanan et al., 2021, section 2.2): its bubble is the bubble of 1f1b divided by n_chunks."""
     forward, backward = _in_order("forward", stage, size), _in_order("backward", stage, size)
@@ -156,6 +125,26 @@ def _alternate(forward: tuple[Pass, ...], backward: tuple[Pass, ...], n_warm_up:
     n_pairs = max(0, len(forward) - n_warm_up)
     pairs = zip(forward[n_warm_up:], backward[:n_pairs], strict=True)
     return (*forward[:n_warm_up], *(one for pair in pairs for one in pair), *backward[n_pairs:])
+
+
+_RULES: dict[str, _Rule] = {
+    "1f1b": _Rule(
+        order=_one_forward_one_backward,
+        max_live=lambda stage, size: min(size.n_stages - stage, size.n_micro_batches),
+    ),
+    "gpipe": _Rule(order=_gpipe, max_live=lambda stage, size: size.n_micro_batches),
+    "inference": _Rule(
+        order=_inference,
+        max_live=lambda stage, size: (size.n_chunks - 1) * max(map(len, _groups(size))) + 1,
+        trains=False,
+        interleaves=True,
+    ),
+    "1f1b-interleaved": _Rule(
+        order=_interleaved,
+        max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
+        interleaves=True,
+    ),
+}
 
 
 def schedule_names() -> tuple[str, ...]:
