@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -64,15 +62,6 @@ class Resharding:
 
 def n_elements(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
-
-
-def bytes_per_link(resharding: Resharding, devices_per_host: int) -> Mapping[tuple[int, int], int]:
-    """(sending host, receiving host) -> bytes. Meshes that share a host also move bytes inside it."""
-    n_bytes: dict[tuple[int, int], int] = defaultdict(int)
-    for move in resharding.moves:
-        link = move.source // devices_per_host, move.targets[0] // devices_per_host
-        n_bytes[link] += n_elements(move.box) * resharding.item_bytes
-    return dict(n_bytes)
 
 
 def shard_boxes(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> dict[int, Box]:

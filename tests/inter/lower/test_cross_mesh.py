@@ -28,7 +28,7 @@ from minialpa.inter.lower.cross_mesh import (
     resharding_s,
 )
 from minialpa.programs.program import MeshShape
-from minialpa.programs.resharding import Box, Resharding, bytes_per_link, n_elements
+from minialpa.programs.resharding import Box, Resharding, n_elements
 from minialpa.sharding import AXIS_NAMES, Spec, specs_of
 
 ITEM = 4
@@ -62,6 +62,15 @@ def shards(shape: tuple[int, ...], mesh: MeshShape, spec: P) -> dict[int, tuple[
     sharding = NamedSharding(Mesh(grid, AXIS_NAMES[: grid.ndim]), spec)
     indices = sharding.devices_indices_map(shape)
     return {mesh.first_device + i: indices[device] for i, device in enumerate(grid.flat)}
+
+
+def bytes_per_link(resharding: Resharding, devices_per_host: int) -> dict[tuple[int, int], int]:
+    """(sending host, receiving host) -> bytes."""
+    n_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    for move in resharding.moves:
+        link = move.source // devices_per_host, move.targets[0] // devices_per_host
+        n_bytes[link] += n_elements(move.box) * resharding.item_bytes
+    return n_bytes
 
 
 def index(box: Box, outer: Box | None = None) -> tuple[slice, ...]:
