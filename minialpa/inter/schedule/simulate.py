@@ -15,12 +15,11 @@ The memory of a stage is its fixed bytes and, for each live micro-batch of each 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 from minialpa.cluster import LinkSpec
 from minialpa.errors import ShardingError, VerifyError
 from minialpa.inter.schedule.chunks import plan_chunks, plan_schedule
-from minialpa.inter.schedule.schedules import Pass, Schedule, make_schedule
+from minialpa.inter.schedule.schedules import Pass, Schedule, global_order, make_schedule
 from minialpa.inter.schedule.timeline import StageTimeline, TimedPass, TimedTransfer, Timeline
 from minialpa.plan import PassName, Plan, PlannedTransfer
 
@@ -83,7 +82,9 @@ class _Simulation:
         for loop, schedule in enumerate(self.schedules, 1):
             self.loop, self.schedule = loop, schedule
             self.times = [{} for _ in self.plan.stages]
-            self._run_passes()
+            # A link queues the transfers of one stage, so no time depends on the order of passes of different stages.
+            for one in global_order(schedule):
+                self._run(self.stage_of[one.chunk], one)
             for stage, update in enumerate(self._updates()):
                 self._end_loop(stage, update)
 
@@ -114,44 +115,18 @@ class _Simulation:
     def _name(self, one: Pass) -> PassName:
         return PassName(one.kind, one.chunk, self.loop)
 
-    def _arrived(self, transfer: PlannedTransfer, micro_batch: int) -> float | None:
-        """Seconds at which a transfer of a micro-batch arrives; None before it is sent."""
+    def _arrived(self, transfer: PlannedTransfer, micro_batch: int) -> float:
+        """Seconds at which a transfer of a micro-batch arrives."""
         # Updates and earlier loops send once, for all micro-batches.
         is_early = transfer.source.kind == "update" or transfer.source.loop < self.loop
-        return self.arrival.get((transfer, 0 if is_early else micro_batch))
-
-    # ---- passes ---------------------------------------------------------------------------------------------------
-
-    def _run_passes(self) -> None:
-        """Run each stage until it waits for a transfer, then the next stage, in rounds."""
-        done = [0] * len(self.plan.stages)
-        moved = True
-        while moved:
-            moved = False
-            for k, passes in enumerate(self.schedule.passes):
-                while done[k] < len(passes) and not self._missing(passes[done[k]]):
-                    self._run(k, passes[done[k]])
-                    done[k] += 1
-                    moved = True
-
-        # No stage can go on: either all are done, or they wait for each other.
-        orders = zip(done, self.schedule.passes, strict=True)
-        stuck = [passes[n_done] for n_done, passes in orders if n_done < len(passes)]
-        if stuck:
-            raise VerifyError(self._deadlock_message(stuck, sum(done)))
-
-    def _missing(self, one: Pass) -> list[PassName]:
-        """Passes of the same micro-batch that `one` reads from and that have not run yet."""
-        awaited = self.awaited[self._name(one)]
-        sources = [transfer.source for transfer in awaited if self._arrived(transfer, one.micro_batch) is None]
-        own = Pass("forward", one.chunk, one.micro_batch)
-        if one.kind == "backward" and own not in self.times[self.stage_of[one.chunk]]:
-            sources.append(self._name(own))
-        return sources
+        key = transfer, 0 if is_early else micro_batch
+        if key not in self.arrival:
+            raise VerifyError(f"The plan's transfer from {transfer.source} comes after its reader {transfer.target}.")
+        return self.arrival[key]
 
     def _run(self, stage: int, one: Pass) -> None:
         name = self._name(one)
-        arrivals = (self._arrived(transfer, one.micro_batch) or 0.0 for transfer in self.awaited[name])
+        arrivals = (self._arrived(transfer, one.micro_batch) for transfer in self.awaited[name])
         start_s = max([self.clock[stage], *arrivals])
 
         # A chunk may have no work in one direction, such as a backward pass to inputs alone.
@@ -194,15 +169,6 @@ class _Simulation:
     def _timed(self, one: Pass, start_s: float, end_s: float) -> TimedPass:
         kind = self.costs[self._name(one)].kind
         return TimedPass(kind=kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s)
-
-    def _deadlock_message(self, stuck: Sequence[Pass], n_done: int) -> str:
-        waits = [
-            f"{one} on stage {self.stage_of[one.chunk]} waits for "
-            + ", ".join(f"{name.kind}(chunk {name.number})" for name in self._missing(one))
-            for one in stuck
-        ]
-        n_passes = sum(map(len, self.schedule.passes))
-        return f"Schedule `{self.schedule.name}` deadlocks after {n_done} of {n_passes} passes: {'; '.join(waits)}."
 
     # ---- update and memory ----------------------------------------------------------------------------------------
 
