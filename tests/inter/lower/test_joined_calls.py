@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ def function(name: str, fun: Any, n_inputs: int) -> Function:
     )  # fmt: skip
 
 
-#: Doubles each of two micro-batches, adds them up and takes the root; what is added up first is not needed later.
+#: Doubles each of two micro-batches, adds them up and takes the root.
 FUNCTIONS = [
     function("step0", lambda x: (2 * x,), 1),
     function("widen0", lambda x: (x + 0,), 1),
@@ -40,37 +39,14 @@ CALLS: list[Instruction] = [
 ]  # fmt: skip
 
 
-def run(functions: Sequence[Function], instructions: Sequence[Instruction], values: dict[int, Any]) -> dict[int, Any]:
-    for x in instructions:
-        match x:
-            case Run(f, inputs, outputs):
-                values.update(zip(outputs, functions[f].fun(*(values[b] for b in inputs)), strict=True))
-            case Accumulate(f, totals, parts):
-                arguments = (values[b] for b in (*totals, *parts))
-                values.update(zip(totals, functions[f].fun(*arguments), strict=True))
-    return values
-
-
-@pytest.mark.parametrize("kept", [{5}, {3, 5, 2}])
-def test_one_function_makes_what_is_read_later(kept: set[int]) -> None:
-    functions, (call,) = joined_calls(FUNCTIONS, CALLS, kept, {0: 3})
-    assert isinstance(call, Run) and (call.function, call.inputs, set(call.outputs)) == (0, (0, 1), kept)
-    assert len(functions) == 1
-
-    def given() -> dict[int, Any]:
-        return {0: jnp.array([1.0, 2.0]), 1: jnp.array([3.0, 5.0])}
-
-    found, wanted = run(functions, [call], given()), run(FUNCTIONS, CALLS, given())
-    for buffer in kept:
-        np.testing.assert_allclose(found[buffer], wanted[buffer], rtol=1e-6)
-
-
-def test_other_programs_are_left_alone() -> None:
+def test_calls_are_joined_if_they_compile_sooner() -> None:
     """Apart: 20 equations for each of 4 functions, and theirs. Joined: 20, and the equations of a step twice."""
-    for n, is_joined in ((59, True), (60, False)):
-        functions, _ = joined_calls(FUNCTIONS, CALLS, {5}, {0: n})
-        assert len(functions) == (1 if is_joined else 4)
+    (joined,), (call,) = joined_calls(FUNCTIONS, CALLS, {5, 3}, {0: 59})
+    assert call == Run(0, (0, 1), (3, 5))
+    total, root = joined.fun(jnp.array([1.0, 2.0]), jnp.array([3.0, 6.0]))
+    np.testing.assert_allclose((total, root), ([8.0, 16.0], [8**0.5, 4.0]), rtol=1e-6)
 
+    assert joined_calls(FUNCTIONS, CALLS, {5}, {0: 60}) == (FUNCTIONS, CALLS)
     moved = [*CALLS, Transfer(5, 6, 0, SPEC)]
     assert joined_calls(FUNCTIONS, moved, {6}, {0: 3}) == (FUNCTIONS, moved)
 
