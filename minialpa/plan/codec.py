@@ -77,7 +77,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         return _tuple(typing.get_args(kind), data, where)
     if origin is Literal:
-        _expect(isinstance(data, str) and data in typing.get_args(kind), data, _one_of(kind), where)
+        is_one = any(type(data) is type(value) and data == value for value in typing.get_args(kind))
+        _expect(is_one, data, _one_of(kind), where)
         return data
     if origin in (Union, types.UnionType):
         return _union(typing.get_args(kind), data, where)

@@ -128,8 +128,8 @@ def _communication(plan: PlanRecord) -> dict[str, str]:
 def _costs(old: PlanRecord, new: PlanRecord) -> list[str]:
     lines = []
     for name in ("total", "compute", "communication", "bubble", "update"):
-        seconds = (getattr(plan.cost, f"{name}_s") for plan in (old, new))
-        lines += _figure(f"{name} per step", *seconds, seconds_text)
+        old_s, new_s = (getattr(plan.cost, f"{name}_s") for plan in (old, new))
+        lines += _figure(f"{name} per step", old_s, new_s, seconds_text)
 
     a, b = old.cost.peak_bytes, new.cost.peak_bytes
     if len(a) != len(b):
