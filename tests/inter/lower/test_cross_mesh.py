@@ -245,28 +245,6 @@ def test_any_array_crosses_between_any_meshes(case: Case) -> None:
     assert case.candidates() == candidates
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (4, 0)], ids=str)
-def test_scalars_and_empty_arrays_cross(shape: tuple[int, ...]) -> None:
-    case = Case(shape, MeshShape(0, (4,)), P(), MeshShape(4, (2, 2)), P(), cluster(4, 2))
-    check(case, case.candidates()[0])
-    assert len(case.plan().moves) == (2 if shape == () else 0)
-
-
-def test_summands_cross_as_they_are_stored() -> None:
-    spec = Spec.parse("S0,R+P1")
-    case = Case(
-        spec.stored_shape((8, 4), (2, 4)),
-        MeshShape(0, (2, 4)),
-        spec.partition_spec(),
-        MeshShape(8, (4, 2)),
-        Spec.parse("R,S1+P0").partition_spec(),
-        cluster(4, 4),
-    )
-    assert case.shape == (4, 8, 4)
-    for candidate in case.candidates():
-        check(case, candidate)
-
-
 def test_specs_are_read_from_what_they_are_written_as() -> None:
     for spec in specs_of((8, 8, 8), (2, 4)):
         assert Spec.of(spec.partition_spec(), 3) == spec
@@ -338,12 +316,6 @@ def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_host
     assert any(move.relayed for move in resharding.moves) == (n_hosts > 2)
 
 
-def test_parts_are_relayed_more_than_once() -> None:
-    case = Case((1001,), MeshShape(0, (1,)), P(), MeshShape(1, (8,)), P(), cluster(9, 1))
-    relayed = [move for move in case.plan().moves if move.relayed]
-    assert any(move.source in earlier.targets for move, earlier in itertools.permutations(relayed, 2))
-
-
 def rounds(n_sources: int, n_targets: int) -> int:
     """In which all are served, when each that has the array serves one a round."""
     served = number = 0
@@ -369,14 +341,6 @@ def test_large_arrays_are_gathered_and_small_ones_sent() -> None:
     assert way(replicated(2, (8,))) == "direct"
     assert way(replicated(2, (10**6 + 1,))) == "direct"  # relayed by one host, it would take as long
     assert way(replicated(4, (8,))) == "broadcast"
-
-
-def test_what_is_gathered_crosses_from_the_other_mesh_once() -> None:
-    for n_hosts in (2, 4, 8):
-        case = replicated(n_hosts, (8 * 10**6,))
-        resharding = case.plan()
-        assert resharding.landing == P(("x", "y"))
-        assert sum(bytes_per_link(resharding, 2).values()) == ITEM * 8 * 10**6
 
 
 def test_a_tile_is_gathered_inside_itself() -> None:

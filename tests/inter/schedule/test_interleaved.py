@@ -20,7 +20,7 @@ from minialpa import (
     UniformStageOption,
     mark_pipeline_boundary,
 )
-from minialpa.errors import InfeasibleError, VerifyError
+from minialpa.errors import InfeasibleError
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
 from minialpa.options import ManualLayerOption, StageOption
@@ -52,14 +52,10 @@ def arguments(n_layers: int) -> tuple[Any, Any]:
     return {"w": ws, "b": np.zeros((1, WIDTH), np.float32)}, (x, y)
 
 
-def method(
-    n_micro_batches: int,
-    stages: StageOption,
-    schedule: str = "1f1b-interleaved",
-) -> PipeshardParallel:
+def method(n_micro_batches: int, stages: StageOption) -> PipeshardParallel:
     return PipeshardParallel(
         num_micro_batches=n_micro_batches,
-        pipeline_schedule=schedule,
+        pipeline_schedule="1f1b-interleaved",
         layer_option=ManualLayerOption(),
         stage_option=stages,
     )
@@ -236,14 +232,3 @@ def test_stages_that_cannot_be_are_refused(stages: Any, message: str) -> None:
     step = descent_step(loss, minialpa.value_and_grad)
     with pytest.raises(ShardingError, match=message):
         minialpa.plan(step, arguments(4), cluster=ClusterSpec.preset("cpu"), method=method(2, stages))
-
-
-def test_other_schedules_refuse_several_chunks() -> None:
-    step = descent_step(loss, minialpa.value_and_grad)
-    with pytest.raises(ShardingError, match="need the schedule `1f1b-interleaved`; `1f1b` runs a stage in one piece"):
-        minialpa.plan(step, arguments(4), cluster=ClusterSpec.preset("cpu"), method=method(2, uniform(2, 2), "1f1b"))
-
-
-def test_a_plan_for_another_step_is_refused() -> None:
-    with pytest.raises(VerifyError, match="does not fit this call"):
-        emit_program(trace(descent_step(loss, minialpa.value_and_grad), *arguments(5)), planned(2, 2, 4))
