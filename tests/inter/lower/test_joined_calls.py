@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import minialpa
-from minialpa import AutoShardingOption, ShardParallel
+from minialpa import ShardParallel
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.instruction_passes import joined_calls
 from minialpa.programs.program import Accumulate, Function, Instruction, Run, Transfer
@@ -70,14 +70,15 @@ def normalised(width: int) -> Any:
     return step, (params, jax.random.normal(keys[2], (8, width)))
 
 
-@pytest.mark.parametrize(("n_bytes", "is_joined"), [(None, True), (4e3, False)])
-def test_a_small_step_of_several_loops_is_one_function(n_bytes: float | None, is_joined: bool) -> None:
-    step, args = normalised(8)
-    option = AutoShardingOption(memory_limit_bytes=n_bytes)
-    method = ShardParallel(jax.devices()[:2], num_micro_batches=2, auto_sharding_option=option)
-    parallel = minialpa.parallelize(step, method=method, donate_argnums=())
+@pytest.mark.parametrize(("width", "is_joined"), [(8, True), (1024, False)])
+def test_a_small_step_of_several_loops_is_one_function(width: int, is_joined: bool) -> None:
+    step, args = normalised(width)
+    parallel = minialpa.parallelize(
+        step, method=ShardParallel(jax.devices()[:2], num_micro_batches=2), donate_argnums=()
+    )
     plan = parallel.plan(*args)
     assert plan.n_loops > 1
-    assert (len(emit_program(parallel._trace(parallel._parameters.bind(args, {})), plan).functions) == 1) == is_joined
+    program = emit_program(parallel._trace(parallel._parameters.bind(args, {})), plan)
+    assert (len(program.functions) == 1) == is_joined
     if is_joined:
         assert_allclose(parallel(*args), step(*args), rtol=1e-4, atol=1e-5)
