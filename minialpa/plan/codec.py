@@ -77,8 +77,9 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         return _tuple(typing.get_args(kind), data, where)
     if origin is Literal:
-        is_one = any(type(data) is type(value) and data == value for value in typing.get_args(kind))
-        _expect(is_one, data, _one_of(kind), where)
+        known = typing.get_args(kind)
+        is_known = any(type(data) is type(value) and data == value for value in known)
+        _expect(is_known, data, f"one of {', '.join(f'`{value}`' for value in known)}", where)
         return data
     if origin in (Union, types.UnionType):
         return _union(typing.get_args(kind), data, where)
@@ -90,10 +91,6 @@ def _expect(holds: bool, data: Any, expected: str, where: str) -> None:
         text = _SHORT.repr(data)
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         raise VerifyError(f"Not a plan: `{where}` is {shown}; expected {expected}. Write plans with `Plan.save`.")
-
-
-def _one_of(kind: Any) -> str:
-    return "one of " + ", ".join(f"`{name}`" for name in typing.get_args(kind))
 
 
 def _scalar(kind: Any, data: Any, where: str) -> Any:

@@ -36,7 +36,7 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
     for segment in range(LOOP, max(segments, default=0) + 2, 2):
         loop = _operations(step, segments, segment, copies)
         after = _operations(step, segments, segment + 1, copies)
-        backward = _backward_results(loop)
+        backward = {var for op in loop if op.origin.direction == "backward" for var in op.eqn.outvars}
 
         # The next segment, and the caller of gradients, read copies of the results of the loop.
         read = [var for op in after for var in operand_vars(op.eqn)]
@@ -56,10 +56,6 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
         outvars=tuple(atom if is_literal(atom) else copies.get(atom, atom) for atom in step.flat.outvars),
         batch_dims={var: kind for var, kind in kinds.items() if isinstance(kind, int)},
     )
-
-
-def _backward_results(ops: Sequence[Op]) -> set[Var]:
-    return {var for op in ops if op.origin.direction == "backward" for var in op.eqn.outvars}
 
 
 def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies: Mapping[Var, Atom]) -> list[Op]:

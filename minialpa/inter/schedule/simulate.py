@@ -95,8 +95,13 @@ class _Simulation:
 
     def _end_loop(self, stage: int, update: TimedPass) -> None:
         """Add the passes and the memory of this loop, which ends with `update`, to the timeline of a stage."""
-        times = self.times[stage].items()
-        self.passes[stage] += [self._timed(one, *when) for one, when in times if self._name(one) in self.costs]
+        for one, (start_s, end_s) in self.times[stage].items():
+            cost = self.costs.get(self._name(one))
+            if cost is not None:
+                timed = TimedPass(
+                    kind=cost.kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s
+                )
+                self.passes[stage].append(timed)
         self.passes[stage].append(update)
         memory, peak_live = self._memory(stage)
         self.memory[stage] += memory
@@ -165,10 +170,6 @@ class _Simulation:
             last_device = stage.first_device + stage.n_devices - 1
             hosts |= {stage.first_device // per_host, last_device // per_host}
         return self.plan.cluster.link(same_host=len(hosts) == 1)
-
-    def _timed(self, one: Pass, start_s: float, end_s: float) -> TimedPass:
-        kind = self.costs[self._name(one)].kind
-        return TimedPass(kind=kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s)
 
     # ---- update and memory ----------------------------------------------------------------------------------------
 
