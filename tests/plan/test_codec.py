@@ -157,6 +157,7 @@ def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
         (("stages", 0, "equation_specs", 0), [], r"equation_specs\[0\]` is \[\]; expected a list of operands, made"),
         (("remat", 0), "some", r"`plan.remat\[0\]` is 'some'; expected one of `none`, `dots`, `full`"),
         (("n_micro_batches",), True, "`plan.n_micro_batches` is True; expected an integer"),
+        (("stages", 0, "option", "force_batch_dim_to_mesh_dim"), True, "is True; expected one of `0`, `1`"),
         (("cost", "total_s"), float("nan"), "`plan.cost.total_s` is nan; expected a number"),
         (("cluster", "device", "memory_bytes"), -1, "`plan.cluster.device`: Device `a100-40gb` needs positive"),
         (("schedule",), None, "`plan.schedule` is None; expected a text"),
