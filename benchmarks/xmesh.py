@@ -16,7 +16,7 @@ from benchmarks.registry import Rows, Size, benchmark
 from minialpa import ClusterSpec
 from minialpa.inter.lower.cross_mesh import Crossing, plan_resharding, resharding_candidates, resharding_s
 from minialpa.programs.program import MeshShape
-from minialpa.programs.resharding import Move, Resharding, bytes_per_link
+from minialpa.programs.resharding import Move, Resharding, n_elements
 
 #: Name, logical shape and spec on either side.
 PAIRS: tuple[tuple[str, tuple[int, ...], P, tuple[int, ...], P], ...] = (
@@ -80,8 +80,9 @@ def _row(
 
 def _crossing_bytes(resharding: Resharding, cluster: ClusterSpec) -> int:
     """Bytes of all moves from host to host. What the target mesh gathers is not among them."""
-    links = bytes_per_link(resharding, cluster.devices_per_host)
-    return sum(n_bytes for (sender, host), n_bytes in links.items() if sender != host)
+    per_host = cluster.devices_per_host
+    crossing = [move for move in resharding.moves if move.source // per_host != move.targets[0] // per_host]
+    return sum(n_elements(move.box) for move in crossing) * resharding.item_bytes
 
 
 def _naive(direct: Resharding) -> Resharding:

@@ -249,7 +249,7 @@ def test_a_step_without_a_batch_is_refused_where_examples_are_split(method: Any)
         return two_arrays(params, BATCH["x"], BATCH["y"])
 
     parallel = minialpa.parallelize(step, method=method)
-    with pytest.raises(TraceError, match=r"splits examples. No argument was found .*`batch_argnums=\("):
+    with pytest.raises(TraceError, match=r"splits examples. Found no argument .*`batch_argnums=\("):
         parallel(make_params())
     assert_allclose(minialpa.parallelize(step)(make_params()), step(make_params()), rtol=1e-4, atol=1e-5)
 

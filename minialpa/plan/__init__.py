@@ -1,7 +1,6 @@
-"""Plans: everything that was decided about one step, as values that print, save, load and compare.
+"""Plans: all decisions about one step, as values that print, save, load and compare.
 
-`inter` makes them. At the bottom of this package is `record`, the fields, and on top `plan`, the methods.
-Imports: `options`, `cost`, `tracing.fingerprint` and below.
+`record` has the fields, and `plan` the methods. Imports: `options`, `cost`, `tracing.fingerprint` and below.
 """
 
 from minialpa.plan.plan import Plan

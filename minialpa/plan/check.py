@@ -1,7 +1,4 @@
-"""What a check of a plan against a compiler found, as values: for each stage the planned beside the compiled.
-
-`xla_gpu/check.py` makes them. They are here, as `Plan.check` returns one.
-"""
+"""The result of `Plan.check`: for each stage the planned figures beside the compiled ones."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from minialpa.plan.text import bytes_text, seconds_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCheck:
-    """One function of a stage, as XLA made it.
+    """One compiled function of a stage.
 
     Attributes:
         name: of the function.
-        times_per_step: how often a step runs it.
+        times_per_step: number of its runs in a step.
         peak_bytes: of a device, for the function alone.
         kernels_s: seconds of its kernels, by XLA's estimates.
-        total_s: the same with the collectives that nothing hides.
-        exposed_bytes: bytes of collectives that no kernel runs beside.
+        total_s: seconds of kernels and exposed collectives.
+        exposed_bytes: bytes of collectives without a kernel beside them.
         hidden_bytes: the other bytes of collectives.
     """
 
@@ -42,14 +39,11 @@ class StageCheck:
 
     Attributes:
         limit_bytes: memory of a device.
-        planned_bytes: predicted for the fullest moment of a device.
-        compiled_bytes: what XLA needs then.
+        planned_bytes, compiled_bytes: at the fullest moment of a device.
         fullest: name of the function that runs then.
-        planned_collectives: bytes that a step communicates, by the kind of collective.
-        compiled_collectives: the same, in the compiled programs.
-        planned_s: seconds that the stage works in a step.
-        compiled_s: the same by XLA's estimates of kernels.
-        functions: what the stage runs.
+        planned_collectives, compiled_collectives: bytes in a step, by the kind of collective.
+        planned_s, compiled_s: busy seconds of the stage in a step; compiled: by XLA's estimates of kernels.
+        functions: all functions of the stage.
     """
 
     limit_bytes: float
@@ -69,19 +63,14 @@ class StageCheck:
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """A plan beside its compiled programs.
-
-    Attributes:
-        target: name of the GPU that they are compiled for.
-        stages: from first to last.
-    """
+    """A plan beside its programs, compiled for the GPU `target`."""
 
     target: str
     stages: tuple[StageCheck, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether every stage keeps within the memory of its devices."""
+        """Whether every stage fits in the memory of its devices."""
         return all(stage.fits for stage in self.stages)
 
     def to_json(self) -> str:

@@ -1,18 +1,18 @@
-"""Turns frozen dataclasses and named tuples into JSON data and back, by the types of their fields.
+"""Turns frozen dataclasses and named tuples into JSON data and back, by the types of their fields; plans to text.
 
-`decode` accepts only what `encode` returns, and names the first field that is wrong: fields that are missing or too
-many, values of another type, and NaN. Only a field that is marked as younger than its version may be missing. Specs
-are texts and PartitionSpecs are lists of axis names; the specs of an equation are a list without names, since a plan
-holds thousands of these.
+`decode` accepts only results of `encode`. It names the first wrong field: a missing or unknown one, a value of another
+type, or NaN. Only a field that is marked as younger than its version may be missing. Specs are texts and PartitionSpecs
+are lists of axis names; the specs of an equation are a list without names, because a plan holds thousands of these.
 
-Not by msgspec: it decides by itself how a dataclass is written, and `Spec` is one; it takes NaN, unknown fields, and
-records without the fields that have a default.
+msgspec cannot do this: it writes `Spec` as a dataclass, and reads NaN, unknown fields, and records without the fields
+that have a default.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import reprlib
 import types
@@ -23,11 +23,16 @@ from typing import Any, Literal, TypeVar, Union
 from jax.sharding import PartitionSpec
 
 from minialpa.errors import MinialpaError, VerifyError
+from minialpa.plan.record import PlanRecord
 from minialpa.sharding import EquationSpecs, Spec
 
 T = TypeVar("T")
 
-_UNCONSTRAINED = "?"  # no name of a mesh axis
+VERSION = 6
+#: Characters of a plan's text, at some 65 for each equation. JSON may take 25 times its length in memory.
+MOST_CHARACTERS = 16 * 2**20
+
+_UNCONSTRAINED = "?"  # not the name of a mesh axis
 _MOST_LOOPS = 32  # inside each other
 
 #: Short texts of any data, however deep or long.
@@ -36,7 +41,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 60, 60, 
 
 
 def encode(value: Any) -> Any:
-    """JSON data of a value that `decode` reads."""
+    """JSON data of a value, for `decode`."""
     if isinstance(value, Spec):
         return str(value)
     if isinstance(value, EquationSpecs):
@@ -72,7 +77,9 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         return _tuple(typing.get_args(kind), data, where)
     if origin is Literal:
-        _expect(isinstance(data, str) and data in typing.get_args(kind), data, _one_of(kind), where)
+        known = typing.get_args(kind)
+        is_known = any(type(data) is type(value) and data == value for value in known)
+        _expect(is_known, data, f"one of {', '.join(f'`{value}`' for value in known)}", where)
         return data
     if origin in (Union, types.UnionType):
         return _union(typing.get_args(kind), data, where)
@@ -86,10 +93,6 @@ def _expect(holds: bool, data: Any, expected: str, where: str) -> None:
         raise VerifyError(f"Not a plan: `{where}` is {shown}; expected {expected}. Write plans with `Plan.save`.")
 
 
-def _one_of(kind: Any) -> str:
-    return "one of " + ", ".join(f"`{name}`" for name in typing.get_args(kind))
-
-
 def _scalar(kind: Any, data: Any, where: str) -> Any:
     if kind is float:
         _expect(_is_number(data), data, "a number", where)
@@ -100,7 +103,7 @@ def _scalar(kind: Any, data: Any, where: str) -> Any:
 
 
 def _is_number(data: Any) -> bool:
-    """Whether this is a number other than NaN that a float can hold."""
+    """Whether this is a number in the range of floats, and not NaN."""
     if not isinstance(data, int | float) or isinstance(data, bool):
         return False
     try:
@@ -118,7 +121,7 @@ def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
 
 
 def _union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
-    """The value of a type that is None or one other type. Fields that also take a mapping hold it as pairs."""
+    """The value of a type that is None or one other type. Fields of mappings hold them as pairs."""
     if data is None and type(None) in kinds:
         return None
     others = [k for k in kinds if k is not type(None) and typing.get_origin(k) is not Mapping]
@@ -134,7 +137,7 @@ def _fields(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def _optional(kind: type) -> frozenset[str]:
-    """Fields that younger plans have and older ones of the same version lack; these take the default."""
+    """Fields that older plans of the same version lack; these take the default."""
     return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("may_be_missing"))
 
 
@@ -171,7 +174,7 @@ def _spec(data: Any, where: str) -> Spec:
 
 
 def _equation_specs(data: Any, where: str, n_outside: int = 0) -> EquationSpecs:
-    """The specs of an equation. n_outside: how many loops are around it, which bounds the recursion."""
+    """The specs of an equation. n_outside: the number of loops around it, which bounds the recursion."""
     is_whole = isinstance(data, list) and (len(data) == 4 or (len(data) == 5 and data[4] is True))
     _expect(is_whole, data, "a list of operands, made, results, body, and `true` if it is balanced", where)
     specs = [_tuple((Spec, ...), data[i], f"{where}[{i}]") for i in range(3)]
@@ -197,3 +200,46 @@ def _partition_spec(data: Any, where: str) -> PartitionSpec:
         return PartitionSpec(*entries)
     except (TypeError, ValueError) as error:
         raise VerifyError(f"Not a plan: `{where}`: {error}") from error
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def file_text(plan: PlanRecord) -> str:
+    """The plan as JSON. Equal plans have equal texts."""
+    return json.dumps({"version": VERSION, "plan": encode(plan)}, sort_keys=True, separators=(",", ":"))
+
+
+def fields_in(text: str) -> Any:
+    """The plan in a text of `file_text`, as JSON data. Raises VerifyError for any other text."""
+    if len(text) > MOST_CHARACTERS:
+        raise VerifyError(
+            f"Not a plan: it has more than {MOST_CHARACTERS} characters, and the plans of large models have a few "
+            "million. Write one with `Plan.save`."
+        )
+    try:
+        data = json.loads(text, object_pairs_hook=_fields_once)
+    except VerifyError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise VerifyError(f"Not a plan: {error}. Write one with `Plan.save`.") from error
+
+    # The version first: a file of another version has other fields, and should not be called broken.
+    if not isinstance(data, dict) or "version" not in data:
+        raise VerifyError("Not a plan: JSON without `version`. Write one with `Plan.save`.")
+    version = data["version"]
+    if version != VERSION or isinstance(version, bool):
+        raise VerifyError(f"The plan has version {version!r}; this minialpa reads version {VERSION}. Plan again.")
+    if data.keys() != {"version", "plan"}:
+        raise VerifyError(f"Not a plan: JSON with the fields {sorted(data)}; expected `plan` and `version`.")
+    return data["plan"]
+
+
+def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object with each name once: a second value would replace the first one."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise VerifyError(f"Not a plan: a record has `{twice[:60]}` twice. Write one with `Plan.save`.")
+    return fields

@@ -1,11 +1,10 @@
-"""`Plan.diff`: says in words what differs between two plans. A line reads `what: first plan -> second plan`."""
+"""`Plan.diff`: the differences between two plans in words. A line reads `what: first plan -> second plan`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from minialpa.plan.record import PlanRecord, StagePlan
 from minialpa.plan.text import axes_text, bytes_text, count, operator_lines, seconds_text, stage_text
@@ -14,16 +13,13 @@ _MOST_LINES = 20
 
 
 def difference(old: PlanRecord, new: PlanRecord) -> str:
-    """What differs, from the cluster to the predicted seconds; `The plans are equal.` only if they are."""
+    """All differences, from the cluster to the predicted seconds; `The plans are equal.` only if they are."""
     if old == new:
         return "The plans are equal."
     lines = [
         *_changes("cluster", _cluster(old), _cluster(new)),
         *_step(old, new),
-        *_change("micro-batches", str(old.n_micro_batches), str(new.n_micro_batches)),
-        *_change("schedule", old.schedule, new.schedule),
-        *_change("rows of earlier loops", _rows(old), _rows(new)),
-        *_change("casts of weights", _casts(old), _casts(new)),
+        *_changes("", _settings(old), _settings(new)),
         *_layers(old, new),
         *_stages(old, new),
         *_cut(_changes("placement", _placements(old), _placements(new))),
@@ -37,22 +33,15 @@ def difference(old: PlanRecord, new: PlanRecord) -> str:
     return "\n".join(lines)
 
 
-def _rows(plan: PlanRecord) -> str:
-    return "kept" if plan.keeps_rows else "computed again"
-
-
-def _casts(plan: PlanRecord) -> str:
-    return "once per step" if plan.casts_once else "in each pass"
-
-
 def _change(what: str, old: str, new: str) -> list[str]:
     return [] if old == new else [f"{what}: {old} -> {new}"]
 
 
 def _changes(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Entries of two tables that differ, in the order of the tables; `none` where one has no such entry."""
+    """Different entries of two tables, in the order of the tables; `none` for a missing entry."""
+    prefix = f"{what} " if what else ""
     names = dict.fromkeys((*old, *new))
-    return [line for name in names for line in _change(f"{what} {name}", old.get(name, "none"), new.get(name, "none"))]
+    return [line for name in names for line in _change(prefix + name, old.get(name, "none"), new.get(name, "none"))]
 
 
 def _cut(lines: list[str]) -> list[str]:
@@ -78,6 +67,15 @@ def _step(old: PlanRecord, new: PlanRecord) -> list[str]:
     return _cut(shapes) + _cut(counts) or ["step: other operations"]
 
 
+def _settings(plan: PlanRecord) -> dict[str, str]:
+    return {
+        "micro-batches": str(plan.n_micro_batches),
+        "schedule": plan.schedule,
+        "rows of earlier loops": "kept" if plan.keeps_rows else "computed again",
+        "casts of weights": "once per step" if plan.casts_once else "in each pass",
+    }
+
+
 def _layers(old: PlanRecord, new: PlanRecord) -> list[str]:
     n_layers = [len(plan.remat) for plan in (old, new)]
     if n_layers[0] != n_layers[1]:
@@ -91,8 +89,6 @@ def _stages(old: PlanRecord, new: PlanRecord) -> list[str]:
     lines = _change("stages", *(str(len(plan.stages)) for plan in (old, new))) + _changes("stage", *texts)
     for k, (a, b) in enumerate(zip(old.stages, new.stages, strict=False)):
         lines += _changes(f"stage {k}, option", _options(a), _options(b))
-        if a.logical_shape == b.logical_shape:
-            lines += _changes(f"stage {k}, link of", _links(a), _links(b))
     return lines
 
 
@@ -100,19 +96,12 @@ def _options(stage: StagePlan) -> dict[str, str]:
     return {f"`{f.name}`": str(getattr(stage.option, f.name)) for f in dataclasses.fields(stage.option)}
 
 
-def _links(stage: StagePlan) -> dict[str, str]:
-    links = zip(stage.alpha, stage.beta, strict=True)
-    return {f"axis {i}": f"{seconds_text(alpha)} + {beta:.6g} s/B" for i, (alpha, beta) in enumerate(links)}
-
-
 def _placements(plan: PlanRecord) -> dict[str, str]:
-    return {
-        value.path: ", ".join(
-            f"mesh {m} {s}" for m, s in zip(value.mesh_ids, value.placement().partition_specs, strict=True)
-        )
-        or "not used"
-        for value in (*plan.inputs, *plan.outputs)
-    }
+    out = {}
+    for value in (*plan.inputs, *plan.outputs):
+        places = zip(value.mesh_ids, value.placement().partition_specs, strict=True)
+        out[value.path] = ", ".join(f"mesh {mesh} {spec}" for mesh, spec in places) or "not used"
+    return out
 
 
 def _operators(old: PlanRecord, new: PlanRecord) -> list[str]:
@@ -127,37 +116,30 @@ def _operators(old: PlanRecord, new: PlanRecord) -> list[str]:
 
 def _communication(plan: PlanRecord) -> dict[str, str]:
     """Bytes and number of collectives of a step, for each kind, axes and stage."""
-    total: Counter[str] = Counter()
+    n_bytes: dict[str, float] = {}
     times: Counter[str] = Counter()
     for c in plan.collectives:
         name = f"of stage {c.stage}, {c.kind} over {axes_text(c.axes)}"
-        total[name] += c.n_bytes * c.times_per_step  # type: ignore[assignment]  # bytes are floats
+        n_bytes[name] = n_bytes.get(name, 0.0) + c.n_bytes * c.times_per_step
         times[name] += c.times_per_step
-    return {name: f"{bytes_text(total[name])} in {count(times[name], 'collective')} per step" for name in total}
+    return {name: f"{bytes_text(n_bytes[name])} in {count(times[name], 'collective')} per step" for name in times}
 
 
 def _costs(old: PlanRecord, new: PlanRecord) -> list[str]:
-    figures: tuple[tuple[str, Callable[[PlanRecord], float]], ...] = (
-        ("total", lambda plan: plan.cost.total_s),
-        ("compute", lambda plan: plan.cost.compute_s),
-        ("communication", lambda plan: plan.cost.communication_s),
-        ("bubble", lambda plan: plan.cost.bubble_s),
-        ("update", lambda plan: plan.cost.update_s),
-    )
-    lines = [line for name, of in figures for line in _figure(f"{name} per step", of(old), of(new), seconds_text)]
-    return lines + list(_peaks(old, new))
+    lines = []
+    for name in ("total", "compute", "communication", "bubble", "update"):
+        old_s, new_s = (getattr(plan.cost, f"{name}_s") for plan in (old, new))
+        lines += _figure(f"{name} per step", old_s, new_s, seconds_text)
 
-
-def _peaks(old: PlanRecord, new: PlanRecord) -> Iterable[str]:
     a, b = old.cost.peak_bytes, new.cost.peak_bytes
     if len(a) != len(b):
-        yield f"peak memory: {', '.join(map(bytes_text, a))} -> {', '.join(map(bytes_text, b))}"
-        return
+        return [*lines, f"peak memory: {', '.join(map(bytes_text, a))} -> {', '.join(map(bytes_text, b))}"]
     for k, pair in enumerate(zip(a, b, strict=True)):
-        yield from _figure(f"peak memory of stage {k}", *pair, bytes_text)
+        lines += _figure(f"peak memory of stage {k}", *pair, bytes_text)
+    return lines
 
 
-def _figure(what: str, old: float, new: float, text: Callable[[Any], str]) -> list[str]:
+def _figure(what: str, old: float, new: float, text: Callable[[float], str]) -> list[str]:
     if old == new:
         return []
     change = f" ({(new - old) / old:+.1%})" if old else ""

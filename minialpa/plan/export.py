@@ -1,8 +1,7 @@
 """The placements of a plan for use without minialpa: PartitionSpecs by path, and as Python source to paste.
 
-What is exported are the shardings of arguments and results on one mesh. `jax.jit` with these computes the same numbers;
-the shardings inside the step, and so the collectives, are then XLA's own choice. Micro-batches, and the stages of a
-pipeline, are not exported.
+`jax.jit` with the shardings of the arguments and results on one mesh computes the same numbers. XLA then chooses the
+shardings inside the step, and so its collectives. Micro-batches and the stages of a pipeline are not exported.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from minialpa.sharding import AXIS_NAMES
 
 
 def export_specs(plan: PlanRecord, mesh: int = 0) -> ExportedSpecs:
-    """Specs, by path, of the arguments and results on mesh `mesh`. Raises ShardingError if there is no such mesh."""
+    """Specs, by path, of the arguments and results on one mesh. Raises ShardingError for an unknown mesh."""
     if not 0 <= mesh < len(plan.stages):
         raise ShardingError(f"The plan has the meshes 0 to {len(plan.stages) - 1}; got {mesh}.")
     return ExportedSpecs(_on_mesh(plan.inputs, mesh), _on_mesh(plan.outputs, mesh))
@@ -28,7 +27,7 @@ def export_specs(plan: PlanRecord, mesh: int = 0) -> ExportedSpecs:
 def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
     """Specs of the values on one mesh; of a value in several blocks, the spec of the first block.
 
-    Values that no equation reads are on no mesh, and are exported as replicated.
+    Values that no equation reads have no mesh, and are exported as replicated.
     """
     out = {}
     for value in values:
@@ -40,10 +39,7 @@ def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpe
 
 
 def to_python(plan: PlanRecord, mesh: int = 0) -> str:
-    """Python source that defines `mesh`, `in_specs`, `out_specs` and `shardings`, for `jax.jit`.
-
-    The mesh takes the devices that the plan gives to it from `jax.devices()`.
-    """
+    """Python source that defines `mesh`, `in_specs`, `out_specs` and `shardings`, for `jax.jit`."""
     specs = export_specs(plan, mesh)
     stage = plan.stages[mesh]
     names = AXIS_NAMES[: len(stage.logical_shape)]
@@ -62,13 +58,13 @@ def to_python(plan: PlanRecord, mesh: int = 0) -> str:
 
 
 def _argument(path: str) -> str:
-    """Name of the argument that a leaf belongs to: `args[0]` where the step has no names, else without any index."""
+    """The argument of a leaf: its name, or `args[0]` for a step without names."""
     found = re.match(r"args\[\d+\]|\w+", path)
     return found.group() if found else path
 
 
 def _not_exported(plan: PlanRecord, mesh: int) -> list[str]:
-    """What the plan decides and the exported source does not say, for its header."""
+    """Decisions of the plan that the source does not have, for its header."""
     lines = []
     if len(plan.stages) > 1:
         lines.append(
@@ -84,11 +80,7 @@ def _not_exported(plan: PlanRecord, mesh: int) -> list[str]:
 
 
 def _table(specs: dict[str, PartitionSpec]) -> str:
-    return "".join(f"    {path!r}: {_spec_source(spec)},\n" for path, spec in specs.items())
-
-
-def _spec_source(spec: PartitionSpec) -> str:
-    return f"PartitionSpec({', '.join(map(repr, spec))})"
+    return "".join(f"    {path!r}: PartitionSpec({', '.join(map(repr, spec))}),\n" for path, spec in specs.items())
 
 
 _SOURCE = '''"""Shardings that minialpa planned for {header}.
@@ -116,7 +108,7 @@ out_specs = {{
 
 
 def shardings(specs, name, tree):
-    """`tree` with a sharding in place of each leaf; `name`: of the argument, or "result"."""
+    """`tree` with a sharding in place of each leaf. name: of the argument, or "result"."""
 
     def sharding(path, _):
         return NamedSharding(mesh, specs[name + jax.tree_util.keystr(path)])

@@ -1,7 +1,4 @@
-"""Plans as users see them: the fields of `PlanRecord`, and methods that print, compare, export, save and load them.
-
-The top of this package. Each method calls a function of a module below, which takes a `PlanRecord`.
-"""
+"""Plans as users see them: `PlanRecord` with methods, each of which calls a function of another module."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from minialpa.plan.check import PlanCheck
-from minialpa.plan.codec import decode
+from minialpa.plan.codec import MOST_CHARACTERS, decode, fields_in, file_text
 from minialpa.plan.difference import difference
 from minialpa.plan.export import export_specs, to_python
-from minialpa.plan.file_format import MOST_CHARACTERS, fields_in, file_text
 from minialpa.plan.record import ExportedSpecs, PlanRecord
 from minialpa.plan.text import explain, summary
 from minialpa.plan.verify import verify_plan
@@ -30,7 +26,7 @@ class Plan(PlanRecord):
         return self.summary()
 
     def summary(self) -> str:
-        """The plan as a text of a few lines for each stage."""
+        """A few lines for each stage."""
         return summary(self)
 
     def explain(self, what: str) -> str:
@@ -38,12 +34,14 @@ class Plan(PlanRecord):
         return explain(self, what)
 
     def diff(self, other: Plan) -> str:
-        """What `other` decides and predicts otherwise, each line with both sides: this plan -> the other."""
+        """The different decisions and predictions of `other`; a line reads this plan -> the other."""
         return difference(self, other)
 
     def export_specs(self, mesh: int = 0) -> ExportedSpecs:
-        """PartitionSpecs of the arguments and results on one mesh, by path, for `jax.jit`. See `ParallelizedFunc` for
-        the same as pytrees."""
+        """PartitionSpecs of the arguments and results on one mesh, by path, for `jax.jit`.
+
+        `ParallelizedFunc.export_specs` returns them as pytrees.
+        """
         return export_specs(self, mesh)
 
     def to_python(self, mesh: int = 0) -> str:
@@ -58,8 +56,8 @@ class Plan(PlanRecord):
         target: str | None = None,
         cache: str | Path | None = None,
     ) -> PlanCheck:
-        """The plan beside what XLA for GPUs makes of it, on any machine: `minialpa.check`, which says more."""
-        # The one import that points up: a plan is what users have in hand, and the check needs all of the package.
+        """The plan beside its programs as XLA for GPUs compiles them, on any machine; see `minialpa.check`."""
+        # The one import that points up: users have a plan in hand, and the check needs all of the package.
         import minialpa
 
         return minialpa.check(self, fun, args, target=target, cache=cache)
@@ -70,14 +68,14 @@ class Plan(PlanRecord):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote. Raises VerifyError, which names the field, where it is none that can run."""
+        """The plan that `to_json` wrote. Raises VerifyError with the wrong field if the plan cannot run."""
         with collection_paused():
             plan = decode(Plan, fields_in(text), "plan")
             verify_plan(plan)
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, which holds all of it or what it held before."""
+        """Write the plan to a file. A failure leaves the old file."""
         write_text(path, self.to_json())
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""The fields of a plan: everything that was decided about one step, as values.
+"""The fields of a plan: all decisions about one step, as values.
 
-A plan holds no jaxpr. Its variables and equations are numbered in the order in which tracing the same step for the same
-shapes yields them; `fingerprint` tells whether a step is the same.
+A plan holds no jaxpr. It numbers variables and equations in the order of tracing, which is the same for the same step
+and shapes; `fingerprint` identifies the step.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.ragged_products import RaggedProduct
 
-#: The options of XLA that a plan may set. Plans come from files, and some of XLA's options write files.
+#: The options of XLA that a plan may set. Plans come from files, and some options of XLA write files.
 COMPILER_OPTIONS: Final = frozenset({"xla_gpu_enable_latency_hiding_scheduler"})
-#: Marks a field that files of the same version may lack, because plans had no such field when they were written.
+#: Marks a field that older files of the same version lack.
 MAY_BE_MISSING: Final = {"may_be_missing": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSpec:
-    """The meshes that hold one argument or result, and its sharding on each of them.
+    """The meshes of one argument or result, and its sharding on each of them.
 
     Attributes:
-        path: the name that users know it by, such as `params['w']`.
+        path: the user's name, such as `params['w']`.
         shape: of the whole array.
         dtype: its name.
-        mesh_ids: numbers of the meshes that hold it; empty if nothing reads it.
+        mesh_ids: numbers of the meshes that hold it; empty for an unused argument.
         partition_specs: its sharding on each of these meshes.
-        rows: empty if each of these meshes holds the whole array. Else the array is kept in blocks of rows: each entry
-            of `mesh_ids`, `partition_specs` and `rows` is for one block, with its rows (start, stop) of dimension 0. A
-            mesh may hold several blocks.
+        rows: empty if each of these meshes holds the whole array. Otherwise each entry of `mesh_ids`, `partition_specs`
+            and `rows` is for one block with the rows (start, stop) of dimension 0. A mesh may hold several blocks.
     """
 
     path: str
@@ -56,16 +55,7 @@ class PlacementSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedValue:
-    """A `PlacementSpec` as a plan keeps it, with specs instead of PartitionSpecs.
-
-    Attributes:
-        path: as in `PlacementSpec`.
-        shape: of the whole array.
-        dtype: its name.
-        mesh_ids: numbers of the meshes that hold it, once for each block of rows.
-        specs: its sharding on each of these meshes.
-        rows: the rows (start, stop) of each block; empty if each mesh holds the whole array.
-    """
+    """A `PlacementSpec` with specs instead of PartitionSpecs."""
 
     path: str
     shape: tuple[int, ...]
@@ -76,17 +66,16 @@ class PlacedValue:
 
     @property
     def is_key(self) -> bool:
-        """Whether this may be a random key of the old style."""
+        """Whether the dtype and shape are those of a raw random key."""
         return self.dtype == "uint32" and self.shape == (2,)
 
     def placement(self) -> PlacementSpec:
-        specs = tuple(spec.partition_spec() for spec in self.specs)
         return PlacementSpec(
             path=self.path,
             shape=self.shape,
             dtype=self.dtype,
             mesh_ids=self.mesh_ids,
-            partition_specs=specs,
+            partition_specs=tuple(spec.partition_spec() for spec in self.specs),
             rows=self.rows,
         )
 
@@ -97,10 +86,10 @@ class PlannedCollective:
 
     Attributes:
         kind: all-reduce, all-gather, ...
-        n_bytes: bytes of one of them, as `cost.Collective` counts them.
-        axes: axes of the stage's logical mesh that it runs over.
+        n_bytes: bytes of one of them, in the count of `cost.Collective`.
+        axes: its axes of the stage's logical mesh.
         stage: number of the stage.
-        times_per_step: how often a step runs it.
+        times_per_step: number of runs in a step.
     """
 
     kind: CollectiveKind
@@ -117,7 +106,7 @@ class PlannedOperator:
     Attributes:
         name: of the primitive.
         part: forward, backward or other, which is the update.
-        layer: number of its layer; None if it belongs to none, as in the update.
+        layer: number of its layer; None outside of layers, as in the update.
         shape: of its result.
         result: sharding of its result.
         operands: shardings of its operands.
@@ -135,9 +124,8 @@ class PassName(NamedTuple):
     """Names a pass, or the update of a stage.
 
     Attributes:
-        kind: what it is.
-        number: number of the chunk, counted over the whole pipeline; of an update, the number of the stage.
-        loop: the loop that the pass is in, or that the update follows. The loops of a step are counted from 1.
+        number: number of the chunk in the whole pipeline; of an update, the number of the stage.
+        loop: the loop of the pass, or the loop before the update. Loops count from 1.
     """
 
     kind: Literal["forward", "backward", "update"]
@@ -147,12 +135,12 @@ class PassName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedTransfer:
-    """What a pass sends to another stage for each micro-batch, or an update sends to another update once per step.
+    """Arrays that a pass sends to another stage for each micro-batch, or an update to another update once per step.
 
     Attributes:
         source: the pass or update that sends.
-        target: the first pass or update there that reads what was sent.
-        n_bytes: bytes of the whole arrays, however they are sharded.
+        target: the first pass or update that reads the arrays.
+        n_bytes: bytes of the whole arrays, for any sharding.
     """
 
     source: PassName
@@ -166,11 +154,11 @@ class PlannedPass:
 
     Attributes:
         kind: forward or backward; `step` is both in one, in a plan with a single stage.
-        chunk: number of the chunk, counted over the whole pipeline.
+        chunk: number of the chunk in the whole pipeline.
         compute_s: seconds of computing.
         communication_s: seconds of collectives that devices wait for.
-        loop: the loop that the pass is in. The loops of a step are counted from 1.
-        hidden_s: seconds of collectives beside which devices compute.
+        loop: the loop of the pass. Loops count from 1.
+        hidden_s: seconds of collectives that run beside compute.
     """
 
     kind: Literal["forward", "backward", "step"]
@@ -197,17 +185,17 @@ class StagePlan:
         alpha: seconds of latency of the links along each axis.
         beta: seconds per byte of the links along each axis.
         combined: kinds of collectives that sum and start together where they can.
-        option: the options that its shardings comply with.
+        option: the user's options for its shardings.
         input_specs: specs of the inputs of the mesh, in order.
         equation_specs: specs of the equations of the mesh, in order.
         operators: its matrix products and convolutions.
-        passes: what one micro-batch runs, in order.
-        update_s: seconds once per step, before the first loop and behind the last.
+        passes: the passes of one micro-batch, in order.
+        update_s: seconds once per step, before the first loop and after the last.
         fixed_bytes: bytes per device for state, gradients and temporaries.
         kept_bytes: for each chunk, bytes per device that every micro-batch in flight keeps.
         peak_bytes: bytes per device at the fullest moment.
-        optimal: whether the solver has proven its shardings to be the cheapest.
-        between_s: seconds once per step behind each loop but the last.
+        optimal: whether the solver has proven that its shardings are the cheapest.
+        between_s: seconds once per step after each loop except the last.
     """
 
     layers: tuple[int, ...]
@@ -244,30 +232,28 @@ class StagePlan:
 
     @property
     def in_flight_bytes(self) -> float:
-        """Bytes per device of one micro-batch that is in flight in all chunks."""
+        """Bytes per device of one micro-batch in flight in all chunks."""
         return sum(self.kept_bytes)
 
     @property
     def forbidden(self) -> tuple[str, ...]:
-        """Kinds of collectives that may not reshard anything."""
+        """Kinds of collectives that may not reshard."""
         return self.option.forbidden_collectives
 
     @property
     def mesh(self) -> LogicalMesh:
-        """The logical mesh with its links, as far as the choice of collectives depends on it."""
+        """The logical mesh with the links that the choice of collectives depends on."""
         return LogicalMesh(self.logical_shape, self.alpha, self.beta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCost:
-    """Predicted seconds of a step, and where they go.
+    """Predicted seconds of a step: total = compute + communication + bubble + update.
 
     Attributes:
-        total_s: seconds of a step.
-        compute_s: seconds that the slowest stage computes in the loops.
-        communication_s: seconds that this stage spends on collectives in the loops.
+        compute_s, communication_s: of the slowest stage in the loops.
         bubble_s: seconds that this stage waits for others.
-        update_s: seconds of what runs once per step.
+        update_s: seconds of the work once per step.
         peak_bytes: bytes per device of each stage at its fullest moment.
     """
 
@@ -281,15 +267,15 @@ class PlanCost:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a search has shown: by the sums of pieces, no pipeline in its space takes less than `bound_s` seconds.
+    """Proof of a search: by the sums of pieces, every pipeline in its space takes at least `bound_s` seconds.
 
     The space is all cuts of the layers, submeshes with their logical shapes, and choices of rematerialisation, with
     each of `n_micro_batches`.
 
     Attributes:
         bound_s: seconds of a step.
-        n_micro_batches: the numbers of micro-batches that were searched.
-        n_costs: how many costs of pieces were solved; bounds were enough for all others.
+        n_micro_batches: the searched numbers of micro-batches.
+        n_costs: number of solved costs of pieces; bounds were enough for all others.
     """
 
     bound_s: float
@@ -306,36 +292,32 @@ class ExportedSpecs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """The fields of a plan. `Plan` adds methods to it, which call functions that take the fields.
+    """The fields of a plan; `Plan` adds methods.
 
     Attributes:
-        fingerprint: of the step that the plan was made for.
-        cluster: devices and links that the plan was made for.
-        n_micro_batches: parts that the batch is cut into.
+        fingerprint: of the planned step.
+        cluster: its devices and links.
+        n_micro_batches: number of parts of the batch.
         schedule: name of the order of passes.
-        layer_of_group: layer of each group of forward equations, in order; empty without a pipeline.
-        remat: for each layer, what its backward pass computes again: nothing (`none`), all but matrix products
-            (`dots`), or everything (`full`).
+        layer_of_group: layer of each forward group, in order; empty without a pipeline.
+        remat: for each layer, the values that its backward pass recomputes: `none`, all but matrix products (`dots`),
+            or all (`full`).
         stages: from first to last.
-        inputs: where the arguments are, and their specs.
-        outputs: where the results are left, and their specs.
+        inputs: meshes and specs of the arguments.
+        outputs: meshes and specs of the results.
         collectives: communication between devices of one mesh.
         transfers: communication between meshes.
         cost: predicted seconds and bytes.
-        row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that
-            stages can end inside; empty if no scan is cut.
-        certificate: what a search has shown; None if nothing was searched.
-        per_micro_batch: what each micro-batch computes from its own examples where the full batch has a total: batch
-            statistics, and what the model asks for.
-        keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example,
-            which is kept for all micro-batches; otherwise they compute it again.
-        casts_once: whether weights are cast to the narrower types that passes read them in before the first loop, and
-            not in each pass; the results stay in memory for the whole step.
-        batch: names of the arguments that hold the examples; empty if there are none, and in files that were written
-            before plans had this field.
-        compiler_options: options of XLA, by name, that all programs of the step are compiled with, so that they do
-            what the plan counts on.
-        ragged_products: those of the step, which are compiled as dense products over all groups.
+        row_blocks: for each stack of layers in a scan that is cut between stages, the number of rows of each block.
+        certificate: the proof of the search; None without a search.
+        per_micro_batch: values that each micro-batch computes from its own examples in place of a total of the full
+            batch: batch statistics, and calls of `per_micro_batch`.
+        keeps_rows: whether later loops over the micro-batches read kept rows of earlier loops, or recompute them.
+        casts_once: whether weights are cast to narrower types before the first loop, and stay in memory for the whole
+            step, or in each pass.
+        batch: names of the arguments that hold the examples; empty without examples, and in older files.
+        compiler_options: names and values of options of XLA for all programs of the step.
+        ragged_products: the step's ragged products, which are compiled as dense products over all groups.
     """
 
     fingerprint: Fingerprint
@@ -361,13 +343,13 @@ class PlanRecord:
 
     @property
     def n_examples(self) -> int | None:
-        """The number of examples of a batch; None if the plan knows of no batch."""
+        """The number of examples of a batch; None without a batch."""
         sizes = (v.shape[0] for v in self.inputs if v.shape and argument_name(v.path) in self.batch and not v.is_key)
         return next(sizes, None)
 
     @property
     def n_loops(self) -> int:
-        """How often a step goes through its micro-batches."""
+        """The number of loops over the micro-batches."""
         return 1 + max(len(stage.between_s) for stage in self.stages)
 
     @property

@@ -1,4 +1,4 @@
-"""Plans as text for people: `Plan.summary` and `Plan.explain`, and how seconds, bytes and layers are written."""
+"""Plans as text for people: `Plan.summary` and `Plan.explain`, and the texts of seconds, bytes and layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def summary(plan: PlanRecord) -> str:
 
 
 def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
-    """Stage `k`: what it is, what it costs, its operators and its collectives."""
+    """Place, cost, operators and collectives of stage `k`."""
     stage = plan.stages[k]
     forward = tuple(op for op in stage.operators if op.part == "forward")
     collectives = (c for c in plan.collectives if c.stage == k)
@@ -52,7 +52,7 @@ def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
 
 
 def _once_text(plan: PlanRecord, update_s: float) -> str:
-    """Says that the collectives which run once per step are in the seconds of an update."""
+    """A note that the seconds of an update include the collectives that run once per step."""
     return " (with collectives)" if update_s and plan.collectives else ""
 
 
@@ -60,16 +60,16 @@ def _ragged_text(product: RaggedProduct) -> str:
     return (
         f"`ragged_dot` at {product.line} is compiled as a dense product over {count(product.n_groups, 'group')}: "
         f"{product.n_groups} times the arithmetic of the routed rows. A grouped product with a rule by "
-        "`register_sharding_rule` avoids that."
+        "`register_sharding_rule` avoids this."
     )
 
 
 def certificate_text(found: Certificate) -> str:
-    """What a search has shown, in one line."""
+    """The certificate of a search in one line."""
     numbers = ", ".join(map(str, found.n_micro_batches))
     return (
-        f"By the sums of its pieces, no pipeline takes less than {seconds_text(found.bound_s)} with {numbers} "
-        f"micro-batches ({count(found.n_costs, 'cost')} solved)"
+        f"Best possible pipeline by the costs of pieces: {seconds_text(found.bound_s)}, with {numbers} micro-batches "
+        f"({count(found.n_costs, 'cost')} solved)"
     )
 
 
@@ -128,7 +128,7 @@ def seconds_text(value: float) -> str:
 def bytes_text(value: float) -> str:
     """Three digits and the unit that suits them; a kB is 1000 bytes."""
     if value < 1000:
-        return f"{value:.0f} B"  # an average may be a part of a byte
+        return f"{value:.0f} B"  # an average may be less than a byte
     for unit in ("kB", "MB"):
         value /= 1000
         if value < 1000:

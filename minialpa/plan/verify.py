@@ -1,7 +1,4 @@
-"""Checks that the fields of a plan fit together, before the plan is run.
-
-Whether a plan fits a step is checked with the step at hand: see `minialpa.inter.staging.verify_fit`.
-"""
+"""Checks that the fields of a plan fit together. `inter.staging.verify_fit` checks that a plan fits a step."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from minialpa.plan.record import COMPILER_OPTIONS, PlacedValue, PlannedOperator,
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.arguments import argument_name
 
-#: Numbers above are no counts, seconds, bytes or rates of anything.
+#: Above all real counts, seconds, bytes and rates.
 _MOST_INTEGER, _MOST_FLOAT = 2**62, 1e30
 _MOST_DEVICES = 10**6
 
@@ -26,23 +23,22 @@ def verify_plan(plan: PlanRecord) -> None:
     """Raise VerifyError, with the name of the field, unless
 
     - seconds, bytes, rates, links, sizes and numbers of things are not negative, and none is absurd;
-    - there is a stage, and a micro-batch, and no more of these than examples of an argument;
+    - there is a stage and a micro-batch, and at most as many micro-batches as the longest argument has rows;
     - a stage's alpha, beta and logical shape have one value for each mesh axis;
     - the logical shape of a stage has as many devices as its submesh, the submesh is part of a host or whole hosts,
-      and stages have devices of the cluster, each its own;
+      and stages have distinct devices of the cluster;
     - with a pipeline, the stages have every layer once, each stage has one, in order, and each layer has a `remat`;
       without, there is one stage;
-    - specs use axes of their mesh that have several devices, in ascending order; each dimension of an array has one,
-      and its parts are equal;
+    - specs use axes of their mesh with several devices, in ascending order, and cut each dimension into equal parts;
     - arguments and results have one spec for each of their meshes, and are no partial sums;
-    - the blocks of an argument or result are rows of it and do not overlap, and stacks of layers are cut into blocks
-      of one row at least, in a pipeline only;
+    - the blocks of an argument or result are distinct rows of it, and stacks of layers have blocks of at least one
+      row, in a pipeline only;
     - the arguments that hold examples are among the inputs, and have an array;
-    - the options of the compiler are among those that plans may set;
+    - the options of the compiler are in `COMPILER_OPTIONS`;
     - collectives run on axes of a stage, and the peak bytes of the cost are the peak bytes of the stages;
     - the fingerprint counts each primitive once.
     """
-    # Sizes first: what they bound is looped over afterwards.
+    # Sizes first: they bound the loops of the other checks.
     _check_numbers(plan, "plan")
     _check_fingerprint(plan)
     require(plan.n_micro_batches >= 1, "n_micro_batches", plan.n_micro_batches, "at least 1")
@@ -54,7 +50,7 @@ def verify_plan(plan: PlanRecord) -> None:
     for name, n in (("num_hosts", cluster.num_hosts), ("devices_per_host", cluster.devices_per_host)):
         require(cluster.n_devices <= _MOST_DEVICES, f"cluster.{name}", n, f"at most {_MOST_DEVICES} devices in all")
 
-    # Then devices and layers, which all else refers to.
+    # Then devices and layers, which the other fields refer to.
     for k, stage in enumerate(plan.stages):
         _check_devices(plan, stage, f"stages[{k}]")
     _check_overlap(plan)
@@ -77,7 +73,7 @@ def verify_plan(plan: PlanRecord) -> None:
 
 
 def require(holds: bool, where: str, found: Any, expected: str) -> None:
-    """Raise VerifyError unless `holds`. The error says what the field `where` of a plan is, and what is expected."""
+    """Raise VerifyError, with the value of the field `where` and the expected value, unless `holds`."""
     if not holds:
         text = str(found)
         shown = text if len(text) <= 80 else f"{text[:77]}..."
@@ -85,7 +81,7 @@ def require(holds: bool, where: str, found: Any, expected: str) -> None:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Check every number except in options, which are the user's. Sums and products of these numbers are finite."""
+    """Check every number except in the user's options, so that their sums and products are finite."""
     if isinstance(value, int | float):
         most = _MOST_FLOAT if isinstance(value, float) else _MOST_INTEGER
         require(0 <= value <= most, where.removeprefix("plan."), value, f"finite and not negative, at most {most:g}")
@@ -149,7 +145,7 @@ def _check_overlap(plan: PlanRecord) -> None:
     in_order = sorted(range(len(plan.stages)), key=lambda k: plan.stages[k].first_device)
     for a, b in itertools.pairwise(in_order):
         end, start = plan.stages[a].first_device + plan.stages[a].n_devices, plan.stages[b].first_device
-        require(end <= start, f"stages[{b}].first_device", start, f"{end} or more, behind the devices of stage {a}")
+        require(end <= start, f"stages[{b}].first_device", start, f"{end} or more, after the devices of stage {a}")
 
 
 def _check_layers(plan: PlanRecord) -> None:
@@ -158,7 +154,7 @@ def _check_layers(plan: PlanRecord) -> None:
     if not plan.layer_of_group:
         require(len(plan.stages) == 1, "layer_of_group", (), "the layer of each group, in a plan with several stages")
 
-    # Only stages can end inside a scan, so there are blocks of rows only where there are layers.
+    # Only stages can end inside a scan, so blocks of rows need layers.
     positive = all(sizes and min(sizes) >= 1 for sizes in plan.row_blocks)
     require(positive, "row_blocks", plan.row_blocks, "blocks of at least one row")
     needed = bool(plan.layer_of_group) or not plan.row_blocks
@@ -197,7 +193,7 @@ def _check_stage_specs(stage: StagePlan, where: str) -> None:
 
 
 def _specs_of_equations(equations: Iterable[EquationSpecs]) -> Iterable[tuple[int, Spec]]:
-    """Each spec, with the number of its equation; specs in the body of a loop have the number of the loop."""
+    """Each spec with the number of its equation; specs in the body of a loop have the number of the loop."""
     for i, chosen in enumerate(equations):
         for spec in (*chosen.operands, *chosen.made, *chosen.results):
             yield i, spec
@@ -226,7 +222,7 @@ def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str)
     apart = all(one[1] <= following[0] for one, following in itertools.pairwise(blocks))
     require(apart, f"{where}.rows", value.rows, "blocks that do not overlap")
 
-    # A mesh holds the whole array, or a block of its rows: the spec is of what it holds.
+    # The spec is of the whole array, or of the mesh's block of rows.
     require(all(m < len(stages) for m in meshes), f"{where}.mesh_ids", meshes, f"below {len(stages)}")
     require(len(specs) == len(meshes), f"{where}.specs", list(map(str, specs)), f"one for each mesh of {meshes}")
     for i, (mesh, spec) in enumerate(zip(meshes, specs, strict=True)):
@@ -246,7 +242,7 @@ def _check_collectives(plan: PlanRecord) -> None:
 
 
 def _check_passes(plan: PlanRecord) -> None:
-    """Check what stages say of their chunks, and that passes and both ends of transfers exist."""
+    """Check the chunks of stages, and that passes and both ends of transfers exist."""
     runs = [max(1, len(set(stage.layers) - {layer + 1 for layer in stage.layers})) for stage in plan.stages]
     for k, stage in enumerate(plan.stages):
         where = f"stages[{k}]"

@@ -1,4 +1,4 @@
 """Programs: the instructions that a runtime executes, for all meshes or for one, and reshardings between meshes.
 
-Made by `inter.lower`, run by `runtime`. Imports: `cluster`, `sharding` and `errors`; nothing that plans or traces.
+`inter.lower` makes them and `runtime` runs them. Imports: `cluster`, `sharding` and `errors`, no planning or tracing.
 """

@@ -1,14 +1,14 @@
-"""Programs of single meshes: what the workers of a mesh do, as a value that can be sent to other processes.
+"""The program of one mesh, as a value that can be sent to worker processes.
 
 All workers of a mesh, one for each of its hosts, execute the same instructions. A transfer between meshes is a `Send`
-on one mesh and a `Receive` on the other; each worker picks the moves of the shared `Resharding` that it takes part in.
+on one mesh and a `Receive` on the other; each worker picks its own moves from the shared `Resharding`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ class ArrayType:
 
     Attributes:
         shape: as users see it.
-        dtype: name of the dtype; for typed random keys, that of their integers.
+        dtype: name of the dtype; of typed random keys, the dtype of their integers.
         key: implementation of typed random keys, a key of `KEY_SHAPES`; None for other arrays.
-        weak_type: as in jax: whether the array takes on the dtype of what it is combined with, as Python numbers do.
+        weak_type: as in jax: like a Python number, the array takes the dtype of the other operand.
     """
 
     shape: tuple[int, ...]
@@ -38,26 +38,26 @@ class ArrayType:
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Shape of the array that is stored: for random keys, that of their integers."""
+        """Shape of the stored array; of random keys, the shape of their integers."""
         return self.shape if self.key is None else (*self.shape, *KEY_SHAPES[self.key])
 
     @property
     def jax_dtype(self) -> Any:
-        """The dtype that users see; for random keys, the key dtype."""
+        """The dtype that users see; random keys have a key dtype."""
         return np.dtype(self.dtype) if self.key is None else _key_dtype(self.key)
 
     def typed(self, data: Any) -> Any:
-        """`data`, an array of `data_shape`, as an array of this type; integers of random keys become keys."""
+        """`data`, an array of `data_shape`, as an array of this type."""
         return data if self.key is None else jax.random.wrap_key_data(data, impl=KEY_NAMES[self.key])
 
     def data(self, array: Any) -> Any:
-        """The inverse of `typed`: the array that is stored."""
+        """The inverse of `typed`."""
         return array if self.key is None else jax.random.key_data(array)
 
 
-#: Shape of the integers that make up one typed key, by implementation.
+#: Shape of the integers of one typed key, by implementation.
 KEY_SHAPES: Mapping[str, tuple[int, ...]] = {"fry": (2,), "rbg": (4,), "urbg": (4,)}
-#: What the API of jax calls each implementation.
+#: jax's name of each implementation.
 KEY_NAMES: Mapping[str, str] = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
 
 
@@ -66,25 +66,13 @@ def _key_dtype(key: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_NAMES[key])).dtype
 
 
-#: Dtypes that the format of `jax.export` has no name for, and the wider integers that exported functions take and
-#: return in their place.
+#: Dtypes that `jax.export` cannot write, and the wider integers that exported functions use in their place.
 STAND_INS: Mapping[str, str] = {"int2": "int8", "uint2": "uint8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFunction:
-    """A function of one mesh, exported.
-
-    Attributes:
-        name: for messages and timelines.
-        code: the function as serialised by `jax.export`, with `STAND_INS`.
-        in_types: type of each input.
-        in_specs: sharding of each input.
-        out_types: type of each output.
-        out_specs: sharding of each output.
-        donated: positions of the inputs whose buffers the outputs may reuse.
-        compiler_options: names and values of options that XLA compiles it with.
-    """
+    """A `Function`, with `code` that `jax.export` has serialised, and with `STAND_INS`."""
 
     name: str
     code: bytes
@@ -96,9 +84,30 @@ class MeshFunction:
     compiler_options: tuple[tuple[str, bool], ...] = ()
 
 
+def callable_of(function: MeshFunction) -> tuple[Callable[..., Any], list[Any]]:
+    """The function for `jax.jit`, and shape and dtype of each argument, without `STAND_INS`."""
+    exported = jax.export.deserialize(bytearray(function.code))
+    if not any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types)):
+        return exported.call, list(exported.in_avals)
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        given = [
+            x.astype(aval.dtype) if kind.dtype in STAND_INS else x
+            for x, aval, kind in zip(args, exported.in_avals, function.in_types, strict=True)
+        ]
+        results = zip(exported.call(*given), function.out_types, strict=True)
+        return tuple(x.astype(kind.jax_dtype) if kind.dtype in STAND_INS else x for x, kind in results)
+
+    avals = [
+        jax.ShapeDtypeStruct(aval.shape, kind.jax_dtype) if kind.dtype in STAND_INS else aval
+        for aval, kind in zip(exported.in_avals, function.in_types, strict=True)
+    ]
+    return call, avals
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending buffer `source`, by the resharding of transfer number `transfer`."""
+    """Start to send buffer `source` by the resharding of transfer number `transfer`."""
 
     source: int
     transfer: int
@@ -106,7 +115,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """target = the array of transfer number `transfer`, in the spec `landing` of its resharding. Waits for it."""
+    """Wait for transfer number `transfer`; target = its array, in the spec `landing` of its resharding."""
 
     target: int
     transfer: int
@@ -136,17 +145,17 @@ class MeshTransfer:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MeshProgram:
-    """What the workers of one mesh do in a step.
+    """The part of a `Program` that the workers of one mesh run.
 
     Attributes:
         mesh: number of the mesh.
         shape: its devices.
-        functions: by the number that instructions call them by.
-        instructions: in order; all workers execute the same ones.
-        inputs: buffers that hold argument leaves when the step begins.
-        constants: buffers that hold constants when the step begins.
+        functions: numbered for this mesh.
+        instructions: the same for all workers of the mesh.
+        inputs: the input slots on this mesh.
+        constants: the constants on this mesh.
         outputs: (number of the result, buffer) for each result, or copy of one, on this mesh.
-        transfers: the transfers that this mesh takes part in, by number.
+        transfers: by number, the transfers from and to this mesh.
         types: type of each buffer.
         specs: sharding of each buffer.
         donated_leaves: numbers of the argument leaves that a step invalidates.
@@ -166,10 +175,9 @@ class MeshProgram:
 
 
 def overwritten_rows(program: Program | MeshProgram) -> frozenset[int]:
-    """Inputs, by position, that are rows of micro-batches and whose buffers functions write over.
+    """Positions of the inputs that are rows of micro-batches and that some function writes over.
 
-    A step may write over rows that it has cut itself. Rows that were cut before the call are the caller's, since
-    batches are never donated, and have to be copied.
+    Rows that were cut before the call belong to the caller, because batches are never donated, and need a copy.
     """
     overwritten = {
         run.inputs[k]
@@ -182,7 +190,7 @@ def overwritten_rows(program: Program | MeshProgram) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The mesh and host of a worker, and its devices: consecutive ones, from `first_device` on."""
+    """The mesh and host of a worker, and its consecutive devices."""
 
     mesh: int
     host: int
@@ -215,9 +223,9 @@ class Message:
 
 
 def messages(transfer: MeshTransfer, places: Sequence[Place]) -> tuple[Message, ...]:
-    """What workers send each other for a transfer: one message for each pair of workers with moves between them.
+    """The messages of a transfer: one for each pair of workers with moves between them.
 
-    The moves of a message are in the order of the resharding, and messages in the order of their first moves.
+    Moves keep the order of the resharding, and messages are in the order of their first moves.
     """
     workers = {(place.mesh, device): i for i, place in enumerate(places) for device in place.devices}
     by_pair: dict[tuple[int, int], list[Move]] = {}
@@ -231,7 +239,7 @@ def messages(transfer: MeshTransfer, places: Sequence[Place]) -> tuple[Message, 
 def links(programs: Sequence[MeshProgram], places: Sequence[Place]) -> tuple[tuple[int, int, int, int], ...]:
     """Connections that transfers use: sorted (sending worker, its device, receiving worker, its device).
 
-    Workers are numbered as in `places`, and devices from the first one of their worker.
+    `places` numbers the workers, and each worker numbers its own devices.
     """
     transfers = {number: transfer for program in programs for number, transfer in program.transfers.items()}
     found = set()

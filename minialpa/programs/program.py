@@ -1,21 +1,27 @@
-"""Programs: what a plan does, as a static list of instructions over numbered buffers.
+"""Programs: a static list of instructions over numbered buffers, which carries out a plan.
 
-A program refers to meshes by number and does not record why the planner chose it. Its functions are pure jax functions
-with specs for their inputs and outputs; a runtime compiles them for real devices. The instructions of all meshes are in
-one order that respects every dependency, so one thread can issue them one after the other.
+Functions are pure jax functions with specs for their inputs and outputs; a runtime compiles them for real devices. The
+instructions of all meshes are in one order that respects every dependency, so one thread can issue them.
+
+Where a stage ends inside a scan over layers, `LeafBlocks` cuts each stacked leaf into blocks of rows. In a program each
+block is a leaf with its own number, and `runtime/leaf_border.py` splits arguments and joins results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
 from minialpa.errors import VerifyError
-from minialpa.programs.leaf_blocks import LeafBlocks
+
+#: The rows (start, stop) along dimension 0 of each block of a leaf, in order.
+BlockRows = tuple[tuple[int, int], ...]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +40,10 @@ class Function:
         name: for messages and timelines.
         mesh: number of the mesh.
         fun: the function of all inputs; returns a sequence of outputs.
-        in_avals: shape and dtype of each input, as stored on the whole mesh.
-        in_specs: sharding of each input.
-        out_avals: shape and dtype of each output.
-        out_specs: sharding of each output.
+        in_avals, out_avals: shape and dtype of each input and output, as stored on the whole mesh.
+        in_specs, out_specs: their shardings.
         donated: positions of the inputs whose buffers the outputs may reuse.
-        compiler_options: names and values of options that XLA compiles it with.
+        compiler_options: names and values of options for XLA.
     """
 
     name: str
@@ -93,11 +97,11 @@ Instruction = Run | Accumulate | Transfer | Free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSlot:
-    """A buffer that each call fills with an argument leaf, or with the rows of it that one micro-batch reads.
+    """A buffer that each call fills with an argument leaf, or with the rows of one micro-batch.
 
     Attributes:
         buffer: number of the buffer.
-        leaf: number of the argument leaf, as the program numbers them (`Program.blocks`).
+        leaf: the program's number of the argument leaf (`Program.blocks`).
         rows: (start, stop, dimension) of the rows of a micro-batch; None for the whole leaf.
         mesh: number of the mesh that holds the buffer.
         spec: sharding of the buffer.
@@ -122,15 +126,49 @@ class ConstantSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """The buffers that hold one result at the end of a call, in the shardings that the plan says.
-
-    Attributes:
-        buffers: numbers of the buffers; each holds the whole result.
-        meshes: the mesh of each buffer.
-    """
+    """The buffers, and their meshes, that each hold the whole of one result at the end of a call."""
 
     buffers: tuple[int, ...]
     meshes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafBlocks:
+    """The blocks of the leaves of a step, by the caller's numbers of the leaves.
+
+    Raises VerifyError unless the blocks of each cut leaf are its rows in order, without gaps or overlaps.
+
+    Attributes:
+        arguments: for each argument leaf, its blocks; None for a whole leaf. Empty if all leaves are whole.
+        results: the same for result leaves.
+    """
+
+    arguments: tuple[BlockRows | None, ...] = ()
+    results: tuple[BlockRows | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        for kind, leaves in (("Argument", self.arguments), ("Result", self.results)):
+            for number, blocks in enumerate(leaves):
+                if blocks is not None and not _make_a_leaf(blocks):
+                    raise VerifyError(f"{kind} leaf {number} is cut into the rows {blocks}, which do not make a leaf.")
+
+    def __bool__(self) -> bool:
+        """Whether any leaf is cut."""
+        return bool(self.arguments or self.results)
+
+
+def _make_a_leaf(blocks: BlockRows) -> bool:
+    stops = [0, *(stop for _, stop in blocks)]
+    return len(blocks) > 1 and all(start == before < stop for before, (start, stop) in zip(stops, blocks, strict=False))
+
+
+def numbered_leaves(
+    leaves: Sequence[T], blocks: Sequence[BlockRows | None]
+) -> Iterator[tuple[T, tuple[int, int] | None]]:
+    """For each leaf of a program, in order: the caller's leaf, and the rows of its block; None for all rows."""
+    for leaf, of_leaf in zip(leaves, blocks or (None,) * len(leaves), strict=True):
+        for rows in of_leaf or (None,):
+            yield leaf, rows
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -146,7 +184,7 @@ class Program:
         outputs: one slot for each result leaf, in order.
         donated_leaves: numbers of the argument leaves that a call invalidates.
         n_buffers: buffers have the numbers 0 to n_buffers - 1.
-        blocks: the leaves of the step that are cut into blocks of rows. Above, each of these blocks is a leaf.
+        blocks: the leaves of the step that are cut into blocks of rows. The fields above count each block as a leaf.
     """
 
     meshes: tuple[MeshShape, ...]
@@ -161,7 +199,7 @@ class Program:
 
 
 def reads(instruction: Instruction) -> tuple[int, ...]:
-    """Buffers that an instruction reads; a `Free` reads none."""
+    """Buffers that an instruction reads."""
     match instruction:
         case Run():
             return instruction.inputs
@@ -210,13 +248,13 @@ def verify_program(program: Program) -> None:
 
     lost = [buffer for slot in program.outputs for buffer in slot.buffers if buffer not in live]
     if lost:
-        raise VerifyError(f"Result buffers {lost} hold nothing at the end.")
+        raise VerifyError(f"Result buffers {lost} are empty at the end.")
 
 
 def _check_freed(i: int, instruction: Free, live: set[int]) -> None:
     gone = [buffer for buffer in instruction.buffers if buffer not in live]
     if gone:
-        raise VerifyError(f"Instruction {i} frees buffers {gone}, which hold nothing.")
+        raise VerifyError(f"Instruction {i} frees buffers {gone}, which are empty.")
     if len(set(instruction.buffers)) < len(instruction.buffers):
         raise VerifyError(f"Instruction {i} frees buffers {list(instruction.buffers)}, some of them twice.")
 
@@ -224,7 +262,7 @@ def _check_freed(i: int, instruction: Free, live: set[int]) -> None:
 def _check_read(i: int, instruction: Instruction, live: set[int]) -> None:
     missing = [buffer for buffer in reads(instruction) if buffer not in live]
     if missing:
-        raise VerifyError(f"Instruction {i} ({instruction}) reads buffers {missing}, which hold nothing.")
+        raise VerifyError(f"Instruction {i} ({instruction}) reads buffers {missing}, which are empty.")
 
 
 def _check_call(program: Program, i: int, call: Run | Accumulate) -> None:
@@ -238,4 +276,4 @@ def _check_donated(program: Program, i: int, run: Run) -> None:
     donated = {run.inputs[k] for k in program.functions[run.function].donated}
     following = program.instructions[i + 1] if i + 1 < len(program.instructions) else None
     if donated and not (isinstance(following, Free) and donated <= set(following.buffers)):
-        raise VerifyError(f"Instruction {i} donates buffers {sorted(donated)}, which are not freed behind it.")
+        raise VerifyError(f"Instruction {i} donates buffers {sorted(donated)}, which are not freed after it.")

@@ -1,22 +1,18 @@
-"""Resharding between meshes: which parts of an array go from which device to which, as a value.
+"""Resharding between meshes: the moves of an array from device to device, part by part.
 
-A `Resharding` lists the moves of an array between two meshes, part by part; `inter/lower/cross_mesh.py` makes it and
-the runtime carries it out. Devices are numbered as in the cluster; each host has `devices_per_host` consecutive
-numbers. A worker has the devices of one mesh on one host: a host that two meshes share has two workers.
+`inter/lower/cross_mesh.py` makes a `Resharding` and the runtime carries it out. The cluster numbers the devices, and
+each host has `devices_per_host` consecutive numbers. A worker has the devices of one mesh on one host: a host that two
+meshes share has two workers.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from minialpa.errors import VerifyError
 from minialpa.programs.program import MeshShape
 from minialpa.sharding import Spec
 
@@ -26,7 +22,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A part of an array that one device sends and devices of one host receive. It crosses to that host once.
+    """A part of an array that one device sends once to devices of one host.
 
     Attributes:
         box: the part, in elements of the global array.
@@ -50,9 +46,10 @@ class Resharding:
         item_bytes: bytes of one element.
         source_boxes: (device, its shard) for each device of the source mesh.
         landing_boxes: (device, its shard) for each device of the target mesh.
-        landing: spec in which the array arrives on the target mesh. If it is finer than the spec that readers want,
-            the target mesh gathers the rest over its own links.
-        moves: in an order in which each worker can send. Moves from one worker to another are adjacent.
+        landing: spec in which the array arrives on the target mesh. If it is finer than the readers' spec, the target
+            mesh gathers the rest over its own links.
+        moves: in an order in which each worker can send. Moves from one worker to another are adjacent. A host that
+            has begun to relay receives no more, so hosts never wait for each other.
     """
 
     shape: tuple[int, ...]
@@ -64,106 +61,7 @@ class Resharding:
 
 
 def n_elements(box: Box) -> int:
-    """Number of elements of a part."""
     return math.prod(stop - start for start, stop in box)
-
-
-def bytes_per_link(resharding: Resharding, devices_per_host: int) -> Mapping[tuple[int, int], int]:
-    """(sending host, receiving host) -> bytes. Both are the same host where the meshes share it."""
-    n_bytes: dict[tuple[int, int], int] = defaultdict(int)
-    for move in resharding.moves:
-        link = move.source // devices_per_host, move.targets[0] // devices_per_host
-        n_bytes[link] += n_elements(move.box) * resharding.item_bytes
-    return dict(n_bytes)
-
-
-def verify_resharding(resharding: Resharding, devices_per_host: int) -> None:
-    """Raise VerifyError unless
-
-    * every move takes a part of the array that is not empty (`_check_part`);
-    * the targets of a move are different devices of the target mesh, on one host (`_target_host`);
-    * a device of the source mesh sends elements of its shard, and a device that relays sends a part that it received
-      in an earlier move (`_check_source`);
-    * a host that has begun to relay receives nothing more, so that no two hosts wait for each other;
-    * no element crosses to a host twice (`_check_crossings`);
-    * each device of the target mesh receives its shard, no more and no less (`_check_shards`).
-    """
-    held, landing = dict(resharding.source_boxes), dict(resharding.landing_boxes)
-    received: dict[int, set[Box]] = {device: set() for device in landing}
-    crossed: dict[int, list[Box]] = defaultdict(list)
-    relaying: set[int] = set()
-
-    # In order: what a device may relay and what a host may still receive depends on the moves before.
-    for i, move in enumerate(resharding.moves):
-        _check_part(i, move, resharding.shape)
-        host = _target_host(i, move, landing, devices_per_host)
-        _check_source(i, move, held, received)
-        if host in relaying:
-            raise VerifyError(f"Move {i} goes to host {host}, which relays already. Put it before.")
-
-        if move.relayed:
-            relaying.add(move.source // devices_per_host)
-        crossed[host].append(move.box)
-        for device in move.targets:
-            received[device].add(move.box)
-
-    _check_crossings(crossed)
-    _check_shards(received, landing)
-
-
-def _check_part(i: int, move: Move, shape: tuple[int, ...]) -> None:
-    if not n_elements(move.box) or not _inside(move.box, tuple((0, size) for size in shape)):
-        raise VerifyError(f"Move {i} takes {move.box}, which is no part of an array of shape {shape}.")
-
-
-def _target_host(i: int, move: Move, landing: Mapping[int, Box], devices_per_host: int) -> int:
-    """The host that receives move `i`."""
-    hosts = {device // devices_per_host for device in move.targets}
-    if len(hosts) != 1 or len(set(move.targets)) != len(move.targets) or not landing.keys() >= {*move.targets}:
-        raise VerifyError(f"Move {i} goes to {move.targets}, which are not different devices of one target host.")
-    return hosts.pop()
-
-
-def _check_source(i: int, move: Move, held: Mapping[int, Box], received: Mapping[int, set[Box]]) -> None:
-    if move.relayed:
-        has_part = move.box in received.get(move.source, ())
-    else:
-        has_part = move.source in held and _inside(move.box, held[move.source])
-    if not has_part:
-        raise VerifyError(f"Move {i} sends {move.box} from device {move.source}, which does not hold it.")
-
-
-def _check_crossings(crossed: Mapping[int, Sequence[Box]]) -> None:
-    """crossed[host]: the parts that a host receives."""
-    for host, boxes in crossed.items():
-        for first, second in _overlaps(boxes):
-            raise VerifyError(f"Elements cross to host {host} twice, in {first} and {second}.")
-
-
-def _check_shards(received: Mapping[int, set[Box]], landing: Mapping[int, Box]) -> None:
-    for device, boxes in received.items():
-        shard = landing[device]
-        stray = sorted(box for box in boxes if not _inside(box, shard))
-        if stray:
-            raise VerifyError(f"Device {device} gets {stray[0]}, which is outside of its shard {shard}.")
-        if sum(map(n_elements, boxes)) != n_elements(shard):
-            raise VerifyError(f"Device {device} does not get all of its shard {shard}.")
-
-
-def _inside(box: Box, outer: Box) -> bool:
-    return len(box) == len(outer) and all(
-        first <= start <= stop <= last for (start, stop), (first, last) in zip(box, outer, strict=True)
-    )
-
-
-def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes, none of them empty, that share an element."""
-    edges = np.array(boxes, np.int64).reshape(len(boxes), -1, 2)
-    for i, box in enumerate(boxes[:-1]):
-        rest = edges[i + 1 :]
-        shared = np.all((rest[:, :, 0] < edges[i, :, 1]) & (edges[i, :, 0] < rest[:, :, 1]), axis=1)
-        for j in np.flatnonzero(shared):
-            yield box, boxes[i + 1 + int(j)]
 
 
 def shard_boxes(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> dict[int, Box]:

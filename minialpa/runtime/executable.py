@@ -14,9 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.plan import PlacedValue, PlacementSpec, Plan
-from minialpa.programs.leaf_blocks import BlockRows
 from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
-from minialpa.programs.program import Accumulate, MeshShape, Program, Run
+from minialpa.programs.program import Accumulate, BlockRows, MeshShape, Program, Run
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.leaf_border import BlockedCalls
 from minialpa.runtime.runner import Runner

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from minialpa.arrays import RemoteArray
-from minialpa.programs.leaf_blocks import BlockRows, LeafBlocks
+from minialpa.programs.program import BlockRows, LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.runner import Runner
 

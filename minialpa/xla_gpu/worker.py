@@ -45,7 +45,7 @@ def compiled(request: Request) -> GpuProgram:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding
 
-    from minialpa.programs.exported import callable_of
+    from minialpa.programs.mesh_program import callable_of
     from minialpa.sharding import abstract_mesh
 
     n_devices = math.prod(request.mesh_shape)

@@ -192,21 +192,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a micro-batch's own mean is a sum's part",
-        "inter/microbatch/partial_sums.py",
+        "inter/microbatch/forms.py",
         "return float(self.n)",
         "return 1.0",
         _NORM,
     ),
     Fault(
         "a micro-batch's own variance is over all examples but one",
-        "inter/microbatch/partial_sums.py",
+        "inter/microbatch/forms.py",
         "return n_own / max(n_own - 1, 1) * (count - 1) / count",
         "return 1.0",
         _NORM,
     ),
     Fault(
         "running averages add up over micro-batches",
-        "inter/microbatch/once_values.py",
+        "inter/microbatch/draft.py",
         "self._add_up(atom, part, self.segments.n_micro_batches, None, segment)",
         "self._add_up(atom, part, 1, None, segment)",
         _NORM,
@@ -221,19 +221,19 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "what is added to a sum counts once for each micro-batch",
-        "inter/microbatch/partial_sums.py",
+        "inter/microbatch/forms.py",
         "if not all_own or (others and first.scale is not None):",
         "if others and first.scale is not None:",
     ),
     Fault(
         "a sum that waits for a divisor is multiplied by it",
-        "inter/microbatch/once_values.py",
+        "inter/microbatch/draft.py",
         "x / scalar if scale.divides else x * scalar",
         "x * scalar",
     ),
     Fault(
         "a mean over no examples is NaN where a mask hides it",
-        "inter/microbatch/once_values.py",
+        "inter/microbatch/draft.py",
         "return jnp.where(x == 0, x, x / scalar if scale.divides else x * scalar)",
         "return x / scalar if scale.divides else x * scalar",
         ("absent class",),
@@ -260,8 +260,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "totals of micro-batches are those of the last",
         "inter/lower/task_functions.py",
-        "combine(r, a, b.astype(a.dtype))",
-        "b.astype(a.dtype)",
+        "combine(r, total, value.astype(total.dtype))",
+        "value.astype(total.dtype)",
     ),
     Fault(
         "totals inside a pass forget what was before",

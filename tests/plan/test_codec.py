@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from minialpa import AutoShardingOption, ClusterSpec, DeviceSpec, Plan, ShardParallel, VerifyError
-from minialpa.plan.codec import decode, encode
-from minialpa.plan.file_format import MOST_CHARACTERS
+from minialpa.plan.codec import MOST_CHARACTERS, decode, encode
 from tests.plans import pipeline_plan, shard_plan
 
 Place = tuple[str | int, ...]
@@ -84,26 +83,16 @@ DEFAULTS = {
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=400)
+@hypothesis.settings(max_examples=200)
 def test_a_changed_value_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
     data = data_of(good())
     place = draw.draw(st.sampled_from(list(places(data))))
-    assert_same_or_refused(json.dumps(put(data, place, draw.draw(OTHER_VALUES))))
+    near = [at(data, place) + by for by in (-1, 1, 0.5, 1e9)] if isinstance(at(data, place), int | float) else []
+    assert_same_or_refused(json.dumps(put(data, place, draw.draw(OTHER_VALUES | st.sampled_from([None, *near])))))
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=200)
-def test_another_number_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
-    data = data_of(good())
-    numbers = [p for p in places(data) if isinstance(at(data, p), int | float)]
-    place = draw.draw(st.sampled_from(numbers))
-    assert_same_or_refused(
-        json.dumps(put(data, place, at(data, place) + draw.draw(st.sampled_from([-1, 1, 0.5, 1e9]))))
-    )
-
-
-@hypothesis.given(st.data())
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(draw: st.DataObject) -> None:
     data = data_of(good())
     place = draw.draw(st.sampled_from([p for p in places(data) if p]))
@@ -124,7 +113,7 @@ def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(d
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=50)
 def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
     text = good().to_json()
     with pytest.raises(VerifyError, match="Not a plan"):
@@ -134,24 +123,14 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *(
-            (text, "Not a plan")
-            for text in (
-                "",
-                "garbage",
-                "[]",
-                "3",
-                "null",
-                "{}",
-            )
-        ),
+        *((text, "Not a plan") for text in ("", "garbage", "[]", "{}")),
         pytest.param("[" * 100_000, "Not a plan", id="too deep"),
         ('{"version":6}', "expected `plan` and `version`"),
         ('{"version":6,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
         ('{"version":6,"plan":{}}', "`plan.fingerprint` is missing"),
         ('{"version":true,"plan":{}}', "has version True; this minialpa reads version 6"),
         ('{"version":2,"plan":{}}', "has version 2; this minialpa reads version 6. Plan again"),
-        ('{"version":6,"version":6,"plan":{}}', "Not a plan: there is a record that has `version` twice"),
+        ('{"version":6,"version":6,"plan":{}}', "Not a plan: a record has `version` twice"),
         # With an id of its own: pytest would send the text from process to process, in the name of the test.
         pytest.param(
             " " * (MOST_CHARACTERS + 1), f"Not a plan: it has more than {MOST_CHARACTERS} characters", id="too long"
@@ -178,6 +157,7 @@ def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
         (("stages", 0, "equation_specs", 0), [], r"equation_specs\[0\]` is \[\]; expected a list of operands, made"),
         (("remat", 0), "some", r"`plan.remat\[0\]` is 'some'; expected one of `none`, `dots`, `full`"),
         (("n_micro_batches",), True, "`plan.n_micro_batches` is True; expected an integer"),
+        (("stages", 0, "option", "force_batch_dim_to_mesh_dim"), True, "is True; expected one of `0`, `1`"),
         (("cost", "total_s"), float("nan"), "`plan.cost.total_s` is nan; expected a number"),
         (("cluster", "device", "memory_bytes"), -1, "`plan.cluster.device`: Device `a100-40gb` needs positive"),
         (("schedule",), None, "`plan.schedule` is None; expected a text"),

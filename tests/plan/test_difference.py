@@ -17,10 +17,6 @@ from tests.plans import make_args, pipeline_plan, shard_plan, train_step
 replace = dataclasses.replace
 
 
-def test_equal_plans_are_equal() -> None:
-    assert pipeline_plan().diff(pipeline_plan()) == "The plans are equal."
-
-
 def test_clusters_stages_and_costs_are_told_with_both_sides() -> None:
     lines = pipeline_plan().diff(shard_plan()).splitlines()
     assert "cluster size: 2 x 4 -> 1 x 8" in lines
@@ -74,7 +70,7 @@ def test_long_lists_are_cut() -> None:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=50)
 def test_no_difference_goes_untold(draw: st.DataObject) -> None:
     data = data_of(good())
     numbers = [p for p in places(data) if p[:1] == ("plan",) and type(at(data, p)) in (int, float, str)]

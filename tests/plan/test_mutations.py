@@ -8,26 +8,20 @@ import pytest
 from tests.plan.mutations import SUBJECTS, mutation, outcome_of, subject
 
 #: Edits of a short run, and of each of the long ones.
-N_SHORT, N_LONG, N_RUNS = 40, 500, 10
-#: Of the short run: no pipeline, with tables and with loops, stages that end in a loop, and loops over micro-batches.
-SHORT = ("grid", "language", "scan", "blocks", "1f1b of two loops")
+N_SHORT, N_LONG, N_RUNS = 30, 500, 10
+#: Of the short run: tables without a pipeline, stages that end in a loop, and loops over micro-batches.
+SHORT = ("language", "blocks", "1f1b of two loops")
 
 
 def assert_right_or_refused(first: int, n: int, names: tuple[str, ...]) -> None:
-    """Every other edit is one of specs."""
+    """Every other edit is one of specs. Plans without edits are right."""
+    for name in names:
+        assert outcome_of(subject(name), subject(name).plan.to_json()).kind == "right", name
     for seed in range(first, first + n):
         on = subject(names[seed // 2 % len(names)])
         text, edit = mutation(np.random.default_rng(seed), on, of_specs=seed % 2 == 0)
         found = outcome_of(on, text)
         assert found.kind in ("right", "refused"), (seed, edit, found)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in SUBJECTS]
-)
-def test_a_plan_that_was_not_edited_is_right(name: str) -> None:
-    on = subject(name)
-    assert outcome_of(on, on.plan.to_json()).kind == "right"
 
 
 def test_edited_plans_are_right_or_refused() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +25,7 @@ def test_json_both_ways_gives_an_equal_plan(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(str(tmp_path / "plan.json")) == plan
     assert hash(plan) == hash(Plan.load(tmp_path / "plan.json"))
-
-
-def test_equal_inputs_give_equal_plans() -> None:
-    assert pipeline_plan() == pipeline_plan()
-    assert pipeline_plan().to_json() == pipeline_plan().to_json()
-
-
-@pytest.mark.slow  # tests/test_plan_cache.py finds a plan from another process
-def test_plans_are_equal_in_processes_with_other_hash_seeds() -> None:
-    """Sets and dicts of strings are ordered by the hash seed, addresses differ anyway."""
-    code = "from tests import plans; print(plans.pipeline_plan().to_json())"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    texts = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert texts[0] == texts[1] == pipeline_plan().to_json()
+    assert pipeline_plan() == plan
 
 
 def test_the_summary_tells_stages_submeshes_and_shapes() -> None:
@@ -95,7 +71,6 @@ def test_the_cost_adds_up() -> None:
 
 
 def test_a_saved_plan_runs_as_the_original(tmp_path: Path) -> None:
-    minialpa.shutdown()
     method = PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option="uniform")
     original = minialpa.parallelize(train_step, method=method)
     params, batch = make_args()
@@ -105,12 +80,6 @@ def test_a_saved_plan_runs_as_the_original(tmp_path: Path) -> None:
     assert_allclose(again(params, batch), expected, rtol=0, atol=0)
     assert again.plan(params, batch) == original.plan(params, batch)
     assert_allclose(expected, train_step(params, batch), rtol=1e-4, atol=1e-5)
-
-
-def test_a_plan_for_other_devices_runs_here_if_there_are_enough() -> None:
-    params, batch = make_args()
-    out = minialpa.parallelize(train_step, method=pipeline_plan())(params, batch)  # 2 x 4 A100 in the plan
-    assert_allclose(out, train_step(params, batch), rtol=1e-4, atol=1e-5)
 
 
 def test_fingerprints_tell_steps_apart() -> None:

@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Plan, str]] = {
     "outside the cluster": (with_stage(1, first_device=5), r"stages\[1\].first_device` is 5; expected at most 4"),
     "overlap": (
         with_stage(1, first_device=2),
-        r"stages\[1\].first_device` is 2; expected 4 or more, behind .* stage 0",
+        r"stages\[1\].first_device` is 2; expected 4 or more, after .* stage 0",
     ),
     "axis of an option": (
         with_stage(0, option=AutoShardingOption(force_batch_dim_to_mesh_dim=1)),

@@ -7,14 +7,23 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from minialpa import AutoLayerOption, ClusterSpec, models
 from minialpa.errors import VerifyError
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.pipeline import plan_step
 from minialpa.options import PlanOptions
-from minialpa.programs.program import Free, Instruction, Program, Run, Transfer, verify_program
+from minialpa.programs.program import (
+    BlockRows,
+    Free,
+    Instruction,
+    LeafBlocks,
+    Program,
+    Run,
+    Transfer,
+    numbered_leaves,
+    verify_program,
+)
 from minialpa.tracing.gradients import value_and_grad
 from tests.helpers import trace
 
@@ -43,7 +52,7 @@ def test_emitted_programs_pass_the_verifier(program: Program) -> None:
 
 def test_reading_an_empty_buffer_is_refused(program: Program) -> None:
     broken = [x for x in program.instructions if not isinstance(x, Transfer)]
-    with pytest.raises(VerifyError, match="which hold nothing"):
+    with pytest.raises(VerifyError, match="which are empty"):
         verify_program(with_instructions(program, broken))
 
 
@@ -106,9 +115,26 @@ def test_only_results_and_constants_outlive_a_step(program: Program) -> None:
     assert live <= {b for slot in program.outputs for b in slot.buffers} | {s.buffer for s in program.constants}
 
 
-def test_specs_name_axes_of_the_mesh(program: Program) -> None:
-    names = {"x", "y"}
-    for function in program.functions:
-        for spec in (*function.in_specs, *function.out_specs):
-            assert isinstance(spec, P)
-            assert {name for part in spec for name in (part if isinstance(part, tuple) else (part,)) if name} <= names
+# ---- leaf blocks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows", [(), ((0, 2), (3, 5)), ((1, 2), (2, 4)), ((0, 2),), ((0, 1), (0, 2)), ((0, 2), (2, 2)), ((2, 3), (0, 2))]
+)
+def test_blocks_are_the_rows_of_a_leaf_in_order(rows: BlockRows) -> None:
+    with pytest.raises(VerifyError, match=r"Argument leaf 1 is cut into the rows .* which do not make a leaf"):
+        LeafBlocks(arguments=(None, rows))
+    with pytest.raises(VerifyError, match="Result leaf 0"):
+        LeafBlocks(results=(rows,))
+
+
+def test_steps_without_blocks_are_told_apart() -> None:
+    assert not LeafBlocks()
+    assert LeafBlocks(arguments=(((0, 1), (1, 3)), None)) and LeafBlocks(results=(((0, 1), (1, 3)),))
+
+
+def test_each_block_has_a_number() -> None:
+    assert list(numbered_leaves("abc", (None, ((0, 2), (2, 5)), None))) == [
+        ("a", None), ("b", (0, 2)), ("b", (2, 5)), ("c", None)
+    ]  # fmt: skip
+    assert list(numbered_leaves("ab", ())) == [("a", None), ("b", None)]

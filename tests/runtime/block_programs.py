@@ -10,8 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from minialpa.programs.leaf_blocks import BlockRows, LeafBlocks
-from minialpa.programs.program import Free, Function, InputSlot, MeshShape, OutputSlot, Program, Run
+from minialpa.programs.program import (
+    BlockRows,
+    Free,
+    Function,
+    InputSlot,
+    LeafBlocks,
+    MeshShape,
+    OutputSlot,
+    Program,
+    Run,
+)
 
 ROWS = ((0, 2), (2, 5))
 LEAF = np.arange(10, dtype=np.float32).reshape(5, 2)

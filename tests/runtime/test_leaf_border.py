@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import DeletedArrayError
-from minialpa.programs.leaf_blocks import LeafBlocks
+from minialpa.programs.program import LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.leaf_border import BlockedCalls, joined_leaves, split_leaves
 from minialpa.runtime.local import LocalExecutable

@@ -1,4 +1,4 @@
-"""Lowering: makes the instructions for all meshes, and for each worker, from a plan and its step.
+"""Lowering: instructions for all meshes, and for each worker, from a plan and its step.
 
 Imports: `inter.staging`, `inter.schedule`, `intra.spmd` and `programs`.
 """

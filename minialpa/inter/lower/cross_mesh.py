@@ -1,13 +1,13 @@
-"""Cross-mesh resharding: how an array gets from one mesh to another over few bytes of slow links.
+"""Cross-mesh resharding: moves an array from one mesh to another over few bytes of slow links.
 
-A tile (distinct shard) that several hosts read can reach them in three ways:
+A tile (distinct shard) reaches several hosts in one of three ways:
 
-- direct: it is sent to each of them;
-- broadcast: hosts that have it relay it to others, see `serving_turns`;
-- gather: the hosts receive distinct parts of it, which the target mesh gathers, see `_finer_specs`.
+- direct: its holders send it to each host;
+- broadcast: hosts that have received it relay it, see `serving_turns`;
+- gather: the hosts receive distinct parts, and the target mesh gathers them, see `_finer_specs`.
 
-`resharding_candidates` makes them with `moves_between`, `resharding_s` predicts the seconds of each, and
-`plan_resharding` takes the fastest. The work grows with the number of tiles, never with the number of elements.
+`resharding_s` predicts the seconds of each way, and `plan_resharding` takes the fastest. The work grows with the number
+of tiles, not of elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.inter.lower.cross_mesh_moves import ServingTurn, Tiling, moves_between, serving_turns, tiling
 from minialpa.programs.program import MeshShape
-from minialpa.programs.resharding import Move, Resharding, bytes_per_link, n_elements
+from minialpa.programs.resharding import Move, Resharding, n_elements
 from minialpa.sharding import Spec
 
 Way = Literal["direct", "broadcast", "gather"]
@@ -35,17 +35,7 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """An array that one mesh holds and another mesh reads.
-
-    Attributes:
-        shape: global shape of the array, as stored (`Spec.stored_shape`).
-        item_bytes: bytes of one element.
-        source: the mesh that holds the array.
-        source_spec: the spec in which it holds it.
-        target: the mesh that reads the array.
-        target_spec: the spec in which it reads it.
-        cluster: the cluster of both meshes, which says what its links cost.
-    """
+    """An array that crosses from mesh `source` to mesh `target`. shape: global, as stored (`Spec.stored_shape`)."""
 
     shape: tuple[int, ...]
     item_bytes: int
@@ -58,13 +48,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class ReshardingCandidate:
-    """A way to reshard.
-
-    Attributes:
-        way: which of the three ways it is.
-        resharding: the moves.
-        seconds: what the moves take, together with the gathering behind them.
-    """
+    """One of the three ways to reshard, and its `resharding_s`."""
 
     way: Way
     resharding: Resharding
@@ -72,39 +56,26 @@ class ReshardingCandidate:
 
 
 def plan_resharding(crossing: Crossing) -> Resharding:
-    """The fastest resharding; direct if no other one is faster.
+    """The fastest resharding; direct if no other way is faster.
 
-    Raises ShardingError if a spec does not fit the array, or a mesh the cluster.
+    Raises ShardingError if a spec does not fit the array, or a mesh does not fit the cluster.
     """
-    candidates = resharding_candidates(crossing)
-    best = next(candidates)
-
-    # Most arrays cannot cross faster than directly. Then the other candidates need not be made.
-    if best.seconds > _receiving_s(best.resharding, crossing.cluster) * _ROUNDING:
-        for other in candidates:
-            if best.seconds > other.seconds * _ROUNDING:
-                best = other
+    best, *others = resharding_candidates(crossing)
+    for other in others:
+        if best.seconds > other.seconds * _ROUNDING:
+            best = other
     return best.resharding
 
 
-def _receiving_s(resharding: Resharding, cluster: ClusterSpec) -> float:
-    """A lower bound for all ways: the seconds in which each host receives its tiles over its link."""
-    received: dict[int, int] = defaultdict(int)
-    for (sender, host), n_bytes in bytes_per_link(resharding, cluster.devices_per_host).items():
-        if sender != host:
-            received[host] += n_bytes
-    return cluster.inter_host.transfer_s(max(received.values())) if received else 0.0
-
-
 def resharding_candidates(crossing: Crossing) -> Iterator[ReshardingCandidate]:
-    """The ways to reshard, "direct" first. Each is made when it is asked for. Raises as `plan_resharding`."""
+    """The ways to reshard, "direct" first. Raises as `plan_resharding`."""
     shape, target, cluster = crossing.shape, crossing.target, crossing.cluster
     target_spec = Spec.of(crossing.target_spec, len(shape))
     source_tiles = tiling(shape, Spec.of(crossing.source_spec, len(shape)), crossing.source, cluster)
     target_tiles = tiling(shape, target_spec, target, cluster)
     yield _candidate("direct", crossing, source_tiles, crossing.target_spec, target_tiles)
 
-    # Relaying and gathering save sending a tile to several hosts.
+    # Relaying and gathering help several hosts only.
     if target_tiles.n_hosts == 1:
         return
 
@@ -145,11 +116,11 @@ def _candidate(
 
 
 def resharding_s(resharding: Resharding, crossing: Crossing) -> float:
-    """Seconds until the target mesh has the array in its spec: all moves, then the gathering if there is any.
+    """Seconds until the target mesh has the array in its spec: all moves, then gathering.
 
     Moves from one worker to another are one message: alpha + beta * bytes. A host sends one message at a time to other
     hosts and receives one at a time, in the order of the moves, and relays when it has everything. Workers of one host
-    pass parts from device to device, all devices at the same time. Copies among the targets of a move cost nothing.
+    pass parts from device to device, all devices at the same time. Copies among the targets of a move are free.
     """
     seconds = _moves_s(resharding, crossing.cluster)
     ndim = len(resharding.shape)
@@ -165,13 +136,13 @@ def resharding_s(resharding: Resharding, crossing: Crossing) -> float:
 
 
 def _moves_s(resharding: Resharding, cluster: ClusterSpec) -> float:
-    """Seconds until the last host has received all of its moves, as `resharding_s` says."""
+    """Seconds until the last host has received all of its moves."""
     per_host = cluster.devices_per_host
     messages: dict[tuple[bool, int, int], list[Move]] = defaultdict(list)
     for move in resharding.moves:
         messages[move.relayed, move.source // per_host, move.targets[0] // per_host].append(move)
 
-    # By host: when its last message left, when the last one arrived, and when it had everything so far.
+    # For each host, the times at which its last message left, the last one arrived, and all had arrived so far.
     sent_s: dict[int, float] = defaultdict(float)
     received_s: dict[int, float] = defaultdict(float)
     complete_s: dict[int, float] = defaultdict(float)
@@ -187,7 +158,7 @@ def _moves_s(resharding: Resharding, cluster: ClusterSpec) -> float:
 
 
 def _largest_load(moves: Sequence[Move]) -> int:
-    """The most elements that one device sends, or receives, in moves inside a host."""
+    """The most elements that one device sends or receives in moves inside a host."""
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for move in moves:
@@ -197,7 +168,7 @@ def _largest_load(moves: Sequence[Move]) -> int:
 
 
 def _logical_mesh(mesh: MeshShape, cluster: ClusterSpec) -> LogicalMesh | None:
-    """The mesh with its links; None if it is neither a part of a host nor whole hosts, so that its links are mixed."""
+    """The mesh with its links; None if the mesh is neither part of one host nor whole hosts, and mixes its links."""
     n_devices, per_host = math.prod(mesh.logical_shape), cluster.devices_per_host
     start = mesh.first_device % per_host
     if start + n_devices <= per_host:
@@ -213,7 +184,7 @@ def _logical_mesh(mesh: MeshShape, cluster: ClusterSpec) -> LogicalMesh | None:
 def _finer_specs(
     target_spec: Spec, shape: tuple[int, ...], lengths: tuple[int, ...], source_parts: tuple[int, ...]
 ) -> Iterator[Spec]:
-    """For each set of axes that `target_spec` leaves idle, the spec that splits over them too, into fewest cells."""
+    """For each set of idle axes of `target_spec`, the spec that also splits over them and makes the fewest cells."""
     idle = [axis for axis, length in enumerate(lengths) if length > 1 and axis not in target_spec.axes]
     for k in range(1, len(idle) + 1):
         for axes in itertools.combinations(idle, k):
@@ -224,7 +195,7 @@ def _finer_specs(
 
 
 def _with_axes(spec: Spec, axes: Sequence[int], dims: Sequence[int]) -> Spec:
-    """`spec` with dimension `dims[i]` split over `axes[i]` too, inside what splits it already."""
+    """`spec` with dimension `dims[i]` also split over `axes[i]`, innermost."""
     new = list(spec.dims)
     for axis, d in zip(axes, dims, strict=True):
         new[d] = (*new[d], axis)
@@ -232,6 +203,6 @@ def _with_axes(spec: Spec, axes: Sequence[int], dims: Sequence[int]) -> Spec:
 
 
 def _n_cells(spec: Spec, lengths: tuple[int, ...], source_parts: tuple[int, ...]) -> int:
-    """The number of parts that the cuts of `spec` and of the source together leave of the array."""
+    """The number of parts of the array between all cuts of `spec` and of the source."""
     parts = (math.prod(lengths[axis] for axis in axes) for axes in spec.dims)
     return math.prod(n + m - math.gcd(n, m) for n, m in zip(source_parts, parts, strict=True))

@@ -1,10 +1,10 @@
-"""The moves of a cross-mesh resharding: which device sends which part of the array to which others, in which order.
+"""The moves of a cross-mesh resharding: the sender, the receivers and the order of each part of the array.
 
-1. The cuts of both specs make cells: parts of the array that lie in one tile (distinct shard) on either side -> _cells
-2. Each host with a tile gets each of its cells once, from a host with a copy that has sent least     -> _choose_sender
-3. Moves between two workers are one message; senders start with different receivers                  -> _in_order
+1. The cuts of both specs make cells: parts of the array inside one tile (distinct shard) on either side -> _cells
+2. Each host gets each cell of its tiles once, from the host with a copy that has sent least     -> _choose_sender
+3. Moves between two workers are one message; senders start with different receivers             -> _in_order
 
-Whether hosts of the target mesh relay what they have is decided beforehand, in `serving_turns`.
+`serving_turns` decides which hosts of the target mesh relay.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _Tile = tuple[int, ...]
 """Place of a distinct shard: its number along each dimension of the array."""
 
 _Cell = tuple[Box, _Tile, _Tile]
-"""A part of the array, and the tiles of source and target that it lies in."""
+"""A part of the array, and its tiles on source and target."""
 
 _Workers = tuple[bool, int, int]
-"""Whether the sender is a host of the target mesh, which relays; the sending host, the receiving host."""
+"""Whether the sender relays, as a host of the target mesh; the sending host, the receiving host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a spec cuts an array on a mesh.
+    """The tiles of an array on a mesh.
 
     Attributes:
         parts: the number of parts along each dimension.
-        devices: for each tile, by host, the devices that have a copy of it, in ascending order.
+        devices: for each tile, by host, the devices with a copy, in ascending order.
         boxes: each device with its shard.
     """
 
@@ -47,7 +47,7 @@ class Tiling:
 
     @property
     def n_hosts(self) -> int:
-        """The most hosts that have a copy of the same tile."""
+        """The most hosts with a copy of the same tile."""
         return max(map(len, self.devices.values()))
 
 
@@ -77,19 +77,14 @@ def tiling(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, cluster: Cluster
 
 @dataclass(frozen=True, slots=True)
 class ServingTurn:
-    """When a host of the target mesh gets its tiles.
-
-    Attributes:
-        round: the round in which it gets them.
-        relay: the host of the target mesh that sends them; None if hosts of the source mesh do.
-    """
+    """The round in which a host of the target mesh gets its tiles, and the host of that mesh that relays them."""
 
     round: int = 0
     relay: int | None = None
 
 
 def serving_turns(target: Tiling, n_sources: int) -> dict[int, ServingTurn]:
-    """Turns in which each host of the source mesh, and each that has its tiles, serves one other host a round."""
+    """Turns: in a round, each host of the source mesh and each complete host of the target mesh serves one host."""
     groups = _hosts_with_equal_tiles(target)
     n_hosts = sum(map(len, groups))
     n_served = [0] * len(groups)
@@ -99,7 +94,7 @@ def serving_turns(target: Tiling, n_sources: int) -> dict[int, ServingTurn]:
         # Only hosts that were complete before this round relay in it.
         relays = [hosts[:n] for hosts, n in zip(groups, n_served, strict=True)]
 
-        # The source mesh serves the groups of which fewest are served: these have the fewest relays.
+        # The source mesh serves the groups with the fewest relays.
         for _ in range(min(n_sources, n_hosts - len(turns))):
             waiting = (g for g, hosts in enumerate(groups) if n_served[g] < len(hosts))
             g = min(waiting, key=n_served.__getitem__)
@@ -115,7 +110,7 @@ def serving_turns(target: Tiling, n_sources: int) -> dict[int, ServingTurn]:
 
 
 def _hosts_with_equal_tiles(target: Tiling) -> list[list[int]]:
-    """The hosts of the target mesh, in groups that read the same tiles and so can relay to each other."""
+    """The hosts of the target mesh, in groups that read the same tiles and can relay to each other."""
     tiles: dict[int, list[_Tile]] = defaultdict(list)
     for tile, copies in target.devices.items():
         for host in copies:
@@ -133,10 +128,7 @@ def _hosts_with_equal_tiles(target: Tiling) -> list[list[int]]:
 def moves_between(
     shape: tuple[int, ...], source: Tiling, target: Tiling, turns: Mapping[int, ServingTurn]
 ) -> tuple[Move, ...]:
-    """The moves that bring each cell once to each host that has its tile.
-
-    A host gets its cells in its turn, or in the first round if it is not in `turns`.
-    """
+    """The moves that bring each cell once to each host with its tile. A host without a turn is in the first round."""
     cells_of: dict[int, list[_Cell]] = defaultdict(list)
     for cell in _cells(shape, source.parts, target.parts):
         for host in target.devices[cell[2]]:
@@ -171,13 +163,13 @@ def _cells(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, .
         (tuple(d[0] for d in cell), tuple(d[1] for d in cell), tuple(d[2] for d in cell))
         for cell in itertools.product(*dims)
     ]
-    # Large ones first, so that small ones even out what the senders have sent.
+    # Large cells first: small ones then even out the loads of the senders.
     return sorted(cells, key=lambda cell: -n_elements(cell[0]))
 
 
 @dataclass(slots=True)
 class _Sent:
-    """What was assigned to senders so far.
+    """The loads of senders so far.
 
     Attributes:
         by_host: elements that each host of the source mesh sends to other hosts.
@@ -191,20 +183,17 @@ class _Sent:
 
 
 def _choose_sender(host: int, relay: int | None, holders: Collection[int], sent: _Sent) -> tuple[bool, int]:
-    """Whether a cell is relayed to `host`, and the host that sends it. `holders`: hosts of the source mesh with it.
-
-    That is `host` itself if it is in both meshes and has a copy, or else its relay, or the host that has sent least.
-    """
+    """Whether a cell is relayed to `host`, and the sending host. holders: hosts of the source mesh with the cell."""
     if host in holders:
         return False, host
     if relay is not None:
         return True, relay
-    # A host gets one message at a time. From one that sends it something anyway, it saves a start.
+    # Another cell in the message of the same sender saves the start of a message.
     return False, min(holders, key=lambda h: ((False, h, host) not in sent.messages, sent.by_host[h], h))
 
 
 def _in_order(messages: Iterable[_Workers], turn_of: Mapping[int, ServingTurn]) -> list[_Workers]:
-    """Round by round. In a round, each sender begins with another receiver and goes on to the next of them."""
+    """Round by round. In a round, senders begin with different receivers and go on in the same order."""
     rounds: dict[int, list[int]] = defaultdict(list)
     for host in sorted(turn_of):
         rounds[turn_of[host].round].append(host)

@@ -1,7 +1,7 @@
 """Emission: the program that runs a traced step by its plan.
 
-Buffers are named by (variable, micro-batch, mesh). A value that another mesh reads is transferred as soon as it is
-made. Free instructions and donation follow from the last use of each buffer, see `lifetimes`.
+The name of a buffer is (variable, micro-batch, mesh). A value that another mesh reads is transferred as soon as it
+exists. Free instructions and donation follow from the last use of each buffer, see `instruction_passes`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter.lower import task_functions
-from minialpa.inter.lower.joined_calls import joined_calls
-from minialpa.inter.lower.lifetimes import last_uses, with_donations, with_frees
+from minialpa.inter.lower.instruction_passes import joined_calls, last_uses, with_donations, with_frees
 from minialpa.inter.lower.planned_step import PlannedStep, planned_step
 from minialpa.inter.microbatch.split_step import Stack, is_loop
 from minialpa.inter.schedule.chunks import plan_schedule
@@ -45,11 +43,11 @@ from minialpa.programs.program import (
 from minialpa.sharding import Spec
 from minialpa.tracing.trace import TracedStep
 
-#: Bytes of a step that is joined into one function where that compiles sooner, if nothing in it is freed.
+#: The most bytes of a step that may be joined into one function, if it frees no buffer.
 _SMALL_BYTES = 4 * 2**20
 
 _Name = tuple[Var, int | None, int]
-"""What a buffer holds: a variable, of a micro-batch (None for a value of the whole step), on a mesh."""
+"""A variable, its micro-batch (None for a value of the whole step), and its mesh."""
 
 
 def emit_program(traced: TracedStep, plan: Plan) -> Program:
@@ -62,20 +60,14 @@ def emit_program(traced: TracedStep, plan: Plan) -> Program:
     return program
 
 
-class _Numbers(NamedTuple):
-    """Numbers of the functions of a task: of each run, and of the last one in its loop."""
-
-    each: int
-    last: int
-
-
 class _Emitter:
     """Writes the program of a planned step, instruction by instruction.
 
     Attributes:
+        functions_of: the numbers of a task's functions: for each run, and for the last run in its loop.
+        n_equations: the size of each task's functions, by number.
+        accumulate_of: the number of the function that adds up the values of each task's micro-batches.
         buffers: the buffer of each value that was written so far.
-        n_equations: about how many each function has.
-        made_once: the functions that add up the values of each task's micro-batches, by what they do and the task.
     """
 
     def __init__(self, step: PlannedStep) -> None:
@@ -87,26 +79,29 @@ class _Emitter:
 
         self.program_of = {one.task: one for one in step.programs}
         self.functions: list[Function] = []
-        self.n_equations: list[int] = []
+        self.functions_of: dict[Task, tuple[int, int]] = {}
+        self.n_equations: dict[int, int] = {}
+        self.accumulate_of: dict[Task, int] = {}
         self.instructions: list[Instruction] = []
         self.input_slots: list[InputSlot] = []
         self.constants: list[ConstantSlot] = []
         self.n_buffers = 0
         self.buffers: dict[_Name, int] = {}
-        self.made_once: dict[tuple[str, Task], int] = {}
 
     def run(self) -> Program:
         tasks = self.step.staged.tasks
-        number = {one.task: self._add_task(one) for one in self.step.programs}
+        for one in self.step.programs:
+            self._add_task(one)
 
         self._send_arguments()
         for segment in range(2 * self.split.n_loops + 1):
-            self._segment([task for task in tasks if task.segment == segment], is_loop(segment), number)
+            self._segment([task for task in tasks if task.segment == segment], is_loop(segment))
         outputs = self._own_buffers(self._outputs())
 
-        # Only the complete list of instructions says which use of a buffer is the last.
+        # The last use of a buffer is known once all instructions are.
         kept = {b for slot in outputs for b in slot.buffers} | {c.buffer for c in self.constants}
-        functions, instructions = self.functions, self.instructions
+        functions: Sequence[Function] = self.functions
+        instructions: Sequence[Instruction] = self.instructions
         if self._may_join():
             functions, instructions = joined_calls(functions, instructions, kept, self.n_equations)
         ends = last_uses(instructions, kept)
@@ -131,10 +126,10 @@ class _Emitter:
         )
 
     def _may_join(self) -> bool:
-        """Whether one function may do all: on one mesh, in several loops, without effects, whose order would be left to
-        XLA, and so small that it hardly matters that XLA may hold more and gather less often than the plan says."""
-        one_loop = self.split.n_loops == 1
-        if len(self.plan.stages) > 1 or one_loop or any(e.effects for t in self.step.staged.tasks for e in t.eqns):
+        """Whether one function may run the step: it has one mesh, several loops, no effects that XLA could reorder, and
+        fits even if XLA keeps all values."""
+        has_effects = any(eqn.effects for task in self.step.staged.tasks for eqn in task.eqns)
+        if len(self.plan.stages) > 1 or self.split.n_loops == 1 or has_effects:
             return False
         (stage,) = self.plan.stages
         made = (aval for x in self.instructions if isinstance(x, Run) for aval in self.functions[x.function].out_avals)
@@ -142,32 +137,31 @@ class _Emitter:
         return n_bytes <= min(_SMALL_BYTES, stage.option.limit_bytes(self.plan.cluster.device) or math.inf)
 
     def _send_arguments(self) -> None:
-        """Transfer first the arguments that a mesh reads and another mesh holds between calls."""
+        """Transfer the arguments that a mesh reads and another mesh holds between calls."""
         for task in self.step.staged.tasks:
             for v in task.invars:
                 if self.step.home_of(v, task.mesh) != task.mesh:
                     self._buffer(v, None, task.mesh)
 
-    def _segment(self, tasks: Sequence[Task], in_loop: bool, number: dict[Task, _Numbers]) -> None:
+    def _segment(self, tasks: Sequence[Task], in_loop: bool) -> None:
         if in_loop:
-            self._loop(tasks, number)
+            self._loop(tasks)
             self._finish_loop(tasks)
             return
         for task in sorted(tasks, key=lambda t: (t.level, t.mesh)):
-            self._run_task(task, number[task].each, None)
+            self._run_task(task, None)
 
-    def _add_task(self, one: TaskProgram) -> _Numbers:
-        task, n_equations = one.task, count_equations(one.task.eqns)
-        each = self._add_function(task_functions.task_function(task.name, task.mesh, one.program), n_equations)
-        if one.last is None:
-            return _Numbers(each, each)
-        last = task_functions.task_function(f"{task.name}.last", task.mesh, one.last.program)
-        return _Numbers(each, self._add_function(last, n_equations))
+    def _add_task(self, one: TaskProgram) -> None:
+        task = one.task
+        each = last = self._add_function(task_functions.task_function(task.name, task.mesh, one.program))
+        if one.last is not None:
+            function = task_functions.task_function(f"{task.name}.last", task.mesh, one.last.program)
+            last = self._add_function(function)
+        self.functions_of[task] = each, last
+        self.n_equations.update(dict.fromkeys((each, last), count_equations(task.eqns)))
 
-    def _add_function(self, function: Function, n_equations: int | None = None) -> int:
-        """n_equations: None for one equation for each result."""
+    def _add_function(self, function: Function) -> int:
         self.functions.append(function)
-        self.n_equations.append(len(function.out_avals) if n_equations is None else n_equations)
         return len(self.functions) - 1
 
     # ---- buffers --------------------------------------------------------------------------------------------------
@@ -177,9 +171,9 @@ class _Emitter:
         return self.n_buffers - 1
 
     def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
-        """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read.
+        """The buffer that holds `var` on `mesh`. The first read of an input or a constant makes its buffer.
 
-        A state that several meshes read, as tied weights, comes from the mesh where the last step has left it.
+        A state that several meshes read, such as tied weights, comes from the mesh where the last step has left it.
         """
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
@@ -217,39 +211,42 @@ class _Emitter:
 
     # ---- instructions ---------------------------------------------------------------------------------------------
 
-    def _run_task(self, task: Task, function: int, micro: int | None, *, is_last: bool = False) -> None:
-        """Run a task. is_last: whether it is the last run in its loop, and that is another function."""
+    def _run_task(self, task: Task, micro: int | None, *, is_last: bool = False) -> None:
+        """Run a task. is_last: whether it is the last run in its loop, which may be another function."""
         one, mesh = self.program_of[task], task.mesh
         program, ends_with = one.program, one.totals
+        function, last = self.functions_of[task]
         if is_last and one.last is not None:
-            program, ends_with = one.last.program, (*one.last.totals, *one.last.sums)
+            function, program, ends_with = last, one.last.program, (*one.last.totals, *one.last.sums)
         self._start_totals(one)
         inputs = tuple(self._buffer(v, micro, mesh) for v in program.invars)
 
-        # Totals, which take the places of the old ones, and sums belong to no micro-batch. They come last.
+        # New totals, which replace the old ones, and sums come last and belong to no micro-batch.
         outputs = tuple(self._new() for _ in program.outvars)
         n = len(outputs) - len(ends_with)
         made = [(v, micro, mesh) for v in program.outvars[:n] if not is_literal(v)]
         self.buffers.update(zip([*made, *((v, None, mesh) for v in ends_with)], outputs, strict=True))
         self.instructions.append(Run(function, inputs, outputs))
 
-        # Other meshes get their copies now, while this one goes on.
+        # Other meshes get their copies now, while this mesh goes on.
         for v, _, _ in made:
             self._send(v, micro, mesh)
 
     def _start_totals(self, one: TaskProgram) -> None:
-        """Totals of zero, in front of the first micro-batch."""
+        """Totals of zero, before the first micro-batch."""
         mesh, totals, specs = one.task.mesh, one.totals, one.program.specs
         if not totals or (totals[0], None, mesh) in self.buffers:
             return
-        values = [(task_functions.stored(v, specs[v], self._shape(mesh)), specs[v]) for v in totals]
-        function = self._add_function(task_functions.zeros_function(mesh, values))
-        fresh = tuple(self._new() for _ in totals)
-        self.instructions.append(Run(function, (), fresh))
-        self.buffers.update(((v, None, mesh), b) for v, b in zip(totals, fresh, strict=True))
+        self._make_totals(task_functions.zeros_function(mesh, self._stored(totals, specs, mesh)), (), totals)
 
-    def _shape(self, mesh: int) -> tuple[int, ...]:
-        return self.plan.stages[mesh].logical_shape
+    def _make_totals(self, function: Function, inputs: tuple[int, ...], totals: Sequence[Var]) -> None:
+        fresh = tuple(self._new() for _ in totals)
+        self.instructions.append(Run(self._add_function(function), inputs, fresh))
+        self.buffers.update(((v, None, function.mesh), b) for v, b in zip(totals, fresh, strict=True))
+
+    def _stored(self, variables: Sequence[Var], specs: Mapping[Var, Spec], mesh: int) -> task_functions.Arrays:
+        shape = self.plan.stages[mesh].logical_shape
+        return [task_functions.stored(v, specs[v], shape) for v in variables]
 
     def _send(self, var: Var, micro: int | None, mesh: int) -> None:
         for reader in sorted(self.step.remote_readers.get((var, mesh), ())):
@@ -261,66 +258,58 @@ class _Emitter:
         self.buffers[source[0], source[1], mesh] = target
         return target
 
-    def _loop(self, tasks: Sequence[Task], number: dict[Task, _Numbers]) -> None:
-        """The passes of one loop, in the order of its schedule."""
+    def _loop(self, tasks: Sequence[Task]) -> None:
+        """Run the passes of one loop in the order of its schedule."""
         by_pass = {(t.kind, t.chunk): t for t in tasks}
         if ("step", 0) in by_pass:
             for m in range(self.n_micro_batches):
-                self._run_loop_task(by_pass["step", 0], number, m)
+                self._run_loop_task(by_pass["step", 0], m)
             return
         if not tasks:
             return
         for entry in global_order(plan_schedule(self.plan, tasks[0].loop)):
             task = by_pass.get((entry.kind, entry.chunk))
             if task is not None:
-                self._run_loop_task(task, number, entry.micro_batch)
+                self._run_loop_task(task, entry.micro_batch)
 
-    def _run_loop_task(self, task: Task, number: dict[Task, _Numbers], micro: int) -> None:
-        # With one micro-batch its values are the step's values.
+    def _run_loop_task(self, task: Task, micro: int) -> None:
+        # The values of a single micro-batch are the values of the step.
+        if self.n_micro_batches == 1:
+            self._run_task(task, None)
+            return
         # Every task of a loop takes the micro-batches in their order.
-        is_last = self.n_micro_batches > 1 and micro == self.n_micro_batches - 1
-        function = number[task].last if is_last else number[task].each
-        self._run_task(task, function, micro if self.n_micro_batches > 1 else None, is_last=is_last)
-        if self.n_micro_batches > 1:
-            self._accumulate(task, micro)
+        self._run_task(task, micro, is_last=micro == self.n_micro_batches - 1)
+        self._accumulate(task, micro)
 
     def _accumulate(self, task: Task, micro: int) -> None:
-        """Add the values of a micro-batch to their totals; those of the first become the totals."""
-        # Those that the program of the task does not add up itself.
+        """Add the values of a micro-batch to their totals; the first values become the totals."""
+        # The program of the task itself adds to the totals `inside`.
         inside = set(self.program_of[task].totals)
         mine = [a for a in self.split.accumulators if a.loop in task.outvars and a.total not in inside]
         if not mine:
             return
 
-        mesh = task.mesh
-        combined = task_functions.TaskTotals(
-            mesh=mesh,
-            mesh_shape=self._shape(mesh),
-            values=[a.loop for a in mine],
-            totals=[a.total for a in mine],
-            reductions=[a.reduction for a in mine],
-            specs=self.specs[mesh],
-        )
-        values = tuple(self.buffers[v, micro, mesh] for v in combined.values)
-        if (combined.totals[0], None, mesh) in self.buffers:
-            function = self._once("accumulate", task, lambda: task_functions.accumulate_function(combined))
-            kept = tuple(self.buffers[v, None, mesh] for v in combined.totals)
-            self.instructions.append(Accumulate(function, kept, values))
+        # A total has the spec of its value.
+        mesh, totals = task.mesh, [a.total for a in mine]
+        specs = {var: self.specs[mesh][a.loop] for a in mine for var in (a.loop, a.total)}
+        stored_values = self._stored([a.loop for a in mine], specs, mesh)
+        stored_totals = self._stored(totals, specs, mesh)
+
+        values = tuple(self.buffers[a.loop, micro, mesh] for a in mine)
+        if (totals[0], None, mesh) not in self.buffers:
+            # In new buffers: the dtype may be wider, and others may read the value.
+            self._make_totals(task_functions.widen_function(mesh, stored_values, stored_totals), values, totals)
             return
 
-        # In new buffers: the dtype may be wider, and others may read the value.
-        function = self._once("widen", task, lambda: task_functions.widen_function(combined))
-        fresh = tuple(self._new() for _ in mine)
-        self.instructions.append(Run(function, values, fresh))
-        self.buffers.update(((v, None, mesh), b) for v, b in zip(combined.totals, fresh, strict=True))
-
-    def _once(self, kind: str, task: Task, make: Callable[[], Function]) -> int:
-        if (kind, task) not in self.made_once:
-            self.made_once[kind, task] = self._add_function(make())
-        return self.made_once[kind, task]
+        if task not in self.accumulate_of:
+            reductions = [a.reduction for a in mine]
+            function = task_functions.accumulate_function(mesh, stored_totals, stored_values, reductions)
+            self.accumulate_of[task] = self._add_function(function)
+        kept = tuple(self.buffers[v, None, mesh] for v in totals)
+        self.instructions.append(Accumulate(self.accumulate_of[task], kept, values))
 
     def _finish_loop(self, tasks: Sequence[Task]) -> None:
-        """Combine what the micro-batches of a loop leave, and send it to the meshes that read it."""
+        """Combine the values of all micro-batches of a loop, and send them to the meshes that read them."""
         made = {v for task in tasks for v in task.outvars}
         stacks = [stack for stack in self.split.stacks if stack.loop in made]
         for stack in stacks:
@@ -349,11 +338,14 @@ class _Emitter:
         return slots
 
     def _output(self, atom: Atom, mesh: int, spec: Spec) -> int:
-        """The buffer on `mesh` with a result, resharded to `spec` if it is made by another one."""
+        """The buffer on `mesh` that holds a result in `spec`."""
         if is_literal(atom):
-            return self._constant(atom.val, aval_of(atom).dtype, mesh, spec)
+            buffer = self._new()
+            value = np.asarray(atom.val, aval_of(atom).dtype)
+            self.constants.append(ConstantSlot(buffer, value, mesh, spec.partition_spec()))
+            return buffer
 
-        home = self._home(atom)
+        home = next((m for m in range(self.step.staged.n_meshes) if (atom, None, m) in self.buffers), None)
         if (atom, None, mesh) not in self.buffers and home is not None:
             return self._transfer((atom, None, home), mesh, spec)
 
@@ -367,24 +359,24 @@ class _Emitter:
     def _own_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
         """Copies of results that would share a buffer with a constant, an argument that stays, or another result.
 
-        A caller may donate any result to a later call, which must not take another array with it.
+        A caller may donate any result to a later call, and must not lose another array by it.
         """
         taken = self._not_to_donate()
-        copies: dict[int, list[tuple[int, int, Any, Spec]]] = defaultdict(list)
+        copies: dict[int, list[tuple[int, int, Atom, Spec]]] = defaultdict(list)
         out = []
         for slot, atom, value in zip(slots, self.split.outvars, self.step.results, strict=True):
             buffers = list(slot.buffers)
             for i, (buffer, mesh) in enumerate(zip(slot.buffers, slot.meshes, strict=True)):
                 if buffer in taken:
                     buffers[i] = self._new()
-                    copies[mesh].append((buffer, buffers[i], atom.aval, value.specs[i]))
+                    copies[mesh].append((buffer, buffers[i], atom, value.specs[i]))
                 taken.add(buffer)
             out.append(OutputSlot(tuple(buffers), slot.meshes))
 
-        for mesh, wanted in sorted(copies.items()):
-            copied = [(aval, spec) for _, _, aval, spec in wanted]
+        for mesh, mine in sorted(copies.items()):
+            copied = [task_functions.stored(atom, spec, ()) for _, _, atom, spec in mine]
             function = self._add_function(task_functions.copy_function(mesh, copied))
-            self.instructions.append(Run(function, tuple(w[0] for w in wanted), tuple(w[1] for w in wanted)))
+            self.instructions.append(Run(function, tuple(c[0] for c in mine), tuple(c[1] for c in mine)))
         return out
 
     def _not_to_donate(self) -> set[int]:
@@ -396,12 +388,3 @@ class _Emitter:
             if isinstance(instruction, Transfer) and instruction.source in taken:
                 taken.add(instruction.target)
         return taken
-
-    def _home(self, var: Var) -> int | None:
-        """First mesh that holds `var` already."""
-        return next((m for m in range(self.step.staged.n_meshes) if (var, None, m) in self.buffers), None)
-
-    def _constant(self, value: Any, dtype: Any, mesh: int, spec: Spec) -> int:
-        buffer = self._new()
-        self.constants.append(ConstantSlot(buffer, np.asarray(value, dtype), mesh, spec.partition_spec()))
-        return buffer

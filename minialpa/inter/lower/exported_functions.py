@@ -1,4 +1,4 @@
-"""Functions of a program as bytes that workers in other processes can compile, and the types of their arrays."""
+"""Functions of a program as bytes that workers in other processes compile, and the types of their arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
     """`function` as bytes that any process with devices of `platform` can compile. Starts no device."""
     mesh = abstract_mesh(mesh_shape)
 
-    def step(*args: Any) -> Any:  # one name for all, so that equal stages are equal bytes
+    def step(*args: Any) -> Any:  # one name for all: equal stages have equal bytes
         given = [_as_dtype(x, aval.dtype) for x, aval in zip(args, function.in_avals, strict=True)]
         return tuple(_as_dtype(x, _named_dtype(x.dtype)) for x in function.fun(*given))
 
@@ -44,7 +44,7 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         out_shardings=tuple(NamedSharding(mesh, spec) for spec in function.out_specs),
         keep_unused=True,
     )
-    # Only the lowering tells whether a function can leave this process.
+    # Whether a function can leave this process shows in its lowering.
     try:
         with _without_locations():
             exported = jax.export.export(jitted, platforms=(platform,))(*in_avals)
@@ -72,7 +72,7 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
 
 
 def _named_dtype(dtype: Any) -> Any:
-    """`dtype`, or the one that stands for it where functions leave this process."""
+    """`dtype`, or its stand-in in exported functions."""
     return np.dtype(STAND_INS[str(dtype)]) if str(dtype) in STAND_INS else dtype
 
 
@@ -82,10 +82,7 @@ def _as_dtype(x: Any, dtype: Any) -> Any:
 
 @contextmanager
 def _without_locations() -> Iterator[None]:
-    """Lower programs without the lines that they are from.
-
-    Equal stages come from different lines, and a step may be called from several: their bytes are to be equal.
-    """
+    """Lower programs without source lines, so that equal stages, and steps with several callers, have equal bytes."""
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)
     jax.config.update(name, 0)

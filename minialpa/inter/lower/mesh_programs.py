@@ -1,7 +1,7 @@
-"""A program split by its meshes: from the instructions of all meshes, what the workers of each mesh do.
+"""A program split by its meshes: the instructions of all meshes in, the program of each mesh out.
 
-A transfer between meshes becomes a send, where it stands, and a receive in front of its first reader: workers wait for
-what they read and for nothing else. What arrives in the meantime is kept by the transport.
+A transfer between meshes becomes a send in its place, and a receive before its first reader, so that workers wait only
+for the arrays that they read. The transport keeps messages that arrive earlier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from minialpa.cluster import ClusterSpec
 from minialpa.inter.lower.cross_mesh import Crossing, plan_resharding
 from minialpa.inter.lower.exported_functions import array_type, export_function
 from minialpa.ir.equations import aval_of, is_extended
-from minialpa.programs.leaf_blocks import numbered_leaves
 from minialpa.programs.mesh_program import (
     ArrayType,
     MeshFunction,
@@ -31,7 +30,17 @@ from minialpa.programs.mesh_program import (
     Relayout,
     Send,
 )
-from minialpa.programs.program import Accumulate, ConstantSlot, Free, Instruction, Program, Run, Transfer, reads
+from minialpa.programs.program import (
+    Accumulate,
+    ConstantSlot,
+    Free,
+    Instruction,
+    Program,
+    Run,
+    Transfer,
+    numbered_leaves,
+    reads,
+)
 from minialpa.programs.resharding import Resharding
 from minialpa.tracing.trace import TracedStep
 
@@ -39,13 +48,17 @@ from minialpa.tracing.trace import TracedStep
 def split_by_mesh(
     program: Program, types: Mapping[int, ArrayType], *, cluster: ClusterSpec, platform: str
 ) -> tuple[MeshProgram, ...]:
-    """What each mesh of `program` does, with functions exported for `platform` ("cpu" or "cuda").
+    """The program of each mesh, with functions exported for `platform` ("cpu" or "cuda").
 
     types: of buffers that no function reads or writes.
-    Raises TraceError for a function that cannot leave this process, as one that calls back into Python.
+    Raises TraceError for a function that cannot leave this process, such as one that calls back into Python.
     """
-    functions = _functions_by_mesh(program, platform)
-    writer = _Writer(program, _located_buffers(program, types), cluster)
+    functions: list[list[MeshFunction]] = [[] for _ in program.meshes]
+    for function in program.functions:
+        shape = program.meshes[function.mesh].logical_shape
+        functions[function.mesh].append(export_function(function, shape, platform))
+
+    writer = _Writer(program, _types_of_buffers(program, types), cluster)
     for instruction in program.instructions:
         writer.add(instruction)
     writer.receive_results()
@@ -53,7 +66,7 @@ def split_by_mesh(
 
 
 def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
-    """Types of the inputs of the program of a step, whether a function reads them or not."""
+    """Types of all inputs of the program of a step."""
     leaves = [
         aval if rows is None else aval.update(shape=(rows[1] - rows[0], *aval.shape[1:]))
         for aval, rows in numbered_leaves([aval_of(v) for v in traced.flat.invars], program.blocks.arguments)
@@ -68,49 +81,19 @@ def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
     return types
 
 
-def _functions_by_mesh(program: Program, platform: str) -> list[list[MeshFunction]]:
-    functions: list[list[MeshFunction]] = [[] for _ in program.meshes]
-    for function in program.functions:
-        shape = program.meshes[function.mesh].logical_shape
-        functions[function.mesh].append(export_function(function, shape, platform))
-    return functions
-
-
 # ---- buffers ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Where a buffer is.
-
-    Attributes:
-        mesh: number of the mesh that holds it.
-        spec: its sharding there.
-    """
+    """The mesh that holds a buffer, and the buffer's sharding there."""
 
     mesh: int
     spec: PartitionSpec
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """The buffers of a program, by their numbers.
-
-    Attributes:
-        types: type of each buffer.
-        locations: mesh and sharding of each buffer.
-    """
-
-    types: Mapping[int, ArrayType]
-    locations: Mapping[int, _Location]
-
-    def on(self, mesh: int) -> tuple[dict[int, ArrayType], dict[int, PartitionSpec]]:
-        """Types and shardings of the buffers of one mesh."""
-        specs = {b: location.spec for b, location in self.locations.items() if location.mesh == mesh}
-        return {b: type_ for b, type_ in self.types.items() if b in specs}, specs
-
-
-def _located_buffers(program: Program, types: Mapping[int, ArrayType]) -> _Buffers:
+def _locations(program: Program) -> dict[int, _Location]:
+    """Mesh and sharding of each buffer."""
     locations = {slot.buffer: _Location(slot.mesh, slot.spec) for slot in program.inputs}
     locations.update((slot.buffer, _Location(slot.mesh, slot.spec)) for slot in program.constants)
     for instruction in program.instructions:
@@ -121,7 +104,7 @@ def _located_buffers(program: Program, types: Mapping[int, ArrayType]) -> _Buffe
                     locations[buffer] = _Location(function.mesh, spec)
             case Transfer(_, target, mesh, spec):
                 locations[target] = _Location(mesh, spec)
-    return _Buffers(_types_of_buffers(program, types), locations)
+    return locations
 
 
 def _types_of_buffers(program: Program, known: Mapping[int, ArrayType]) -> dict[int, ArrayType]:
@@ -136,7 +119,7 @@ def _types_of_buffers(program: Program, known: Mapping[int, ArrayType]) -> dict[
             for buffer, aval in zip(buffers, (*function.in_avals, *function.out_avals), strict=True):
                 types.setdefault(buffer, array_type(aval))
 
-    # An argument may go straight to another mesh, or be a result: then only copies of it, or nothing, is read.
+    # Functions may read only copies of an argument, such as one that goes straight to another mesh.
     copies = [instruction for instruction in program.instructions if isinstance(instruction, Transfer)]
     for copy in copies:
         if copy.source in types:
@@ -152,13 +135,13 @@ def _types_of_buffers(program: Program, known: Mapping[int, ArrayType]) -> dict[
 
 @dataclass(slots=True)
 class _MeshDraft:
-    """The program of one mesh, as far as it is written.
+    """The program of one mesh, while it is written.
 
     Attributes:
         types: types of its buffers.
         specs: shardings of its buffers.
-        instructions: what its workers do, in order.
-        transfers: the transfers that it takes part in.
+        instructions: in order.
+        transfers: by number, the transfers from and to this mesh.
         receives: for each buffer that was sent and has no reader yet, the instructions that receive it.
     """
 
@@ -169,7 +152,7 @@ class _MeshDraft:
     receives: dict[int, Sequence[MeshInstruction]] = field(default_factory=dict)
 
     def receive(self, buffers: Sequence[int]) -> None:
-        """Let the workers wait for `buffers`, as the next instruction reads them."""
+        """Let the workers wait for `buffers` before the next instruction."""
         for buffer in buffers:
             self.instructions.extend(self.receives.pop(buffer, ()))
 
@@ -177,12 +160,23 @@ class _MeshDraft:
 class _Writer:
     """Writes the instructions of a program into a draft for each mesh."""
 
-    def __init__(self, program: Program, buffers: _Buffers, cluster: ClusterSpec) -> None:
-        self.program, self.buffers, self.cluster = program, buffers, cluster
-        self.number_on_mesh = _numbers_on_meshes(program)
-        self.drafts = [_MeshDraft(*buffers.on(mesh)) for mesh in range(len(program.meshes))]
+    def __init__(self, program: Program, types: Mapping[int, ArrayType], cluster: ClusterSpec) -> None:
+        self.program, self.types, self.cluster = program, types, cluster
+        self.locations = _locations(program)
         self.n_buffers = program.n_buffers
         self.reshardings: dict[tuple[ArrayType, _Location, _Location], Resharding] = {}
+
+        counters = [itertools.count() for _ in program.meshes]
+        self.number_on_mesh = [next(counters[function.mesh]) for function in program.functions]
+        self.drafts = [_MeshDraft({}, {}) for _ in program.meshes]
+        for buffer, location in self.locations.items():
+            self._locate(buffer, types.get(buffer), location)
+
+    def _locate(self, buffer: int, kind: ArrayType | None, location: _Location) -> None:
+        draft = self.drafts[location.mesh]
+        draft.specs[buffer] = location.spec
+        if kind is not None:
+            draft.types[buffer] = kind
 
     def add(self, instruction: Instruction) -> None:
         match instruction:
@@ -200,7 +194,7 @@ class _Writer:
                 self._free(buffers)
 
     def receive_results(self) -> None:
-        """Let each mesh wait for the results that it holds at the end."""
+        """Let each mesh wait for its results."""
         for slot in self.program.outputs:
             for buffer, mesh in zip(slot.buffers, slot.meshes, strict=True):
                 self.drafts[mesh].receive((buffer,))
@@ -208,42 +202,41 @@ class _Writer:
     def _free(self, buffers: Sequence[int]) -> None:
         by_mesh: dict[int, list[int]] = defaultdict(list)
         for buffer in buffers:
-            by_mesh[self.buffers.locations[buffer].mesh].append(buffer)
+            by_mesh[self.locations[buffer].mesh].append(buffer)
 
         for mesh, freed in by_mesh.items():
-            # A buffer that nobody reads still arrives, and must be taken.
+            # A buffer without a reader still arrives and must be received.
             self.drafts[mesh].receive(freed)
             self.drafts[mesh].instructions.append(Free(tuple(freed)))
 
     def _transfer(self, transfer: Transfer) -> None:
-        source = self.buffers.locations[transfer.source]
+        source = self.locations[transfer.source]
         sender, receiver = self.drafts[source.mesh], self.drafts[transfer.mesh]
         sender.receive((transfer.source,))
         if source.mesh == transfer.mesh:
             sender.instructions.append(Relayout(transfer.source, transfer.target, transfer.spec))
             return
 
-        number, array = transfer.target, self.buffers.types[transfer.source]
-        resharding = self._resharding(array, source, self.buffers.locations[transfer.target])
+        number, array = transfer.target, self.types[transfer.source]
+        resharding = self._resharding(array, source, self.locations[transfer.target])
         for end in (sender, receiver):
             end.transfers[number] = MeshTransfer(source.mesh, transfer.mesh, array, resharding)
         sender.instructions.append(Send(transfer.source, number))
         receiver.receives[transfer.target] = self._receiving(transfer, array, resharding.landing)
 
     def _receiving(self, transfer: Transfer, array: ArrayType, landing: PartitionSpec) -> list[MeshInstruction]:
-        """What the target mesh does to have a transfer's array, which arrives in the spec `landing`."""
+        """The instructions of the target mesh for a transfer that arrives in the spec `landing`."""
         number = transfer.target
         if landing == transfer.spec:
             return [Receive(transfer.target, number)]
 
         landed = self.n_buffers
         self.n_buffers += 1
-        receiver = self.drafts[transfer.mesh]
-        receiver.types[landed], receiver.specs[landed] = array, landing
+        self._locate(landed, array, _Location(transfer.mesh, landing))
         return [Receive(landed, number), Relayout(landed, transfer.target, transfer.spec), Free((landed,))]
 
     def _resharding(self, array: ArrayType, source: _Location, target: _Location) -> Resharding:
-        """The resharding of an array; that of equal arrays between the same meshes is planned once."""
+        """The resharding of an array. Equal arrays between the same meshes share one."""
         key = (array, source, target)
         if key not in self.reshardings:
             crossing = Crossing(
@@ -257,12 +250,6 @@ class _Writer:
             )
             self.reshardings[key] = plan_resharding(crossing)
         return self.reshardings[key]
-
-
-def _numbers_on_meshes(program: Program) -> list[int]:
-    """The number of each function among those of its mesh."""
-    counters = [itertools.count() for _ in program.meshes]
-    return [next(counters[function.mesh]) for function in program.functions]
 
 
 def _mesh_program(program: Program, mesh: int, functions: Sequence[MeshFunction], draft: _MeshDraft) -> MeshProgram:
@@ -289,7 +276,7 @@ def _mesh_program(program: Program, mesh: int, functions: Sequence[MeshFunction]
 
 
 def _plain(slot: ConstantSlot) -> ConstantSlot:
-    """The constant as a NumPy array; typed keys as the integers that they are made of."""
+    """The constant as a NumPy array; typed keys as their integers."""
     value = slot.value
     if hasattr(value, "dtype") and is_extended(value.dtype):
         value = jax.random.key_data(value)

@@ -1,4 +1,4 @@
-"""A staged step with the decisions of its plan: the spec of every variable, and where arguments live between steps."""
+"""A staged step with its plan's decisions: the spec of every variable, and the homes of arguments between steps."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from minialpa.sharding import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """What emission reads of a step and its plan.
+    """The input of emission.
 
     Attributes:
         staged: the tasks of the step.
         plan: the plan.
         specs: for each mesh, the specs of its variables.
         programs: the tasks with their programs, in the order of `staged.tasks`.
-        results: for each result of the step, the meshes and specs in which it is left.
+        results: for each result of the step, its meshes and specs.
         remote_readers: (variable, mesh that makes it) -> other meshes that read it.
-        full_of_micro: for the rows of an argument that one micro-batch reads, the whole argument.
+        full_of_micro: (rows of an argument in one micro-batch) -> the whole argument.
         number_of_argument: number of each argument of the step.
         constants: value of each constant of the step.
         home_of_argument: by number, the mesh on which a step leaves the new value of an argument.
@@ -55,26 +55,22 @@ class PlannedStep:
 
     @property
     def donated_leaves(self) -> frozenset[int]:
-        """Numbers of the argument leaves that a step uses up."""
+        """Numbers of the argument leaves that a step consumes."""
         return frozenset(a for a in self.split.traced.aliases if a is not None)
 
     def home_of(self, var: Var, mesh: int) -> int:
-        """The mesh from which `mesh` gets an argument: the one that holds a state between steps, or itself."""
+        """The mesh from which `mesh` gets an argument: the home of a state between steps, or `mesh` itself."""
         number = None if var in self.full_of_micro else self.number_of_argument.get(var)
         return mesh if number is None else self.home_of_argument.get(number, mesh)
 
 
 def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Plan) -> PlannedStep:
-    """The decisions of `plan`, which was verified for `staged`, by variables.
-
-    problems: the equations of each mesh.
-    """
+    """The decisions of `plan`, which was verified for `staged`. problems: the equations of each mesh."""
     traced = staged.split.traced
     bound = [bind_specs(problem, stage) for problem, stage in zip(problems, plan.stages, strict=True)]
     specs = [specs_of_mesh for specs_of_mesh, _ in bound]
     equations = [
-        {eqn: chosen for eqn, chosen in zip(problem.eqns, of_mesh, strict=True)}
-        for problem, (_, of_mesh) in zip(problems, bound, strict=True)
+        dict(zip(problem.eqns, of_mesh, strict=True)) for problem, (_, of_mesh) in zip(problems, bound, strict=True)
     ]
 
     def programs_of(mesh: int) -> list[TaskProgram]:

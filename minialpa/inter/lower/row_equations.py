@@ -1,8 +1,8 @@
 """Rows of values: equations that compute a block of rows without the other rows.
 
-A block of a value needs the same positions of the operands, along the dimensions that have the factor of its rows. So
-the cut moves from the value to what it is made of, equation by equation, up to where an operation mixes rows; what is
-made there is computed in full, and cut. Random numbers are drawn by position, so a block draws its own.
+A block of a result needs the same positions of the operands, along the dimensions with the factor of its rows. So the
+cut moves from results to operands, equation by equation, up to an operation that mixes rows; its results are computed
+in full and cut. Random numbers depend on their positions, so each block draws its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _FactorRows:
 
 
 class RowEquations:
-    """The equations `eqns`, with those for some rows of some values among them.
+    """The equations `eqns`, with more equations that compute blocks of rows.
 
     Attributes:
         eqns: all equations, in an order in which they can run. Some may be dead.
@@ -48,14 +48,14 @@ class RowEquations:
     """
 
     def __init__(self, inputs: Sequence[Var], eqns: Sequence[JaxprEqn], wanted: Iterable[tuple[Var, Rows]]) -> None:
-        """inputs: what `eqns` read and do not make. wanted: the rows that are to be in `blocks`."""
+        """inputs: the free variables of `eqns`. wanted: the blocks to compute."""
         self.eqns: list[JaxprEqn] = []
         self.blocks: dict[tuple[Var, Rows], Atom] = {}
         self._asked: dict[Var, list[Rows]] = defaultdict(list)
         for var, rows in wanted:
             self._ask(var, rows)
 
-        # Readers come behind what they read, so all rows that are asked of a value are known when its turn comes.
+        # Backwards, so that all readers of a value have asked for their rows before its own turn.
         cuts = {eqn: self._cuts_of(eqn) for eqn in reversed(eqns)}
         for var in inputs:
             self._slice(var, self._asked[var])
@@ -68,7 +68,7 @@ class RowEquations:
             self._asked[var].append(rows)
 
     def _cuts_of(self, eqn: JaxprEqn) -> dict[tuple[int, Rows], _FactorRows | None]:
-        """For each result and rows of it that are asked for, the positions to compute; None to cut the result."""
+        """For each asked block of a result, the positions to compute; None to cut the result."""
         cuts: dict[tuple[int, Rows], _FactorRows | None] = {}
         for r, var in enumerate(eqn.outvars):
             for rows in self._asked[var]:
@@ -113,12 +113,12 @@ class RowEquations:
 
 
 def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _FactorRows | None:
-    """The positions of a factor that make up these rows of a result; None if an equation cannot compute them alone."""
+    """The positions of a factor that are these rows of a result; None if the equation cannot compute them alone."""
     dim = factors.results[result][rows.dim]
     factor = factors.leading(dim)
     if factor is None or factor in factors.blocked or factor in factors.reductions or eqn.effects:
         return None
-    # Loops and branches tell positions by equal parts, and rows may be any.
+    # Loops and branches only know equal parts, and the rows may be unequal.
     if factor in factors.positional and is_control_flow(eqn):
         return None
 
@@ -134,7 +134,7 @@ def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _F
 
 
 def _rows_of_factor(factors: Factors, dims: Dims, positions: _FactorRows) -> Rows | None:
-    """The rows of an array at these positions; None if it does not have the factor."""
+    """The rows of an array at these positions; None without the factor."""
     factor, (start, stop) = positions.factor, positions.rows
     for d, dim in enumerate(dims):
         if factor in dim:

@@ -1,7 +1,7 @@
 """The program that creates a training state where a step reads it.
 
-A few functions for each mesh compute the leaves that this mesh holds, shard by shard, with nothing sent between meshes:
-what several leaves are made of, such as random keys, is computed wherever it is needed.
+A few functions for each mesh compute the leaves of this mesh, shard by shard. Meshes send each other no arrays: each
+computes the inputs that several leaves share, such as random keys.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from jax.sharding import PartitionSpec
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import ShardingError
-from minialpa.inter.lower.lifetimes import last_uses, with_frees
+from minialpa.inter.lower.instruction_passes import last_uses, with_frees
 from minialpa.inter.lower.propagated_specs import propagated_specs
 from minialpa.inter.lower.row_equations import RowEquations, Rows
 from minialpa.inter.lower.task_functions import task_function
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, live_equations, operand_vars, shape_of
 from minialpa.plan import PlacedValue
-from minialpa.programs.leaf_blocks import LeafBlocks, numbered_leaves
 from minialpa.programs.program import (
     ConstantSlot,
     Function,
     InputSlot,
     Instruction,
+    LeafBlocks,
     OutputSlot,
     Program,
     Run,
+    numbered_leaves,
     verify_program,
 )
 from minialpa.sharding import Spec
 from minialpa.tracing.trace import TracedStep
 
-#: Calls that make the leaves of one mesh, about. XLA computes all leaves of a call at the same time, and drawing random
-#: numbers takes several times their memory: more calls need less room, and take longer to compile.
+#: About the number of calls that make the leaves of one mesh. XLA computes all leaves of a call at the same time, and
+#: random numbers take several times their own memory: more calls need less memory, and take longer to compile.
 _N_CALLS = 8
 
 
@@ -98,23 +99,18 @@ def _pieces(traced: TracedStep, step: Program) -> list[_Piece]:
             )
         ndim = len(shape_of(traced.flat.outvars[leaf]))
         places = [(slot.mesh, Spec.of(slot.spec, ndim)) for slot in slots[number]]
-        # A leaf that no stage reads has no place; the first mesh keeps it.
+        # The first mesh keeps a leaf that no stage reads.
         pieces.append(_Piece(leaf, rows, tuple(places or [(0, Spec.replicated(ndim))])))
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A piece on one mesh: its number, and its spec there."""
-
-    number: int
-    piece: _Piece
-    spec: Spec
+#: A piece on one mesh: its number, the piece, and its spec there.
+_Copy = tuple[int, _Piece, Spec]
 
 
 def _parts(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]:
-    """`copies` in runs of about equal bytes, each of which is made by one call."""
-    n_bytes = [_piece_bytes(copy.piece, leaves) for copy in copies]
+    """`copies` in runs of about equal bytes, one for each call."""
+    n_bytes = [_piece_bytes(piece, leaves) for _, piece, _ in copies]
     most_bytes = max([sum(n_bytes) / _N_CALLS, *n_bytes], default=0)
     parts: list[list[_Copy]] = []
     room = 0.0
@@ -151,12 +147,7 @@ class _Writer:
 
     def add_mesh(self, mesh: int, pieces: Sequence[_Piece]) -> None:
         """Write the calls that make the pieces of a mesh."""
-        mine = [
-            _Copy(number, piece, spec)
-            for number, piece in enumerate(pieces)
-            for home, spec in piece.places
-            if home == mesh
-        ]
+        mine = [(i, piece, spec) for i, piece in enumerate(pieces) for home, spec in piece.places if home == mesh]
         for part in _parts(mine, self._flat.outvars):
             self._add_call(mesh, part)
 
@@ -167,10 +158,10 @@ class _Writer:
         number = len(self._functions)
         self._functions.append(task_function(f"create{mesh}.{number}", mesh, program))
         self._instructions.append(Run(number, inputs, outputs))
-        self.made.update(((copy.number, mesh), buffer) for copy, buffer in zip(copies, outputs, strict=True))
+        self.made.update(((piece, mesh), buffer) for (piece, _, _), buffer in zip(copies, outputs, strict=True))
 
     def program(self, step: Program, pieces: Sequence[_Piece]) -> Program:
-        """The program of all meshes, which are those of `step`."""
+        """The program of all meshes of `step`."""
         outputs = []
         for number, piece in enumerate(pieces):
             homes = tuple(mesh for mesh, _ in piece.places)
@@ -193,7 +184,7 @@ class _Writer:
     def _mesh_equations(self, mesh: int, copies: Sequence[_Copy]) -> ShardedEquations:
         """The equations that make these copies, in their specs."""
         flat = self._flat
-        atoms = [(flat.outvars[copy.piece.leaf], copy.piece.rows) for copy in copies]
+        atoms = [(flat.outvars[piece.leaf], piece.rows) for _, piece, _ in copies]
         cut = [(atom, Rows(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
         found = RowEquations((*flat.constvars, *flat.invars), flat.eqns, cut)
         outvars = [
@@ -203,21 +194,21 @@ class _Writer:
         read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
         invars = tuple(var for var in (*flat.constvars, *flat.invars) if var in read)
 
-        specs = [copy.spec for copy in copies]
-        results = [(atom, spec) for atom, spec in zip(outvars, specs, strict=True) if not is_literal(atom)]
-        sharded = propagated_specs(invars, eqns, results, self._meshes[mesh])
+        out_specs = [spec for _, _, spec in copies]
+        results = [(atom, spec) for atom, spec in zip(outvars, out_specs, strict=True) if not is_literal(atom)]
+        specs, equations = propagated_specs(invars, eqns, results, self._meshes[mesh])
         return ShardedEquations(
             eqns=tuple(eqns),
             invars=invars,
             outvars=tuple(outvars),
-            specs=sharded.specs,
-            equations=sharded.equations,
-            out_specs=tuple(specs),
+            specs=specs,
+            equations=equations,
+            out_specs=tuple(out_specs),
             mesh=self._meshes[mesh],
         )
 
     def _fill(self, var: Var, mesh: int) -> int:
-        """A buffer of `mesh` that holds an argument or a constant when the call begins, on all of its devices."""
+        """The buffer of `mesh` that holds an argument or a constant on all devices when the call begins."""
         if (var, mesh) not in self._filled:
             self._filled[var, mesh] = self._new_slot(var, mesh)
         return self._filled[var, mesh]

@@ -1,4 +1,4 @@
-"""Micro-batches: rewrites a traced step as loops over micro-batches (`SplitStep`).
+"""Micro-batches: a traced step as loops over micro-batches (`SplitStep`).
 
 Imports: `rules` and `tracing`.
 """

@@ -1,10 +1,9 @@
-"""Running averages: which values without examples are affine in an argument of the step and in moments of examples.
+"""Running averages: values without examples that are affine in an argument of the step and in moments of examples.
 
     new state = a * old state + b * moment + c          a, b, c: known without the examples
 
-A `Value` is followed through the equations: the arguments that it is affine in, and the moments that it is computed
-from. So all ways to write an average are alike: a decay that is an argument, a correction for the first steps, a
-choice by a flag, a cast, several layers in one array.
+Equations pass on `Value`s, so an average may have any form: a decay that is an argument, a correction for the first
+steps, a choice by a flag, a cast, several layers in one array.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from minialpa.ir.equations import Atom, aval_of, called, is_call, is_inexact, is
 from minialpa.support.identity import ById
 from minialpa.tracing.trace import TracedStep
 
-#: Of values that are put together, or of parts of one, each entry is an entry of one of them.
+#: Primitives whose results have only entries of their operands.
 _MOVES: Final = (
     "broadcast_in_dim",
     "concatenate",
@@ -54,14 +53,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """inputs: numbers of the arguments that a value is affine in. moments: what it is computed from."""
+    """inputs: numbers of the arguments that a value is affine in. moments: all moments that it depends on."""
 
     inputs: frozenset[int] = frozenset()
     moments: frozenset[Moment] = frozenset()
 
     @property
     def arrays(self) -> frozenset[Var | None]:
-        """The arrays of whose moments it is computed; None among them for other totals."""
+        """The arrays of its moments; None for other totals."""
         return frozenset(moment.x for moment in self.moments)
 
     @property
@@ -69,7 +68,7 @@ class Value:
         return bool(self.inputs) and bool(self.moments) and None not in self.arrays
 
 
-#: A total of examples that is no moment.
+#: A total that is not a moment.
 OTHER: Final = Value(moments=frozenset([Moment(None, 1)]))
 
 
@@ -87,7 +86,7 @@ def result_values(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
 
 
 def mixes(eqn: JaxprEqn, operands: Sequence[Value], result: Value) -> bool:
-    """Whether moments of different arrays, or other totals, meet in a result, and not side by side or as averages."""
+    """Whether entries or averages of a result mix moments of different arrays, or other totals."""
     if None in result.arrays and len(result.arrays) > 1:
         return True
     is_control = eqn.primitive.name == "cond" or is_call(eqn)
@@ -106,7 +105,7 @@ def replaced_inputs(step: TracedStep, results: Sequence[Value]) -> list[frozense
             for j, (atom, value) in enumerate(zip(outvars, results, strict=True))
             if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == kind
         ]
-        # If the step hands the argument on, what it adds to it elsewhere is a log.
+        # If the step returns the argument itself, other sums with it are a log.
         unchanged = [j for j in may_replace if results[j] == Value(inputs=frozenset([i]))]
         in_place = [j for j in may_replace if step.layouts[j] == i]
         for j in unchanged or in_place or may_replace:
@@ -127,7 +126,7 @@ def _of_program(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def _result(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-    """What an equation makes of its operands, if it is no control flow."""
+    """The value of the results of an equation without control flow."""
     name = eqn.primitive.name
     if name == "select_n":
         return _union([_chosen_by(operands[0]), *operands[1:]])
@@ -140,7 +139,9 @@ def _result(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
         first, second = operands
         if first.moments and second.moments:
             return replace(_with_degree(both, 2), inputs=frozenset())
-        return replace(both, inputs=first.inputs | second.inputs if not both.moments else _of_moments(first, second))
+        if not both.moments:
+            return replace(both, inputs=first.inputs | second.inputs)
+        return replace(both, inputs=first.inputs if first.moments else second.inputs)
     if name == "div":
         return replace(both, inputs=frozenset() if operands[1].moments else operands[0].inputs)
     if name in _SQUARES:
@@ -148,13 +149,8 @@ def _result(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     return replace(both, inputs=frozenset())
 
 
-def _of_moments(first: Value, second: Value) -> frozenset[int]:
-    """The arguments that a product of moments and known values is affine in: those of its moments."""
-    return first.inputs if first.moments else second.inputs
-
-
 def _chosen_by(index: Value) -> Value:
-    """What the choice of a branch adds to its results: they are no function of other totals that are merely tested."""
+    """The part of a branch's index in the results: its moments, but no other totals, which the branch only tests."""
     return Value(moments=frozenset(moment for moment in index.moments if moment.x is not None))
 
 

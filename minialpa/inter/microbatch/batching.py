@@ -1,12 +1,12 @@
-"""Which values of a step depend on the examples, and how: the analysis behind micro-batches and data parallelism.
+"""Dependence of values on the examples, for micro-batches and data parallelism.
 
 `batch_kinds` gives each variable of a flat full-batch program a kind:
 
   * an int d: dimension d holds the examples;
-  * AGGREGATE: computed from examples by a reduction over them (losses, gradients, batch statistics);
-  * none: the same for every micro-batch (parameters, keys, constants, and what is computed from them).
+  * AGGREGATE: a reduction over examples (losses, gradients, batch statistics);
+  * none: the same for every micro-batch (functions of parameters, keys and constants).
 
-The batch dimension is followed through each equation by its rule of named factors.
+The named factors of each equation carry the batch dimension through it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Kinds = dict[Var, Kind]
 
 
 def batch_factors(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> tuple[int, ...]:
-    """The factors of `eqn` that hold the examples. Raises TraceError where they cannot be told apart.
+    """The factors of `eqn` that hold the examples, each in other arrays: two independent arrays in a loop have two.
 
-    There is one, or several that no array has two of, such as those of two independent arrays carried by one loop.
     n: number of micro-batches, which must divide each factor into contiguous blocks.
+    Raises TraceError if the equation mixes or pairs examples.
     """
     rows = [(k, kind) for k, atom in enumerate(eqn.invars) if isinstance(kind := _kind(atom, kinds), int)]
     found = list(dict.fromkeys(_batch_factor(eqn, factors, k, dim, n) for k, dim in rows))
 
-    # Two of them in one array, or in what one result depends on, would pair examples with each other.
+    # Two factors in one array, or in the operands of one result, would pair examples with each other.
     for array in (*factors.operands, *factors.results):
         _check_apart(eqn, [factor for factor in found if any(factor in dim for dim in array)])
     for r in range(len(factors.results)):
@@ -63,15 +63,25 @@ def _batch_factor(eqn: JaxprEqn, factors: Factors, k: int, dim: int, n: int) -> 
     return leading
 
 
+def rows_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
+    """Operands with a dimension of examples."""
+    return [var for var in operand_vars(eqn) if isinstance(kinds.get(var), int)]
+
+
+def totals_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
+    """Operands that are reduced over examples, or functions of such."""
+    return [var for var in operand_vars(eqn) if kinds.get(var) == AGGREGATE]
+
+
 def _check_unseen(eqn: JaxprEqn, kinds: Kinds) -> None:
-    """Raise TraceError for a callback into Python with values of each example: each micro-batch would call it."""
+    """Raise TraceError for a callback into Python with values of examples: each micro-batch would call it."""
     # A loop or a branch with a callback inside has its effects.
-    if eqn.effects and any(isinstance(kinds.get(var), int) for var in operand_vars(eqn)):
+    if eqn.effects and rows_in(eqn, kinds):
         raise TraceError(
             f"`{eqn.primitive.name}` at {source_line(eqn)} calls Python with values of each example, such as "
-            "`jax.debug.print` does. With micro-batches it would see a part of the batch at a time, once for each. "
-            "Return these values as results of the step, which are those of the full batch, and print them there; give "
-            "it what sums or means of the batch are; or use `num_micro_batches=1`."
+            "`jax.debug.print` does. With micro-batches it would run once for each part of the batch. "
+            "Return these values as results of the step, which have the full batch, and print them there; pass sums or "
+            "means over the batch instead; or use `num_micro_batches=1`."
         )
 
 
@@ -84,7 +94,7 @@ def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
 
 
 def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | None:
-    """Kind of a result of an equation whose batch factors are `split`; None if it does not depend on examples."""
+    """Kind of a result, given the batch factors; None if it does not depend on examples."""
     for d, dim in enumerate(factors.results[result]):
         if any(factor in dim for factor in split):
             return d
@@ -92,7 +102,7 @@ def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | N
 
 
 def dim_of(dims: Sequence[tuple[int, ...]], factors: Sequence[int]) -> int | None:
-    """The dimension that has one of `factors`."""
+    """The dimension with one of `factors`."""
     return next((d for d, dim in enumerate(dims) if any(factor in dim for factor in factors)), None)
 
 
@@ -101,9 +111,9 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def batch_kinds(step: TracedStep, n: int) -> Kinds:
-    """Kinds of all variables that depend on the batch, for `n` micro-batches; what mixes examples is AGGREGATE.
+    """Kinds of all variables that depend on the batch, for `n` micro-batches; mixed examples are AGGREGATE.
 
-    Raises TraceError for a callback into Python that would see micro-batches.
+    Raises TraceError for a callback into Python that would run on micro-batches.
     """
     kinds: Kinds = {var: dim for var, dim in zip(step.flat.invars, step.batch_dims, strict=True) if dim is not None}
     for eqn in step.flat.eqns:
@@ -133,6 +143,6 @@ def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
         return everything
 
     found = [result_kind(factors, split, r) for r in range(len(eqn.outvars))]
-    # What examples do not affect may still depend on an operand that comes from them all.
+    # A result without a batch factor may still depend on a total.
     all_depend = AGGREGATE in mine or all(kind is None for kind in found)
     return [AGGREGATE if kind is None and all_depend else kind for kind in found]

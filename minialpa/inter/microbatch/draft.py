@@ -1,33 +1,57 @@
-"""A split step while it is written: the equations of each segment so far, and how values combine over micro-batches."""
+"""A split step while it is written, and the values that are known once.
+
+Arguments, totals, rows of all micro-batches together, and functions of these are complete in the segments between
+loops, under the names of the full-batch program:
+
+  * parts of a reduction are accumulated over micro-batches;
+  * own values of micro-batches are averaged;
+  * rows are concatenated;
+  * of a value that is the same in all micro-batches, one is taken.
+
+The first equation that asks for a value makes it.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.errors import TraceError
+from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.segments import Segments
 from minialpa.inter.microbatch.split_step import Accumulator, SplitStep, Stack, operation
-from minialpa.ir.equations import Atom, fresh_var, is_literal, operand_vars, shape_of
+from minialpa.ir.equations import (
+    Atom,
+    aval_of,
+    dtype_name,
+    fresh_var,
+    is_inexact,
+    is_literal,
+    operand_vars,
+    shape_of,
+)
 from minialpa.ir.op import Op
 from minialpa.support.private_jax import changed_aval
-from minialpa.tracing.new_equations import EquationMaker
+from minialpa.tracing.gradients import gradient_p
+from minialpa.tracing.new_equations import EquationMaker, equations_for
 
 
 class Draft:
     """A `SplitStep` under construction.
 
     Attributes:
-        segments: where each equation runs, and what its values are.
+        segments: the place of each equation, and the forms of values.
         maker: makes the equations of all loops.
-        values: for each loop, numbered from 1, what the micro-batch has for each variable of the full batch.
-        accumulators: by the full-batch variable that they compute, in the order in which they were wanted.
-        stacks: likewise.
+        values: for each loop, numbered from 1, the micro-batch's variable for each variable of the full batch.
+        accumulators, stacks: by the full-batch variable that they compute.
         micro_inputs: for each batch argument the variable that holds the rows of one micro-batch.
-        batch_dims: for variables of the loops, and batch arguments, the dimension that holds examples.
+        batch_dims: for variables of the loops, and batch arguments, the dimension of the examples.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -54,20 +78,20 @@ class Draft:
             self.batch_dims[rows] = self.batch_dims[var] = dim
 
     def add(self, eqn: JaxprEqn, segment: int, source: int) -> None:
-        """Append an equation to a segment, which may be an earlier one than that of the last call."""
+        """Append an equation to a segment."""
         self._operations[segment].append(operation(self.segments.step, eqn, segment, source))
 
     def micro_index(self) -> Var:
-        """The int32 scalar that holds the number of the micro-batch. A step that never asks for it has none."""
+        """The int32 scalar that holds the number of the micro-batch."""
         if self._micro_index is None:
             self._micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
         return self._micro_index
 
     def finish(self) -> SplitStep:
-        """The step, without the equations, accumulators and stacks that no result needs."""
+        """The step, without dead equations, accumulators and stacks."""
         step = self.segments.step
 
-        # A total needs the value of its loop, which no equation reads.
+        # A total needs the value of its loop, though no equation reads it.
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
         parts = {accumulator.total: accumulator.loop for accumulator in self.accumulators.values()}
         parts.update((stack.total, stack.loop) for stack in self.stacks.values())
@@ -90,9 +114,9 @@ class Draft:
 
 
 def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var, Var]) -> tuple[list[Op], set[Var]]:
-    """The operations that `results` need or that have side effects, in order, and all variables that are read.
+    """The operations that `results` need or that have side effects, in order, and all variables that they read.
 
-    parts: for each total the variable of its loop that it is combined from, which is needed where the total is.
+    parts: (total -> the variable of its loop), which is needed with the total.
     """
     needed = {var for var in results if not is_literal(var)}
     needed |= {parts[var] for var in needed if var in parts}
@@ -105,3 +129,147 @@ def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var,
             needed.update(reads)
             needed.update(parts[var] for var in reads if var in parts)
     return live[::-1], needed
+
+
+# ---- between loops ---------------------------------------------------------------------------------------------------
+
+#: Totals over micro-batches are floats of at least so many bytes: float32. In bfloat16, small parts would vanish.
+_LEAST_TOTAL_BYTES = 4
+
+
+class OnceValues:
+    """Writes the segments between loops of a draft. `segment` is always even."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.segments = draft.segments
+        self.known: set[Var] = set()
+
+    def emit(self, i: int, segment: int) -> None:
+        """Run equation `i` on whole arrays, after the equations of its operands."""
+        eqn = self.segments.eqns[i]
+        if eqn.outvars and all(var in self.known for var in eqn.outvars):
+            return
+
+        for atom in eqn.invars:
+            self.require(atom, segment)
+        self.known.update(eqn.outvars)
+        self.draft.add(eqn, segment, self.segments.sources[i])
+
+    def require(self, atom: Atom, segment: int) -> None:
+        """Make a value known under its own name from `segment` on."""
+        if is_literal(atom) or atom in self.known or atom in self.segments.early_values:
+            return
+
+        form = self.segments.forms.form(atom)
+        if isinstance(form, Once):
+            i = self.segments.producer.get(atom)
+            if i is not None:
+                self.emit(i, segment)
+            return
+        if atom in self.draft.micro_inputs:
+            return  # an argument
+
+        # A loop has computed each micro-batch's part of it.
+        assert 2 * form.loop <= segment, f"{self.segments.line(atom)} is read in {segment} and known after {form}"
+
+        self.known.add(atom)
+        part = self.draft.values[form.loop][atom]
+        match form:
+            case Rows():
+                self._concatenate(atom, form, part, segment)
+            case Same():
+                self._take_any(atom, form, part, segment)
+            case Own():
+                self._refuse_average(atom)
+                self._add_up(atom, part, self.segments.n_micro_batches, None, segment)
+            case Partial(reduction="sum"):
+                self._add_up(atom, part, 1, form.scale, segment)
+            case Partial():
+                self.draft.accumulators[atom] = Accumulator(part, atom, form.reduction)
+
+    def scaled(self, var: Atom, scale: Scale, segment: int) -> tuple[list[JaxprEqn], Atom]:
+        """Equations that multiply `var` by the scalar of `scale` in `segment`, and their result."""
+        self.require(scale.scalar, segment)
+
+        def scaled(x: Any, scalar: Any) -> Any:
+            scalar = scalar.astype(x.dtype)
+            # A mean over no examples has an infinite scalar, and a mask between it and each x_i.
+            return jnp.where(x == 0, x, x / scalar if scale.divides else x * scalar)
+
+        eqns, (out,) = self.draft.maker.compute(("scaled", scale.divides), scaled, var, scale.scalar)
+        return eqns, out
+
+    def _add_named(self, var: Var, eqns: Sequence[JaxprEqn], out: Atom, segment: int) -> None:
+        """Add equations that compute `out`, under the name `var`, from results of a loop."""
+        source = self.segments.sources[self.segments.producer[var]]
+        for eqn in eqns:
+            renamed = eqn.replace(outvars=[var if atom is out else atom for atom in eqn.outvars])
+            self.draft.add(renamed, segment, source)
+
+    def _concatenate(self, var: Var, form: Rows, part: Var, segment: int) -> None:
+        total = var if form.scale is None else fresh_var(var.aval)
+        self.draft.stacks[var] = Stack(part, total, self.draft.batch_dims[part])
+        if form.scale is not None:
+            eqns, out = self.scaled(total, form.scale, segment)
+            self._add_named(var, eqns, out, segment)
+
+    def _refuse_average(self, var: Var) -> None:
+        if is_inexact(var):
+            return
+        raise TraceError(
+            f"{self._name(var)} ({dtype_name(var)}) is computed at {self.segments.line(var)} from statistics of the "
+            "micro-batch, and has no clear meaning over micro-batches. Compute it from sums, or use "
+            "`num_micro_batches=1`."
+        )
+
+    def _name(self, var: Var) -> str:
+        step = self.segments.step
+        paths = zip(step.flat.outvars, step.out_paths, strict=True)
+        return next((f"`{path}`" for atom, path in paths if atom is var), "A value of the update")
+
+    def _add_up(self, var: Var, part: Var, divisor: int, scale: Scale | None, segment: int) -> None:
+        """`var` is the sum over micro-batches of `part`, divided by `divisor` and multiplied by `scale`."""
+        aval = aval_of(var)
+        is_narrow = is_inexact(var) and aval.dtype.itemsize < _LEAST_TOTAL_BYTES
+        dtype = np.dtype("float32") if is_narrow else aval.dtype
+        total = fresh_var(changed_aval(aval, dtype=dtype, weak_type=False))
+        self.draft.accumulators[var] = Accumulator(part, total, "sum")
+
+        def finished(x: Any) -> Any:
+            (x,) = gradient_p.bind(x, call=0)  # here the planner may put the sum over devices, once for all parts
+            return x / jnp.asarray(divisor, dtype) if divisor > 1 else x
+
+        eqns, (out,) = self.draft.maker.compute(("finished", divisor, dtype), finished, total)
+
+        # Scaled before it is rounded to the dtype of the variable.
+        if scale is not None:
+            more, out = self.scaled(out, scale, segment)
+            eqns = [*eqns, *more]
+        if dtype != aval.dtype:
+            more, (out,) = self.draft.maker.compute(("narrow", aval.dtype), lambda x: x.astype(aval.dtype), out)
+            eqns = [*eqns, *more]
+        self._add_named(var, eqns, out, segment)
+
+    def _take_any(self, var: Var, form: Same, part: Var, segment: int) -> None:
+        """Take the largest of the micro-batches' equal values; of keys, the largest of their data."""
+        dtype = aval_of(var).dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            self.draft.accumulators[var] = Accumulator(part, var, "or" if dtype == np.bool_ else "max")
+            return
+
+        implementations = []
+
+        def to_data(keys: Any) -> Any:
+            implementations.append(jax.random.key_impl(keys))
+            return jax.random.key_data(keys)
+
+        eqns, (data,) = equations_for(to_data, part)
+        source = self.segments.sources[self.segments.producer[var]]
+        for eqn in eqns:
+            self.draft.add(eqn, 2 * form.loop - 1, source)
+
+        total = fresh_var(data.aval)
+        self.draft.accumulators[var] = Accumulator(data, total, "max")
+        eqns, (out,) = equations_for(lambda x: jax.random.wrap_key_data(x, impl=implementations[0]), total)
+        self._add_named(var, eqns, out, segment)

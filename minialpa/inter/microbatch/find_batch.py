@@ -1,14 +1,13 @@
-"""Finds the arguments that hold the examples of a step, where the user has not said so.
+"""Finds the arguments that hold the examples of a step, if the user has not named them.
 
-`find_batch` takes a step that was traced without a batch. The step itself tells the batch from the rest:
+In `step(state, batch)` the second argument is the batch. In other steps, traced without a batch, a batch argument obeys
+four rules:
 
-  1. All arrays of a batch argument share their leading dimension, the number of examples; random keys do not count.
-  2. The step does not return a new value of it, as it does of its state.
-  3. Its leading dimension stays apart through the model, up to reductions over it. That of a weight is contracted with
-     values that have no examples, in the first product that reads it.
+  1. All of its arrays share their leading dimension, the number of examples; random keys do not count.
+  2. The step does not return a new value of it, as it does for its state.
+  3. Its leading dimension stays apart through the model, up to reductions over it. The leading dimension of a weight is
+     contracted with values without examples, in the first product that reads it.
   4. Most of the model works on examples, and only a few equations on a table of weights for classes.
-
-`step(state, batch)` needs none of this: there, the second argument is the batch.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from minialpa.errors import TraceError
 from minialpa.inter.microbatch.batching import Kinds, batch_factors, batch_kinds, is_barrier
 from minialpa.ir.equations import aval_of, is_extended, is_literal, shape_of
 from minialpa.rules.known_rules import factors_of
+from minialpa.support.divisors import divisors
 from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.trace import NoBatch, TracedStep
 
-#: An argument that is in this many times more equations than any other is the batch.
+#: An argument in this many times more equations than any other is the batch.
 _CLEAR_LEAD = 2
 
 
@@ -36,9 +36,9 @@ class _Argument:
 
     Attributes:
         number: its number in the signature.
-        names: its name, or its names: keywords that are not in the signature have one number.
+        names: its name; all keywords outside of the signature have one number.
         leaves: the numbers of its leaves.
-        size: the leading dimension that its arrays share; None if they do not, or if there are none but random keys.
+        size: the common leading dimension of its arrays, apart from random keys; None without one.
     """
 
     number: int
@@ -52,11 +52,11 @@ class _Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Arguments with the same number of examples, and how their examples go through the step.
+    """Arguments with the same number of examples.
 
     Attributes:
         arguments: the arguments.
-        stays_apart: whether no equation mixes examples, or contracts them with values that have no examples.
+        stays_apart: whether no equation mixes examples, or contracts them with values without examples.
         n_equations: the number of equations whose results have a dimension of examples.
     """
 
@@ -72,12 +72,12 @@ class _Group:
 def find_batch(
     step: TracedStep, arg_of_leaf: Sequence[int], donated: Collection[int] = ()
 ) -> tuple[int, ...] | NoBatch:
-    """The numbers of the arguments that hold examples, or why there are none.
+    """The numbers of the arguments that hold examples, or the reason why there are none.
 
     step: traced without a batch, so that `step.aliases` and `step.layouts` may name every argument.
     arg_of_leaf: for each leaf, the number of its argument.
-    donated: the numbers of the arguments that the user donates. Those that the step also returns, such as the cache of
-        a decoder, are no batch.
+    donated: the numbers of the arguments that the user donates. A donated argument that the step also returns, such as
+        the cache of a decoder, is no batch.
     """
     arguments = _arguments(step, arg_of_leaf)
     updated = {arg_of_leaf[i] for i in step.aliases if i is not None}
@@ -89,24 +89,17 @@ def find_batch(
     if len(arguments) == 1:
         return _none(free)
 
-    # The structure of an argument may come back by chance, as predictions look like inputs. So such arguments come
-    # second: nothing rules them out.
+    # Results may have the structure of an argument by chance, as predictions look like inputs. Such arguments come
+    # second, but stay possible.
     founders = [argument for argument in free if argument.number not in returned]
     if len(founders) == len(free) == 1 and free[0].number != 0:
         return (free[0].number,)
     for known in (founders, free):
-        found = _contenders(_groups(step, known, free, returned))
+        sizes = dict.fromkeys(argument.size for argument in known)
+        found = _contenders([_group(step, [a for a in free if a.size == size], returned) for size in sizes])
         if found:
             return found[0].numbers if len(found) == 1 else _unclear(found)
     return _none(free)
-
-
-def _groups(
-    step: TracedStep, known: Sequence[_Argument], free: Sequence[_Argument], returned: Collection[int]
-) -> list[_Group]:
-    """A group for each number of examples that the arguments `known` have, of all that are `free` and have it."""
-    sizes = dict.fromkeys(argument.size for argument in known)
-    return [_group(step, [argument for argument in free if argument.size == size], returned) for size in sizes]
 
 
 def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
@@ -128,19 +121,19 @@ def _is_key(step: TracedStep, leaf: int) -> bool:
 
 
 def _is_state_and_batch(arguments: Sequence[_Argument], updated: Collection[int]) -> bool:
-    """Whether the signature is `step(state, batch)`, whatever is inside the batch."""
+    """Whether the signature is `step(state, batch)`, with any batch."""
     if [argument.number for argument in arguments] != [0, 1]:
         return False
     return 1 not in updated or (0 in updated and arguments[1].size is not None)
 
 
 def _group(step: TracedStep, arguments: Sequence[_Argument], returned: Collection[int]) -> _Group:
-    """The group of these arguments. If one of them makes it mix examples, the group is made of the others."""
+    """The group of these arguments, without one of them if that one makes it mix examples."""
     everything = _follow(step, arguments)
     if everything.stays_apart or len(arguments) == 1:
         return everything
 
-    # What the step returns, and what stands first, is a state more often than a batch.
+    # Returned arguments and the first argument are states more often than batches.
     suspects = sorted(arguments, key=lambda a: (a.number not in returned, a.number != 0, -a.number))
     for suspect in suspects:
         others = _follow(step, [argument for argument in arguments if argument is not suspect])
@@ -150,10 +143,10 @@ def _group(step: TracedStep, arguments: Sequence[_Argument], returned: Collectio
 
 
 def _follow(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
-    """How dimension 0 of the arguments goes through the step."""
+    """Follow dimension 0 of the arguments through the step."""
     rows = {i for argument in arguments for i in argument.leaves if shape_of(step.flat.invars[i])}
     dims = tuple(0 if i in rows and not _is_key(step, i) else None for i in range(len(step.flat.invars)))
-    n = _smallest_divisor(arguments[0].size or 1)
+    n = min(divisors(arguments[0].size or 1)[1:], default=1)
     kinds = batch_kinds(replace(step, batch_dims=dims), n)
     return _Group(
         arguments=tuple(arguments),
@@ -162,13 +155,8 @@ def _follow(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
     )
 
 
-def _smallest_divisor(n: int) -> int:
-    """The smallest divisor of n above 1, if there is one."""
-    return next((divisor for divisor in range(2, n + 1) if n % divisor == 0), 1)
-
-
 def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
-    """Whether an equation mixes examples, or contracts them with values that have none."""
+    """Whether an equation mixes examples, or contracts them with values without examples."""
     has_rows = [not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars]
     if not any(has_rows) or is_barrier(eqn):
         return False
@@ -184,10 +172,10 @@ def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
 
 
 def _contenders(groups: Sequence[_Group]) -> list[_Group]:
-    """The group whose examples go through most of the step, else that of the second argument; else all that may be."""
+    """The group in most of the equations, or else the group of the second argument, or else all possible groups."""
     apart = [group for group in groups if group.stays_apart]
     if not apart:
-        # Contrastive losses and attention between examples mix them, so that only the signature is left to tell.
+        # Contrastive losses and attention between examples mix them; only the signature remains as evidence.
         later = [group for group in groups if 0 not in group.numbers]
         return [group for group in later if 1 in group.numbers] or later
 
@@ -200,9 +188,9 @@ def _contenders(groups: Sequence[_Group]) -> list[_Group]:
 def _none(free: Iterable[_Argument]) -> NoBatch:
     could = ", ".join(f"{argument} as `batch_argnums=({argument.number},)`" for argument in free)
     return NoBatch(
-        "No argument was found to hold the examples of a batch: arrays that share their leading dimension, and that "
-        "the step does not return as an updated state. "
-        + (f"If it is {could}, say so." if could else "Name those that do with `batch_argnums=(…)`."),
+        "Found no argument with the examples of a batch: arrays that share their leading dimension, and that the step "
+        "does not return as an updated state. "
+        + (f"If it is {could}, name it so." if could else "Name the arguments with `batch_argnums=(…)`."),
         ambiguous=False,
     )
 

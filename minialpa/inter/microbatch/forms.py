@@ -1,26 +1,35 @@
-"""Forms: what a value of the full-batch program is in a step over micro-batches.
+"""Forms of the values of the full-batch program in a step over micro-batches.
 
-    Rows        has examples: each micro-batch computes its own rows of it
-    Partial     a reduction over examples: each micro-batch has a part, and its total is known behind the loop
-    Own         each micro-batch has a value of its own, see `statistics`; results are the average
-    Same        every micro-batch computes the same, beside something on examples
-    Once        known once: an argument, a total, or what is computed from them
+    Rows        has examples: each micro-batch computes its own rows
+    Partial     a reduction over examples: each micro-batch has a part, and the total is known after the loop
+    Own         each micro-batch has its own value, see `statistics`; results are the average
+    Same        every micro-batch computes the same value, as a second result of an equation on examples
+    Once        known once: an argument, a total, or a function of them
 
-Loops are numbered from 1; `after` = 0 is before the first. A loop can read what is known after the loops before it.
+Loops are numbered from 1; `after` = 0 is before the first. A loop can read values that are known after earlier loops.
+
+Linear equations keep a partial sum partial. A sum over the batch that is divided by its number of terms is a mean; the
+micro-batch's own value is the mean of its own examples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from jax.extend.core import Var
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
 
-from minialpa.rules.factors import Reduction
+from minialpa.inter.microbatch.batching import Kinds
+from minialpa.ir.equations import Atom, is_literal, operand_vars, shape_of
+from minialpa.rules.factors import Factors, Reduction
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A scalar that is known only behind a loop, as a factor or, if `divides`, as a divisor; see `scales`."""
+    """A scalar that is known only after a loop, as a factor or, if `divides`, as a divisor; see `scales`."""
 
     scalar: Var
     divides: bool = False
@@ -32,8 +41,8 @@ class Rows:
 
     Attributes:
         loop: the loop that computes them; 0 for the arguments of the step.
-        dim: the dimension that holds the examples.
-        scale: what the value has yet to be multiplied by, or None.
+        dim: the dimension of the examples.
+        scale: a factor that the value still lacks, or None.
     """
 
     loop: int
@@ -47,12 +56,12 @@ class Partial:
 
     Attributes:
         loop: the loop that computes the parts.
-        reduction: how they combine, such as "sum" or "max".
-        count: number of elements that were added into each entry, over the full batch; 0 if it is not known.
-        rescale: what a part of the full mean is multiplied by to be the micro-batch's own mean: the number of
-            micro-batches, once the sum was divided by its count; until then None.
-        factors: the known numbers that the sum, or since then the mean, was multiplied by.
-        scale: what the total has yet to be multiplied by, or None.
+        reduction: "sum", "max", ...
+        count: number of elements in the sum of each entry, over the full batch; 0 if unknown.
+        rescale: (own mean of the micro-batch) / (its part of the full mean), which is the number of micro-batches; None
+            before the sum is divided by its count.
+        factors: the known numbers that have multiplied the sum, or since `rescale` the mean.
+        scale: a factor that the total still lacks, or None.
     """
 
     loop: int
@@ -65,7 +74,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The micro-batch's own value in `loop`. count, factors: those of the means that it is computed from."""
+    """The micro-batch's own value in `loop`, with the count and factors of the means in it."""
 
     loop: int
     count: int = 0
@@ -74,7 +83,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """A value that all micro-batches compute alike in `loop`."""
+    """A value that is the same in all micro-batches, and is computed in `loop`."""
 
     loop: int
 
@@ -84,12 +93,11 @@ class Once:
     """A value that is known once.
 
     Attributes:
-        after: the loop behind which it is known; 0: before the first.
-        is_parameter: computed from arguments, or from what an update makes of them, and not from totals otherwise.
-        is_average: an average over micro-batches of what each has of its own; no example may depend on it.
+        after: the loop after which it is known; 0: before the first.
+        is_parameter: a function of arguments and of their updates, not of other totals.
+        is_average: an average of the micro-batches' own values; no example may depend on it.
         uniform: the scalar that fills it, if it is a broadcast of one, else None.
-        scale: what it may be multiplied by afterwards, or None; all else that it is computed from is known before
-            the first loop.
+        scale: a factor that may be applied later, or None; all its other operands are known before the first loop.
     """
 
     after: int
@@ -103,3 +111,168 @@ Form = Rows | Partial | Own | Same | Once
 
 #: Arguments that are not batches, constants and literals.
 KNOWN = Once(after=0)
+
+
+# ---- forms of a program ----------------------------------------------------------------------------------------------
+
+#: Primitives that may compute the number of terms of a mean.
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "convert_element_type": float,
+    "max": max,
+    "mul": operator.mul,
+    "sub": operator.sub,
+}
+
+#: Relative; a divisor this close to an integer is one: 1 / n as a float32 literal is off by up to 6e-8.
+_INTEGER_TOLERANCE = 1e-6
+
+
+class ValueForms:
+    """The forms of the values of a program, as they become known.
+
+    Attributes:
+        n: number of micro-batches.
+        batch_size: number of examples in the full batch.
+        producer: the equation that computes each variable.
+        of: the forms so far. A variable without one is `KNOWN`.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], n: int, batch_size: int) -> None:
+        self.n, self.batch_size = n, batch_size
+        self.producer = {var: eqn for eqn in eqns for var in eqn.outvars}
+        self.of: dict[Var, Form] = {}
+
+    def form(self, atom: Atom) -> Form:
+        return KNOWN if is_literal(atom) else self.of.get(atom, KNOWN)
+
+    def set_results(self, eqn: JaxprEqn, form: Form) -> None:
+        self.of.update((var, form) for var in eqn.outvars)
+
+    def row_dims(self, eqn: JaxprEqn) -> Kinds:
+        """The dimension of the examples of each operand that is rows."""
+        forms = {var: self.form(var) for var in operand_vars(eqn)}
+        return {var: form.dim for var, form in forms.items() if isinstance(form, Rows)}
+
+    def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
+        """The form of the results if `eqn` keeps partial sums of one loop partial.
+
+        is_own: whether the micro-batch takes its own values, see `statistics`.
+        """
+        partials = self.kept_partial(eqn, factors, is_own)
+        if not self._may_stay(eqn, factors, partials):
+            return None
+        if factors.linear == "joint":
+            return self._joined(eqn, factors, partials, is_own)
+        if factors.linear != "each" or len(partials) != 1:
+            return None
+
+        # A product of the one partial sum and coefficients.
+        (form,) = partials.values()
+        if any(isinstance(self.form(atom), Own) for atom in eqn.invars):
+            return form  # the micro-batch's own coefficient exists only in the loop
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        if not is_own and any(shape_of(eqn.invars[k]) for k in others):
+            return None  # cheaper once, on the total
+        return self._scaled(eqn, form)
+
+    def _may_stay(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial]) -> bool:
+        """Whether all partial operands are sums of one loop that `eqn` is linear in, and the loop has the others."""
+        forms = list(partials.values())
+        if not forms or any(k not in factors.linear_operands for k in partials):
+            return False
+        if any(form.reduction != "sum" for form in forms) or len({(form.loop, form.scale) for form in forms}) > 1:
+            return False
+        return all(self._known_in(atom, forms[0].loop) for atom in eqn.invars)
+
+    def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
+        """Partial operands by position. In an own product of two, a mean counts as the micro-batch's own value."""
+        found = ((k, self.form(var)) for k, var in enumerate(eqn.invars))
+        partials = {k: form for k, form in found if isinstance(form, Partial)}
+        if is_own and factors.linear == "each" and len(partials) > 1:
+            sums = {k: form for k, form in partials.items() if form.rescale is None}
+            return sums if len(sums) == 1 else partials
+        return partials
+
+    def _joined(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool) -> Partial | None:
+        """The form of a sum of partial sums. Other summands would count once per micro-batch, unless they are own."""
+        first, *more = partials.values()
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        all_own = all(isinstance(self.form(eqn.invars[k]), Own) for k in others)
+        if not all_own or (others and first.scale is not None):
+            return None
+
+        # The means of a micro-batch are joined if they are means of the same kind.
+        if is_own and (others or any(form.rescale != first.rescale for form in more)):
+            return None
+        summed = [factors.sizes[factor] for factor in factors.reductions if factor not in factors.positional]
+        factors_of_all = {form.factors for form in partials.values()}
+        same_factors = first.factors if len(factors_of_all) == 1 else ()
+        return replace(first, count=first.count * int(np.prod(summed or [1])), factors=same_factors)
+
+    def _known_in(self, atom: Atom, loop: int) -> bool:
+        """Whether a loop has a value, or each micro-batch's of it."""
+        form = self.form(atom)
+        return form.after < loop if isinstance(form, Once) else form.loop <= loop
+
+    def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
+        """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
+        factor = self.factor(eqn)
+        if form.count == 0 or not factor:
+            return form
+        form = replace(form, factors=(*form.factors, factor))
+        if form.rescale is not None:
+            return form
+
+        # An unbiased variance may be a mean times B / (B - 1), so all factors count together.
+        rescales = (self._rescale(form.count, form.factors[k:]) for k in range(len(form.factors)))
+        rescale = next((found for found in rescales if found is not None), None)
+        return form if rescale is None else replace(form, rescale=rescale, factors=())
+
+    def _rescale(self, count: int, factors: Sequence[float]) -> float | None:
+        """`Partial.rescale` of a sum of `count` elements times `factors`; None if this is no mean."""
+        # A divisor in the program is a float, so it is one only up to rounding.
+        divisor = 1 / product if (product := math.prod(factors)) else math.inf
+        n_terms = round(divisor) if math.isfinite(divisor) else 0
+        if n_terms == 0 or abs(divisor - n_terms) > _INTEGER_TOLERANCE * n_terms:
+            return None
+
+        if count % n_terms == 0 and n_terms % self.batch_size == 0:
+            return float(self.n)
+        return n_terms / max(count / self.n - 1, 1) if n_terms == count - 1 else None
+
+    def factor(self, eqn: JaxprEqn) -> float | None:
+        """The known number that an equation multiplies a value by."""
+        known = next((constant for constant in map(self._constant, eqn.invars) if constant), None)
+        if known is None or eqn.primitive.name not in ("mul", "div"):
+            return None
+        return known if eqn.primitive.name == "mul" else 1 / known
+
+    def unbiased(self, count: int, factors: Sequence[float]) -> float:
+        """b / (b - 1) : B / (B - 1), if the last factors of a mean of B elements are B / (B - 1), or else 1.
+
+        b: the number of elements in a micro-batch.
+        """
+        for k in range(len(factors) if count > 1 else 0):
+            if math.isclose(math.prod(factors[k:]), count / (count - 1), rel_tol=_INTEGER_TOLERANCE):
+                n_own = count / self.n
+                return n_own / max(n_own - 1, 1) * (count - 1) / count
+        return 1.0
+
+    def _constant(self, atom: Atom) -> float | None:
+        """The value of a constant real scalar. `jnp.var` computes its divisor in the program."""
+        if is_literal(atom):
+            return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
+        eqn = self.producer.get(atom)
+        if eqn is None or shape_of(atom) or eqn.primitive.name not in _ARITHMETIC:
+            return None
+        values = [self._constant(atom) for atom in eqn.invars]
+        return None if None in values else _ARITHMETIC[eqn.primitive.name](*values)
+
+    def is_zero(self, atom: Atom) -> bool:
+        while not is_literal(atom):
+            eqn = self.producer.get(atom)
+            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
+                return False
+            atom = eqn.invars[0]
+        return bool(np.all(np.asarray(atom.val) == 0))

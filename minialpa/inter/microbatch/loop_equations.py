@@ -1,7 +1,6 @@
 """Equations in a loop: each equation of the full batch, written for one micro-batch.
 
-The constants in it keep their full-batch values, so a mean over 64 examples still divides by 64, and the parts that the
-micro-batches compute add up.
+Constants keep their full-batch values: a mean over 64 examples still divides by 64, so parts of micro-batches add up.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class LoopEquations:
                 self.draft.batch_dims[result] = self.draft.batch_dims[operand]
 
     def _emit_own(self, eqn: JaxprEqn) -> None:
-        """Write `per_micro_batch`: a mean is one of fewer examples, and its cotangents are weighted as before.
+        """Write `per_micro_batch`, which turns a mean into a mean of fewer examples, or the cotangent of such a call.
 
-        The result leaves the step as an average, so a cotangent that is each micro-batch's own counts one n-th; one
-        that is a sum over examples counts in full.
+        The result leaves the step as an average, so a cotangent that is each micro-batch's own counts one n-th; a
+        cotangent that is a sum over examples counts in full.
         """
         (operand,) = eqn.invars
         rescale = self.segments.asked_for[eqn.params["number"]]
@@ -72,7 +71,7 @@ class LoopEquations:
         factors = factors_of(eqn).in_time(eqn)
         split = batch_factors(eqn, factors, self.forms.row_dims(eqn), self.segments.n_micro_batches)
         form = self.forms.form(eqn.outvars[0])
-        reader = _Reader(i, factors, split, form.scale if isinstance(form, Rows | Partial) else None)
+        reader = _SplitEquation(i, factors, split, form.scale if isinstance(form, Rows | Partial) else None)
 
         operands = [self._operand(reader, k, atom) for k, atom in enumerate(eqn.invars)]
         results = self.loop.rebuild(eqn, operands, factors, split)
@@ -82,8 +81,8 @@ class LoopEquations:
             if dim is not None:
                 self.draft.batch_dims[result] = dim
 
-    def _operand(self, reader: _Reader, k: int, atom: Atom) -> Atom:
-        """What operand `k` of an equation on examples is in this loop."""
+    def _operand(self, reader: _SplitEquation, k: int, atom: Atom) -> Atom:
+        """Operand `k` of an equation on examples, in this loop."""
         form = self.forms.form(atom)
         if isinstance(form, Rows):
             waits = reader.scale is not None and form.scale == reader.scale
@@ -99,7 +98,7 @@ class LoopEquations:
     def _only_once(self, i: int, atom: Atom) -> Atom:
         """An operand that must count once over all micro-batches: itself in the first one, zero in the others.
 
-        An own value counts as its average, a part in each micro-batch.
+        An own value counts as its average: one n-th in each micro-batch.
         """
         form = self.forms.form(atom)
         is_sum = isinstance(form, Partial) and form.reduction == "sum" and form.scale is None
@@ -138,7 +137,7 @@ class LoopEquations:
         ]
 
     def _beside_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
-        """An operand beside partial ones: added, an own value counts one n-th; as a factor, it counts in full."""
+        """An operand beside partial ones. An own value counts one n-th as a summand, and in full as a factor."""
         value = self.loop.value(atom, own=True)
         if isinstance(self.forms.form(atom), Own) and factors.linear == "joint" and k in factors.linear_operands:
             return self.loop.share(value)
@@ -146,14 +145,14 @@ class LoopEquations:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _SplitEquation:
     """An equation on examples.
 
     Attributes:
         number: its position among the equations.
-        factors: all of them.
-        split: those that hold the examples.
-        scale: what its results wait for, or None.
+        factors: all of its factors.
+        split: the factors that hold the examples.
+        scale: the scale of its results, or None.
     """
 
     number: int

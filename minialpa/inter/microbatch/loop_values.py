@@ -1,11 +1,10 @@
-"""Values in a loop over micro-batches: what an equation of the loop reads for each variable of the full batch.
+"""Values in a loop over micro-batches: an equation of the loop reads, for each variable of the full batch,
 
 * a value with a batch dimension: the micro-batch's rows, of this loop or of an earlier one;
 * a part of a reduction: the micro-batch's part, or its own mean;
-* a value that does not depend on the examples but has their shape (a dropout mask, position numbers): the rows of the
-  micro-batch, recomputed if only they are needed, or else cut out of the full-batch value, so that each example meets
-  the values of the full-batch run;
-* anything else: the value that is known once, see `once_values`.
+* a value without examples but with their shape (a dropout mask, position numbers): the rows of the micro-batch,
+  recomputed where possible, or else cut out of the full-batch value, so that each example meets the same values;
+* all other values: the value that is known once, see `OnceValues`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import dim_of
-from minialpa.inter.microbatch.draft import Draft
+from minialpa.inter.microbatch.draft import Draft, OnceValues
 from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
-from minialpa.inter.microbatch.once_values import OnceValues
 from minialpa.ir.equations import Atom, aval_of, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
@@ -30,12 +28,12 @@ from minialpa.tracing.new_equations import equations_for
 
 
 class LoopValues:
-    """The values of one loop; those that the loop lacks are computed in it when an equation first reads them.
+    """The values of one loop. The first reader of a missing value writes its equations.
 
     Attributes:
-        segment: that of the loop.
-        source: the number of the traced equation that is being written.
-        values: what the micro-batch has for each variable of the full batch, as far as the loop has computed it.
+        segment: the segment of the loop.
+        source: the number of the current traced equation.
+        values: the micro-batch's variable for each variable of the full batch that this loop has computed.
     """
 
     def __init__(self, draft: Draft, once: OnceValues, segment: int) -> None:
@@ -50,12 +48,12 @@ class LoopValues:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def add(self, eqn: JaxprEqn) -> list[Var]:
-        """Write an equation; its results."""
+        """Write an equation; returns its results."""
         self.draft.add(eqn, self.segment, self.source)
         return list(eqn.outvars)
 
     def rebuild(self, eqn: JaxprEqn, operands: Sequence[Atom], factors: Factors, split: Sequence[int]) -> list[Var]:
-        """Write `eqn` on the micro-batch's part of the factors `split`; its results."""
+        """Write `eqn` on the micro-batch's part of the factors `split`; returns its results."""
         if not factors.positional.isdisjoint(split):
             return self._rebuild_by_position(eqn, operands, factors, split)
         params = localize(eqn, factors, dict.fromkeys(split, self.n))
@@ -64,7 +62,7 @@ class LoopValues:
     def _rebuild_by_position(
         self, eqn: JaxprEqn, operands: Sequence[Atom], factors: Factors, split: Sequence[int]
     ) -> list[Var]:
-        """Write a loop or a branch in which something is made by its position, such as the rows of random bits."""
+        """Write a loop or a branch with values that depend on their position, such as rows of random bits."""
         n_splits, positional = dict.fromkeys(split, self.n), factors.positional.intersection(split)
 
         def on_rows(m: Any, *arrays: Any) -> list[Any]:
@@ -72,12 +70,12 @@ class LoopValues:
 
         eqns, results = equations_for(on_rows, self.draft.micro_index(), *operands)
         made = {var for one in eqns for var in self.add(with_source_of(one, eqn))}
-        # A loop may hand an operand back, such as weights that it carries. What leaves a micro-batch is its own.
+        # A loop may return an operand, such as carried weights. The micro-batch needs a variable of its own.
         is_made = [not is_literal(out) and out in made for out in results]
         return [x if made else self.compute("copied", jnp.copy, x) for x, made in zip(results, is_made, strict=True)]
 
     def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> Atom:
-        """Write the equations of `fun`; its result. Functions of one `key` do the same."""
+        """Write the equations of `fun`; returns its result. Equal `key`s mean equal functions."""
         eqns, (out,) = self.draft.maker.compute(key, fun, *operands)
         for eqn in eqns:
             self.add(eqn)
@@ -87,13 +85,13 @@ class LoopValues:
         return self.compute(("times", factor), lambda x: x * jnp.asarray(factor, x.dtype), x)
 
     def share(self, x: Atom) -> Atom:
-        """One n-th of a value: all micro-batches together count it once."""
+        """One n-th of a value, which all micro-batches together count once."""
         return self.compute("share", lambda x: x / jnp.asarray(self.n, x.dtype), x)
 
     # ---- values of the micro-batch -----------------------------------------------------------------------------------
 
     def of_micro_batch(self, atom: Atom) -> Atom:
-        """The micro-batch's version of a value, in this loop: its rows, its part of a sum, or its own value."""
+        """The micro-batch's version of a value: its rows, its part of a sum, or its own value."""
         if atom in self.draft.micro_inputs:
             return self.draft.micro_inputs[atom]
         form = self.forms.form(atom)
@@ -101,7 +99,7 @@ class LoopValues:
         return self.values[atom] if atom in self.values else self.draft.values[form.loop][atom]
 
     def scaled_rows(self, var: Var) -> Atom:
-        """The rows of a value, multiplied by the scalar of their form if it has one."""
+        """The rows of a value, multiplied by the scale of their form."""
         form, rows = self.forms.form(var), self.of_micro_batch(var)
         assert isinstance(form, Rows)
         if form.scale is None:
@@ -116,18 +114,18 @@ class LoopValues:
         return self._scaled[var]
 
     def value(self, atom: Atom, *, own: bool = False) -> Atom:
-        """The value of an atom that has no rows. own: of a partial sum, the micro-batch's own mean, not the total."""
+        """The value of an atom without rows. own: take the own mean of a partial sum, not its total."""
         if is_literal(atom):
             return atom
 
-        # The micro-batch has its own value, or computes the same as all others in this loop.
+        # The micro-batch has computed its version in this loop.
         form = self.forms.form(atom)
         if isinstance(form, Own) or (isinstance(form, Same) and 2 * form.loop - 1 == self.segment):
             return self.of_micro_batch(atom)
         if isinstance(form, Partial) and own and atom not in self.segments.early_values:
             return self._own_mean(atom, form)
 
-        # Everything else is known once: what earlier loops left, and values that do not depend on examples.
+        # All other values are known once: totals of earlier loops, and values without examples.
         if not isinstance(form, Once):
             self.once.require(atom, self.segment - 1)
             return atom
@@ -137,7 +135,7 @@ class LoopValues:
         return self.values[atom]
 
     def _own_mean(self, var: Var, form: Partial) -> Atom:
-        """The micro-batch's own value of a partial sum: its mean, where the sum was divided by its terms."""
+        """The micro-batch's own value of a partial sum, or its own mean if the sum was divided by its terms."""
         assert form.scale is None, f"{self.segments.line(var)}: a micro-batch takes its own value of a scaled sum"
         if form.rescale is None:
             return self.of_micro_batch(var)
@@ -148,12 +146,12 @@ class LoopValues:
     # ---- values that do not depend on the examples -------------------------------------------------------------------
 
     def _has_to_be_copied(self, var: Var) -> bool:
-        """Whether a loop that reads a value computes it for itself, though it is the same for all micro-batches."""
+        """Whether each loop computes the value for itself, though it is the same for all micro-batches."""
         i = self.segments.producer.get(var)
         return i is not None and self.segments.places[i] is None and var not in self.segments.early_values
 
     def _copy_known(self, var: Var) -> None:
-        """Write copies of the equations that compute a value which does not depend on the examples of this loop."""
+        """Write copies of the equations of a value without examples."""
         eqns = self.segments.eqns
         copied, unvisited = set[int](), [var]
         while unvisited:
@@ -165,7 +163,7 @@ class LoopValues:
                 copied.add(i)
                 unvisited.extend(operand_vars(eqns[i]))
 
-        # In the order of the program, so that operands are written before their readers.
+        # In the order of the program: operands before their readers.
         for i in sorted(copied):
             copy = self.draft.maker.rebuild(eqns[i], [self._value_or_copy(atom) for atom in eqns[i].invars])
             self.values.update(zip(eqns[i].outvars, self.add(copy), strict=True))
@@ -176,7 +174,7 @@ class LoopValues:
     # ---- rows of values that have no examples ------------------------------------------------------------------------
 
     def rows(self, var: Var, dim: int, *, own: bool) -> Atom:
-        """The micro-batch's part, along `dim`, of a full-shape value that does not have examples of its own."""
+        """The micro-batch's part, along `dim`, of a full-shape value without examples."""
         key = var, dim, own
         if key not in self._slices:
             recomputed = self._recomputed_rows(var, dim, own)
@@ -188,7 +186,7 @@ class LoopValues:
         return self.value(atom, own=own) if dim is None else self.rows(atom, dim, own=own)
 
     def _cut(self, x: Atom, var: Var, dim: int) -> Atom:
-        """The micro-batch's part, along `dim`, of `x`, which stands for the full-batch variable `var`."""
+        """The micro-batch's part, along `dim`, of `x`, the version of the full-batch variable `var`."""
         size = shape_of(var)[dim] // self.n
 
         def cut(x: Any, m: Any) -> Any:
@@ -197,7 +195,7 @@ class LoopValues:
         return self.compute(("cut", dim), cut, x, self.draft.micro_index())
 
     def _recomputed_rows(self, var: Var, dim: int, own: bool) -> Atom | None:
-        """Compute `var` on the micro-batch's part alone; None if its equation does not allow that."""
+        """Compute `var` on the micro-batch's part alone; None if its equation does not allow it."""
         i = self.segments.producer.get(var)
         if i is None or not self._may_recompute(i, var, own):
             return None
@@ -214,7 +212,7 @@ class LoopValues:
         operands = [self.value_or_rows(atom, along, own=own) for atom, along in zip(eqn.invars, dims, strict=True)]
         out = self.rebuild(eqn, operands, factors, (factor,))[result]
 
-        # A sum becomes the micro-batch's mean here, unless its operands already were such means.
+        # A sum becomes the micro-batch's mean here, unless its operands were such means already.
         operand_forms = [self.forms.form(atom) for atom in eqn.invars]
         were_rescaled = any(isinstance(f, Partial) and f.rescale is not None for f in operand_forms)
         if isinstance(form, Partial) and form.rescale is not None and not were_rescaled:
@@ -222,7 +220,7 @@ class LoopValues:
         return out
 
     def _may_recompute(self, i: int, var: Var, own: bool) -> bool:
-        """Whether a micro-batch may compute `var` for itself: it is cheap or its own, and is not of examples."""
+        """Whether a micro-batch may compute `var` for itself: it is cheap or its own, and its operands have no rows."""
         form, operands = self.forms.form(var), self.segments.eqns[i].invars
         if var in self.segments.early_values or any(isinstance(self.forms.form(atom), Rows) for atom in operands):
             return False
@@ -235,7 +233,7 @@ class LoopValues:
     # ---- values that wait for a scalar -------------------------------------------------------------------------------
 
     def may_wait(self, atom: Atom, scale: Scale | None) -> bool:
-        """Whether a value that is known once is read without the scalar, as the results of its reader wait for it."""
+        """Whether a reader whose results have `scale` reads a value that is known once without the scalar."""
         if scale is None or is_literal(atom):
             return False
         form = self.forms.form(atom)
@@ -243,10 +241,10 @@ class LoopValues:
         return is_scaled or atom is scale.scalar
 
     def unscaled(self, atom: Atom, dim: int | None) -> Atom:
-        """A value that is known once, without the scalar of its form; if `dim` is given, the micro-batch's part."""
+        """A value that is known once, without the scalar of its form; along `dim`, the micro-batch's part."""
         form = self.forms.form(atom)
         if not isinstance(form, Once) or form.scale is None:
-            return self._ones(atom, dim)  # the scalar itself, or an array that is filled with it
+            return self._ones(atom, dim)  # the scalar itself, or an array filled with it
 
         eqn = self.segments.eqns[self.segments.producer[atom]]
         factors, result = factors_of(eqn), eqn.outvars.index(atom)

@@ -1,15 +1,13 @@
-"""Normalisations over examples, as in BatchNorm: which equations of a step read the moments of an array.
+"""Normalisations over examples, as in BatchNorm: the equations of a step that read the moments of an array.
 
 A micro-batch may take the moments of an array x as its own if all of these hold:
 
     1. x is computed from parameters: arguments whose new values depend on a backward pass;
     2. the step returns running averages of the first and of the second moment of x, see `averages`;
     3. every forward equation on examples that reads such a total maps x to a x + b, with a and b of these totals;
-    4. they meet no other totals in the forward pass, as a term of a loss on them would.
+    4. they meet no other totals in the forward pass, unlike a term of a loss.
 
-Standardised advantages and targets lack 1, whitening losses and means that are kept for a log lack 2.
-
-`find_moments` gathers the `Moments` of each array of a traced step, from how its values depend on examples.
+Standardised advantages and targets lack 1; whitening losses, and means for a log, lack 2.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import dataclass, field
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.averages import OTHER, Moment, Value, mixes, replaced_inputs, result_values
-from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
+from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier, rows_in, totals_in
 from minialpa.ir.equations import Atom, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
@@ -40,20 +38,20 @@ _MOVES = (
 
 @dataclass(slots=True, kw_only=True)
 class Moments:
-    """Equations around the moments of one array `x`, as far as they were seen. Equations are given by number.
+    """Numbers of the equations around the moments of one array `x`, and the rules above.
 
     Attributes:
         x: the array, with a dimension of examples.
         entries: equations on examples that read the moments.
-        totals: equations that compute the moments, or what follows from them, in order.
-        averages: those of `totals` that add moments to running averages.
-        results: what the step returns of the moments besides running averages.
+        totals: equations that compute the moments, or functions of them, in order.
+        averages: equations of `totals` that add moments to running averages.
+        results: functions of the moments that the step returns besides running averages.
         of_batch: whether x is computed from the batch alone.
         of_weights: whether 1 holds.
-        averaged: the degrees of the moments that 2 holds for.
-        is_affine: whether all forward entries are as in 3.
+        averaged: the degrees of the moments with 2.
+        is_affine: whether 3 holds.
         is_used_otherwise: whether 4 does not hold.
-        in_backward: whether a backward pass computes some of the moments, for a second time.
+        in_backward: whether a backward pass recomputes some of the moments.
     """
 
     x: Var
@@ -79,13 +77,13 @@ def find_moments(step: TracedStep, kinds: Kinds) -> list[Moments]:
 
 
 class _Walk:
-    """A walk over a program that gathers what is computed from the moments of each array."""
+    """A walk over a program that gathers the `Moments` of each array."""
 
     def __init__(self, step: TracedStep, kinds: Kinds) -> None:
         self.step, self.kinds = step, kinds
         self.root: dict[Var, tuple[Var, int]] = {}  # array on examples -> the x that it is a polynomial of, degree
-        self.summed: set[Var] = set()  # those that were summed over other dimensions of each example
-        self.value: dict[Var, Value] = {}  # of what has no examples
+        self.summed: set[Var] = set()  # arrays on examples that were summed over other dimensions
+        self.value: dict[Var, Value] = {}  # of variables without examples
         self.moments: dict[Var, Moments] = {}
 
     def run(self) -> list[Moments]:
@@ -101,10 +99,7 @@ class _Walk:
         return list(self.moments.values())
 
     def _visit(self, i: int, eqn: JaxprEqn) -> None:
-        operands = operand_vars(eqn)
-        on_examples = [var for var in operands if isinstance(self.kinds.get(var), int)]
-        totals = [var for var in operands if self.kinds.get(var) == AGGREGATE]
-
+        on_examples, totals = rows_in(eqn, self.kinds), totals_in(eqn, self.kinds)
         if not on_examples:
             self._visit_without_examples(i, eqn)
         elif any(self.kinds.get(var) == AGGREGATE for var in eqn.outvars):
@@ -115,7 +110,7 @@ class _Walk:
             self._follow(eqn, on_examples)
 
     def _pass_on(self, eqn: JaxprEqn) -> None:
-        """What passes a barrier is what it was."""
+        """A barrier changes no value."""
         for var, out in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(var):
                 continue
@@ -153,7 +148,7 @@ class _Walk:
         moments.in_backward |= self.step.origins[i].direction == "backward"
 
     def _visit_without_examples(self, i: int, eqn: JaxprEqn) -> None:
-        """What follows from moments belongs to them; a derivative, which is of the loss, does not."""
+        """Functions of moments belong to them; derivatives, which are of the loss, do not."""
         operands = [self._value(atom) for atom in eqn.invars]
         direction = self.step.origins[i].direction
         adds_moments = any(value.moments and not value.is_average for value in operands)
@@ -170,7 +165,7 @@ class _Walk:
     # ---- equations on examples ------------------------------------------------------------------------------------
 
     def _follow(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> None:
-        """Whether the result of an equation that reads no totals is a polynomial of the same x."""
+        """Note whether the result of an equation that reads no totals is a polynomial of the same x."""
         operand, name, out = on_examples[0], eqn.primitive.name, eqn.outvars[0]
         x, degree = self._root(operand)
 
@@ -184,13 +179,13 @@ class _Walk:
             self.root[out] = x, 2
 
     def _squares(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> bool:
-        """Whether an equation multiplies what is linear in x with itself, or with another such array."""
+        """Whether an equation multiplies two arrays that are linear in x, or squares one."""
         if eqn.primitive.name == "mul":
             return len(on_examples) == 2 and self._root(on_examples[1]) == (self._root(on_examples[0])[0], 1)
         return eqn.primitive.name == "square" or (eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2)
 
     def _read(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> None:
-        """Follow what is linear in x through an equation that maps it to a x + b."""
+        """Note whether an equation that reads totals maps x to a x + b."""
         is_affine = self._is_affine(eqn, on_examples, totals)
         self._note_reader(i, totals, is_affine=is_affine)
         if is_affine:
@@ -206,7 +201,7 @@ class _Walk:
                 moments.is_affine &= is_affine
 
     def _is_affine(self, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> bool:
-        """Whether an equation adds a total of x to what is linear in x, or multiplies or divides it by one."""
+        """Whether an equation adds a total of x to an array that is linear in x, or multiplies or divides it by one."""
         if eqn.primitive.name not in _AFFINE or len(on_examples) > 1 or len(totals) > 1:
             return False
         operand = on_examples[0]
@@ -218,7 +213,7 @@ class _Walk:
     # ---- results --------------------------------------------------------------------------------------------------
 
     def _find_results(self) -> None:
-        """Note which moments are averaged in the state, and which are of weights."""
+        """Note the moments that are averaged in the state, and the moments of arrays that depend on weights."""
         outvars = self.step.flat.outvars
         values = [self._value(atom) for atom in outvars]
         replaced = replaced_inputs(self.step, values)
@@ -238,7 +233,7 @@ class _Walk:
             moments.of_weights = moments.x in of_weights
 
     def _of_weights(self, values: Sequence[Value], replaced: Sequence[frozenset[int]]) -> set[Var]:
-        """What is computed from arguments that a backward pass changes, or whose gradients the step returns."""
+        """Functions of arguments that a backward pass changes, or whose gradients the step returns."""
         flat, origins = self.step.flat, self.step.origins
         backward = [eqn for eqn, origin in zip(flat.eqns, origins, strict=True) if origin.direction == "backward"]
         changed = _computed_from(flat.eqns, (var for eqn in backward for var in eqn.outvars))
@@ -252,7 +247,7 @@ class _Walk:
 
 
 def _computed_from(eqns: Sequence[JaxprEqn], start: Iterable[Var]) -> set[Var]:
-    """`start`, and what is computed from it."""
+    """`start`, and all variables that depend on it."""
     found = set(start)
     for eqn in eqns:
         if not found.isdisjoint(operand_vars(eqn)):

@@ -1,27 +1,29 @@
 """Rewrites a traced full-batch step as loops over micro-batches.
 
-The full-batch program is rewritten, not traced again, so every constant in it keeps its full-batch value. `segments`
-says what each value is and where each equation runs; here the equations are written out, segment by segment:
+Constants keep their full-batch values. `segments` finds the form of each value and the place of each equation; this
+module writes the equations, segment by segment:
 
-  * in a loop, an equation runs on the micro-batch's part of its operands, and each loop has variables of its own
+  * in a loop, an equation runs on the micro-batch's part of its operands, and each loop has its own variables
     (`loop_equations`, `loop_values`);
-  * between loops, an equation runs once, on complete values (`once_values`);
-  * rows that an earlier loop computed are kept, or computed again, where a later one reads them (`recomputation`).
+  * between loops, an equation runs once, on complete values (`draft`);
+  * a loop that reads rows of an earlier one reads kept rows, or recomputes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+
+from jax.extend.core import Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.microbatch.draft import Draft
+from minialpa.inter.microbatch.draft import Draft, OnceValues
+from minialpa.inter.microbatch.forms import Partial, Rows
 from minialpa.inter.microbatch.loop_equations import LoopEquations
 from minialpa.inter.microbatch.loop_values import LoopValues
-from minialpa.inter.microbatch.once_values import OnceValues
-from minialpa.inter.microbatch.recomputation import compared_rows, recomputed_equations
 from minialpa.inter.microbatch.segments import Segments, find_segments
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.inter.microbatch.whole_batch import whole_batch
+from minialpa.ir.equations import operand_vars
 from minialpa.support.divisors import divisors
 from minialpa.tracing.trace import TracedStep
 
@@ -31,10 +33,9 @@ def split_micro_batches(
 ) -> SplitStep:
     """Split `step` into `n` micro-batches.
 
-    chunk_of: the chunk of each traced equation, if it is known. Partial results of different chunks are not added in
-    the loop but after it.
-    keep_rows: whether rows of an earlier loop that a later one reads are kept, for all micro-batches, or else computed
-    again.
+    chunk_of: the chunk of each traced equation, if it is known. The step adds partial results of different chunks after
+    their loop, not inside.
+    keep_rows: whether later loops read kept rows of earlier ones, or recompute them.
     Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
     """
     if n == 1:
@@ -56,24 +57,24 @@ def _written(segments: Segments, keep_rows: bool) -> SplitStep:
     draft = Draft(segments)
     once = OnceValues(draft)
     last = 2 * segments.n_loops
-    compared = compared_rows(segments)
+    compared = _compared_rows(segments)
 
     for segment in range(last + 1):
-        again = set[int]()
+        recomputed = set[int]()
         if is_loop(segment) and not keep_rows:
-            again = recomputed_equations(segments, segment, compared | draft.stacks.keys())
-        _write_segment(draft, once, segment, again)
+            recomputed = _recomputed_equations(segments, segment, compared | draft.stacks.keys())
+        _write_segment(draft, once, segment, recomputed)
 
     for atom in segments.step.flat.outvars:
         once.require(atom, last)
     return draft.finish()
 
 
-def _write_segment(draft: Draft, once: OnceValues, segment: int, again: set[int]) -> None:
-    """Write the equations of one segment, and with them those of earlier loops that run `again`."""
+def _write_segment(draft: Draft, once: OnceValues, segment: int, recomputed: set[int]) -> None:
+    """Write the equations of one segment, with `recomputed` equations of earlier loops."""
     segments = draft.segments
     early = segments.early if segment == 0 else frozenset[int]()
-    numbers = [i for i, place in enumerate(segments.places) if place == segment or i in early or i in again]
+    numbers = [i for i, place in enumerate(segments.places) if place == segment or i in early or i in recomputed]
     if not is_loop(segment):
         for i in numbers:
             once.emit(i, segment)
@@ -82,3 +83,45 @@ def _write_segment(draft: Draft, once: OnceValues, segment: int, again: set[int]
     loop = LoopEquations(LoopValues(draft, once, segment))
     for i in numbers:
         loop.emit(i)
+
+
+# ---- rows of earlier loops -------------------------------------------------------------------------------------------
+
+
+def _recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> set[int]:
+    """Equations of earlier loops whose results the loop `segment` reads, without `kept` values.
+
+    Equations with side effects run only once.
+    """
+    wanted, recomputed = set[Var](), set[int]()
+
+    # Backwards, since a recomputed equation needs its operands.
+    for i in range(len(segments.eqns) - 1, -1, -1):
+        eqn = segments.eqns[i]
+        runs = segments.places[i] == segment
+
+        if _may_repeat(segments, i, segment) and kept.isdisjoint(eqn.outvars) and not wanted.isdisjoint(eqn.outvars):
+            recomputed.add(i)
+            runs = True
+        if runs:
+            wanted.update(var for var in operand_vars(eqn) if segments.reads_of_micro_batch(i, var))
+    return recomputed
+
+
+def _may_repeat(segments: Segments, i: int, segment: int) -> bool:
+    """Whether an equation runs in a loop before `segment` and has no side effects."""
+    place = segments.places[i]
+    return place is not None and is_loop(place) and place < segment and not segments.eqns[i].effects
+
+
+def _compared_rows(segments: Segments) -> set[Var]:
+    """Operands of reductions to the largest or smallest example.
+
+    Loops keep these rows, because the derivative of such a reduction compares them with its result to the last bit.
+    """
+    compared: set[Var] = set()
+    for eqn, place in zip(segments.eqns, segments.places, strict=True):
+        forms = [segments.forms.form(var) for var in eqn.outvars] if place is not None else []
+        if any(isinstance(form, Partial) and form.reduction in ("max", "min") for form in forms):
+            compared.update(var for var in operand_vars(eqn) if isinstance(segments.forms.form(var), Rows))
+    return compared

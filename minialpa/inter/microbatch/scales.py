@@ -1,11 +1,14 @@
-"""Scales: scalar totals that arrays wait for.
+"""Levels and scales: the loop after which each value is known, and scalar totals that arrays wait for.
 
-A scalar total that rows are multiplied by waits until linear equations have made a sum of them:
+A cheap value that depends on the batch alone, such as a sum of loss weights, needs no loop: if an equation asks for its
+total, it is computed before the first loop, for all examples at once (`Levels`).
+
+A scalar total s that multiplies rows waits until linear equations have summed them:
 
     sum_k a_k (s x_k) = s sum_k a_k x_k     -> Scales.common
 
-So a denominator without a gradient of its own costs no loop. An array that is known but for s, or filled with s, has a
-form that says so (`Scales.waiting_form`), and loops may read it before s is known.
+So a denominator without a gradient of its own costs no loop. An array that s fills or multiplies has a form with s
+(`Scales.waiting_form`), and loops may read it before s is known.
 """
 
 from __future__ import annotations
@@ -17,25 +20,67 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch.forms import Form, Once, Partial, Rows, Scale
-from minialpa.inter.microbatch.levels import Levels
-from minialpa.inter.microbatch.partial_sums import ValueForms
-from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, shape_of
+from minialpa.inter.microbatch.forms import Form, Once, Own, Partial, Rows, Same, Scale, ValueForms
+from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
+from minialpa.rules.heavy import is_heavy
 from minialpa.rules.known_rules import factors_of
+from minialpa.tracing.trace import TracedStep
+
+
+class Levels:
+    """The levels of values. independent: cheap values that depend on the batch alone."""
+
+    def __init__(self, step: TracedStep, forms: ValueForms) -> None:
+        self.forms = forms
+        batch = zip(step.flat.invars, step.batch_dims, strict=True)
+        self.independent = {var for var, dim in batch if dim is not None}
+        self.independent.update(step.flat.constvars)
+        self._early_values: set[Var] = set()
+
+    def note(self, eqn: JaxprEqn) -> None:
+        """Note whether the results of an equation are cheap and depend on the batch alone."""
+        if not is_heavy(eqn) and all(is_literal(atom) or atom in self.independent for atom in eqn.invars):
+            self.independent.update(eqn.outvars)
+
+    def of(self, atom: Atom) -> int:
+        """The number of the loop after which a value is known on all examples; 0 before the first loop.
+
+        Notes independent values, which are then computed before the first loop.
+        """
+        form = self.forms.form(atom)
+        if isinstance(form, Once):
+            return form.after
+        if not is_literal(atom) and atom in self.independent:
+            self._early_values.add(atom)
+            return 0
+        scale = None if isinstance(form, Own | Same) else form.scale
+        return form.loop if scale is None else max(form.loop, self.of(scale.scalar))
+
+    def early(self, eqns: Sequence[JaxprEqn], places: Sequence[int | None]) -> frozenset[int]:
+        """Equations of loops that also run before the first loop, on the whole batch."""
+        wanted, early = set(self._early_values), set[int]()
+        # Backwards, since an early equation needs its operands.
+        for i in range(len(eqns) - 1, -1, -1):
+            if places[i] == 0:
+                wanted.update(operand_vars(eqns[i]))
+            elif places[i] is not None and not wanted.isdisjoint(eqns[i].outvars):
+                early.add(i)
+                wanted.update(operand_vars(eqns[i]))
+        return frozenset(early)
 
 
 class Scales:
-    """What the operands and results of equations wait for.
+    """The scalars that operands and results of equations wait for.
 
-    has_own: whether micro-batches have statistics of their own; then loops read their derivatives and nothing waits.
+    has_own: whether micro-batches have their own statistics; then loops read the derivatives, and no value waits.
     """
 
     def __init__(self, forms: ValueForms, levels: Levels, *, has_own: bool) -> None:
         self.forms, self.levels, self.has_own = forms, levels, has_own
 
     def waiting_form(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Once | None:
-        """The form of an array that a scalar total fills, or multiplies; None if it is another array."""
+        """The form of an array that a scalar total fills or multiplies; None for other arrays."""
         scalar = self._filled_with(eqn)
         if scalar is not None:
             return Once(after=self.levels.of(scalar), is_parameter=False, uniform=scalar)
@@ -45,10 +90,10 @@ class Scales:
         return None
 
     def common(self, eqn: JaxprEqn, factors: Factors) -> Scale | None:
-        """A scalar total that the results can be multiplied by afterwards, if an operand waits for it, or is it.
+        """The scalar total of an operand that may multiply the results instead.
 
-        All operands in which the equation is jointly linear have the same scale, or are zero; of an equation that is
-        linear in each operand, one has it.
+        If the equation is jointly linear in its operands, all of them have this scale, or are zero; if it is linear in
+        each operand, one of them has it.
         """
         found = {k: self.of_operand(atom, k, factors) for k, atom in enumerate(eqn.invars)}
         scales = {k: scale for k, scale in found.items() if scale is not None}
@@ -62,14 +107,14 @@ class Scales:
         return scale if factors.linear == "each" and len(scales) == 1 else None
 
     def _may_multiply_results(self, eqn: JaxprEqn, scaled: Collection[int]) -> bool:
-        """Whether no other operand than those `scaled` waits, and the dtypes have the range of float32."""
+        """Whether only the operands `scaled` wait, and the dtypes have the range of float32."""
         forms = [self.forms.form(atom) for k, atom in enumerate(eqn.invars) if k not in scaled]
         if any(isinstance(form, Rows) and form.scale is not None for form in forms):
             return False
         return all(is_inexact(atom) and _has_range(atom) for atom in (*eqn.outvars, *(eqn.invars[k] for k in scaled)))
 
     def of_operand(self, atom: Atom, k: int, factors: Factors) -> Scale | None:
-        """What operand `k` of a linear equation waits for; the scalar itself, where one fills the operand."""
+        """The scale of operand `k` of a linear equation, or the scalar that fills it."""
         form = self.forms.form(atom)
         is_linear = k in factors.linear_operands
         if isinstance(form, Rows | Once) and form.scale is not None:
@@ -83,7 +128,7 @@ class Scales:
         return Scale(scalar, divides=True) if factors.linear == "each" and k == 1 else None
 
     def _known_but_for_a_scale(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Scale | None:
-        """The scalar total that an array could wait for, if it is computed from nothing else that the loops add up."""
+        """The scalar total of an array whose other operands are all known before the first loop."""
         if not all(shape_of(var) for var in eqn.outvars) or eqn.effects:
             return None
         factors = factors_of(eqn)
@@ -103,7 +148,7 @@ class Scales:
         return form.uniform if isinstance(form, Once) and form.uniform is not None else self._scalar_total(atom)
 
     def _scalar_total(self, atom: Atom) -> Var | None:
-        """The atom, if it is a scalar that is known behind a loop and not before the first."""
+        """The atom, if it is a scalar that is known only after a loop."""
         if self.has_own or is_literal(atom) or shape_of(atom) or not is_inexact(atom):
             return None
         if atom in self.levels.independent:

@@ -1,22 +1,20 @@
-"""Segments: the loop over micro-batches, or the time between loops, in which each equation of a traced step runs.
+"""Segments: the loop over micro-batches, or the place between loops, of each equation of a traced step.
 
-A step over micro-batches is a chain of segments, numbered from 0. Odd ones are loops, run once per micro-batch; even
-ones run once: 0 before the first loop, 2 l behind loop l, the last of them being the update. An equation goes to the
+A step over micro-batches is a chain of segments, numbered from 0. Odd segments are loops and run once per micro-batch.
+Even segments run once: 0 before the first loop, 2 l after loop l; the last one is the update. An equation goes to the
 first segment in which its operands are known:
 
-  * on examples, a loop: the one of its operands, or the one behind the last total that it reads;
-  * linear in partial sums, their loop: the result is a partial sum again;
-  * on totals, the segment behind the loop that completes them;
-  * mixing examples (a sort, a similarity of all pairs), the segment behind the loop that computes its operands, on all
-    examples at once; later loops cut their rows out of its results.
+  * on examples, a loop: the loop of its operands, or the loop after the last total that it reads;
+  * linear in partial sums, their loop: the result is another partial sum;
+  * on totals, the segment after the loop that completes them;
+  * mixing examples (a sort, a similarity of all pairs), the segment after the loop of its operands, on all examples at
+    once; later loops cut their rows out of its results.
 
-So a loss on means is one loop, and a loss that divides by a total of the model's is two. A loop that reads rows of an
-earlier one computes them again. Two exceptions keep the number of loops small:
+So a loss on means is one loop, and a loss that divides by a total of the model's values is two. Two exceptions in
+`scales` keep the number of loops small: cheap values of the batch alone are known before the first loop, and loops may
+read rows before a scalar total that multiplies them is known.
 
-  * what is cheap and depends on the batch alone is known before the first loop, see `levels`;
-  * rows may be read before a scalar total that they are multiplied by is known, see `scales`.
-
-`on_examples` and `on_totals` place the equations on examples and on totals; all others are placed here.
+`places` has the equations on examples and on totals; this module places all others.
 """
 
 from __future__ import annotations
@@ -27,13 +25,10 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import batch_kinds, is_barrier
-from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale
-from minialpa.inter.microbatch.levels import Levels
+from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale, ValueForms
 from minialpa.inter.microbatch.normalisations import find_moments
-from minialpa.inter.microbatch.on_examples import OnExamples
-from minialpa.inter.microbatch.on_totals import OnTotals
-from minialpa.inter.microbatch.partial_sums import ValueForms
-from minialpa.inter.microbatch.scales import Scales
+from minialpa.inter.microbatch.places import Places
+from minialpa.inter.microbatch.scales import Levels, Scales
 from minialpa.inter.microbatch.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
 from minialpa.ir.equations import Atom, source_line
 from minialpa.rules.heavy import is_heavy
@@ -42,24 +37,24 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Where each equation of a step runs, and what its values are.
+    """The segment of each equation of a step, and the form of each value.
 
-    Equations are numbered by their position in `eqns`.
+    The number of an equation is its position in `eqns`.
 
     Attributes:
         step: the traced step.
         n_micro_batches: at least 2.
-        eqns: the traced equations, with optimization barriers divided by what passes them.
-        sources: for each of `eqns` the number of the traced equation that it comes from.
-        places: the segment of each equation; None if each equation that reads its results computes them for itself.
-        forms: what each variable is in the step over micro-batches.
+        eqns: the traced equations, with divided optimization barriers.
+        sources: for each of `eqns` the number of its traced equation.
+        places: the segment of each equation; None if each reader computes the results for itself.
+        forms: the form of each variable.
         own: numbers of the equations that take totals as the micro-batch's own.
         early: numbers of the equations of loops that also run before the first loop, on the whole batch.
-        shares: what an unbiased variance is multiplied by, so that n parts of it add up to the mean of the
-            micro-batches' variances.
-        asked_for: for each call of `per_micro_batch`, by its number, what makes the part of its argument a mean of
-            fewer examples; 1 if it is a sum, absent if it does not depend on the batch or is of examples.
-        found: the batch statistics, in words for the user.
+        shares: a factor for each part of an unbiased variance, so that n parts add up to the mean of the micro-batches'
+            variances.
+        asked_for: for each call of `per_micro_batch`, by its number, the factor from the part of its argument to the
+            micro-batch's own mean; 1 for a sum. Calls on examples, or on values without examples, are absent.
+        found: descriptions of the batch statistics.
         producer: the number of the equation that computes each variable.
         early_values: the results of the equations in `early`.
     """
@@ -87,29 +82,28 @@ class Segments:
         return source_line(self.eqns[self.producer[var]])
 
     def reads_of_micro_batch(self, i: int, var: Var) -> bool:
-        """Whether equation `i` reads operand `var` as the micro-batch has it."""
+        """Whether equation `i` reads the micro-batch's version of operand `var`."""
         form = self.forms.form(var)
         if isinstance(form, Partial):
             return var not in self.early_values and (i in self.own or self.reads_part_of_loop(i, var))
         return isinstance(form, Rows | Own)
 
     def reads_part_of_loop(self, i: int, atom: Atom) -> bool:
-        """Whether operand `atom` of equation `i` is a partial sum of the loop that is the place of the equation."""
+        """Whether operand `atom` of equation `i` is a partial sum of the equation's own loop."""
         form = self.forms.form(atom)
         return isinstance(form, Partial) and self.places[i] == 2 * form.loop - 1
 
 
 def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None) -> Segments:
-    """`chunk_of[i]`: the chunk of traced equation `i`, where it is known: sums of different chunks stay apart.
+    """The segments of a step; see `split_micro_batches`.
 
     A normalisation over examples that micro-batches cannot take as their own is computed from the whole batch.
-    Raises TraceError where a result has no clear meaning over micro-batches.
     """
     kinds = batch_kinds(step, n)
     moments = find_moments(step, kinds)
     normal = normalisations(step, kinds, moments)
 
-    # Each failure takes at least one normalisation away, so this ends.
+    # Each failure removes at least one normalisation, so this ends.
     while True:
         try:
             statistics = find_statistics(step, kinds, moments, normal)
@@ -121,10 +115,7 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
 
 
 class _Finder:
-    """Finds the segment of one equation after the other.
-
-    `_eqns`, `_sources` and `_places` grow together, see `Segments`; so do the forms of the values.
-    """
+    """Finds the segments of equations in order. `_eqns`, `_sources` and `_places` grow together, see `Segments`."""
 
     def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics) -> None:
         assert step.batch_size is not None
@@ -133,8 +124,7 @@ class _Finder:
         self.forms = ValueForms(step.flat.eqns, n, step.batch_size)
         self.levels = Levels(step, self.forms)
         self.scales = Scales(self.forms, self.levels, has_own=bool(own))
-        self.on_examples = OnExamples(self.forms, levels=self.levels, scales=self.scales, own=own)
-        self.on_totals = OnTotals(step, self.forms, levels=self.levels, scales=self.scales, own=own, chunk_of=chunk_of)
+        self.places = Places(step, self.forms, levels=self.levels, scales=self.scales, own=own, chunk_of=chunk_of)
         self.asked_for: dict[int, float] = {}
         self._eqns: list[JaxprEqn] = []
         self._sources: list[int] = []
@@ -153,7 +143,7 @@ class _Finder:
         return self._segments()
 
     def _segments(self) -> Segments:
-        # Known only now: whether any equation asks for a total before the first loop.
+        # Only now are all requests for totals before the first loop known.
         eqns = tuple(self._eqns)
         early = self.levels.early(eqns, self._places)
 
@@ -166,7 +156,7 @@ class _Finder:
             forms=self.forms,
             own=frozenset(i for i, source in enumerate(self._sources) if source in self.statistics.own),
             early=early,
-            shares=self.on_totals.shares,
+            shares=self.places.shares,
             asked_for=self.asked_for,
             found=self.statistics.found,
             producer={var: i for i, eqn in enumerate(eqns) for var in eqn.outvars},
@@ -184,8 +174,8 @@ class _Finder:
     def _divide_barrier(self, source: int, eqn: JaxprEqn) -> None:
         """Divide a barrier into one for each segment, and for each scalar that values wait for.
 
-        A barrier passes each array on by itself. A value that waits for a scalar may be computed without it by the
-        equations that read it, so it must not share a barrier with others.
+        The readers of a value that waits for a scalar may compute it without the scalar, so it must not share a barrier
+        with other values.
         """
         groups: dict[tuple[type, int | None, Scale | None], list[int]] = {}
         for k, atom in enumerate(eqn.invars):
@@ -210,23 +200,23 @@ class _Finder:
         if eqn.primitive.name == "minialpa_per_micro_batch":
             self._note_asked_for(eqn, forms[0])
             if eqn.params["number"] in self.asked_for and not on_examples:
-                return self.on_totals.place_own(eqn, forms)
+                return self.places.place_own(eqn, forms)
 
         if on_examples:
-            return self.on_examples.place(i, eqn, forms)
+            return self.places.on_examples(i, eqn, forms)
         if any(isinstance(form, Partial | Own) for form in forms):
-            return self.on_totals.place(i, eqn, forms)
+            return self.places.on_totals(i, eqn, forms)
         return self._place_known(i, eqn, forms)
 
     def _note_asked_for(self, eqn: JaxprEqn, form: Form) -> None:
-        """Note a call of `per_micro_batch` on a total: the cotangents of its result are the micro-batch's own, too."""
+        """Note a call of `per_micro_batch` on a total: the cotangents of its result are also the micro-batch's own."""
         if not eqn.params["cotangent_of"] and isinstance(form, Partial | Own):
             rescale = form.rescale if isinstance(form, Partial) else None
             self.asked_for.setdefault(eqn.params["number"], 1.0 if rescale is None else rescale)
 
     def _place_known(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
-        """The segment of an equation on arguments and totals, or on values that all micro-batches compute alike."""
-        # What all micro-batches compute alike stays in their loop, unless the loop has to end for a total.
+        """The segment of an equation on values of the forms `Once` and `Same`."""
+        # Functions of `Same` values stay in their loop, unless they also need a total.
         known = [form for form in forms if isinstance(form, Once)]
         after = max((form.after for form in known), default=0)
         same = max((form.loop for form in forms if isinstance(form, Same)), default=0)
@@ -245,15 +235,12 @@ class _Finder:
         return 2 * after
 
     def _computed_by_readers(self, i: int, eqn: JaxprEqn, forms: Sequence[Form], after: int) -> Once | None:
-        """The form of results that are known behind loop `after`, if their readers compute them for themselves.
-
-        None if they are computed once.
-        """
+        """The form of results that each reader computes for itself; None for results that are computed once."""
         in_update = self.step.origins[i].direction == "other"
         if all(isinstance(form, Once) and form.is_parameter for form in forms):
             if after == 0:
                 return KNOWN
-            # A loop may cast and transpose a new parameter for itself, as it does with an argument.
+            # A loop may cast and transpose a new parameter for itself, like an argument.
             if not in_update and not is_heavy(eqn) and not eqn.effects:
                 is_average = any(isinstance(form, Once) and form.is_average for form in forms)
                 return Once(after=after, is_average=is_average)

@@ -1,4 +1,4 @@
-"""A step over micro-batches: operations with their segments, and how values combine over micro-batches."""
+"""A step over micro-batches: operations with their segments, and the combination of values over micro-batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROLOGUE, LOOP, UPDATE = 0, 1, 2
 
 
 def is_loop(segment: int) -> bool:
-    """Whether a segment runs once per micro-batch: the odd ones do."""
+    """Odd segments run once per micro-batch."""
     return segment % 2 == 1
 
 
 def operation(step: TracedStep, eqn: JaxprEqn, segment: int, source: int) -> Op:
-    """`eqn` in a segment, with the facts of the operation of `step` that it comes from, if there is one."""
+    """`eqn` in a segment, with the facts of operation `source` of `step`, if it is not -1."""
     if source < 0:
         return Op(eqn, segment=segment)
     return replace(step.flat.ops[source], eqn=eqn, segment=segment, source=source)
@@ -30,7 +30,7 @@ def operation(step: TracedStep, eqn: JaxprEqn, segment: int, source: int) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
-    """`total` = combination over micro-batches of `loop` by `reduction`; it may be of a wider dtype than `loop`."""
+    """`total` = reduction over micro-batches of `loop`; its dtype may be wider."""
 
     loop: Var
     total: Var
@@ -48,19 +48,19 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStep:
-    """A step as a chain of segments, see `segments`: loops over micro-batches, and what happens before and after each.
+    """A step as a chain of segments: loops over micro-batches, and the equations before and after each; see `segments`.
 
     Attributes:
         traced: the step of the full batch.
-        n_micro_batches: how often each loop runs.
+        n_micro_batches: number of iterations of each loop.
         ops: in order, segment after segment.
         micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
-        micro_index: int32 scalar, the number of the micro-batch; None if nothing needs it.
-        accumulators: reductions of all loops; a total is complete behind its loop.
-        stacks: concatenations of all loops, likewise.
+        micro_index: int32 scalar, the number of the micro-batch; None if unused.
+        accumulators: reductions of all loops; a total is complete after its loop.
+        stacks: concatenations of all loops; a total is complete after its loop.
         outvars: results of the step, over the variables of the update, inputs and literals.
-        batch_dims: for variables of the loops, and inputs, the dimension that holds examples.
-        own: the batch statistics that each micro-batch computes for itself, in words for the user.
+        batch_dims: for variables of the loops, and inputs, the dimension of the examples.
+        own: descriptions of the statistics that each micro-batch computes for itself.
     """
 
     traced: TracedStep
@@ -80,7 +80,7 @@ class SplitStep:
 
     @property
     def computes_rows_again(self) -> bool:
-        """Whether a loop computes again what an earlier one has computed."""
+        """Whether a loop recomputes rows of an earlier one."""
         places = {(op.source, op.segment) for op in self.ops if is_loop(op.segment) and op.source >= 0}
         return len(places) > len({source for source, _ in places})
 

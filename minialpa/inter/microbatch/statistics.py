@@ -1,11 +1,11 @@
-"""Batch statistics: which totals over the examples a micro-batch may take from its own examples.
+"""Batch statistics: totals over the examples that a micro-batch takes from its own examples.
 
-A step over micro-batches computes what the full batch computes, with two exceptions. The model may ask for a
+A step over micro-batches computes the numbers of the full batch, with two exceptions. The model may ask for a
 micro-batch's own value with `per_micro_batch`; and a normalisation over examples, as in BatchNorm, uses the mean and
-variance of the micro-batch, see `normalisations`. Everything else is computed from the totals of the full batch.
+variance of the micro-batch, see `normalisations`.
 
-Backward passes read totals too: the derivatives of a value that a micro-batch took as its own are its own. The forward
-equation that they come from tells them apart, or else its line in the program.
+Backward passes also read totals: the derivatives of a micro-batch's own value are its own. Their forward equation
+identifies them, or else its line in the program.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Final
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
+from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier, rows_in, totals_in
 from minialpa.inter.microbatch.normalisations import Moments
-from minialpa.ir.equations import dtype_name, is_inexact, is_literal, operand_vars, shape_of, source_line
+from minialpa.ir.equations import dtype_name, is_inexact, operand_vars, shape_of, source_line
 from minialpa.support.private_jax import innermost_line
 from minialpa.tracing.trace import TracedStep
 
 _PER_MICRO_BATCH: Final = "minialpa_per_micro_batch"
 
-#: By what derivatives of an equation are recognised: its forward group, where autodiff left one, and its line.
+#: Identifies an equation and its derivatives: its forward group, if autodiff left one, and its line.
 _Key = tuple[int | None, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a micro-batch takes as its own.
+    """The own values of a micro-batch.
 
     Attributes:
         own: numbers of the equations that read totals as the micro-batch's own.
-        found: the statistics, in words for the user.
+        found: descriptions of the statistics.
     """
 
     own: frozenset[int] = frozenset()
@@ -43,7 +43,7 @@ class Statistics:
 
 
 class NotOwnError(TraceError):
-    """A statistic that a micro-batch cannot take as its own; `line`: where it is read."""
+    """A statistic that a micro-batch cannot take as its own, and the line that reads it."""
 
     def __init__(self, eqn: JaxprEqn, problem: str) -> None:
         super().__init__(f"`{eqn.primitive.name}` at {source_line(eqn)} {problem}")
@@ -53,28 +53,26 @@ class NotOwnError(TraceError):
 def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[Moments]:
     """The moments of a step that a micro-batch may take as its own.
 
-    Their code is a normalisation of examples wherever it runs. In a gradient of a gradient, say, the inner backward
-    pass is a part of what is differentiated, and reads moments in other ways; or some of the activations are of all
-    examples at once. Then all are the whole batch's.
+    Every use of their code must be a normalisation of examples. In a gradient of a gradient, for instance, the inner
+    backward pass reads moments in other ways; then all moments are the whole batch's.
     """
     if any(origin.is_second for origin in step.origins):
-        return []  # lines do not tell the derivatives of statistics from derivatives of these
+        return []  # first and second derivatives of statistics have the same lines
 
     lines = _Lines(step)
-    # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else. Moments of
-    # the batch itself have no derivatives that could be taken for those of statistics.
+    # A backward pass may recompute moments of the forward pass. Moments of the batch itself have no derivatives.
     others = [m for m in moments if not (m.is_normalisation or m.in_backward or m.of_batch)]
     elsewhere = lines.of(i for m in others for i in m.entries) | lines.of(_on_totals_alone(step, kinds, moments))
     return [m for m in moments if m.is_normalisation and not lines.of(m.entries) & elsewhere]
 
 
 def _on_totals_alone(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[int]:
-    """Forward equations that read totals and no examples, and have nothing to do with the moments of examples."""
+    """Forward equations that read totals other than moments, and no examples."""
     known = {i for m in moments for i in m.totals}
     return [
         i
         for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True))
-        if i not in known and origin.direction != "backward" and _totals(eqn, kinds) and not _is_on_examples(eqn, kinds)
+        if i not in known and origin.direction != "backward" and totals_in(eqn, kinds) and not rows_in(eqn, kinds)
     ]
 
 
@@ -215,17 +213,15 @@ class _Derivatives:
     def _may_be_derivative(self, i: int, eqn: JaxprEqn) -> bool:
         if i in self.own.entries or i in self.own.totals:
             return False
-        return self.step.origins[i].direction == "backward" or any(var in self.asked_for for var in self._totals(eqn))
-
-    def _totals(self, eqn: JaxprEqn) -> list[Var]:
-        return _totals(eqn, self.kinds)
+        totals = totals_in(eqn, self.kinds)
+        return self.step.origins[i].direction == "backward" or any(var in self.asked_for for var in totals)
 
     def _visit(self, i: int, eqn: JaxprEqn) -> bool:
         """Note which results are the micro-batch's own. Returns whether the equation reads own totals alone."""
-        totals = self._totals(eqn)
+        totals = totals_in(eqn, self.kinds)
         reads_own = bool(totals) and all(var in self.is_own for var in totals)
 
-        if _is_on_examples(eqn, self.kinds):
+        if rows_in(eqn, self.kinds):
             self._refuse_both(eqn, totals)
             self._reduce(i, eqn)
         elif reads_own:
@@ -272,18 +268,9 @@ def _exact_keys(step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> set
         if i in own.entries or i in own.totals or step.origins[i].direction == "backward" or is_barrier(eqn):
             continue
 
-        totals = _totals(eqn, kinds)
+        totals = totals_in(eqn, kinds)
         passes_on = eqn.primitive.name == "broadcast_in_dim" and any(var in brought for var in eqn.outvars)
-        if totals and (passes_on or _is_on_examples(eqn, kinds)):
+        if totals and (passes_on or rows_in(eqn, kinds)):
             out.add(lines.key(i))
             brought.update(totals)
     return out
-
-
-def _totals(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
-    """Operands that are reduced over examples, or computed from such."""
-    return [var for var in operand_vars(eqn) if kinds.get(var) == AGGREGATE]
-
-
-def _is_on_examples(eqn: JaxprEqn, kinds: Kinds) -> bool:
-    return any(not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars)

@@ -1,7 +1,7 @@
 """One micro-batch: the equations of a traced step as a split step whose loops run once.
 
-A loop is what forward and backward equations need, the update what runs behind it. In a pipeline, a gradient that waits
-for another one, as the second of a sharpness-aware step does, has a loop of its own: it passes all stages once more.
+A loop has the forward and backward equations and their operands, and the update comes after it. In a pipeline, a
+gradient that waits for another one, such as the second of a sharpness-aware step, has its own loop through all stages.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.new_equations import equations_for, unary_equation
 from minialpa.tracing.trace import TracedStep
 
-#: Floats are summed over devices in at least so many bytes; those of 8 bits become float32.
+#: Floats of fewer bytes are summed over devices in float32.
 _LEAST_REDUCED_BYTES = 2
 
 
 def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
-    """`step` as a split step with one micro-batch.
-
-    several_loops: whether gradients that wait for each other have loops of their own, or all of them share one.
-    """
+    """`step` with one micro-batch. several_loops: whether gradients that wait for others have loops of their own."""
     segments = _segments(step, _loops_of_calls(step) if several_loops else {})
     kinds = batch_kinds(step, 1)
     aggregates = [var for var in step.flat.outvars if not is_literal(var) and kinds.get(var) == AGGREGATE]
@@ -38,14 +35,14 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
     copies: dict[Var, Atom] = {}
     for segment in range(LOOP, max(segments, default=0) + 2, 2):
         loop = _operations(step, segments, segment, copies)
-        behind = _operations(step, segments, segment + 1, copies)
-        backward = _backward_results(loop)
+        after = _operations(step, segments, segment + 1, copies)
+        backward = {var for op in loop if op.origin.direction == "backward" for var in op.eqn.outvars}
 
-        # What the loop leaves is read through copies: by the segment behind it and, of gradients, by the caller.
-        read = [var for op in behind for var in operand_vars(op.eqn)]
+        # The next segment, and the caller of gradients, read copies of the results of the loop.
+        read = [var for op in after for var in operand_vars(op.eqn)]
         read += [var for var in aggregates if var in backward]
         marks, marked = _marks(loop, segment + 1, read)
-        ops += [*loop, *marks, *(replace(op, eqn=reading(op.eqn, marked)) for op in behind)]
+        ops += [*loop, *marks, *(replace(op, eqn=reading(op.eqn, marked)) for op in after)]
         copies.update((var, copy) for var, copy in marked.items() if var in backward)
 
     return SplitStep(
@@ -61,28 +58,24 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
     )
 
 
-def _backward_results(ops: Sequence[Op]) -> set[Var]:
-    return {var for op in ops if op.origin.direction == "backward" for var in op.eqn.outvars}
-
-
 def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies: Mapping[Var, Atom]) -> list[Op]:
-    """The operations of a segment, which read the copies of what earlier loops have left."""
+    """The operations of a segment, which read copies of the results of earlier loops."""
     numbers = [i for i, mine in enumerate(segments) if mine == segment]
     return [operation(step, reading(step.flat.eqns[i], copies), segment, i) for i in numbers]
 
 
 def _loops_of_calls(step: TracedStep) -> dict[int, int]:
-    """The loop of each gradient of a step: behind those of all gradients that it waits for."""
+    """The loop of each gradient of a step: after the loops of all gradients that it waits for."""
     # By variable, the gradients whose backward passes it depends on; by gradient, the others that it waits for.
-    behind: dict[Var, frozenset[int]] = {}
+    needs: dict[Var, frozenset[int]] = {}
     waits: dict[int, set[int]] = {}
     for eqn, origin in zip(step.flat.eqns, step.origins, strict=True):
-        calls = frozenset[int]().union(*(behind.get(var, frozenset()) for var in operand_vars(eqn)))
+        calls = frozenset[int]().union(*(needs.get(var, frozenset()) for var in operand_vars(eqn)))
         if origin.direction != "other":
             waits.setdefault(origin.call, set()).update(calls - {origin.call})
         if origin.direction == "backward":
             calls |= {origin.call}
-        behind.update((var, calls) for var in eqn.outvars)
+        needs.update((var, calls) for var in eqn.outvars)
 
     loops: dict[int, int] = {}
     for call in sorted(waits):
@@ -93,9 +86,9 @@ def _loops_of_calls(step: TracedStep) -> dict[int, int]:
 
 
 def _segments(step: TracedStep, loop_of_call: Mapping[int, int]) -> list[int]:
-    """The segment of each equation: forward and backward ones are in the loop of their gradient, the first by default.
+    """The segment of each equation: forward and backward equations are in the loop of their gradient, by default 1.
 
-    Others run in a loop where one of its passes needs them, or else behind the last loop that they depend on.
+    Other equations run in the loop whose passes need them, or else after the last loop that they depend on.
     """
     origins = step.origins
     in_loop = {
@@ -106,25 +99,25 @@ def _segments(step: TracedStep, loop_of_call: Mapping[int, int]) -> list[int]:
 
 
 def _earliest_segments(step: TracedStep, in_loop: Mapping[int, int]) -> list[int]:
-    """The first segment that may run each equation; those `in_loop` have theirs."""
+    """The first possible segment of each equation. `in_loop` has the known segments."""
     known: dict[Var, int] = {}  # the first segment that may read each variable
     earliest: list[int] = []
     for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True)):
         segment = in_loop.get(i, max((known.get(var, 0) for var in operand_vars(eqn)), default=0))
         earliest.append(segment)
-        # A backward result may be a gradient, which is complete behind its loop.
+        # A backward result may be a gradient, which is complete after its loop.
         known.update((var, segment + (origin.direction == "backward")) for var in eqn.outvars)
     return earliest
 
 
 def _latest_segments(step: TracedStep, in_loop: Mapping[int, int], earliest: Sequence[int]) -> list[int]:
-    """The segment of each equation: its loop, that of its first reader, or the one behind the loops it depends on."""
+    """The segment of each equation: its loop, the segment of its first reader, or the segment after its operands."""
     eqns = step.flat.eqns
     last = 1 + max(in_loop.values(), default=LOOP)
     segments = [last] * len(eqns)
     reader: dict[Var, int] = {}  # the first segment that reads each variable
 
-    # Backwards, so that the readers of an equation have their segments before it.
+    # Backwards, so that the readers of an equation have their segments first.
     for i in range(len(eqns) - 1, -1, -1):
         first_reader = min((reader.get(var, last) for var in eqns[i].outvars), default=last)
         if i in in_loop:
@@ -140,7 +133,7 @@ def _latest_segments(step: TracedStep, in_loop: Mapping[int, int], earliest: Seq
 
 
 def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:
-    """Copies in `segment`, by variable, of the floats that the loop leaves for it: where to sum them over devices."""
+    """Copies in `segment` of the loop's floats in `read`; they mark the place of the sum over devices."""
     made = {var: op for op in loop for var in op.eqn.outvars if is_inexact(var)}
     marked = unary_equation(lambda x: gradient_p.bind(x, call=0)[0])
     marks: list[Op] = []
@@ -156,5 +149,5 @@ def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[
 
 
 def _marked_wide(x: Any) -> Any:
-    """A float of 8 bits or fewer is summed over devices in 32: in its own precision, small parts would vanish."""
+    """Sum a float of 8 bits or fewer over devices in 32 bits: in its own precision, small parts would vanish."""
     return gradient_p.bind(x.astype(np.float32), call=0)[0].astype(x.dtype)

@@ -1,5 +1,4 @@
-"""Schedules: the order in which the stages of a pipeline run their passes.
+"""Schedules: the order in which the stages of a pipeline run their passes, and timelines of plans in that order.
 
-`simulate` finds how long a step takes in such an order, with the seconds and bytes of a plan.
 Imports: `plan`, `cluster`.
 """

@@ -1,7 +1,6 @@
-"""Chunks: the runs of neighbouring layers that stages hold, in pipeline order.
+"""Chunks: the runs of neighbouring layers of all stages, in pipeline order.
 
-A stage usually holds one run of layers. If its layer numbers jump, it holds several, and every micro-batch passes
-through the stage once for each of them; see `schedules` for the orders in which that works.
+A stage whose layer numbers jump has several chunks, and every micro-batch passes through the stage once for each.
 """
 
 from __future__ import annotations
@@ -16,12 +15,7 @@ from minialpa.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The chunks of a pipeline. Without a pipeline there is one chunk, without layers.
-
-    Attributes:
-        layers: the layers of each chunk.
-        stage_of: the stage of each chunk.
-    """
+    """The layers and the stage of each chunk. Without a pipeline there is one chunk, without layers."""
 
     layers: tuple[tuple[int, ...], ...]
     stage_of: tuple[int, ...]
@@ -38,13 +32,13 @@ class Chunks:
         return PipelineSize(self.n_stages, n_micro_batches, self.per_stage)
 
     def of_group(self, layer_of_group: Sequence[int]) -> tuple[int, ...]:
-        """Chunk of each forward equation group."""
+        """The chunk of each forward group."""
         chunk_of_layer = {layer: chunk for chunk, layers in enumerate(self.layers) for layer in layers}
         return tuple(chunk_of_layer[layer] for layer in layer_of_group)
 
 
 def chunks_of(stages: Sequence[Sequence[int]]) -> Chunks:
-    """The chunks of stages with these layers."""
+    """The chunks of stages, given the layers of each stage."""
     runs: list[tuple[list[int], int]] = []
     for stage, layers in enumerate(stages):
         for i, layer in enumerate(layers):
@@ -61,9 +55,9 @@ def plan_chunks(plan: Plan) -> Chunks:
 
 
 def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
-    """The order in which the stages of a plan run the passes of a loop; without `loop`, of the loops that train.
+    """The schedule of one loop of a plan; without `loop`, the schedule of its training loops.
 
-    Loops without backward passes have the schedule of inference.
+    A loop without backward passes has the schedule `inference`.
     """
     passes = (one for stage in plan.stages for one in stage.passes)
     trains = any(one.kind == "backward" and loop in (None, one.loop) for one in passes)

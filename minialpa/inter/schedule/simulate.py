@@ -1,13 +1,13 @@
-"""Simulation: the timeline of one step, by its plan alone. Neither the step nor a device is needed.
+"""Simulation: the timeline of one step, from its plan alone, without the step or a device.
 
-Each stage runs its passes in the order of the schedule, each as soon as what it reads has arrived:
+Each stage runs its passes in the order of the schedule, each as soon as its transfers have arrived:
     start(pass)     = max(end of the stage's pass before it, arrivals of its transfers)
     start(transfer) = max(end of the pass that makes it, end of the transfer before it between the same two stages)
     end(transfer)   = start + alpha + beta * bytes
-with the link inside a host if all devices of both stages are in one host, else the link between hosts. Stages compute
-while transfers run. The update of a stage starts when its passes are done and the sums that other stages' passes sent
-have arrived; waiting of one update for another is not modelled. Several loops of a step run one after the other, and
-what runs between two of them counts as the update of the first.
+The link inside a host serves two stages whose devices share one host; the link between hosts serves all others. Stages
+compute while transfers run. The update of a stage starts when its passes are done and the sums of other stages' passes
+have arrived. The model has no waits of one update for another. Loops of a step follow each other, and the work between
+two loops counts as the update of the first.
 
 The memory of a stage is its fixed bytes and, for each live micro-batch of each chunk, the bytes that the chunk keeps.
 """
@@ -15,15 +15,13 @@ The memory of a stage is its fixed bytes and, for each live micro-batch of each 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from minialpa.cluster import LinkSpec
 from minialpa.errors import ShardingError, VerifyError
 from minialpa.inter.schedule.chunks import plan_chunks, plan_schedule
-from minialpa.inter.schedule.schedules import Pass, Schedule, make_schedule
+from minialpa.inter.schedule.schedules import Pass, Schedule, global_order, make_schedule
 from minialpa.inter.schedule.timeline import StageTimeline, TimedPass, TimedTransfer, Timeline
-from minialpa.plan import PassName, Plan, PlannedPass, PlannedTransfer
+from minialpa.plan import PassName, Plan, PlannedTransfer
 
 
 def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
@@ -39,64 +37,41 @@ def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
 
 
 def _loop_schedules(plan: Plan, schedule: Schedule) -> list[Schedule]:
-    """The order of each loop: that of `schedule`, or of inference where nothing goes backward."""
-    loops = range(1, plan.n_loops + 1)
-    passes = [one for stage in plan.stages for one in stage.passes]
-    trains = [any(one.kind == "backward" and one.loop == loop for one in passes) for loop in loops]
+    """The schedule of each loop: `schedule`, or `inference` for a loop without backward passes."""
     if plan.n_loops == 1:
         return [schedule]
-    return [schedule if loop_trains else make_schedule("inference", schedule.size) for loop_trains in trains]
-
-
-@dataclass(frozen=True, slots=True)
-class _PassGraph:
-    """The passes and updates of a plan, and what they send each other.
-
-    Attributes:
-        stage_of: the stage of each chunk.
-        costs: seconds and kind of each pass that has something to do.
-        sent: the transfers that each pass or update sends.
-        awaited: the transfers that each pass or update waits for.
-    """
-
-    stage_of: Sequence[int]
-    costs: Mapping[PassName, PlannedPass]
-    sent: Mapping[PassName, Sequence[PlannedTransfer]]
-    awaited: Mapping[PassName, Sequence[PlannedTransfer]]
-
-    def stage(self, name: PassName) -> int:
-        return name.number if name.kind == "update" else self.stage_of[name.number]
-
-
-def _pass_graph(plan: Plan) -> _PassGraph:
-    # A schedule calls the passes of a step without a pipeline forward passes.
-    costs = {
-        PassName("forward" if one.kind == "step" else one.kind, one.chunk, one.loop): one
-        for stage in plan.stages
-        for one in stage.passes
-    }
-    sent: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
-    awaited: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
-    for transfer in plan.transfers:
-        sent[transfer.source].append(transfer)
-        awaited[transfer.target].append(transfer)
-    return _PassGraph(plan_chunks(plan).stage_of, costs, sent, awaited)
+    training = {one.loop for stage in plan.stages for one in stage.passes if one.kind == "backward"}
+    inference = make_schedule("inference", schedule.size)
+    return [schedule if loop in training else inference for loop in range(1, plan.n_loops + 1)]
 
 
 class _Simulation:
-    """One step of a plan, as it runs. `loop` and `schedule` are those of the loop that runs now."""
+    """One step of a plan, as it runs. `loop` is the loop that runs now, and `schedule` its schedule."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.plan, self.schedule, self.loop = plan, schedule, 1
         self.schedules = _loop_schedules(plan, schedule)
-        self.graph = _pass_graph(plan)
+        self.stage_of = plan_chunks(plan).stage_of
+        # A schedule calls the passes of a step without a pipeline forward passes.
+        self.costs = {
+            PassName("forward" if one.kind == "step" else one.kind, one.chunk, one.loop): one
+            for stage in plan.stages
+            for one in stage.passes
+        }
+
+        # The transfers that each pass or update sends, and that it waits for.
+        self.sent: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
+        self.awaited: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
+        for transfer in plan.transfers:
+            self.sent[transfer.source].append(transfer)
+            self.awaited[transfer.target].append(transfer)
 
         # Seconds at which each stage and each link is free, and at which each transfer of a micro-batch has arrived.
         self.clock = [0.0] * len(plan.stages)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.arrival: dict[tuple[PlannedTransfer, int], float] = {}
 
-        # Start and end of each pass of this loop, and for each stage what the timeline has of all loops so far.
+        # Start and end of each pass of this loop. Then, for each stage, the timeline of all loops so far.
         self.times: list[dict[Pass, tuple[float, float]]] = [{} for _ in plan.stages]
         self.passes: list[list[TimedPass]] = [[] for _ in plan.stages]
         self.memory: list[list[tuple[float, float]]] = [[] for _ in plan.stages]
@@ -107,19 +82,26 @@ class _Simulation:
         for loop, schedule in enumerate(self.schedules, 1):
             self.loop, self.schedule = loop, schedule
             self.times = [{} for _ in self.plan.stages]
-            self._run_passes()
+            # A link queues the transfers of one stage, so no time depends on the order of passes of different stages.
+            for one in global_order(schedule):
+                self._run(self.stage_of[one.chunk], one)
             for stage, update in enumerate(self._updates()):
                 self._end_loop(stage, update)
 
-        # A step that trains has the name of its training schedule, even if other loops only infer.
+        # A training step has the name of its training schedule, even if some of its loops only infer.
         name = next((one.name for one in self.schedules if one.name != "inference"), self.schedule.name)
         stages = tuple(map(self._stage_timeline, range(len(self.plan.stages))))
         return Timeline(name, self.plan.n_micro_batches, stages, tuple(self.transfers))
 
     def _end_loop(self, stage: int, update: TimedPass) -> None:
-        """Add the passes and the memory of this loop, which ends with `update`, to those of a stage."""
-        times = self.times[stage].items()
-        self.passes[stage] += [self._timed(one, *when) for one, when in times if self._name(one) in self.graph.costs]
+        """Add the passes and the memory of this loop, which ends with `update`, to the timeline of a stage."""
+        for one, (start_s, end_s) in self.times[stage].items():
+            cost = self.costs.get(self._name(one))
+            if cost is not None:
+                timed = TimedPass(
+                    kind=cost.kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s
+                )
+                self.passes[stage].append(timed)
         self.passes[stage].append(update)
         memory, peak_live = self._memory(stage)
         self.memory[stage] += memory
@@ -138,57 +120,29 @@ class _Simulation:
     def _name(self, one: Pass) -> PassName:
         return PassName(one.kind, one.chunk, self.loop)
 
-    def _arrived(self, transfer: PlannedTransfer, micro_batch: int) -> float | None:
-        """Seconds at which a transfer of a micro-batch arrives; None if it has not been sent.
-
-        Updates and earlier loops send once, for all micro-batches.
-        """
+    def _arrived(self, transfer: PlannedTransfer, micro_batch: int) -> float:
+        """Seconds at which a transfer of a micro-batch arrives."""
+        # Updates and earlier loops send once, for all micro-batches.
         is_early = transfer.source.kind == "update" or transfer.source.loop < self.loop
-        return self.arrival.get((transfer, 0 if is_early else micro_batch))
-
-    # ---- passes ---------------------------------------------------------------------------------------------------
-
-    def _run_passes(self) -> None:
-        """Run each stage until it waits for a transfer that has not been sent, then the next one, and round again."""
-        done = [0] * len(self.plan.stages)
-        moved = True
-        while moved:
-            moved = False
-            for k, passes in enumerate(self.schedule.passes):
-                while done[k] < len(passes) and not self._missing(passes[done[k]]):
-                    self._run(k, passes[done[k]])
-                    done[k] += 1
-                    moved = True
-
-        # No stage can go on: either all are done, or they wait for each other.
-        orders = zip(done, self.schedule.passes, strict=True)
-        stuck = [passes[n_done] for n_done, passes in orders if n_done < len(passes)]
-        if stuck:
-            raise VerifyError(self._deadlock_message(stuck, sum(done)))
-
-    def _missing(self, one: Pass) -> list[PassName]:
-        """Passes of the same micro-batch that `one` reads from and that have not run."""
-        awaited = self.graph.awaited.get(self._name(one), ())
-        sources = [transfer.source for transfer in awaited if self._arrived(transfer, one.micro_batch) is None]
-        own = Pass("forward", one.chunk, one.micro_batch)
-        if one.kind == "backward" and own not in self.times[self.graph.stage_of[one.chunk]]:
-            sources.append(self._name(own))
-        return sources
+        key = transfer, 0 if is_early else micro_batch
+        if key not in self.arrival:
+            raise VerifyError(f"The plan's transfer from {transfer.source} comes after its reader {transfer.target}.")
+        return self.arrival[key]
 
     def _run(self, stage: int, one: Pass) -> None:
         name = self._name(one)
-        arrivals = (self._arrived(transfer, one.micro_batch) or 0.0 for transfer in self.graph.awaited.get(name, ()))
+        arrivals = (self._arrived(transfer, one.micro_batch) for transfer in self.awaited[name])
         start_s = max([self.clock[stage], *arrivals])
 
-        # A chunk may have nothing to do in a direction, such as a backward pass to inputs alone.
-        seconds = self.graph.costs[name].seconds if name in self.graph.costs else 0.0
+        # A chunk may have no work in one direction, such as a backward pass to inputs alone.
+        seconds = self.costs[name].seconds if name in self.costs else 0.0
         self.clock[stage] = start_s + seconds
         self.times[stage][one] = (start_s, self.clock[stage])
-        for transfer in self.graph.sent.get(name, ()):
+        for transfer in self.sent[name]:
             self._send(transfer, one.micro_batch, self.clock[stage])
 
     def _send(self, transfer: PlannedTransfer, micro_batch: int | None, ready_s: float) -> None:
-        source, target = self.graph.stage(transfer.source), self.graph.stage(transfer.target)
+        source, target = self._stage(transfer.source), self._stage(transfer.target)
         start_s = max(ready_s, self.link_free[source, target])
         end_s = start_s + self._link(source, target).transfer_s(transfer.n_bytes)
         self.link_free[source, target] = end_s
@@ -206,6 +160,9 @@ class _Simulation:
             )
         )
 
+    def _stage(self, name: PassName) -> int:
+        return name.number if name.kind == "update" else self.stage_of[name.number]
+
     def _link(self, source: int, target: int) -> LinkSpec:
         per_host = self.plan.cluster.devices_per_host
         hosts: set[int] = set()
@@ -214,31 +171,18 @@ class _Simulation:
             hosts |= {stage.first_device // per_host, last_device // per_host}
         return self.plan.cluster.link(same_host=len(hosts) == 1)
 
-    def _timed(self, one: Pass, start_s: float, end_s: float) -> TimedPass:
-        kind = self.graph.costs[self._name(one)].kind
-        return TimedPass(kind=kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s)
-
-    def _deadlock_message(self, stuck: Sequence[Pass], n_done: int) -> str:
-        waits = [
-            f"{one} on stage {self.graph.stage_of[one.chunk]} waits for "
-            + ", ".join(f"{name.kind}(chunk {name.number})" for name in self._missing(one))
-            for one in stuck
-        ]
-        n_passes = sum(map(len, self.schedule.passes))
-        return f"Schedule `{self.schedule.name}` deadlocks after {n_done} of {n_passes} passes: {'; '.join(waits)}."
-
     # ---- update and memory ----------------------------------------------------------------------------------------
 
     def _updates(self) -> list[TimedPass]:
-        """The updates of all stages, or what runs between this loop and the next."""
-        # All sums are sent before any update starts, as soon as the passes of their stage are done.
+        """The updates of all stages, or the work between this loop and the next."""
+        # Each stage sends its sums as soon as its passes are done, and before any update starts.
         for k in range(len(self.plan.stages)):
-            for transfer in self.graph.sent.get(PassName("update", k, self.loop), ()):
+            for transfer in self.sent[PassName("update", k, self.loop)]:
                 self._send(transfer, None, self.clock[k])
 
         updates = []
         for k, stage in enumerate(self.plan.stages):
-            awaited = self.graph.awaited.get(PassName("update", k, self.loop), ())
+            awaited = self.awaited[PassName("update", k, self.loop)]
             start_s = max([self.clock[k], *(self.arrival.get((transfer, 0), 0.0) for transfer in awaited)])
             seconds = stage.between_s[self.loop - 1] if self.loop < self.plan.n_loops else stage.update_s
             end_s = start_s + seconds
@@ -246,8 +190,8 @@ class _Simulation:
         return updates
 
     def _memory(self, stage: int) -> tuple[list[tuple[float, float]], int]:
-        """Pairs of seconds and of the bytes per device from then on, in order; the most live chunks."""
-        trains = any(name.kind == "backward" and name.loop == self.loop for name in self.graph.costs)
+        """(seconds, bytes per device from then on) in order, and the most live pairs of micro-batch and chunk."""
+        trains = any(name.kind == "backward" and name.loop == self.loop for name in self.costs)
         n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages
         kept_bytes, n_bytes = self.plan.stages[stage].kept_bytes, self.plan.stages[stage].fixed_bytes
         first_s = min((start_s for start_s, _ in self.times[stage].values()), default=0.0) if self.loop > 1 else 0.0
@@ -261,7 +205,7 @@ class _Simulation:
                 memory.append((start_s, n_bytes))
                 peak_live = max(peak_live, live)
 
-            # Backward passes free what their chunk kept; without any, the last chunk of a stage frees all of them.
+            # A backward pass frees its chunk's bytes. Without backward passes, the last chunk frees the bytes of all.
             if one.kind == "backward":
                 n_bytes, live = n_bytes - kept_bytes[own_chunk], live - 1
                 memory.append((end_s, n_bytes))

@@ -1,4 +1,4 @@
-"""Timelines: when stages run passes and send transfers, and the memory that they use; as text or a Perfetto trace."""
+"""Timelines: the passes, transfers and memory of stages over time, as text or a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ from minialpa.support.perfetto import Event, counter, interval, process_name, th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPass:
-    """A pass or an update, and when it runs.
-
-    Attributes:
-        kind: what it is.
-        number: the chunk of the pipeline; of an update, the stage.
-        micro_batch: the micro-batch; None for an update.
-        start_s: seconds from the start of the step to its start.
-        end_s: seconds from the start of the step to its end.
-    """
+    """A pass of a micro-batch in chunk `number`, or the update of stage `number`, at seconds of the step."""
 
     kind: Literal["forward", "backward", "step", "update"]
     number: int
@@ -36,17 +28,7 @@ class TimedPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedTransfer:
-    """A transfer from stage to stage, and when it happens.
-
-    Attributes:
-        source_stage: the stage that sends.
-        target_stage: the stage that receives.
-        kind: what the source computed the bytes in.
-        micro_batch: the micro-batch; None for a transfer between updates.
-        n_bytes: how many bytes are sent.
-        start_s: seconds from the start of the step to its start.
-        end_s: seconds from the start of the step to its end.
-    """
+    """A transfer from stage to stage, at seconds of the step. `kind` is the kind of the pass that made the bytes."""
 
     source_stage: int
     target_stage: int
@@ -64,9 +46,9 @@ class StageTimeline:
     Attributes:
         first_device: the first of its devices in the cluster.
         n_devices: the number of its devices.
-        passes: its passes in order, with the update of each loop behind them.
-        memory: pairs of seconds and of the bytes per device from then on, in order.
-        peak_live: the most pairs of a micro-batch and a chunk that are live at once; see `schedules.n_live`.
+        passes: its passes in order, and the update of each loop after them.
+        memory: (seconds, bytes per device from then on), in order.
+        peak_live: the most pairs of a micro-batch and a chunk that are live at once; see `schedules.live_counts`.
     """
 
     first_device: int
@@ -86,14 +68,7 @@ class StageTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step of a plan, as `simulate` predicts it. Seconds count from the start of the step.
-
-    Attributes:
-        schedule: the name of the schedule.
-        n_micro_batches: the number of micro-batches.
-        stages: the stages in order.
-        transfers: the transfers, in the order in which the simulation starts them.
-    """
+    """One step of a plan, as `simulate` predicts it. `transfers` are in the order of the simulation."""
 
     schedule: str
     n_micro_batches: int
@@ -106,7 +81,7 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """For each stage the fraction of the step in which it waits."""
+        """The fraction of the step in which each stage waits."""
         total_s = self.total_s
         return tuple(1 - stage.busy_s / total_s if total_s else 0.0 for stage in self.stages)
 
@@ -133,10 +108,9 @@ class Timeline:
         return "\n".join(lines)
 
     def to_trace(self, path: str | Path) -> None:
-        """Writes a trace that ui.perfetto.dev and chrome://tracing open.
+        """Write a trace that ui.perfetto.dev and chrome://tracing open.
 
-        Each stage is a process, with threads for its passes and for what it sends to each other stage, and a counter of
-        its memory.
+        Each stage is a process, with a thread for its passes, one per receiving stage, and a memory counter.
         """
         write_trace(path, [*self._stage_events(), *self._transfer_events()])
 
@@ -153,7 +127,7 @@ class Timeline:
         return events
 
     def _transfer_events(self) -> list[Event]:
-        """Transfers. In the process of the source, thread 0 has the passes and each target has a thread of its own."""
+        """Events of transfers, in the process of their source: thread 0 has the passes, thread k + 1 the target k."""
         events: list[Event] = []
         for source, target in sorted({(one.source_stage, one.target_stage) for one in self.transfers}):
             events.append(thread_name(source, target + 1, f"to stage {target}"))

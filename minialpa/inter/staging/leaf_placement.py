@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 from minialpa.plan import PlacedValue
-from minialpa.programs.leaf_blocks import BlockRows, LeafBlocks
+from minialpa.programs.program import BlockRows, LeafBlocks
 from minialpa.sharding import Spec
 from minialpa.tracing.trace import Part, TracedStep
 

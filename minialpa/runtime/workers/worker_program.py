@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from minialpa.programs.exported import callable_of
 from minialpa.programs.mesh_program import (
     ArrayType,
     MeshFunction,
@@ -24,6 +23,7 @@ from minialpa.programs.mesh_program import (
     Receive,
     Relayout,
     Send,
+    callable_of,
     overwritten_rows,
 )
 from minialpa.programs.program import Accumulate, Run

@@ -28,7 +28,7 @@ from minialpa.inter.lower.cross_mesh import (
     resharding_s,
 )
 from minialpa.programs.program import MeshShape
-from minialpa.programs.resharding import Box, Move, Resharding, bytes_per_link, n_elements, verify_resharding
+from minialpa.programs.resharding import Box, Resharding, n_elements
 from minialpa.sharding import AXIS_NAMES, Spec, specs_of
 
 ITEM = 4
@@ -62,6 +62,15 @@ def shards(shape: tuple[int, ...], mesh: MeshShape, spec: P) -> dict[int, tuple[
     sharding = NamedSharding(Mesh(grid, AXIS_NAMES[: grid.ndim]), spec)
     indices = sharding.devices_indices_map(shape)
     return {mesh.first_device + i: indices[device] for i, device in enumerate(grid.flat)}
+
+
+def bytes_per_link(resharding: Resharding, devices_per_host: int) -> dict[tuple[int, int], int]:
+    """(sending host, receiving host) -> bytes."""
+    n_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    for move in resharding.moves:
+        link = move.source // devices_per_host, move.targets[0] // devices_per_host
+        n_bytes[link] += n_elements(move.box) * resharding.item_bytes
+    return n_bytes
 
 
 def index(box: Box, outer: Box | None = None) -> tuple[slice, ...]:
@@ -120,9 +129,10 @@ class Case:
 def check(case: Case, candidate: ReshardingCandidate) -> None:
     """The moves put the right values everywhere, over as few bytes as there can be."""
     resharding = candidate.resharding
-    verify_resharding(resharding, case.cluster.devices_per_host)
+    check_order(resharding, case.cluster.devices_per_host)
     check_values(case, resharding)
     check_bytes(case, resharding)
+    check_seconds(case, candidate)
     tiles = shards(case.shape, case.target, case.target_spec)
     for device, box in resharding.landing_boxes:
         for (start, stop), wanted, size in zip(box, tiles[device], case.shape, strict=True):
@@ -130,6 +140,16 @@ def check(case: Case, candidate: ReshardingCandidate) -> None:
             assert first <= start <= stop <= last  # so that gathering adds and does not exchange
     if candidate.way != "gather":
         assert resharding.landing == case.target_spec
+
+
+def check_order(resharding: Resharding, devices_per_host: int) -> None:
+    """A move has one receiving host, which has not begun to relay: so no two hosts wait for each other."""
+    relaying: set[int] = set()
+    for move in resharding.moves:
+        (host,) = {device // devices_per_host for device in move.targets}
+        assert host not in relaying and len(set(move.targets)) == len(move.targets)
+        if move.relayed:
+            relaying.add(move.source // devices_per_host)
 
 
 def check_values(case: Case, resharding: Resharding) -> None:
@@ -163,6 +183,16 @@ def check_bytes(case: Case, resharding: Resharding) -> None:
     assert not received
 
 
+def check_seconds(case: Case, candidate: ReshardingCandidate) -> None:
+    """No less than any host needs to send and to receive its bytes."""
+    ports: dict[tuple[bool, int], int] = defaultdict(int)
+    for (sender, host), n_bytes in bytes_per_link(candidate.resharding, case.cluster.devices_per_host).items():
+        if sender != host:
+            ports[True, sender] += n_bytes
+            ports[False, host] += n_bytes
+    assert candidate.seconds >= max(ports.values(), default=0) * INTER.beta_s_per_byte * (1 - 1e-12)
+
+
 def check_choice(case: Case, candidates: list[ReshardingCandidate]) -> None:
     chosen, best = case.seconds(case.plan()), min(c.seconds for c in candidates)
     assert best == pytest.approx(chosen, rel=1e-8)
@@ -172,15 +202,12 @@ def check_choice(case: Case, candidates: list[ReshardingCandidate]) -> None:
 
 # ---- all pairs -------------------------------------------------------------------------------------------------------
 
-MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4), (4, 2))
 
-
-@pytest.mark.parametrize("source_shape", MESHES, ids=str)
-def test_any_spec_becomes_any_other_on_another_mesh(source_shape: tuple[int, ...]) -> None:
-    """With hosts of two devices: one to four of them on either side."""
-    for target_shape in MESHES:
-        source, target = MeshShape(0, source_shape), MeshShape(8, target_shape)
-        for source_spec in all_specs(2, len(source_shape)):
+def test_any_spec_becomes_any_other_on_another_mesh() -> None:
+    """With hosts of two devices: two on one side, one to four on the other."""
+    for target_shape in ((2,), (2, 2), (4, 2)):
+        source, target = MeshShape(0, (2, 2)), MeshShape(8, target_shape)
+        for source_spec in all_specs(2, 2):
             for target_spec in all_specs(2, len(target_shape)):
                 case = Case((8, 16), source, source_spec, target, target_spec, cluster(8, 2))
                 candidates = case.candidates()
@@ -218,42 +245,8 @@ def test_any_array_crosses_between_any_meshes(case: Case) -> None:
     assert case.candidates() == candidates
 
 
-@given(cases())
-def test_predicted_seconds_are_no_less_than_any_host_needs_for_its_bytes(case: Case) -> None:
-    for candidate in case.candidates():
-        ports: dict[tuple[bool, int], int] = defaultdict(int)
-        for (sender, host), n_bytes in bytes_per_link(candidate.resharding, case.cluster.devices_per_host).items():
-            if sender != host:
-                ports[True, sender] += n_bytes
-                ports[False, host] += n_bytes
-        assert candidate.seconds >= max(ports.values(), default=0) * INTER.beta_s_per_byte * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (4, 0)], ids=str)
-def test_scalars_and_empty_arrays_cross(shape: tuple[int, ...]) -> None:
-    case = Case(shape, MeshShape(0, (4,)), P(), MeshShape(4, (2, 2)), P(), cluster(4, 2))
-    check(case, ReshardingCandidate("direct", case.plan(), 0.0))
-    assert len(case.plan().moves) == (2 if shape == () else 0)
-
-
-def test_summands_cross_as_they_are_stored() -> None:
-    spec = Spec.parse("S0,R+P1")
-    case = Case(
-        spec.stored_shape((8, 4), (2, 4)),
-        MeshShape(0, (2, 4)),
-        spec.partition_spec(),
-        MeshShape(8, (4, 2)),
-        Spec.parse("R,S1+P0").partition_spec(),
-        cluster(4, 4),
-    )
-    assert case.shape == (4, 8, 4)
-    for candidate in case.candidates():
-        check(case, candidate)
-
-
-@pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
-def test_specs_are_read_from_what_they_are_written_as(mesh: tuple[int, ...]) -> None:
-    for spec in specs_of((8, 8, 8), mesh):
+def test_specs_are_read_from_what_they_are_written_as() -> None:
+    for spec in specs_of((8, 8, 8), (2, 4)):
         assert Spec.of(spec.partition_spec(), 3) == spec
     assert str(Spec.of(P(None, ("y", "x"), ()), 4)) == "R,S10,R,R"
 
@@ -272,14 +265,6 @@ def test_hosts_with_copies_share_the_sending(n_sources: int, n_targets: int, dev
     assert sorted(host for _, host in links) == list(range(n_sources, n_sources + n_targets))
     assert set(links.values()) == {6 * ITEM}
     assert max(Counter(sender for sender, _ in links).values()) == -(-n_targets // n_sources)
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8))
-def test_hosts_with_copies_of_a_part_share_the_sending_of_it(n_parts: int, n_copies: int, n_targets: int) -> None:
-    source, target = MeshShape(0, (n_parts, n_copies)), MeshShape(n_parts * n_copies, (n_targets,))
-    case = Case((n_parts,), source, P("x"), target, P(), cluster(n_parts * n_copies + n_targets, 1))
-    links = bytes_per_link(case.candidates()[0].resharding, 1)
-    assert max(Counter(sender for sender, _ in links).values()) == -(-n_targets // n_copies)
 
 
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8))
@@ -321,7 +306,7 @@ def way(case: Case) -> str:
     return next(c.way for c in case.candidates() if c.resharding == case.plan())
 
 
-@pytest.mark.parametrize("n_hosts", range(1, 10))
+@pytest.mark.parametrize("n_hosts", [1, 2, 3, 7])
 def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_hosts: int) -> None:
     case = replicated(n_hosts, (10**6 + 1,))  # odd: nothing to gather
     message_s = INTER.transfer_s(ITEM * (10**6 + 1))
@@ -329,19 +314,6 @@ def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_host
     assert case.seconds(resharding) == pytest.approx(rounds(1, n_hosts) * message_s)
     assert case.candidates()[0].seconds == pytest.approx(n_hosts * message_s)
     assert any(move.relayed for move in resharding.moves) == (n_hosts > 2)
-
-
-def test_hosts_that_want_other_parts_are_served_alike() -> None:
-    """The source serves the first of each four; then all that have a part serve, and the source the slower four."""
-    case = Case((2 * 1001,), MeshShape(0, (1,)), P(), MeshShape(1, (2, 4)), P("x"), cluster(9, 1))
-    assert case.seconds(case.plan()) == pytest.approx(4 * INTER.transfer_s(ITEM * 1001))
-
-
-def test_parts_are_relayed_more_than_once() -> None:
-    case = Case((1001,), MeshShape(0, (1,)), P(), MeshShape(1, (8,)), P(), cluster(9, 1))
-    relayed = [move for move in case.plan().moves if move.relayed]
-    assert any(move.source in earlier.targets for move, earlier in itertools.permutations(relayed, 2))
-    check(case, ReshardingCandidate("broadcast", case.plan(), 0.0))
 
 
 def rounds(n_sources: int, n_targets: int) -> int:
@@ -358,19 +330,10 @@ def test_hosts_relay_without_waiting(n_sources: int, n_targets: int, spec: P, wa
     source, target = MeshShape(0, (n_sources, 2)), MeshShape(2 * n_sources, (n_targets, 2))
     case = Case((12 * 24,), source, spec, target, wanted, cluster(n_sources + n_targets, 2))
     for candidate in case.candidates():
-        verify_resharding(candidate.resharding, 2)
+        check_order(candidate.resharding, 2)
         if candidate.way == "broadcast":
             a_round_s = n_sources * INTER.alpha_s + 12 * 24 * ITEM * INTER.beta_s_per_byte
             assert candidate.seconds <= rounds(n_sources, n_targets) * a_round_s * (1 + 1e-9)
-
-
-def test_a_chain_takes_the_time_of_each_of_its_links() -> None:
-    case = replicated(3, (10**6 + 1,))
-    whole = ((0, 10**6 + 1),)
-    chain = [Move(whole, 2 * i, (2 * i + 2, 2 * i + 3), relayed=i > 0) for i in range(3)]
-    resharding = dataclasses.replace(case.plan(), moves=tuple(chain))
-    verify_resharding(resharding, 2)
-    assert case.seconds(resharding) == pytest.approx(3 * INTER.transfer_s(ITEM * (10**6 + 1)))
 
 
 def test_large_arrays_are_gathered_and_small_ones_sent() -> None:
@@ -380,28 +343,9 @@ def test_large_arrays_are_gathered_and_small_ones_sent() -> None:
     assert way(replicated(4, (8,))) == "broadcast"
 
 
-def test_what_is_gathered_crosses_from_the_other_mesh_once() -> None:
-    for n_hosts in (2, 4, 8):
-        case = replicated(n_hosts, (8 * 10**6,))
-        resharding = case.plan()
-        assert resharding.landing == P(("x", "y"))
-        assert sum(bytes_per_link(resharding, 2).values()) == ITEM * 8 * 10**6
-
-
-def test_only_what_is_apart_on_hosts_is_gathered() -> None:
-    case = Case((16,), MeshShape(0, (2,)), P(), MeshShape(2, (2, 2)), P(), cluster(3, 2))
-    assert [c.resharding.landing for c in case.candidates() if c.way == "gather"] == [P("x"), P(("x", "y"))]
-
-
 def test_a_tile_is_gathered_inside_itself() -> None:
     case = Case((4096, 4096), MeshShape(0, (4,)), P("x"), MeshShape(4, (4, 2)), P(None, "y"), cluster(6, 2))
     assert case.plan().landing == P("x", "y")
-
-
-def test_a_mesh_inside_one_host_gets_everything_once() -> None:
-    case = Case((10**6,), MeshShape(0, (8,)), P("x"), MeshShape(8, (8,)), P(), cluster(2, 8))
-    assert [c.way for c in case.candidates()] == ["direct"]
-    assert bytes_per_link(case.plan(), 8) == {(0, 1): ITEM * 10**6}
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import minialpa
-from minialpa import AutoShardingOption, ShardParallel
-from minialpa.inter.lower.joined_calls import joined_calls
+from minialpa import ShardParallel
+from minialpa.inter.lower.emit import emit_program
+from minialpa.inter.lower.instruction_passes import joined_calls
 from minialpa.programs.program import Accumulate, Function, Instruction, Run, Transfer
 from minialpa.testing import assert_allclose
 
@@ -27,7 +27,7 @@ def function(name: str, fun: Any, n_inputs: int) -> Function:
     )  # fmt: skip
 
 
-#: Doubles each of two micro-batches, adds them up and takes the root; what is added up first is not needed later.
+#: Doubles each of two micro-batches, adds them up and takes the root.
 FUNCTIONS = [
     function("step0", lambda x: (2 * x,), 1),
     function("widen0", lambda x: (x + 0,), 1),
@@ -37,45 +37,18 @@ FUNCTIONS = [
 CALLS: list[Instruction] = [
     Run(0, (0,), (2,)), Run(1, (2,), (3,)), Run(0, (1,), (4,)), Accumulate(2, (3,), (4,)), Run(3, (3,), (5,)),
 ]  # fmt: skip
-BEHIND: list[Instruction] = [Transfer(5, 6, 0, SPEC), Run(3, (6,), (7,)), Accumulate(2, (7,), (5,))]
 
 
-def run(functions: Sequence[Function], instructions: Sequence[Instruction], values: dict[int, Any]) -> dict[int, Any]:
-    for x in instructions:
-        match x:
-            case Run(f, inputs, outputs):
-                values.update(zip(outputs, functions[f].fun(*(values[b] for b in inputs)), strict=True))
-            case Accumulate(f, totals, parts):
-                arguments = (values[b] for b in (*totals, *parts))
-                values.update(zip(totals, functions[f].fun(*arguments), strict=True))
-            case Transfer(source, target):
-                values[target] = values[source]
-    return values
+def test_calls_are_joined_if_they_compile_sooner() -> None:
+    """Apart: 20 equations for each of 4 functions, and theirs. Joined: 20, and the equations of a step twice."""
+    (joined,), (call,) = joined_calls(FUNCTIONS, CALLS, {5, 3}, {0: 59})
+    assert call == Run(0, (0, 1), (3, 5))
+    total, root = joined.fun(jnp.array([1.0, 2.0]), jnp.array([3.0, 6.0]))
+    np.testing.assert_allclose((total, root), ([8.0, 16.0], [8**0.5, 4.0]), rtol=1e-6)
 
-
-@pytest.mark.parametrize(("rest", "kept"), [([], {5}), ([], {3, 5, 2}), (BEHIND, {5, 7})])
-def test_one_function_makes_what_is_read_later(rest: list[Instruction], kept: set[int]) -> None:
-    functions, instructions = joined_calls(FUNCTIONS, CALLS + rest, kept, [3, 1, 1, 1])
-    first, *others = instructions
-    assert isinstance(first, Run) and (first.function, first.inputs, len(others)) == (0, (0, 1), len(rest))
-    assert set(first.outputs) == kept - {7}
-    assert len(functions) == (3 if rest else 1)
-
-    def given() -> dict[int, Any]:
-        return {0: jnp.array([1.0, 2.0]), 1: jnp.array([3.0, 5.0])}
-
-    found, wanted = run(functions, instructions, given()), run(FUNCTIONS, CALLS + rest, given())
-    for buffer in kept:
-        np.testing.assert_allclose(found[buffer], wanted[buffer], rtol=1e-6)
-
-
-def test_what_would_compile_longer_is_left_alone() -> None:
-    """Apart: 20 equations for each of 4 functions, and theirs. Joined: 20, and those of a step twice."""
-    for n, is_joined in ((59, True), (60, False)):
-        found = joined_calls(FUNCTIONS, CALLS, {5}, [n, 1, 1, 1])
-        assert found == (FUNCTIONS, CALLS) or is_joined
-        assert (len(found[0]) == 1) == is_joined
-    assert joined_calls(FUNCTIONS[3:], [Run(0, (0,), (1,))], {1}, [1]) == (FUNCTIONS[3:], [Run(0, (0,), (1,))])
+    assert joined_calls(FUNCTIONS, CALLS, {5}, {0: 60}) == (FUNCTIONS, CALLS)
+    moved = [*CALLS, Transfer(5, 6, 0, SPEC)]
+    assert joined_calls(FUNCTIONS, moved, {6}, {0: 3}) == (FUNCTIONS, moved)
 
 
 def normalised(width: int) -> Any:
@@ -97,17 +70,15 @@ def normalised(width: int) -> Any:
     return step, (params, jax.random.normal(keys[2], (8, width)))
 
 
-@pytest.mark.parametrize(
-    ("width", "n_bytes", "is_joined"),
-    [(8, None, True), (8, 4e3, False), pytest.param(512, None, False, marks=pytest.mark.slow)],
-)
-def test_a_small_step_of_several_loops_is_one_function(width: int, n_bytes: float | None, is_joined: bool) -> None:
+@pytest.mark.parametrize(("width", "is_joined"), [(8, True), (1024, False)])
+def test_a_small_step_of_several_loops_is_one_function(width: int, is_joined: bool) -> None:
     step, args = normalised(width)
-    method = ShardParallel(
-        jax.devices()[:2], num_micro_batches=2, auto_sharding_option=AutoShardingOption(memory_limit_bytes=n_bytes)
+    parallel = minialpa.parallelize(
+        step, method=ShardParallel(jax.devices()[:2], num_micro_batches=2), donate_argnums=()
     )
-    parallel = minialpa.parallelize(step, method=method, donate_argnums=())
-    executable = parallel.get_executable(*args)
-    assert executable.get_parallel_plan().n_loops > 1
-    assert (len(executable.program.functions) == 1) == is_joined
-    assert_allclose(parallel(*args), step(*args), rtol=1e-4, atol=1e-5)
+    plan = parallel.plan(*args)
+    assert plan.n_loops > 1
+    program = emit_program(parallel._trace(parallel._parameters.bind(args, {})), plan)
+    assert (len(program.functions) == 1) == is_joined
+    if is_joined:
+        assert_allclose(parallel(*args), step(*args), rtol=1e-4, atol=1e-5)

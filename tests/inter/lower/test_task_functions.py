@@ -49,21 +49,15 @@ def exported() -> dict[str, MeshFunction]:
     return {f.name: export_function(f, shapes[f.mesh], "cpu") for f in program.functions}
 
 
-def test_equal_stages_are_equal_bytes() -> None:
-    functions = exported()
-    for name in ("forward", "backward", "update"):
-        assert functions[f"{name}1"].code == functions[f"{name}2"].code, name
-    assert functions["forward0"].code != functions["forward3"].code
-
-
-def test_code_does_not_depend_on_the_line_that_calls() -> None:
+def test_functions_as_bytes_do_not_depend_on_lines() -> None:
+    """Neither on the lines of equal stages, nor on the line that calls the step."""
+    before = jax.config.jax_traceback_in_locations_limit
     first = exported()
     second = exported()
+    assert jax.config.jax_traceback_in_locations_limit == before
+
+    for name in ("forward", "backward", "update"):
+        assert first[f"{name}1"].code == first[f"{name}2"].code, name
+    assert first["forward0"].code != first["forward3"].code
     assert {name: f.code for name, f in first.items()} == {name: f.code for name, f in second.items()}
     assert not any(__file__.encode() in f.code or b".py" in f.code for f in first.values())
-
-
-def test_locations_are_as_before_afterwards() -> None:
-    before = jax.config.jax_traceback_in_locations_limit
-    exported()
-    assert jax.config.jax_traceback_in_locations_limit == before

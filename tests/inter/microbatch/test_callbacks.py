@@ -97,12 +97,8 @@ def _step_that_notes(note: Any, place: str) -> Any:
 
 
 @pytest.mark.parametrize("place", ["scan", "branch"])
-@pytest.mark.parametrize(
-    "method",
-    [Zero3Parallel(jax.devices()[:2]), pytest.param(ShardParallel(jax.devices()[:1]), marks=pytest.mark.slow)],
-    ids=lambda method: type(method).__name__,
-)
-def test_loops_and_branches_with_callbacks_run_as_in_jax_without_micro_batches(method: Any, place: str) -> None:
+def test_loops_and_branches_with_callbacks_run_as_in_jax_without_micro_batches(place: str) -> None:
+    method = Zero3Parallel(jax.devices()[:2])
     seen: list[np.ndarray] = []
     step = _step_that_notes(lambda x: jax.debug.callback(lambda x: seen.append(np.asarray(x)), x), place)
     expected = jax.jit(step)(WEIGHTS, BATCH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,34 +59,6 @@ def _folded(layer: Layer, h: Any, w: Any, key: Any) -> Any:
     return lax.scan(body, h, (w, jnp.arange(L)))[0]
 
 
-def _same_key(layer: Layer, h: Any, w: Any, key: Any) -> Any:
-    return lax.scan(lambda h, w: (layer(h, w, key, 0), None), h, w)[0]
-
-
-def _nested(layer: Layer, h: Any, w: Any, key: Any) -> Any:
-    def outer(h: Any, one: Any) -> Any:
-        w, key = one
-        inner = lambda h, i: (layer(h, w, jax.random.fold_in(key, i), i), None)  # noqa: E731
-        return lax.scan(inner, h, jnp.arange(2))[0], None
-
-    return lax.scan(outer, h, (w, jax.random.split(key, L)))[0]
-
-
-def _fori(layer: Layer, h: Any, w: Any, key: Any) -> Any:
-    return lax.fori_loop(0, L, lambda i, h: layer(h, w[i], jax.random.fold_in(key, i), i), h)
-
-
-def _reversed(layer: Layer, h: Any, w: Any, key: Any) -> Any:
-    body = lambda h, one: (layer(h, one[0], one[1], 0), h)  # noqa: E731
-    h, before = lax.scan(body, h, (w, jax.random.split(key, L)), reverse=True, unroll=2)
-    return h + jnp.sum(before, 0)
-
-
-def _branch(layer: Layer, h: Any, w: Any, key: Any) -> Any:
-    is_training = jax.random.bits(key, (), "uint8") < 250
-    return lax.cond(is_training, lambda h, key: layer(h, w[0], key, 0), lambda h, key: jnp.tanh(h @ w[1]), h, key)
-
-
 def _branch_in_loop(layer: Layer, h: Any, w: Any, key: Any) -> Any:
     def body(h: Any, one: Any) -> Any:
         w, i = one
@@ -95,18 +67,6 @@ def _branch_in_loop(layer: Layer, h: Any, w: Any, key: Any) -> Any:
 
     return lax.scan(body, h, (w, jnp.arange(L)))[0]
 
-
-LOOPS: dict[str, Loop] = {
-    "carried": _carried,
-    "by layer": _by_layer,
-    "folded": _folded,
-    "same key": _same_key,
-    "nested": _nested,
-    "fori": _fori,
-    "reversed": _reversed,
-    "branch": _branch,
-    "branch in loop": _branch_in_loop,
-}
 
 # ---- what layers make by position ------------------------------------------------------------------------------------
 
@@ -117,42 +77,13 @@ def _keys_of_examples(h: Any, w: Any, key: Any, i: Any) -> Any:
     return jax.vmap(_drop)(jnp.tanh(h @ w), jax.random.split(key, h.shape[0]))
 
 
-def _numbers_of_examples(h: Any, w: Any, key: Any, i: Any) -> Any:
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(h.shape[0]))
-    return jax.vmap(_drop)(jnp.tanh(h @ w), keys)
-
-
 def _captured(h: Any, w: Any, key: Any, i: Any) -> Any:
     return jnp.tanh(h @ w) * _WEIGHTS + jnp.arange(B, dtype=h.dtype)[:, None] / B
-
-
-def _gamma(h: Any, w: Any, key: Any, i: Any) -> Any:
-    return jnp.tanh(h @ w) * lax.stop_gradient(jax.random.gamma(key, 2.0, h.shape))
-
-
-def _noise_of_rows(h: Any, w: Any, key: Any, i: Any) -> Any:
-    noise = jax.random.normal(key, (B * H,)).reshape(B, H) + jax.random.uniform(key, (H, B)).T
-    return jnp.tanh(h @ w) + 0.1 * noise
 
 
 def _own_position(h: Any, w: Any, key: Any, i: Any) -> Any:
     h = _drop(h @ w, key)
     return h.at[jnp.arange(B), i].add(h[jnp.arange(B), 1])
-
-
-LAYERS: dict[str, Layer] = {
-    "dropout": _dropout,
-    "keys of examples": _keys_of_examples,
-    "numbers of examples": _numbers_of_examples,
-    "captured": _captured,
-    "gamma": _gamma,
-    "noise of rows": _noise_of_rows,
-    "own position": _own_position,
-}
-
-
-def _permuted(h: Any, w: Any, key: Any, i: Any) -> Any:
-    return jnp.tanh(h @ w) + jax.random.permutation(key, h)
 
 
 def _neighbours(h: Any, w: Any, key: Any, i: Any) -> Any:
@@ -162,17 +93,6 @@ def _neighbours(h: Any, w: Any, key: Any, i: Any) -> Any:
 def _flipped_bits(h: Any, w: Any, key: Any, i: Any) -> Any:
     return jnp.where(jax.random.bernoulli(key, 0.6, h.shape)[::-1], h @ w, 0)
 
-
-def _added_up(h: Any, w: Any, key: Any, i: Any) -> Any:
-    return jnp.tanh(h @ w) * jnp.cumsum(jax.random.uniform(key, (B, 1)), 0)
-
-
-MIXING: dict[str, Layer] = {
-    "permuted": _permuted,
-    "neighbours": _neighbours,
-    "flipped bits": _flipped_bits,
-    "added up": _added_up,
-}
 
 # ---- the checks ------------------------------------------------------------------------------------------------------
 
@@ -210,53 +130,26 @@ def _runs_in_loop(split: SplitStep) -> bool:
     return all(is_loop(op.segment) and B not in shape_of(op.eqn.outvars[0]) for op in ops)
 
 
-def _key(impl: str = "threefry2x32") -> Any:
-    return jax.random.key(3, impl=impl)
+@pytest.mark.parametrize(("loop", "n", "wrap"), [(_carried, 4, jax.checkpoint), (_branch_in_loop, 2, lambda f: f)])
+def test_dropout_in_loops_over_layers(loop: Loop, n: int, wrap: Callable[..., Any]) -> None:
+    assert _runs_in_loop(_split(loop, _dropout, jax.random.key(3), n, wrap))
 
 
-_WRAPS: dict[str, Callable[..., Any]] = {"plain": lambda f: f, "remat": jax.checkpoint}
+@pytest.mark.parametrize("layer", [_captured, _own_position, _keys_of_examples])
+def test_layers_that_make_arrays_by_position(layer: Layer) -> None:
+    assert _runs_in_loop(_split(_folded, layer, jax.random.key(3), 4))
 
 
-def _cases(names: Iterable[str], often: Collection[tuple[str, str]]) -> Any:
-    """All names with and without rematerialisation; those that are not in `often` are slow."""
-    pairs = [(name, wrap) for name in names for wrap in _WRAPS]
-    return [pytest.param(*pair, marks=() if pair in often else pytest.mark.slow) for pair in pairs]
+@pytest.mark.parametrize("layer", [_neighbours, _flipped_bits])
+def test_layers_that_mix_examples_see_all_of_them(layer: Layer) -> None:
+    assert not _runs_in_loop(_split(_folded, layer, jax.random.key(3), 2))
 
 
-@pytest.mark.parametrize(("loop", "wrap"), _cases(LOOPS, [("carried", "remat"), ("branch in loop", "plain")]))
-def test_dropout_in_loops_over_layers(loop: str, wrap: str) -> None:
-    assert _runs_in_loop(_split(LOOPS[loop], _dropout, _key(), 2, _WRAPS[wrap]))
-
-
-@pytest.mark.parametrize(("layer", "wrap"), _cases(LAYERS, [("captured", "plain"), ("own position", "plain")]))
-def test_layers_that_make_arrays_by_position(layer: str, wrap: str) -> None:
-    assert _runs_in_loop(_split(_folded, LAYERS[layer], _key(), 4, _WRAPS[wrap]))
-
-
-@pytest.mark.parametrize(("layer", "wrap"), _cases(MIXING, [("neighbours", "plain"), ("flipped bits", "plain")]))
-def test_layers_that_mix_examples_see_all_of_them(layer: str, wrap: str) -> None:
-    assert not _runs_in_loop(_split(_folded, MIXING[layer], _key(), 2, _WRAPS[wrap]))
-
-
-@pytest.mark.parametrize("partitionable", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("impl", "wrap"), _cases(["threefry2x32", "rbg", "unsafe_rbg", "raw"], [("rbg", "remat"), ("raw", "plain")])
-)
-def test_every_generator_draws_what_it_draws_for_the_full_batch(impl: str, wrap: str, partitionable: bool) -> None:
+@pytest.mark.parametrize(("impl", "partitionable"), [("rbg", True), ("raw", False)])
+def test_every_generator_draws_what_it_draws_for_the_full_batch(impl: str, partitionable: bool) -> None:
     with jax.threefry_partitionable(partitionable):
-        key = np.asarray(jax.random.PRNGKey(3)) if impl == "raw" else _key(impl)
-        assert _runs_in_loop(_split(_by_layer, _dropout, key, 2, _WRAPS[wrap]))
-        if wrap == "remat":
-            assert _runs_in_loop(_split(_carried, _dropout, key, 4, _WRAPS[wrap]))
-
-
-@pytest.mark.parametrize("bits", [pytest.param("uint8", marks=pytest.mark.slow), "uint16"])
-def test_bits_of_every_width(bits: str) -> None:
-    def layer(h: Any, w: Any, key: Any, i: Any) -> Any:
-        drawn = jax.random.bits(key, h.shape, bits)
-        return h @ w * (drawn % 7).astype(h.dtype) / 7
-
-    assert _runs_in_loop(_split(_folded, layer, _key(), 4))
+        key = np.asarray(jax.random.PRNGKey(3)) if impl == "raw" else jax.random.key(3, impl=impl)
+        assert _runs_in_loop(_split(_by_layer, _dropout, key, 2, jax.checkpoint))
 
 
 def test_a_while_loop_and_its_test() -> None:
@@ -268,7 +161,7 @@ def test_a_while_loop_and_its_test() -> None:
         steps = 2 + jnp.int32(jnp.abs(w.sum()) * 0)
         return lax.while_loop(lambda carry: carry[0] < steps, body, (0, batch["x"] @ w))[1]
 
-    args = (_normal(H, H), {"x": _normal(B, H, seed=1)}, _key())
+    args = (_normal(H, H), {"x": _normal(B, H, seed=1)}, jax.random.key(3))
     split = split_micro_batches(trace(halved, *args), 4)
     np.testing.assert_allclose(run_split(split, args), jax.jit(halved)(*args), rtol=1e-6)
     (op,) = (op for op in split.ops if op.eqn.primitive.name == "while")
@@ -284,7 +177,7 @@ def test_a_mask_that_leaves_the_loop_is_that_of_the_full_batch() -> None:
         h, kept = lax.scan(body, batch["x"], jax.random.split(key, L))
         return h, kept, jnp.sum(kept)
 
-    args = (_normal(H, H), {"x": _normal(B, H, seed=1)}, _key())
+    args = (_normal(H, H), {"x": _normal(B, H, seed=1)}, jax.random.key(3))
     split = split_micro_batches(trace(step, *args), 2)
     for one, other in zip(run_split(split, args), jax.jit(step)(*args), strict=True):
         # Sums of products of about 1, which processors add in different orders.

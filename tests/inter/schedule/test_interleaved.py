@@ -12,7 +12,6 @@ import pytest
 
 import minialpa
 from minialpa import (
-    AutoLayerOption,
     AutoShardingOption,
     ClusterSpec,
     ManualStageOption,
@@ -20,12 +19,11 @@ from minialpa import (
     ShardingError,
     UniformStageOption,
     mark_pipeline_boundary,
-    models,
 )
-from minialpa.errors import InfeasibleError, VerifyError
+from minialpa.errors import InfeasibleError
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
-from minialpa.options import LayerOption, ManualLayerOption, StageOption
+from minialpa.options import ManualLayerOption, StageOption
 from minialpa.plan import Plan
 from minialpa.programs.program import Program, Run, Transfer, reads, writes
 from minialpa.testing import assert_allclose
@@ -54,16 +52,11 @@ def arguments(n_layers: int) -> tuple[Any, Any]:
     return {"w": ws, "b": np.zeros((1, WIDTH), np.float32)}, (x, y)
 
 
-def method(
-    n_micro_batches: int,
-    stages: StageOption,
-    schedule: str = "1f1b-interleaved",
-    layers: LayerOption | None = None,
-) -> PipeshardParallel:
+def method(n_micro_batches: int, stages: StageOption) -> PipeshardParallel:
     return PipeshardParallel(
         num_micro_batches=n_micro_batches,
-        pipeline_schedule=schedule,
-        layer_option=layers or ManualLayerOption(),
+        pipeline_schedule="1f1b-interleaved",
+        layer_option=ManualLayerOption(),
         stage_option=stages,
     )
 
@@ -85,7 +78,7 @@ def planned(n_stages: int, n_chunks: int, n_micro_batches: int) -> Plan:
 
 @pytest.mark.parametrize(
     ("n_stages", "n_chunks", "n_micro_batches"),
-    [(1, 3, 2), (2, 2, 1), (2, 2, 2), (2, 2, 3), (2, 2, 8), (2, 3, 4), (3, 2, 2), (3, 2, 4), (4, 2, 4)],
+    [(1, 3, 2), (3, 2, 4)],
 )
 def test_skips_and_tied_weights_train_as_on_one_device(n_stages: int, n_chunks: int, n_micro_batches: int) -> None:
     params, batch = arguments(n_stages * n_chunks)
@@ -104,24 +97,6 @@ def test_skips_and_tied_weights_train_as_on_one_device(n_stages: int, n_chunks: 
         assert [s.layers for s in stages] == [tuple(range(k, n_stages * n_chunks, n_stages)) for k in range(n_stages)]
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [pytest.param("gpt", {"n_layers": 4, "learning_rate": 1e-4}, marks=pytest.mark.slow), ("mlp", {"n_layers": 8})],
-)
-def test_models_train_as_on_one_device(name: str, sizes: dict[str, Any], key: jax.Array) -> None:
-    case = models.build(name, **sizes)
-    chosen = method(4, uniform(2, sizes["n_layers"] // 2), layers=AutoLayerOption(layer_num=sizes["n_layers"]))
-    expected_step = jax.jit(case.train_step(jax.value_and_grad))
-    actual_step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=chosen)
-    expected = actual = case.init(key)
-    for i in range(2):
-        batch = case.make_batch(i, case.batch_size)
-        expected, expected_metrics = expected_step(expected, batch)
-        actual, actual_metrics = actual_step(actual, batch)
-        assert_allclose(actual_metrics, expected_metrics, rtol=2e-4, atol=1e-6)
-    assert_allclose(actual.params, expected.params, rtol=2e-4, atol=1e-5)
-
-
 def test_a_step_without_gradients_runs_through_the_chunks() -> None:
     params, batch = arguments(4)
     chosen = method(4, uniform(2, 2))
@@ -138,11 +113,6 @@ def test_stages_by_hand_hold_layers_that_are_not_neighbours() -> None:
     assert_allclose(step(params, batch)[0], expected, rtol=1e-4, atol=1e-6)
     plan = step.get_last_executable().get_parallel_plan()
     assert "layers 0-1, 3, submesh" in plan.summary() and "layers 2, 4, submesh" in plan.summary()
-
-
-def test_the_saved_plan_is_the_plan() -> None:
-    plan = planned(2, 2, 4)
-    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_one_more_chunk_saves_bubble_time() -> None:
@@ -191,7 +161,7 @@ def bytes_at_most(program: Program, n_meshes: int) -> list[int]:
     return most
 
 
-@pytest.mark.parametrize(("n_stages", "n_chunks", "n_micro_batches"), [(2, 2, 4), (2, 3, 8), (3, 2, 6)])
+@pytest.mark.parametrize(("n_stages", "n_chunks", "n_micro_batches"), [(2, 3, 8), (3, 2, 6)])
 def test_the_plan_foresees_what_the_program_holds(n_stages: int, n_chunks: int, n_micro_batches: int) -> None:
     plan = planned(n_stages, n_chunks, n_micro_batches)
     args = arguments(n_stages * n_chunks)
@@ -234,12 +204,10 @@ def test_chunks_are_runs_of_neighbouring_layers_in_order() -> None:
     ("stages", "schedule", "message"),
     [
         ([(0, 2), (1, 3)], "1f1b", r"need the schedule `1f1b-interleaved`.*\[0\] on stage 0, \[1\] on stage 1"),
-        ([(0, 2), (1, 3)], "gpipe", "need the schedule `1f1b-interleaved`"),
         ([(0, 2), (1,)], "1f1b-interleaved", "equally often"),
         ([(0, 3), (1, 2)], "1f1b-interleaved", "equally often"),
         ([(0, 3), (1, 4), (2, 5)], "inference", None),
         ([(0, 5), (1, 4), (2, 3)], "1f1b-interleaved", "go round the stages 0 to 2 in order"),
-        ([(0, 4), (2, 5), (1, 3)], "1f1b-interleaved", "go round the stages 0 to 2 in order"),
         ([(0, 1), (2, 3)], "1f1b-interleaved", "needs stages of several runs of layers: `num_chunks`"),
     ],
 )
@@ -256,7 +224,6 @@ def test_a_schedule_says_which_stages_it_runs(stages: Any, schedule: str, messag
     [
         (by_hand([[0, 2], [1, 2]]), "once and in order"),
         (by_hand([[2, 0], [1, 3]]), "once and in order"),
-        (by_hand([[1, 3], [0, 2]]), "once and in order"),
         (uniform(2, 3), "`num_stages=2` stages of 3 chunks cannot be made of 4 layers"),
         ("auto", "the search makes stages of one run"),
     ],
@@ -265,14 +232,3 @@ def test_stages_that_cannot_be_are_refused(stages: Any, message: str) -> None:
     step = descent_step(loss, minialpa.value_and_grad)
     with pytest.raises(ShardingError, match=message):
         minialpa.plan(step, arguments(4), cluster=ClusterSpec.preset("cpu"), method=method(2, stages))
-
-
-def test_other_schedules_refuse_several_chunks() -> None:
-    step = descent_step(loss, minialpa.value_and_grad)
-    with pytest.raises(ShardingError, match="need the schedule `1f1b-interleaved`; `1f1b` runs a stage in one piece"):
-        minialpa.plan(step, arguments(4), cluster=ClusterSpec.preset("cpu"), method=method(2, uniform(2, 2), "1f1b"))
-
-
-def test_a_plan_for_another_step_is_refused() -> None:
-    with pytest.raises(VerifyError, match="does not fit this call"):
-        emit_program(trace(descent_step(loss, minialpa.value_and_grad), *arguments(5)), planned(2, 2, 4))
