@@ -16,6 +16,7 @@ import gzip
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 from benchmarks.contest.solve import solve_in_seconds
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
+from minialpa.intra.solver.cost_graph import NodeUsage
 from minialpa.intra.solver.solve import CostGraph, Edge
 
 
@@ -46,12 +48,19 @@ def random_instance(seed: int, n_nodes: int) -> CostGraph:
     pairs = [(v, v + 1) for v in range(n_nodes - 1)]
     pairs += [(v, int(rng.integers(v + 2, min(v + 10, n_nodes)))) for v in range(0, n_nodes - 2, 5)]
     edges = tuple(Edge(a, b, rng.integers(0, 50, (sizes[a], sizes[b])).astype(np.float64)) for a, b in pairs)
-    usages = tuple(100.0 - cost for cost in costs)
-    intervals = tuple((v, min(v + int(rng.integers(1, 12)), n_nodes)) for v in range(n_nodes))
+    usages = [(100 - cost).astype(np.int64) for cost in costs]
+    intervals = [(v, min(v + int(rng.integers(1, 12)), n_nodes)) for v in range(n_nodes)]
     live = np.zeros(n_nodes)
     for usage, (start, end) in zip(usages, intervals, strict=True):
         live[start:end] += (usage.min() + usage.max()) / 2
-    return CostGraph(node_costs=costs, edges=edges, usages=usages, intervals=intervals, usage_limit=float(live.max()))
+    return CostGraph(
+        node_costs=costs, edges=edges, usages=usages_of_nodes(usages, intervals), usage_limit=int(live.max())
+    )
+
+
+def usages_of_nodes(usages: Sequence[Any], intervals: Sequence[tuple[int, int]]) -> tuple[NodeUsage, ...]:
+    """One usage for each node in turn."""
+    return tuple(zip(range(len(usages)), intervals, usages, strict=True))
 
 
 def load_instance(path: Path) -> CostGraph:
@@ -66,8 +75,7 @@ def load_instance(path: Path) -> CostGraph:
             Edge(a, b, np.array(cost, np.float64).reshape(len(costs[a]), len(costs[b])))
             for (a, b), cost in zip(edges["nodes"], edges["costs"], strict=True)
         ),
-        usages=tuple(np.array(usage, np.float64) for usage in nodes["usages"]),
-        intervals=tuple((start, end) for start, end in nodes["intervals"]),
+        usages=usages_of_nodes(nodes["usages"], [(start, end) for start, end in nodes["intervals"]]),
         usage_limit=problem.get("usage_limit"),
     )
 

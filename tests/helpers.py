@@ -8,8 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
+from minialpa.cluster import LogicalMesh
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
+from minialpa.intra.strategies.combining import ALONE
+from minialpa.intra.strategies.strategies import StrategySet
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.ir.equations import is_literal
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
 from minialpa.tracing.evaluation import eval_equation
@@ -45,6 +50,12 @@ def trace(fun: Callable[..., Any], *args: Any, batch: tuple[int, ...] = (1,), do
         arg_of_leaf=arg_of,
         donate=donate,
     )
+
+
+def strategies_of(eqn: JaxprEqn, mesh: LogicalMesh) -> StrategySet:
+    """All strategies of an equation on a mesh."""
+    cache = StrategyCache()
+    return cache.of(mesh, (), ALONE).enumerate(eqn, cache.kind_of(eqn), {}, {}, scatter=True)
 
 
 def run_split(split: SplitStep, args: Any) -> Any:

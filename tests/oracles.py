@@ -26,9 +26,9 @@ def cheapest_choices(graph: CostGraph) -> float:
 def _usage_fits(graph: CostGraph, choices: tuple[int, ...]) -> bool:
     if graph.usage_limit is None:
         return True
-    times = {time for interval in graph.intervals for time in interval}
+    times = {start for _, (start, _), _ in graph.usages}
     return all(
-        sum(graph.usages[v][i] for v, i in enumerate(choices) if graph.intervals[v][0] <= time < graph.intervals[v][1])
+        sum(int(usage[choices[v]]) for v, (start, end), usage in graph.usages if start <= time < end)
         <= graph.usage_limit
         for time in times
     )

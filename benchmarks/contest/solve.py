@@ -20,7 +20,7 @@ from benchmarks.contest.persistence import Persistence, PersistenceOptions
 from benchmarks.contest.persistence import load as load_persistence
 from minialpa.intra.solver import dominance
 from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
-from minialpa.intra.solver.csr_graph import Core, excess_bits, flatten
+from minialpa.intra.solver.csr_graph import Core, flatten
 from minialpa.intra.solver.lagrange import bracket
 from minialpa.intra.solver.local_search import improve_on_trees
 from minialpa.intra.solver.options import SolverOptions
@@ -42,9 +42,8 @@ _DEFAULTS, _PERSISTENCE = SolverOptions(), PersistenceOptions()
 _TINY = CostGraph(
     node_costs=(np.zeros(2),) * 2,
     edges=(Edge(0, 1, np.eye(2)),),
-    usages=(np.ones(2),) * 2,
-    intervals=((0, 1),) * 2,
-    usage_limit=2.0,
+    usages=tuple((v, (0, 1), np.ones(2, np.int64)) for v in range(2)),
+    usage_limit=2,
 )
 
 
@@ -99,20 +98,14 @@ def _go_on(
     options: SolverOptions,
     persistence: PersistenceOptions,
 ) -> None:
-    """Slices until `deadline`. Reductions between them would move the choices that they start from.
-
-    Usages that were rounded prove no bound (csr_graph.py): there, only choices are looked for.
-    """
-    nodes, is_exact = list(residual.alive), not excess_bits(residual)
+    """Slices until `deadline`. Reductions between them would move the choices that they start from."""
+    nodes = list(residual.alive)
     core = flatten(residual, nodes)
     search = Persistence(core, prices[residual.rows], _places(residual, nodes, core, best), options, persistence)
     while not best.proven and not deadline.is_over:
         left_s = deadline.left_s
         found = search.run(SecondsLeft(min(left_s, max(persistence.least_slice_s, left_s * persistence.slice))))
         best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
-        if not is_exact:
-            continue
-
         best.raise_bound(residual.offset + found.bound)
         stays = may_be_better(residual, best, found)
         stays[core.at[:-1] + found.choices] = True

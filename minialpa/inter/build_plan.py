@@ -34,8 +34,7 @@ from minialpa.inter.staging.staged_step import stage_step
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.inter.staging.transfers import planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError
-from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.intra.promises import gathered_state
+from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
 from minialpa.ir.equations import shape_of
 from minialpa.options import PlanOptions
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan

@@ -36,7 +36,7 @@ from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.intra.strategies.strategies import work_of
+from minialpa.intra.strategies.work import work_of
 from minialpa.ir.equations import sub_jaxprs
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Plan

@@ -1,9 +1,8 @@
-"""Arrays move between devices in the narrower of two types: a program in, the same program out, whose conversions lie
-on the side of a move where the array is wide.
+"""Arrays move between devices in the narrower of two types: a program in, the same program out with fewer bytes moved.
 
-A conversion follows the array that it reads, so the solver prices a move only behind it. A move takes every element as
-it is, so that it may as well come before a conversion to a wider type, or after one to a narrower type: the same bits
-arrive. What is to be summed is left alone, since a sum in another type is another sum.
+A conversion has the spec of its operand, so the solver prices a move only after it. A move does not change elements, so
+it may come before a conversion to a wider type, or after one to a narrower type: the same bits arrive. Partial sums are
+left alone, since a sum in another type is another sum.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, aval_of, is_literal
 from minialpa.sharding import EquationSpecs, Spec
 
-#: The specs in which a variable is read, by the `id` of the reader and the number of the operand.
+#: The specs in which a variable is read, by reader and number of the operand; results have no equation.
 _Readers = dict[tuple[JaxprEqn | None, int], Spec]
 
 
 def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
-    """`program`, whose arrays move before conversions to wider types and after those to narrower ones."""
+    """`program` with moves before conversions to wider types and after conversions to narrower ones."""
     readers = _readers(program)
     equations, specs = dict(program.equations), dict(program.specs)
     # Backwards, so that a move passes several conversions in a row.
@@ -43,7 +42,6 @@ def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
 
 
 def _readers(program: ShardedEquations) -> Mapping[Var, _Readers]:
-    """The readers of each variable; those of the results of the program have no equation."""
     found = defaultdict[Var, _Readers](dict)
     for eqn in program.eqns:
         for k, (atom, spec) in enumerate(zip(eqn.invars, program.equations[eqn].operands, strict=True)):
@@ -58,7 +56,7 @@ def _readers(program: ShardedEquations) -> Mapping[Var, _Readers]:
 def _better_spec(
     eqn: JaxprEqn, before: Spec, chosen: EquationSpecs, wanted: set[Spec], wanted_before: set[Spec]
 ) -> Spec | None:
-    """The spec in which a conversion moves less than as `chosen`; None if there is none.
+    """A spec of a conversion that moves less than `chosen`, or None.
 
     before: the spec of its operand. wanted: specs in which its result is read. wanted_before: specs in which others
     read its operand.
@@ -73,12 +71,11 @@ def _better_spec(
     grows = _width(eqn.outvars[0]) - _width(eqn.invars[0])
     if grows > 0 and before == converted != after:
         return after
-    # What others want in this spec moves anyway.
+    # The operand moves to this spec anyway if others want it.
     if grows < 0 and before != converted == after and converted not in wanted_before:
         return before
     return None
 
 
 def _width(atom: Atom) -> int:
-    """Bytes of an element."""
     return int(aval_of(atom).dtype.itemsize)

@@ -1,10 +1,9 @@
-"""The verifier of shardings: whether the specs of a plan are those that the equations of a mesh can have.
+"""The verifier of shardings: whether the equations of a mesh can have the specs of a plan.
 
-A spec is a claim about what devices hold, and the program of a mesh trusts it. `verify_specs` checks each claim by the
-rule of its equation: operands and results together are one of its sharding candidates (`strategies/candidates.py`), so
-that a partial sum is claimed only where the equation makes or passes on one; and each value can be resharded to what
-its readers want. A program of such specs may be slow but computes what the step says. The time is linear in the number
-of specs.
+The program of a mesh trusts its specs. `verify_specs` checks them by the rule of each equation: operands and results
+together are one of its sharding candidates (`strategies/candidates.py`), so a spec has partial sums only if the
+equation makes them or passes them on; and each value can be resharded for its readers. A program of such specs may be
+slow but computes the step. The time is linear in the number of specs.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ _OPERANDS, _MADE, _RESULTS, _BODY = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecsOfMesh:
-    """What a plan says of the values of one mesh.
+    """The specs of one mesh in a plan.
 
     Attributes:
         where: the stage in the plan, for errors.
-        mesh: the devices.
         forbidden: kinds of collectives that may not reshard.
-        inputs: specs of the inputs, in order.
-        equations: specs of the equations, in order.
+        inputs, equations: their specs, in order.
     """
 
     where: str
@@ -58,7 +55,7 @@ def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
     - inputs are no partial sums, nor are results that leave the mesh or are combined other than by a sum;
     - operands and results of each equation are one of its sharding candidates;
     - a loop carries its values in one spec, and splits no stacked array between iterations;
-    - each value can be resharded to what its readers want.
+    - each value can be resharded for its readers.
     """
     known = _verify_inputs(problem, found)
     verifier = _Verifier(found.mesh, found.forbidden, problem.not_partial, problem.equal)
@@ -88,7 +85,7 @@ def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _expected(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
-    """What a spec of an array of `shape` should be; None if `spec` is that."""
+    """What is expected of a spec of an array of `shape`; None if `spec` is right."""
     if not all(axis < len(mesh_shape) and mesh_shape[axis] > 1 for axis in (*spec.axes, *spec.partial)):
         return f"axes of a mesh of shape {mesh_shape} that have several devices"
     if not all(list(axes) == sorted(axes) for axes in (*spec.dims, spec.partial)):
@@ -109,13 +106,11 @@ def check_resharding(v: Atom, src: Spec, dst: Spec, mesh: LogicalMesh, forbidden
 
 @dataclass(frozen=True, slots=True)
 class _Verifier:
-    """Verifies the equations of a mesh, and those of its loops.
+    """Verifies the equations of a mesh and its loops.
 
     Attributes:
-        mesh: the devices.
-        forbidden: kinds of collectives that may not reshard.
-        not_partial: variables that may not be left as partial sums, as in `MeshEquations`.
-        equal: pairs of variables with one spec, as in `MeshEquations`.
+        mesh, forbidden: see `SpecsOfMesh`.
+        not_partial, equal: see `MeshEquations`.
     """
 
     mesh: LogicalMesh
@@ -126,7 +121,7 @@ class _Verifier:
     def equations(
         self, eqns: Sequence[JaxprEqn], specs: Sequence[EquationSpecs], known: dict[Var, Spec], where: str
     ) -> None:
-        """Verify equations in order. `known`: specs of the variables so far; those of the results are added."""
+        """Verify equations in order; adds the specs of results to `known`, the specs of all variables so far."""
         require(len(specs) == len(eqns), where, f"a list of {len(specs)}", f"{len(eqns)}, one for each equation")
         for i, (eqn, chosen) in enumerate(zip(eqns, specs, strict=True)):
             at = f"{where}[{i}]"
@@ -136,13 +131,12 @@ class _Verifier:
             self._check_results(eqn, chosen, known, at)
 
     def _check_operands(self, eqn: JaxprEqn, chosen: EquationSpecs, known: Mapping[Var, Spec], where: str) -> None:
-        """Each operand can be resharded to the spec in which the equation reads it."""
         for k, (atom, spec) in enumerate(zip(eqn.invars, chosen.operands, strict=True)):
             if not is_literal(atom):
                 self._check_resharding(atom, known[atom], spec, f"{where}[{_OPERANDS}][{k}]")
 
     def _check_results(self, eqn: JaxprEqn, chosen: EquationSpecs, known: dict[Var, Spec], where: str) -> None:
-        """Each result can be left in its spec, which is added to `known`."""
+        """Each result can be left in its spec; adds it to `known`."""
         for r, (v, made, left) in enumerate(zip(eqn.outvars, chosen.made, chosen.results, strict=True)):
             here = f"{where}[{_RESULTS}][{r}]"
             self._check_resharding(v, made, left, here)
@@ -154,7 +148,7 @@ class _Verifier:
         check_resharding(v, src, dst, self.mesh, self.forbidden, where)
 
     def _check_arrays(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """There is a spec for each array of the equation, and it fits the array."""
+        """Each array of the equation has a spec that fits."""
         groups = (
             (_OPERANDS, eqn.invars, chosen.operands, "operand"),
             (_MADE, eqn.outvars, chosen.made, "result"),
@@ -167,7 +161,6 @@ class _Verifier:
                 check_spec(atom, spec, self.mesh, f"{where}[{place}][{k}]")
 
     def _check_kind(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """The equation makes its results of its operands in these specs."""
         if chosen.body:
             body = scan_body(eqn)
             expected = f"an empty list, as `{eqn.primitive.name}` is no loop that is planned inside"
@@ -183,7 +176,7 @@ class _Verifier:
         self._check_balanced(eqn, chosen, where)
 
     def _check_candidate(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """The specs are a sharding candidate of the equation. If not, the error names the nearest one."""
+        """The specs are a sharding candidate of the equation; the error names the nearest one."""
         operands, made = nearest_candidate(
             eqn, factors_of(eqn).on_mesh(), self.mesh.shape, chosen.operands, chosen.made
         )
@@ -196,7 +189,7 @@ class _Verifier:
                 require(spec == expected, f"{where}[{place}][{k}]", spec, text)
 
     def _check_balanced(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """Only shards that have whole blocks of positions of unequal work are exchanged."""
+        """Only shards with whole blocks of positions of unequal work are exchanged."""
         if chosen.is_balanced:
             balance = balance_of(factors_of(eqn), chosen.operands, chosen.made, self.mesh.shape)
             expected = f"no balanced equation: the devices of `{eqn.primitive.name}` have nothing to exchange"
@@ -221,7 +214,7 @@ class _Verifier:
         self._check_iteration(body, chosen, where)
 
     def _check_iteration(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
-        """The specs of the equations of the body are right, and its results can be left as those of the loop."""
+        """The specs of the body are right, and its results can be left in the specs of the loop."""
         flat = body.flat
         known = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
         known.update((v, body.inner_operand(k, chosen.operands[k])) for k, v in enumerate(flat.invars))
@@ -233,13 +226,13 @@ class _Verifier:
 
 
 def _check_barrier(chosen: EquationSpecs, where: str) -> None:
-    """An optimization barrier passes on each operand in the spec in which it comes."""
+    """An optimization barrier passes each operand on in its spec."""
     for k, (came, made) in enumerate(zip(chosen.operands, chosen.made, strict=True)):
         require(made == came, f"{where}[{_MADE}][{k}]", made, f"{came}, as the array comes that is passed on")
 
 
 def _check_replicated(eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-    """An equation with side effects, which one device runs, reads and makes replicated arrays."""
+    """An equation with side effects, which runs once, has replicated operands and results."""
     expected = f"a replicated array, as `{eqn.primitive.name}` has side effects and runs once"
     for place, specs in ((_OPERANDS, chosen.operands), (_MADE, chosen.made)):
         for k, spec in enumerate(specs):

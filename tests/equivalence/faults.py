@@ -301,14 +301,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "each device adds what one should",
-        "intra/spmd.py",
+        "intra/shard_arrays.py",
         "return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x))",
         "return x",
         _SPREAD,
     ),
     Fault(
         "devices exchange the wrong halves",
-        "intra/spmd.py",
+        "intra/shard_arrays.py",
         "[(i, n - 1 - i) for i in range(n)]",
         "[(i, i) for i in range(n)]",
         _ATTENTION,

@@ -11,7 +11,7 @@ import pytest
 
 import minialpa
 from minialpa import LogicalMesh, ShardParallel
-from minialpa.intra import spmd
+from minialpa.intra import shard_arrays
 from minialpa.intra.graph import solve
 from minialpa.intra.solver.cost_graph import CostGraph, GraphSolution
 from minialpa.rules.shards import run_shard
@@ -33,18 +33,10 @@ def group_norm(x: jax.Array, scale: jax.Array, groups: int) -> jax.Array:
 
 def small_unet(params: Any, batch: Any) -> jax.Array:
     down = jax.nn.silu(group_norm(conv(batch["x"], params["in"]), params["scale"], 4))
-    low = jax.nn.silu(group_norm(conv(down, params["half"], 2), params["scale"], 4))
+    low = jax.nn.relu(conv(down, params["half"], 2))
     up = jnp.repeat(jnp.repeat(low, 2, axis=1), 2, axis=2)
     out = conv(jnp.concatenate([up, down], axis=-1), params["out"])
     return jnp.mean((out - batch["x"]) ** 2)
-
-
-def attention(params: Any, batch: Any) -> jax.Array:
-    b, s, d = batch["x"].shape
-    q, k, v = jnp.split((batch["x"] @ params["qkv"]).reshape(b, s, 4, -1), 3, axis=-1)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(b, s, d)
-    return jnp.mean((mixed @ params["out"] - batch["x"]) ** 2)
 
 
 def scanned(params: Any, batch: Any) -> jax.Array:
@@ -84,11 +76,7 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
     ),
     "scan": (
         scanned,
-        {
-            "layers": {"in": draw(3, 16, 32), "out": draw(3, 32, 16)},
-            "shift": draw(32),
-            "square": draw(2, 32, 32),
-        },
+        {"layers": {"in": draw(3, 16, 32), "out": draw(3, 32, 16)}, "shift": draw(32), "square": draw(2, 32, 32)},
         {"x": draw(16, 8, 16)},
     ),
     "language": (
@@ -99,11 +87,10 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
             for i, name in enumerate(("tokens", "labels"))
         },
     ),
-    "attention": (attention, {"qkv": draw(32, 96), "out": draw(32, 32)}, {"x": draw(16, 8, 32)}),
 }
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loss_fn, params, batch = LOSSES[name]
@@ -123,7 +110,7 @@ def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: 
         return loss, grads
 
     monkeypatch.setattr(solve, "solve_graph", random_choices)
-    monkeypatch.setattr(spmd, "run_shard", spied)
+    monkeypatch.setattr(shard_arrays, "run_shard", spied)
     parallel = minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh((2, 4))))
     expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     assert_allclose(parallel(params, batch), expected, rtol=2e-4, atol=1e-5)

@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh
 from minialpa.intra.narrow_moves import with_narrow_moves
-from minialpa.intra.spmd import ShardedEquations, collectives_of, shard_program
+from minialpa.intra.shard_arrays import shard_program
+from minialpa.intra.spmd import ShardedEquations, collectives_of
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 
-ROWS, COLUMNS, WHOLE = Spec(((0,), ())), Spec(((), (0,))), Spec(((), ()))
+ROWS, COLUMNS = Spec(((0,), ())), Spec(((), (0,)))
 SUMMED = Spec(((), ()), (0,))
 SHAPE = (8, 16)
 
@@ -77,7 +78,6 @@ def _widened_twice(x: jax.Array) -> jax.Array:
     ("fun", "dtype", "specs", "out", "part"),
     [
         (_widened, jnp.bfloat16, (ROWS, ROWS, COLUMNS), (COLUMNS,), 0.5),
-        (_widened, jnp.bfloat16, (ROWS, ROWS, WHOLE), (WHOLE,), 0.5),
         (_narrowed, jnp.float32, (ROWS, COLUMNS, COLUMNS), (COLUMNS,), 0.5),
         (_widened_twice, jnp.float8_e4m3fn, (ROWS, ROWS, ROWS, COLUMNS), (COLUMNS,), 0.25),
         (_widened_and_read_twice, jnp.bfloat16, (ROWS, ROWS, COLUMNS, COLUMNS), (COLUMNS, COLUMNS), 0.5),

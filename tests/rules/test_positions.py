@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh, ShardParallel, hlo, models, parallelize, value_and_grad
-from minialpa.intra.spmd import EquationSpecs, ShardedEquations, shard_program
-from minialpa.intra.strategies.strategies import enumerate_strategies
+from minialpa.intra.shard_arrays import shard_program
+from minialpa.intra.spmd import EquationSpecs, ShardedEquations
 from minialpa.ir.equations import is_literal, shape_of
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
 from minialpa.sharding import Spec
 from minialpa.tracing.evaluation import eval_equation
+from tests.helpers import strategies_of
 from tests.rules.rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
 from tests.rules.rule_programs import PROGRAMS, cases
 
@@ -248,7 +249,7 @@ def test_every_strategy_of_an_equation_gives_its_results(primitive: str) -> None
         return t.at[indices].get(mode="fill"), t.at[indices].add(_table(8, 8), mode="drop"), drawn
 
     (case,) = (c for c in cases_of(fun, _table(16, 8), jax.random.key(0)) if c.eqn.primitive.name == primitive)
-    strategies = enumerate_strategies(case.eqn, factors_of(case.eqn).on_mesh(), mesh)
+    strategies = strategies_of(case.eqn, mesh)
     n = len(strategies.seconds)
     columns = [[tuple(c[s] for c in kind) for s in range(n)]
                for kind in (strategies.operands, strategies.made, strategies.results)]  # fmt: skip

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from minialpa.inter.microbatch.split_step import Stack
-from minialpa.intra.spmd import ShardedEquations, shard_program
+from minialpa.intra.shard_arrays import shard_program
+from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, aval_of, is_weak
 from minialpa.programs.mesh_program import STAND_INS
 from minialpa.programs.program import Function

@@ -21,13 +21,13 @@ from minialpa.sharding import AXIS_NAMES, Spec
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """An array has `spec` in all dimensions but those in `free`, where it may have any."""
+    """An array has `spec`, but any sharding in the dimensions `free`."""
 
     spec: Spec
     free: frozenset[int] = frozenset()
 
     def allows(self, spec: Spec) -> bool:
-        """Whether an array may have `spec`; it may not be left as partial sums."""
+        """Whether an array may have `spec`, which has no partial sums."""
         pairs = enumerate(zip(spec.dims, self.spec.dims, strict=True))
         return not spec.partial and all(dim in self.free or own == wanted for dim, (own, wanted) in pairs)
 
@@ -35,7 +35,6 @@ class Constraint:
 def constraint_of_path(
     path: str, shape: tuple[int, ...], option: AutoShardingOption, mesh_shape: tuple[int, ...]
 ) -> Constraint | None:
-    """The constraint of the first of the option's `fixed_specs` whose key matches `path`; see `matches`."""
     for pattern, partition in option.fixed_pairs:
         if matches(pattern, path):
             axes = _numbered(option.names_on(mesh_shape), option.named_axes if option.axis_names else ())
@@ -49,7 +48,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int, ...] | None:
-    """The logical shape of the first mesh of so many devices that a `with_sharding_constraint` is for, or None."""
+    """The logical shape of the first mesh of `n_devices` in a `with_sharding_constraint`, or None."""
     for eqn in filter(is_constraint, eqns):
         sharding = eqn.params["sharding"]
         lengths = sharding.mesh.shape.values() if isinstance(sharding, NamedSharding) else ()
@@ -60,10 +59,10 @@ def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int,
 
 
 def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: AutoShardingOption) -> Constraint:
-    """The constraint of a `with_sharding_constraint`. Its axes are those of the logical mesh with the names that the
-    option gives them; without names, those with their lengths.
+    """The constraint of a `with_sharding_constraint`. On one device, every constraint holds.
 
-    On one device, every constraint holds. Raises InfeasibleError if it cannot hold on the logical mesh.
+    The names of the option, or else the lengths, tell which axis of the logical mesh an axis is. Raises InfeasibleError
+    if the constraint cannot hold on the logical mesh.
     """
     if math.prod(mesh_shape) == 1:
         return Constraint(Spec(((),) * len(shape_of(eqn.invars[0]))))
@@ -84,7 +83,7 @@ def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: A
 
 
 def _numbered(names: Sequence[str], others: Iterable[str]) -> dict[str, int | None]:
-    """The number of each axis of a mesh, by its name; None for names that only other meshes have."""
+    """The number of each axis of a mesh by name; None for names of other meshes."""
     return {**dict.fromkeys(others), **{name: axis for axis, name in enumerate(names)}}
 
 
@@ -112,13 +111,13 @@ def _constraint(
     mesh_shape: tuple[int, ...],
     where: str,
 ) -> Constraint:
-    """The constraint of a partition; `axes` has the mesh axis of each name, and `where` is the place for messages."""
+    """`axes`: the mesh axis of each name. `where`: the place, for errors."""
     if len(partition) > len(shape):
         raise ShardingError(f"{where} has {len(partition)} entries for an array of shape {shape}.")
 
     dims: list[tuple[int, ...]] = []
     free: set[int] = set()
-    # A partition may leave out trailing dimensions, which nothing splits.
+    # A partition may leave out trailing dimensions, which are not split.
     for dim, entry in enumerate((*partition, *(None,) * (len(shape) - len(partition)))):
         if entry is PartitionSpec.UNCONSTRAINED:
             free.add(dim)
@@ -136,7 +135,6 @@ def _constraint(
 def _axes_of_entry(
     names: tuple[str, ...], axes: Mapping[str, int | None], mesh_shape: tuple[int, ...], where: str
 ) -> tuple[int, ...]:
-    """The mesh axes that split one dimension, which a partition gives by their names."""
     unknown = [name for name in names if name not in axes]
     if unknown:
         raise ShardingError(

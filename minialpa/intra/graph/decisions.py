@@ -1,13 +1,15 @@
-"""What the nodes of a cost graph decide: the specs of variables, and the strategies of equations.
+"""The nodes of a cost graph: their costs, and the specs that a solution decides.
 
-A solution picks one strategy for each node. Every class here turns these picks, numbers of strategies by node, into the
-specs that they stand for.
+`picks` has the number of a strategy for each node. All costs are seconds per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.strategies import StrategySet
@@ -15,7 +17,7 @@ from minialpa.sharding import EquationSpecs, Spec
 
 
 def _strategy(node: int | None, picks: Sequence[int]) -> int:
-    """The strategy that a solution picks for `node`; what has no node has one strategy."""
+    """The strategy of `node`; None stands for one strategy."""
     return 0 if node is None else picks[node]
 
 
@@ -50,7 +52,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """An equation that passes several arrays on without changing their specs."""
+    """An equation that passes arrays on in their specs."""
 
     arrays: tuple[Choice, ...]
 
@@ -68,14 +70,7 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoopRecord:
-    """A scan that is planned as a loop.
-
-    Attributes:
-        scan: its body.
-        operands: for each operand of the scan, its spec.
-        results: for each result of the scan, its spec.
-        body: for each equation of the body, its record.
-    """
+    """A scan that is planned as a loop; `body` has the record of each equation of an iteration."""
 
     scan: ScanBody
     operands: tuple[Choice, ...]
@@ -96,3 +91,43 @@ class LoopRecord:
 
 
 AnyRecord = Record | PassRecord | LoopRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostTable:
+    """Costs that add up as equations, inputs and readers are added.
+
+    Attributes:
+        nodes: for each node, the cost of each of its strategies; inf for a strategy that is forbidden.
+        edges: for each pair (a, b) of nodes with a < b, the cost [strategy of a, strategy of b].
+    """
+
+    nodes: list[NDArray[np.float64]] = field(default_factory=list)
+    edges: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(costs.nbytes for costs in (*self.nodes, *self.edges.values()))
+
+    def add_node(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
+        self.nodes.append(np.array(costs, np.float64))
+        return len(self.nodes) - 1
+
+    def forbid(self, node: int, strategies: Sequence[bool]) -> None:
+        """Rule out the strategies of `node` that are True in the mask `strategies`."""
+        self.nodes[node][strategies] = np.inf
+
+    def add_edge(self, made: int | None, reader: int | None, cost: NDArray[np.float64]) -> None:
+        """Add `cost[i, j]`, paid when `made` takes strategy i and `reader` strategy j.
+
+        An end that is None has one strategy; at least one end is a node.
+        """
+        if made is None or reader is None:
+            node = made if reader is None else reader
+            assert node is not None
+            self.nodes[node] += cost.reshape(-1)
+        elif made == reader:
+            self.nodes[reader] += np.diagonal(cost)
+        else:
+            key, matrix = ((made, reader), cost) if made < reader else ((reader, made), cost.T)
+            self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix

@@ -1,13 +1,12 @@
 """Repeated layers: which equations and inputs of a mesh are sharded alike.
 
-A model of L layers has the same equations L times over. Deciding on each layer anew hardly improves its plan, and the
-solver takes L times as long, so what repeats is decided once:
-    1. A *run* is a stretch of equations that is n times the same `period`, but for names.                      -> _runs
-    2. Equations at one place of the period are alike if what they read is alike: made by equations that are alike, or
-       by an earlier repetition of the run. The first repetition, whose operands come from elsewhere, and what depends
-       on it in its own repetition, stay apart.                                                               -> _Labels
-Inputs are alike if the equations that read them first are. Runs of few repetitions are left alone. A period is two
-layers if there are enough of them, since neighbours may want alternate shardings (column, then row).
+A model of L layers repeats its equations L times. Deciding on each layer by itself hardly improves the plan and takes L
+times as long, so repeated layers are decided once:
+    1. A *run* is a stretch of equations that repeats a `period` n times, under other names.                    -> _runs
+    2. Equations at one place of the period are alike if their operands are: made by equations that are alike, or by an
+       earlier repetition of the run. The first repetition, whose operands come from elsewhere, stays apart.  -> _Labels
+Inputs are alike if their first readers are. Runs of few repetitions are left alone. A period is two layers, since
+neighbours may want alternate shardings (column, then row).
 """
 
 from __future__ import annotations
@@ -23,33 +22,32 @@ from numpy.typing import NDArray
 
 from minialpa.ir.equations import is_literal
 
-#: Number of pairs of layers from which on they are folded.
+#: Fewest pairs of layers that are folded.
 _LEAST_REPEATS = 4
-#: Lengths, in equations, of the stretches whose next occurrence is looked for; its distance may be a period.
+#: Lengths, in equations, of stretches; the distance to the next occurrence of one may be a period.
 _STRETCHES = (1, 4, 16, 64)
-#: Number of distances that are tried as periods.
+#: Most distances that are tried as periods.
 _MOST_PERIODS = 256
-#: Odd 64-bit factors and a shift in bits, which mix the hashes of two stretches into that of both; the values are
-#: those of common hash functions (splitmix64, xxHash), and others would do.
+#: Odd factors and a shift to mix two hashes, of splitmix64 and xxHash; others would do.
 _FIRST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SECOND_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
 _HASH_SHIFT = np.uint64(29)
 
 
-#: For some operands of an equation several variables, each with its part.
+#: For some operands of an equation, several variables, each with its part.
 Varied = Mapping[int, tuple[tuple[Var, float], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """Which equations and inputs are alike.
+    """Equations and inputs that are alike.
 
     Attributes:
-        leaders: for each equation, the first equation that it is like; often itself.
+        leaders: for each equation, the first equation that is like it; often itself.
         counts: for each leader, the number of equations that are like it.
-        inputs: for each input, the first input that it is like.
-        varied: for leaders some of whose operands differ among the equations like them: by operand, the variables in
-            its place, each with the fraction of the equations that read it.
+        inputs: for each input, the first input that is like it.
+        varied: for leaders: by operand, if the equations like the leader read different variables, these variables,
+            each with the fraction of the equations that read it.
     """
 
     leaders: tuple[int, ...]
@@ -64,7 +62,7 @@ def fold(
     kind: Callable[[int], Hashable],
     kind_of_input: Callable[[Var], Hashable],
 ) -> Folding | None:
-    """Which of `eqns` and `inputs` are alike; None if nothing repeats.
+    """None if no equations repeat.
 
     Equations of one `kind` have the same strategies if their operands have the same specs. Inputs of one
     `kind_of_input` may have the same specs.
@@ -83,7 +81,7 @@ def fold(
 
 
 def _varied(eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var]) -> dict[int, Varied]:
-    """`Folding.varied`; a variable that is like another counts as that one."""
+    """`Folding.varied`; of variables that are alike, the first stands for all."""
     leader_of: dict[Var, Var] = dict(inputs)
     read: dict[int, list[Counter[Var]]] = {}
     for eqn, leader in zip(eqns, leaders, strict=True):
@@ -121,18 +119,15 @@ class _RepeatedStretch:
         return self.start + self.period * self.n_repeats
 
     def place(self, i: int) -> tuple[int, int]:
-        """The repetition of equation `i`, and its place in the repetition."""
         return divmod(i - self.start, self.period)
 
 
 class _Labels:
-    """Labels of equations and variables, equal for those that are alike.
+    """Labels of equations and variables; equal labels mean alike.
 
     Attributes:
-        maker: the number of the equation that makes a variable, and that of the result.
-        of_variable: the label of each variable that an equation makes, and of each input that one reads.
-        of_equation: the label of each equation.
-        first_equation: the first equation of each label.
+        maker: for each variable, the numbers of its equation and result.
+        of_variable: the label of each result, and of each input that an equation reads.
     """
 
     def __init__(
@@ -152,7 +147,7 @@ class _Labels:
         for number, run in enumerate(runs):
             self._run_at[run.start : run.end] = [number] * (run.end - run.start)
 
-        # In order, as the label of an equation depends on those of its operands.
+        # In order, as the label of an equation depends on the labels of its operands.
         numbers: dict[Hashable, int] = {}
         for i, eqn in enumerate(eqns):
             label = numbers.setdefault(self._key(eqn, i), len(numbers))
@@ -161,7 +156,6 @@ class _Labels:
             self._label_variables(eqn, i, label)
 
     def _label_variables(self, eqn: JaxprEqn, i: int, label: int) -> None:
-        """Label the inputs that equation `i` is the first to read, and its results."""
         for k, operand in enumerate(eqn.invars):
             if not is_literal(operand) and operand in self._kind_of_input and operand not in self.of_variable:
                 self.of_variable[operand] = ("input", self._kind_of_input[operand], label, k)
@@ -170,7 +164,7 @@ class _Labels:
             self.of_variable[result] = (label, r)
 
     def _key(self, eqn: JaxprEqn, i: int) -> Hashable:
-        """Equal for equations at one place of a run that read what is alike."""
+        """Equal for equations at one place of a run whose operands are alike."""
         number = self._run_at[i]
         if number < 0:
             return "once", i
@@ -181,7 +175,7 @@ class _Labels:
         for operand in eqn.invars:
             maker = None if is_literal(operand) else self.maker.get(operand)
             if maker is not None and self._run_at[maker[0]] == number and run.place(maker[0])[0] < repeat:
-                # By distance: every repetition reads its predecessor, whose label is another in the first repetition.
+                # By distance: every repetition reads its predecessor, and the first repetition has other labels.
                 made_repeat, made_place = run.place(maker[0])
                 read.append(("before", repeat - made_repeat, made_place, maker[1]))
             elif not is_literal(operand):
@@ -191,12 +185,12 @@ class _Labels:
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
-#: A stretch of equations that repeats: equations saved, negative; period; start; end.
+#: Minus the equations saved; period; start; end.
 _HeapEntry = tuple[int, int, int, int]
 
 
 def _runs(kinds: NDArray[np.int64]) -> list[_RepeatedStretch]:
-    """Runs that do not overlap; first come those that save most equations."""
+    """Runs that do not overlap, the one that saves most equations first."""
     heap: list[_HeapEntry] = []
     for period in _periods(kinds):
         same = np.concatenate(([False], kinds[:-period] == kinds[period:], [False]))
@@ -210,7 +204,7 @@ def _runs(kinds: NDArray[np.int64]) -> list[_RepeatedStretch]:
         saved, period, start, end = heapq.heappop(heap)
         taken = np.flatnonzero(~free[start:end]).tolist()
         if taken:
-            # Better runs have taken equations of this stretch; what is left between them may still repeat.
+            # Better runs have taken equations of this stretch; the rest between them may still repeat.
             for before, after in zip((-1, *taken), (*taken, end - start), strict=True):
                 _push(heap, period, start + before + 1, start + after)
         else:
@@ -220,14 +214,14 @@ def _runs(kinds: NDArray[np.int64]) -> list[_RepeatedStretch]:
 
 
 def _push(heap: list[_HeapEntry], period: int, start: int, end: int) -> None:
-    """Note the run of double periods in a stretch of equations that repeats itself after `period`."""
+    """Push the run of double periods in a stretch of equations that repeats itself after `period`."""
     n_repeats = (end - start) // (2 * period)
     if n_repeats >= _LEAST_REPEATS:
         heapq.heappush(heap, (-(n_repeats - 1) * 2 * period, 2 * period, start, end))
 
 
 def _periods(kinds: NDArray[np.int64]) -> list[int]:
-    """Distances at which stretches of equations come again, those that promise to save most."""
+    """Distances at which stretches of equations repeat, the most promising first."""
     saved: Counter[int] = Counter()
     hashed, length = kinds.astype(np.uint64), 1
     for wanted in _STRETCHES:
@@ -235,10 +229,10 @@ def _periods(kinds: NDArray[np.int64]) -> list[int]:
             hashed = _joined(hashed, length)
             length *= 2
 
-        # A stable sort leaves equal stretches in order, so that neighbours are an occurrence and the next one.
+        # A stable sort leaves equal stretches in order: neighbours are an occurrence and the next one.
         order = np.argsort(hashed, kind="stable")
-        again = hashed[order[1:]] == hashed[order[:-1]]
-        gaps, counts = np.unique((order[1:] - order[:-1])[again], return_counts=True)
+        repeats = hashed[order[1:]] == hashed[order[:-1]]
+        gaps, counts = np.unique((order[1:] - order[:-1])[repeats], return_counts=True)
         for gap, count in zip(gaps.tolist(), counts.tolist(), strict=True):
             saved[gap] = max(saved[gap], count)
 
@@ -247,7 +241,6 @@ def _periods(kinds: NDArray[np.int64]) -> list[int]:
 
 
 def _joined(hashed: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
-    """Hashes of all stretches of 2 * `length` equations, from those of the stretches of `length`."""
     joined: NDArray[np.uint64] = hashed[:-length] * _FIRST_FACTOR + hashed[length:] * _SECOND_FACTOR
     joined ^= joined >> _HASH_SHIFT
     return joined

@@ -1,14 +1,15 @@
-"""The memory limit of a cost graph: what uses memory and when, and how many bytes it takes under each strategy.
+"""The memory limit of a cost graph: the bytes of each variable under each strategy, and when it is in memory.
 
     at every time t:   sum_{d live at t} bytes_d[s_node(d)] <= limit
 
-A `Usage` says that a variable is in memory; a `Demand` adds the node that decides its sharding, and the bytes under
-each strategy of that node. Demands that are tiny beside the limit are counted at their largest and for the whole time,
-to keep the number of terms small.
+A `Usage` is a variable in memory; a `Demand` adds the node that decides its sharding, and the bytes under each strategy
+of that node. Demands that are tiny beside the limit count at their largest and for the whole time, to keep the number
+of terms small.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,25 +19,24 @@ from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.decisions import Choice
+from minialpa.intra.solver.cost_graph import NodeUsage
 from minialpa.ir.equations import bytes_of, dtype_name, shape_of
 from minialpa.sharding import Spec
 from minialpa.support.identity import ById
 
 #: Fraction of the memory limit below which a demand is counted at its largest.
 _TINY = 1e-4
-#: Tensors that the message of a limit that cannot be kept lists.
+#: How many tensors an error lists.
 _N_LISTED = 5
-#: A node, the half-open interval in which it uses memory, and the bytes under each of its strategies.
-Term = tuple[int, tuple[int, int], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """`n_copies` of `var` are in memory at the times start, ..., end - 1.
 
-    copy_of: a variable that has these bytes anyway, all copies stacked, where it is sharded in the same way.
-    reader: the first result of an equation that reads `var`: what is in memory is `var` as that equation reads it.
-    if_gathered: counts only where it is in fewer shards than it could be, for which it has been gathered.
+    copy_of: a variable that has these bytes already, all copies stacked, if it has the same sharding.
+    reader: the first result of an equation: `var` is in memory in the spec in which that equation reads it.
+    if_gathered: counts only if it is in fewer shards than it could be, so that it has been gathered.
     """
 
     var: Var
@@ -50,12 +50,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """How much memory a mesh has, and what uses it.
+    """The memory of a mesh.
 
     Attributes:
         limit_bytes: bytes per device.
-        usages: what uses memory besides parameters and state.
-        name_of: the name of a variable, for messages.
+        usages: of all but parameters and state.
     """
 
     limit_bytes: float
@@ -72,11 +71,8 @@ class Demand:
     """Bytes that a variable takes on each device at the times start, ..., end - 1.
 
     Attributes:
-        var: the variable.
         node: the node whose strategy decides the sharding; None if there is only one sharding.
-        n_bytes: bytes per device under each strategy of `node`; one entry for None.
-        start: the first time at which the variable is in memory.
-        end: the first time at which it no longer is.
+        n_bytes: under each strategy of `node`; one entry for None.
     """
 
     var: Var
@@ -92,11 +88,11 @@ def demands_of(
     mesh_shape: tuple[int, ...],
     as_read: Callable[[Var, Var], Choice | None] = lambda var, reader: None,
 ) -> list[Demand]:
-    """The demands of those usages whose variables are in `choices`.
+    """The demands of the usages whose variables are in `choices`.
 
     as_read: (variable, first result of an equation) gives the choice of the spec in which the equation reads it.
     """
-    shards_by_specs: dict[ById[tuple[Spec, ...]], NDArray[np.int64]] = {}  # Many choices share their specs.
+    shards_by_specs: dict[ById[tuple[Spec, ...]], NDArray[np.int64]] = {}  # many choices share their specs
     demands = []
 
     for usage in usages:
@@ -118,7 +114,7 @@ def demands_of(
 
 
 def _differs(copy: Choice, source: Choice | None) -> NDArray[np.bool_]:
-    """Which specs of a copy the source cannot have: the copy may be of one slice of it."""
+    """A mask of the specs of a copy that neither the source nor a slice of it can have."""
     specs = source.specs if source else ()
     same = {*specs, *(Spec(spec.dims[1:], spec.partial) for spec in specs if spec.dims and not spec.dims[0])}
     return np.array([spec not in same for spec in copy.specs])
@@ -128,15 +124,12 @@ def _most_shards(choice: Choice, mesh_shape: tuple[int, ...]) -> int:
     return max(spec.n_shards(mesh_shape) for spec in choice.specs)
 
 
-def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[Term, ...]:
-    """The usage terms of `demands`: one for each node and interval.
-
-    Empty if the demands fit together even at their largest.
-    """
+def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[NodeUsage, ...]:
+    """The usages of `demands` in whole bytes, one for each node and interval; empty if all fit at their largest."""
     if _peak(demands, _largest, n_times)[0] <= limit_bytes:
         return ()
 
-    # Only nodes have terms, so demands with one sharding count among the tiny ones, whatever their size.
+    # Only nodes have terms, so demands with one sharding count as tiny ones.
     large: list[Demand] = []
     tiny: list[Demand] = []
     for demand in demands:
@@ -149,18 +142,19 @@ def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tup
         assert demand.node is not None
         key = (demand.node, demand.start, demand.end)
         by_node[key] = by_node[key] + demand.n_bytes if key in by_node else demand.n_bytes
-    terms = [(node, (start, end), n_bytes) for (node, start, end), n_bytes in by_node.items()]
+    # Rounded up: elements of less than a byte may end inside of one.
+    terms = [(node, (start, end), np.ceil(n_bytes).astype(np.int64)) for (node, start, end), n_bytes in by_node.items()]
 
     # Every term needs a node; the rest is the same under all strategies of any of them.
     if large and rest:
-        terms.append((terms[0][0], (0, n_times), np.full(len(terms[0][2]), rest)))
+        terms.append((terms[0][0], (0, n_times), np.full(len(terms[0][2]), math.ceil(rest))))
     return tuple(terms)
 
 
 def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable[[Demand], NDArray[np.bool_]]) -> None:
-    """Raise InfeasibleError if the demands do not fit even at their smallest; the message lists the largest tensors.
+    """Raise InfeasibleError, with the largest tensors, if the demands do not fit even at their smallest.
 
-    `allowed` gives the strategies of a demand that a solution may take.
+    `allowed` gives a mask of the strategies that a solution may take.
     """
 
     def least(demand: Demand) -> float:

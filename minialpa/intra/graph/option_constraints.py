@@ -1,4 +1,4 @@
-"""Constraints that the user's options impose on shardings: the specs that inputs may have, and what equations split."""
+"""Constraints of the user's options: the specs that inputs may have, and the factors that equations split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from minialpa.sharding import Spec, specs_of
 
 @dataclass(frozen=True, slots=True)
 class Required:
-    """What the options fix in one equation.
+    """Constraints on one equation.
 
     Attributes:
         axes: for some mesh axes, the factor that the axis must split; None if it must split no factor.
@@ -36,19 +36,17 @@ class Required:
 
 
 class UnevenBatchError(InfeasibleError):
-    """The number of examples is no multiple of the number of devices that have to split them."""
+    """The examples cannot be split evenly over the devices that must split them."""
 
 
 class OptionConstraints:
     """Constraints of `option` on the shardings of `problem` on `mesh`.
 
     Attributes:
-        example_dims: the dimension of the examples, for variables that have one; `enter_loop` adds those of a loop.
-        batch_axes: mesh axes that must split the examples, and no others may; None if the options leave that open.
+        example_dims: the dimension of the examples of each variable that has one; `enter_loop` adds those inside.
     """
 
     def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
-        """Raises InfeasibleError if an option has no meaning on `mesh`."""
         self.problem, self.mesh, self.option = problem, mesh, option
         self.example_dims: dict[Var, int] = dict(problem.batch_dims)
         self.batch_axes = _batch_axes(option, mesh.shape)
@@ -57,11 +55,10 @@ class OptionConstraints:
     # ---- inputs and results ---------------------------------------------------------------------------------------
 
     def fixed(self, var: Var, path: str | None) -> Constraint | None:
-        """What the option `fixed_specs` says of the argument or result `var`."""
         return constraint_of_path(path, shape_of(var), self.option, self.mesh.shape) if path else None
 
     def input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
-        """The specs that an input may have. Raises UnevenBatchError if its examples cannot be split as they must."""
+        """The specs that an input may have. Raises UnevenBatchError."""
         replicated = (Spec.replicated(len(shape_of(var))),)
         if is_extended(aval_of(var).dtype) or _is_raw_key(var):
             return replicated
@@ -80,7 +77,6 @@ class OptionConstraints:
         return self._kept_specs(role, specs)
 
     def _received_spec(self, shape: tuple[int, ...]) -> Spec:
-        """What the option `received_axes` makes of a value of this shape."""
         dims: list[tuple[int, ...]] = [()] * len(shape)
         for axis, name in enumerate(self._axis_names):
             for wanted, dim in self.option.received_axes:
@@ -89,7 +85,7 @@ class OptionConstraints:
         return Spec(tuple(dims))
 
     def _kept_specs(self, role: Role, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        """Of `specs`, the first of which is replicated, those that a parameter or optimizer state may have."""
+        """The `specs`, first the replicated one, that a parameter or optimizer state may have."""
         option = self.option
         if role == "state" and option.sharded_update:
             return self.most_split(specs)
@@ -100,7 +96,6 @@ class OptionConstraints:
         return specs
 
     def most_split(self, specs: Sequence[Spec]) -> tuple[Spec, ...]:
-        """Those of `specs` that have the most shards."""
         most = max(spec.n_shards(self.mesh.shape) for spec in specs)
         return tuple(spec for spec in specs if spec.n_shards(self.mesh.shape) == most)
 
@@ -137,10 +132,7 @@ class OptionConstraints:
         self.example_dims.update(inside)
 
     def carry_specs(self, var: Var, specs: Iterable[Spec]) -> tuple[Spec, ...]:
-        """Those of `specs` that split the examples of `var`, an operand of a loop, as the options demand.
-
-        If there are none, those that do not split the examples at all.
-        """
+        """The `specs` that split the examples of `var`, an operand of a loop, as required; else all that do not."""
         dim, axes = self.example_dims.get(var), self.batch_axes
         if dim is None or axes is None:
             return tuple(specs)
@@ -150,7 +142,7 @@ class OptionConstraints:
         return allowed or tuple(spec for spec in known if not spec.dims[dim]) or known[:1]
 
     def required(self, eqn: JaxprEqn, factors: Factors, in_update: bool, reads_arrays: bool) -> Required:
-        """What the options fix in an equation; `reads_arrays`: whether an operand may be split at all."""
+        """The constraints on an equation; `reads_arrays`: whether an operand may be split at all."""
         axes = self.batch_axes
         if axes is None:
             return Required()
@@ -159,7 +151,7 @@ class OptionConstraints:
         for k, operand in enumerate(eqn.invars):
             dim = None if is_literal(operand) else self.example_dims.get(operand)
             if dim is not None:
-                # The first operand with examples decides; if they cannot be split there, they are not split at all.
+                # The first operand with examples decides; if these cannot be split there, they stay whole.
                 return Required(dict.fromkeys(axes, self._factor_to_split(factors, k, dim, axes)), kept)
 
         # Without examples, data parallelism replicates the work; ZeRO still shards its part of the update.
@@ -167,14 +159,13 @@ class OptionConstraints:
         return Required(dict.fromkeys(axes, None) if reads_arrays and not free else {}, kept)
 
     def _factor_to_split(self, factors: Factors, k: int, dim: int, axes: Sequence[int]) -> int | None:
-        """The factor of dimension `dim` of operand `k`, if `axes` may split it."""
         factor = factors.leading_factor(k, dim)
         if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[axis] for axis in axes)):
             return factor
         return None
 
     def _factors_of_examples(self, eqn: JaxprEqn, factors: Factors) -> frozenset[int]:
-        """Factors that split the dimension of the examples, of any operand or result."""
+        """Factors of the dimension of the examples, of any operand or result."""
         arrays = (*zip(eqn.invars, factors.operands, strict=True), *zip(eqn.outvars, factors.results, strict=True))
         found = set[int]()
         for atom, dims in arrays:
@@ -186,9 +177,9 @@ class OptionConstraints:
 
 
 def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Mesh axes that must split the examples, and no others may; None if the options leave that open.
+    """The mesh axes that must split the examples, while no others may; None if the options leave that open.
 
-    Raises InfeasibleError, so that planning goes on with the meshes that the options suit.
+    Raises InfeasibleError, so that planning continues with meshes that suit the options.
     """
     live = tuple(axis for axis, n_devices in enumerate(mesh_shape) if n_devices > 1)
     forced = option.force_batch_dim_to_mesh_dim
@@ -209,12 +200,12 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
 
 
 def _is_raw_key(var: Var) -> bool:
-    """Whether this may be a random key of the old style; a part of one is of no use to a device."""
+    """Whether this may be a random key of the old style, which cannot be split."""
     return shape_of(var) == (2,) and aval_of(var).dtype == np.uint32
 
 
 def _batch_option(option: AutoShardingOption) -> str:
-    """The option that says how examples are split, after the method that stands for it, if there is one."""
+    """The option that decides how examples are split, and its method if there is one."""
     names = ("force_zero_stage_3", "force_data_parallel", "force_batch_dim_to_mesh_dim")
     # The number of a mesh axis may be 0, which is equal to False.
     given = [name for name in names if getattr(option, name) is not None and getattr(option, name) is not False]
@@ -226,16 +217,13 @@ def _batch_option(option: AutoShardingOption) -> str:
 
 
 def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, wanted: Spec, ends: str = "") -> str:
-    """Why an array in the spec `made` cannot be had in the spec `wanted`.
-
-    `ends` names the operations that make and read the array.
-    """
+    """Why an array cannot be resharded from `made` to `wanted`; `ends` names the operations that make and read it."""
     names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
     forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
     others = [f"`{name}`" for name in option.set_names if name not in names.values()]
     advice = f", or one of {', '.join(others)}" if others else ""
     return (
-        f"{forbidden} cannot be kept: {dtype_name(var)}{list(shape_of(var))}{ends} lies as `{made}` and is wanted as "
+        f"{forbidden} cannot be kept: {dtype_name(var)}{list(shape_of(var))}{ends} is made in `{made}` and read in "
         f"`{wanted}`. Leave that option out{advice}."
     )
 
@@ -243,8 +231,6 @@ def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, wanted: 
 def fold_problem(
     problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], cache: StrategyCache
 ) -> Folding | None:
-    """Repeated layers of a problem whose equations and inputs have the same constraints."""
-
     def kind(i: int) -> Hashable:
         eqn = problem.eqns[i]
         flags = tuple((var in problem.not_partial, var in problem.equal, n_together.get(var)) for var in eqn.outvars)

@@ -1,33 +1,43 @@
-"""Intra-operator planning of one mesh: finds the cheapest shardings of its equations on one logical mesh."""
+"""Finds the cheapest shardings of one mesh on one logical mesh, or the option that leaves none, and its operation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
-from minialpa.intra.graph.blame import why_infeasible
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
+from minialpa.intra.graph.option_constraints import forbidden_message
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.solve import CostGraph, Deadline, GraphSolution, solve_graph
 from minialpa.intra.strategies.combining import StartCounts
+from minialpa.intra.strategies.loops import body_specs, scan_body
+from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategy_cache import StrategyCache
+from minialpa.ir.equations import bytes_of, is_literal, shape_of, source_line
 from minialpa.options import AutoShardingOption
+from minialpa.sharding import EquationSpecs, Spec
 
-#: Relative gap up to which a sharding under a memory limit is taken: far below what costs are off by.
+#: Allowed relative gap under a memory limit: far below the errors of costs.
 _GAP = 1e-3
-#: Largest relative gap at which repeated layers stay sharded alike; beyond it, each layer is decided on its own.
+#: Beyond this relative gap, each of the repeated layers is decided on its own.
 _LARGE_GAP = 0.01
-#: Number of equations beyond which deciding on each layer would take too long.
+#: Most equations with which that does not take too long.
 _MOST_EQUATIONS = 20_000
-#: Seconds that the search which decides on each layer always has, whatever the first search has left of the time.
+#: Least seconds for that.
 _LEAST_TIME_S = 1.0
+#: Seconds of a forbidden collective: far more than any step, and few enough that sums with them keep the seconds of a
+#: step in float64.
+_FORBIDDEN_S = 1e7
 
 
 class MeshSolver:
-    """Solves `problem` on `mesh` under one memory limit after the other."""
+    """Solves `problem` on `mesh` under several memory limits."""
 
     def __init__(
         self,
@@ -48,11 +58,10 @@ class MeshSolver:
     def solve(
         self, limit: MemoryLimit | None, deadline: Deadline, kept: Sequence[Usage] = (), byte_s: float = 0.0
     ) -> MeshSharding:
-        """The sharding of all values with the least seconds per step. Raises InfeasibleError if nothing fits.
+        """The sharding of all values with the least seconds per step. Raises InfeasibleError.
 
         Repeated layers are sharded alike, unless memory is so short that some should save more of it than others.
-        Each byte per device of `kept` costs `byte_s` seconds. `deadline` counts work, so that the answer does not
-        depend on how busy the machine is.
+        Each byte per device of `kept` costs `byte_s` seconds.
         """
         graph = self.folded.graph(limit, kept, byte_s)
         alike: GraphSolution | None = None
@@ -64,7 +73,7 @@ class MeshSolver:
         if alike is not None and self._is_good_enough(alike):
             return self._read(self.folded, graph, alike)
 
-        # Memory is short. Layers that need not be alike may fit, or come closer to the bound.
+        # Memory is short. Layers with different shardings may fit, or come closer to the bound.
         free = self._each = self._each or self._builder(folded=False)
         late = deadline.within(max(_LEAST_TIME_S, deadline.left_s))
         try:
@@ -94,15 +103,93 @@ class MeshSolver:
         )
 
     def _is_good_enough(self, alike: GraphSolution) -> bool:
-        """Whether deciding on each layer would gain nothing, or little, or take too long."""
+        """Whether deciding on each layer would gain little or take too long."""
         is_large = len(self.problem.eqns) > _MOST_EQUATIONS
         return self.folded.folding is None or alike.gap <= _LARGE_GAP or is_large
 
     def why_infeasible(self, time_limit_s: float) -> str | None:
-        """Which options forbid every sharding, and at which operation; None if no forbidden collective does."""
-        return why_infeasible(self.problem, self.mesh, self.option, self.cache, time_limit_s)
+        """See `_why_infeasible`."""
+        return _why_infeasible(self.problem, self.mesh, self.option, self.cache, time_limit_s)
 
     @property
     def n_bytes(self) -> float:
-        """Bytes of the graphs that are kept, about."""
         return self.folded.n_bytes + (self._each.n_bytes if self._each else 0.0)
+
+
+# ---- forbidden collectives ------------------------------------------------------------------------------------------
+
+
+class _Resharded(NamedTuple):
+    """An array, the spec in which it is made, and the spec in which `reader`, an operation or result, wants it."""
+
+    var: Var
+    made: Spec
+    wanted: Spec
+    reader: str
+
+
+def _why_infeasible(
+    problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, cache: StrategyCache, time_limit_s: float
+) -> str | None:
+    """Why forbidden collectives leave no sharding; None if there is another reason.
+
+    A second solve has a high price on these collectives, so that the solution has as few of them as possible. The
+    message names the first place that still needs one.
+    """
+    if not option.forbidden_collectives:
+        return None
+
+    builder = GraphBuilder(problem, mesh, option, folded=True, cache=cache, forbidden_s=_FORBIDDEN_S)
+    try:
+        sharding = builder.read(solve_graph(builder.graph(), Deadline(time_limit_s)))
+    except InfeasibleError:
+        return None
+
+    # In order, so that the first place is named.
+    makers = {var: eqn for eqn in _all_equations(problem.eqns) for var in eqn.outvars}
+    for array in _resharded(problem, sharding):
+        table = reshard_table(
+            shape_of(array.var), bytes_of(array.var), mesh, option.forbidden_collectives, forbidden_s=_FORBIDDEN_S
+        )
+        if table.cost(array.made, array.wanted) >= _FORBIDDEN_S:
+            made_by = _name_of(makers[array.var]) if array.var in makers else f"`{problem.paths.get(array.var, '')}`"
+            return forbidden_message(
+                option, array.var, array.made, array.wanted, f", from {made_by} to {array.reader},"
+            )
+    return None
+
+
+def _resharded(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Resharded]:
+    yield from _resharded_in(problem.eqns, sharding.equations, sharding.specs)
+    for var, path in problem.results:
+        yield _Resharded(var, sharding.specs[var], sharding.results[var], f"the result `{path}`")
+
+
+def _resharded_in(
+    eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]
+) -> Iterator[_Resharded]:
+    for eqn, own in zip(eqns, chosen, strict=True):
+        for operand, wanted in zip(eqn.invars, own.operands, strict=True):
+            if not is_literal(operand):
+                yield _Resharded(operand, specs[operand], wanted, _name_of(eqn))
+
+        if own.body:
+            body = scan_body(eqn)
+            assert body is not None, eqn.primitive
+            inside, left = body_specs(body, own)
+            yield from _resharded_in(body.flat.eqns, own.body, inside)
+            for atom, wanted in zip(body.flat.outvars, left, strict=True):
+                if not is_literal(atom):
+                    yield _Resharded(atom, inside[atom], wanted, _name_of(eqn))
+
+
+def _all_equations(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+    for eqn in eqns:
+        yield eqn
+        body = scan_body(eqn)
+        if body is not None:
+            yield from _all_equations(body.flat.eqns)
+
+
+def _name_of(eqn: JaxprEqn) -> str:
+    return f"`{eqn.primitive.name}` at {source_line(eqn)}"

@@ -1,11 +1,10 @@
-"""What the memory model asks of a compiler: a `CompilerModel` for each compiler.
+"""The interface of a compiler in the memory model.
 
-    values     what the program of one device computes, by number                     -> Values
-    kernels    what the compiler makes of the program, in the order in which it runs  -> Kernel
-    model      how it gets from equations to kernels, and how it places buffers       -> CompilerModel
+    values     arrays of the program of one device, by number                         -> Values
+    kernels    the compiled program, in the order in which it runs                    -> Kernel
+    compiler   the way from equations to kernels, and the rules for buffers           -> Compiler
 
-Liveness, donation and packing read values and kernels and ask the model. So another compiler is another model, and
-nothing else changes.
+Liveness, donation and packing know compilers only by these.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
@@ -24,13 +23,9 @@ Shape = Sequence[int]
 
 
 class Value(NamedTuple):
-    """One array on one device. A tuple, as programs have very many of them.
+    """The shard of an array on one device. A tuple, as programs have very many of them.
 
-    Attributes:
-        n_bytes: of the shard that the device holds.
-        shape: of the shard.
-        dtype: its name.
-        maker: the equation that makes it; else a word for where it comes from, such as "argument" or "all-gather".
+    maker: its equation, or a word such as "argument" or "all-gather".
     """
 
     n_bytes: float
@@ -40,18 +35,17 @@ class Value(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The line of the user's code that made the value, or the word for where it comes from."""
+        """The line of the user's code that makes the value, or the word."""
         return self.maker if isinstance(self.maker, str) else source_line(self.maker)
 
 
 @dataclass(slots=True, kw_only=True)
 class Values:
-    """The values of a program, by number. The recorder of a compiler adds what the compiler needs to know of them.
+    """The values of a program, by number. The recorder of a compiler adds further facts.
 
     Attributes:
-        waits_at_barriers: see `CompilerModel`; of this program.
-        values: every value so far.
-        origin: for a copy or view that no variable names, the value that it belongs to.
+        waits_at_barriers: see `Compiler`; of this program.
+        origin: for a copy or view without a variable, the value that it belongs to.
     """
 
     waits_at_barriers: bool = False
@@ -60,11 +54,9 @@ class Values:
 
     @property
     def sizes(self) -> list[float]:
-        """Bytes of each value."""
         return [value.n_bytes for value in self.values]
 
     def value(self, n_bytes: float, shape: Shape, dtype: str, maker: JaxprEqn | str) -> int:
-        """The number of a new value."""
         self.values.append(Value(n_bytes, tuple(shape), dtype, maker))
         return len(self.values) - 1
 
@@ -77,7 +69,6 @@ class Values:
         return self.value(0.0, shape_of(atom), dtype_name(atom), "constant")
 
     def like(self, v: int, maker: JaxprEqn | str) -> int:
-        """A new value of the type and shape of `v`."""
         value = self.values[v]
         return self.value(value.n_bytes, value.shape, value.dtype, maker)
 
@@ -92,15 +83,14 @@ def _shard_bytes(atom: Atom, shape: Shape) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Something that a program runs at one time.
+    """One step of a compiled program.
 
     Attributes:
-        reads: values in memory.
-        writes: values in memory.
-        alias: the value whose buffer the result is in: that of a view, or the operand changed `in_place`; else None.
+        reads, writes: values in memory.
+        alias: the value whose buffer has the result, for a view or a change `in_place`; else None.
         in_place: whether it changes the buffer of `alias`.
         scratch: bytes of the buffers that it needs only while it runs.
-        shares: those of `reads` whose buffer the result may take over if nothing reads them later.
+        shares: the `reads` whose buffer the result may take over after their last read.
     """
 
     reads: tuple[int, ...]
@@ -111,40 +101,32 @@ class Kernel:
     shares: tuple[int, ...] = ()
 
 
-R = TypeVar("R", bound=Values)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompilerModel(Generic[R]):
-    """What one compiler does, as far as the memory of its programs depends on it. `R` is what it records programs in.
+class Compiler:
+    """The rules of one compiler for the memory of its programs.
 
     Attributes:
-        name: tells it from other models.
-        waits_at_barriers: whether the program behind an optimization barrier runs after all that is in front of it.
+        waits_at_barriers: whether all that is in front of an optimization barrier runs before all that is after it.
             Otherwise rematerialisation saves no memory inside one program.
-        drops_inner_barriers: whether it does not wait at those in loops, and in functions behind a primitive.
+        drops_inner_barriers: whether barriers in loops, and in functions of a primitive, have no effect.
         alignment_bytes: buffers start at multiples of this.
         address_bytes: of one entry in the table of addresses that a program with several results returns.
-        reserve: what programs may need beyond the model, as a part of what the model says.
-        recorder: makes its recorders; a new one is an empty program.
+        reserve: most bytes beyond the model, as a part of the modelled bytes.
+        recorder: makes its recorders, each an empty program that extends `Values`.
         add_equation: (recorder, equation, values of its operands, shapes of its results on this device, bytes of the
             buffers of its body if it is a loop or branch) adds the equation and gives the values of its results.
-        add_step: (recorder, value, step of a resharding, variable or literal that the value is of, shape of the mesh)
-            adds the step and gives the value after it.
-        kernels: (recorder, inputs, results) gives what runs, in that order. Inputs and results are values.
+        add_step: (recorder, value, step of a resharding, variable or literal of the value, shape of the mesh) adds the
+            step and gives the value after it.
+        kernels: (recorder, inputs, results) gives the kernels in order. Inputs and results are values.
     """
 
     name: str
     waits_at_barriers: bool
     alignment_bytes: int
     address_bytes: int
-    recorder: Callable[..., R]
-    add_equation: Callable[[R, JaxprEqn, Sequence[int], Sequence[Shape], tuple[float, ...]], list[int]]
-    add_step: Callable[[R, int, ReshardStep, Atom, tuple[int, ...]], int]
-    kernels: Callable[[R, Sequence[int], Sequence[int]], list[Kernel]]
+    recorder: Callable[..., Any]
+    add_equation: Callable[[Any, JaxprEqn, Sequence[int], Sequence[Shape], tuple[float, ...]], list[int]]
+    add_step: Callable[[Any, int, ReshardStep, Atom, tuple[int, ...]], int]
+    kernels: Callable[[Any, Sequence[int], Sequence[int]], list[Kernel]]
     drops_inner_barriers: bool = False
     reserve: float = 0.0
-
-
-#: A model of any compiler, for those that only ask it.
-Compiler = CompilerModel[Any]

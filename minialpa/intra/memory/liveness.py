@@ -2,14 +2,9 @@
 
     peak = argument + output - alias + temp
 
-Arguments, results and aliases are sizes of shards. `temp` holds all else, and comes from these steps:
-
-    recording.py   a program     ->  what the compiler makes of it: kernels in the order in which they run
-    timeline.py    kernels       ->  when buffers are in use, where results may take over arguments
-    packing.py     the timeline  ->  bytes that hold all buffers
-
-What a compiler fuses, copies, keeps and aligns is a value, see compiler.py. `lifetimes` says when variables are in
-memory without regard to shardings, which is what a memory limit of the planner needs.
+Arguments, results and aliases are sizes of shards. `temp` holds all else: the compiler makes kernels of the program
+(recording.py), which use buffers at certain times, and these are packed (buffers.py). `lifetimes` gives the times of
+variables for any shardings, for the memory limit of the planner.
 """
 
 from __future__ import annotations
@@ -21,26 +16,19 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.intra.memory.buffers import pack
 from minialpa.intra.memory.compiler import Compiler, Values
-from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.recording import record_equations, record_program
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 
-#: How many tensors of the peak a `ProgramMemory` names: enough to see what dominates.
+#: How many tensors of the peak a `ProgramMemory` names.
 _N_LARGEST = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LargeTensor:
-    """A tensor in memory at the peak.
-
-    Attributes:
-        shape: of the shard on one device.
-        dtype: its name.
-        n_bytes: of the shard.
-        source: the line that made it, or a word for where it comes from, such as "argument".
-    """
+    """A shard in memory at the peak; `source` is the line that makes it, or a word such as "argument"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,10 +44,8 @@ class ProgramMemory:
     """Bytes of one program on one device.
 
     Attributes:
-        argument_bytes: of all arguments.
-        output_bytes: of all results, and of the table of their addresses.
+        output_bytes: also of the table of addresses of results.
         alias_bytes: of the arguments whose buffers results take over.
-        temp_bytes: of everything else.
         largest: the largest tensors in memory at the peak, largest first.
     """
 
@@ -79,9 +65,8 @@ class Lifetimes:
     """When the variables of a program are in memory.
 
     Attributes:
-        n_times: times are 0, ..., n_times - 1.
-        intervals: (variable, start, end): times start, ..., end - 1 at which the variable, or a copy of it, is in
-            memory. A variable may have several intervals; arguments have none.
+        intervals: (variable, start, end): the variable, or a copy of it, is in memory at times start, ..., end - 1. A
+            variable may have several intervals; arguments have none.
     """
 
     n_times: int
@@ -98,7 +83,6 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
     pairs = donated_pairs(program, donated)
     packed = pack(recording.timeline(pairs), sizes, compiler.alignment_bytes)
 
-    # A program with several results also returns a table of their addresses.
     table_bytes = compiler.address_bytes * len(results) if len(results) > 1 else 0
     argument_bytes, alias_bytes = sum(sizes[v] for v in inputs), sum(sizes[inputs[i]] for i, _ in pairs)
     output_bytes = sum(sizes[v] for v in results) + table_bytes
@@ -121,7 +105,7 @@ def _largest(recorder: Values, present: set[int]) -> tuple[LargeTensor, ...]:
 
 
 def donated_pairs(program: ShardedEquations, donated: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(input, output) that share a buffer: each output takes the first donated input of its type that is left."""
+    """(input, output) that share a buffer: each output takes the first free donated input of its type."""
     free: dict[Any, deque[int]] = defaultdict(deque)
     for i in donated:
         v = program.invars[i]
@@ -163,11 +147,11 @@ def lifetimes(
 
 
 def _variables(recorder: Values, env: Mapping[Var, int]) -> dict[int, Var]:
-    """The variable that each value is of: the first with this value, or that of what the value is a copy of."""
+    """The first variable of each value; copies have the variable of their origin."""
     variable: dict[int, Var] = {}
     for v, value in env.items():
         variable.setdefault(value, v)
     for value, source in recorder.origin.items():
-        if source in variable:  # what a function makes inside has no variable
+        if source in variable:  # values inside of functions have no variable
             variable.setdefault(value, variable[source])
     return variable

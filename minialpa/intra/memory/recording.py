@@ -1,7 +1,7 @@
-"""Hands programs to a compiler: a program of shards with its collectives, or equations on whole arrays.
+"""Records programs for a compiler: a program of shards with its collectives, or equations on whole arrays.
 
-Either becomes a `Recording`, from which the kernels of the compiler and their timeline follow. A loop or branch needs
-the buffers of its bodies while it runs, which are recorded in the same way.
+A `Recording` gives the timeline of the compiler's kernels. A loop or branch needs the buffers of its bodies while it
+runs, which are recorded in the same way.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from minialpa.attention.blockwise import attend, differentiate
 from minialpa.attention.operation import attention_gradient_p, attention_p
+from minialpa.intra.memory.buffers import Timeline, pack, timeline_of
 from minialpa.intra.memory.compiler import Compiler, Values
-from minialpa.intra.memory.packing import pack
-from minialpa.intra.memory.timeline import Timeline, timeline_of
 from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
@@ -33,7 +32,7 @@ from minialpa.sharding import EquationSpecs
 from minialpa.tracing.flattening import flatten_calls
 
 _LOOPS = ("scan", "while", "cond")
-#: Primitives that compilers see as the function that computes them.
+#: Primitives for which compilers see a function.
 _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
     attention_p: attend,
     attention_gradient_p: differentiate,
@@ -43,14 +42,7 @@ _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A program in the recorder of a compiler.
-
-    Attributes:
-        compiler: the compiler.
-        recorder: the program.
-        inputs: values of the arguments, in order.
-        results: values of the results, in order.
-    """
+    """A program in the recorder of a compiler, with the values of its arguments and results."""
 
     compiler: Compiler
     recorder: Values
@@ -58,21 +50,11 @@ class Recording:
     results: Sequence[int]
 
     def timeline(self, pairs: Sequence[tuple[int, int]] = ()) -> Timeline:
-        """When its buffers are in use. pairs: (i, o) where result o takes over the buffer of input i."""
         kernels = self.compiler.kernels(self.recorder, self.inputs, self.results)
-        return timeline_of(
-            kernels,
-            self.recorder.sizes,
-            inputs=self.inputs,
-            results=self.results,
-            pairs=pairs,
-        )
+        return timeline_of(kernels, self.recorder.sizes, inputs=self.inputs, results=self.results, pairs=pairs)
 
     def temporaries(self) -> tuple[float, ...]:
-        """Bytes of the buffers that are there when it needs most, besides arguments and results, largest first.
-
-        What is left between them counts as one more.
-        """
+        """Bytes of the temporaries at the peak, largest first; all gaps between them count as one more."""
         sizes = self.recorder.sizes
         packed = pack(self.timeline(), sizes, self.compiler.alignment_bytes)
         buffers = [*(sizes[value] for value in packed.values), *packed.scratch]
@@ -81,7 +63,6 @@ class Recording:
 
 
 def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
-    """A program with its collectives."""
     mesh_shape = program.mesh.shape
     waits = compiler.waits_at_barriers and not (program.in_loop and compiler.drops_inner_barriers)
     recorder = compiler.recorder(waits_at_barriers=waits)
@@ -99,8 +80,9 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
         if eqn.primitive in _FUNCTIONS:
             params = localize(eqn, factors, _splits(factors, chosen, mesh_shape))
             return _add_function(eqn, params, recorder, operands, compiler)
-        is_loop = eqn.primitive.name in _LOOPS
-        scratch = _local_body_buffers(eqn, factors, chosen, mesh_shape, compiler) if is_loop else ()
+        scratch: tuple[float, ...] = ()
+        if eqn.primitive.name in _LOOPS:
+            scratch = _body_buffers(_bodies(localize(eqn, factors, _splits(factors, chosen, mesh_shape))), compiler)
         return add_equation(recorder, eqn, operands, shapes, scratch)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[int]) -> list[int]:
@@ -120,7 +102,7 @@ def record_equations(
     *,
     waits_at_barriers: bool,
 ) -> tuple[Recording, dict[Var, int]]:
-    """Equations on whole arrays, and the value of each variable. Literals are no results."""
+    """Equations on whole arrays, and the value of each variable; results without literals."""
     recorder = compiler.recorder(waits_at_barriers=waits_at_barriers)
     env = {v: recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "argument") for v in invars}
     inputs = list(env.values())
@@ -136,7 +118,7 @@ def _add_equations(
     compiler: Compiler,
     buffers_of: Callable[[tuple[Jaxpr, ...], Compiler], tuple[float, ...]],
 ) -> None:
-    """Add equations on whole arrays, and the values of their results to `env`. buffers_of: as `_body_buffers`."""
+    """Add equations, and the values of their results to `env`. buffers_of: `_body_buffers`, or its cache."""
     for eqn in eqns:
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         if eqn.primitive in _FUNCTIONS:
@@ -148,15 +130,7 @@ def _add_equations(
         env.update(zip(eqn.outvars, made, strict=True))
 
 
-def _local_body_buffers(
-    eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...], compiler: Compiler
-) -> tuple[float, ...]:
-    """The same as `_body_buffers` for a loop or branch over shards."""
-    return _body_buffers(_bodies(localize(eqn, factors, _splits(factors, chosen, mesh_shape))), compiler)
-
-
 def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:
-    """The number of parts of each factor that is split."""
     axes_of = split_axes(factors, chosen)
     return {factor: math.prod(mesh_shape[axis] for axis in axes) for factor, axes in axes_of.items()}
 
@@ -164,7 +138,7 @@ def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]
 def _add_function(
     eqn: JaxprEqn, params: Mapping[str, Any], recorder: Values, operands: Sequence[int], compiler: Compiler
 ) -> list[int]:
-    """Add the equations of the function behind a primitive; the values of its results. All are made by `eqn`."""
+    """Add the equations of the function of a primitive, with `eqn` as their maker; the values of its results."""
     arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)
     flat = _flat_function(eqn.primitive, tuple(params.items()), arrays)
     constants = [recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "constant") for v in flat.constvars]
@@ -180,9 +154,7 @@ def _add_function(
 
 @functools.lru_cache(maxsize=256)
 def _flat_function(
-    primitive: Primitive,
-    params: tuple[tuple[str, Hashable], ...],
-    arrays: tuple[tuple[tuple[int, ...], str], ...],
+    primitive: Primitive, params: tuple[tuple[str, Hashable], ...], arrays: tuple[tuple[tuple[int, ...], str], ...]
 ) -> Block:
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
     closed = jax.make_jaxpr(functools.partial(_FUNCTIONS[primitive], **dict(params)))(*avals)
@@ -194,12 +166,12 @@ def _bodies(params: Mapping[str, Any]) -> tuple[Jaxpr, ...]:
 
 
 def _body_buffers(bodies: Sequence[Jaxpr], compiler: Compiler) -> tuple[float, ...]:
-    """Buffers of one pass through the largest body of a loop, or branch, besides its operands and results."""
+    """Temporaries of one pass through the largest body of a loop or branch."""
     most: tuple[float, ...] = ()
     for jaxpr in bodies:
         flat = flatten_calls(jaxpr, [None] * len(jaxpr.constvars))
         invars = (*flat.constvars, *flat.invars)
-        # Bodies are counted as if every compiler dropped the barriers in them.
+        # Without barriers, under any compiler.
         recording, _ = record_equations(flat.eqns, invars, flat.outvars, compiler, waits_at_barriers=False)
         most = max(most, recording.temporaries(), key=sum)
     return most

@@ -1,5 +1,5 @@
-"""The solver: chooses one strategy for each node of a graph of costs, within limits on what the choices use.
+"""The solver: chooses one strategy for each node of a graph of costs, within a limit on their usage.
 
-It knows nothing of shardings. Start with cost_graph.py, which states the problem, and solve.py, which lists the phases.
+It knows no shardings. cost_graph.py states the problem, solve.py lists the phases.
 Imports: `support`, `errors`.
 """

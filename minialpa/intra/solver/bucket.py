@@ -3,13 +3,9 @@
 Elimination by pairs (elimination.py) stops at nodes with three neighbours and more. Here, eliminating node v replaces
 all tables over v by one over its neighbours:
     T[neighbours] = min_s (sum of the tables over v, at v = s)                              -> _eliminate_in_order
-This is done to the connected components that have no usage rows, and for which a greedy order keeps all these joint
-tables small.                                                                                    -> _narrow_order
-A component is either decided completely or left alone, so that what goes to the integer program has edges between
-two nodes only.
-
-Example: four nodes, each joined to the three others. The first of them leaves a table over three nodes, to which the
-edges among these are added; the second leaves one over two.
+This decides connected components without usage rows for which a greedy order keeps all joint tables small. So small
+steps are planned without the half second of loading messages or HiGHS. Other components stay as they are, with edges
+between two nodes only.                                                                     -> _narrow_order
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ class _Table:
 
 
 def eliminate_narrow_components(residual: Residual) -> None:
-    """Decide every component that has no usage terms and an elimination order with small tables."""
     for component in components(residual):
         if not any(residual.terms[node] for node in component):
             order = _narrow_order(residual, component)
@@ -47,7 +42,6 @@ def eliminate_narrow_components(residual: Residual) -> None:
 
 
 def components(residual: Residual) -> list[list[int]]:
-    """Connected components of the nodes that are left, each in node order."""
     found: list[list[int]] = []
     seen: set[int] = set()
     for first in sorted(residual.alive):
@@ -64,7 +58,7 @@ def components(residual: Residual) -> list[list[int]]:
 
 
 def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
-    """Greedy order, smallest joint table first; None when a table or the sum of them passes the limits above."""
+    """Greedy order, smallest joint table first; None if a table, or all of them together, are too large."""
     near = {v: set(residual.adjacent[v]) for v in component}
     heap = [(_joint_size(residual, v, near[v]), v) for v in component]
     heapq.heapify(heap)
@@ -73,7 +67,7 @@ def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
     work = 0
     while heap:
         size, node = heapq.heappop(heap)
-        # Entries are not taken off the heap when the neighbours of a node change; it has a newer one then.
+        # An old entry of a node whose neighbours have changed; the heap has a newer one.
         if node not in near or size != _joint_size(residual, node, near[node]):
             continue
 
@@ -91,12 +85,11 @@ def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
 
 
 def _joint_size(residual: Residual, v: int, near: set[int]) -> int:
-    """Entries of a table over v and its neighbours `near`."""
     return math.prod(len(residual.costs[w]) for w in (v, *near))
 
 
 def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
-    """Take the nodes out in this order. Each table is kept in the bucket of the first of its nodes to go."""
+    """Eliminate the nodes in this order. Each table is in the bucket of its first node in this order."""
     place = {node: at for at, node in enumerate(order)}
     buckets = {node: [_Table((node,), residual.costs[node])] for node in order}
     for node in order:
@@ -119,7 +112,6 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
 
 
 def _join(factors: list[_Table], scope: tuple[int, ...]) -> Floats:
-    """The sum of `factors` as one table over `scope`."""
     joint: Floats = np.zeros((1,) * len(scope))
     for factor in factors:
         sizes = dict(zip(factor.scope, factor.table.shape, strict=True))

@@ -1,16 +1,10 @@
-"""How much of its time a solve has used, in counted work that any machine agrees on.
+"""Deadlines in counted work, which is the same on any machine.
 
-In: what the phases of a solve say that they did, in operations. Out: the nominal seconds left, by a fixed rate,
+    nominal seconds = operations / 1e9
 
-    seconds = operations / 1e9
-
-an operation being about what it takes to read an entry of a table and to add it up. Compiled loops count what their
-arrays say, reductions the nodes that they visit, and HiGHS the points at which it asks whether to go on. So the same
-graph gets the same work whatever else the machine does, and the same answer; the processor's clock is a last safety,
-far beyond.
-
-Example: with a limit of 5 nominal seconds, passes of 10^7 operations end after 500 of them, be it on an idle
-machine or on a busy one.
+An operation takes about as long as to read an entry of a table and to add it up. Compiled loops count by the sizes of
+their arrays, reductions by the nodes that they visit, and HiGHS by its callbacks. So the same graph has the same answer
+on a busy machine. The clock of the processor is a last safety, far beyond.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ _SAFETY, _SAFETY_S = 10.0, 60.0
 
 @dataclass(slots=True)
 class _Work:
-    """What was counted since `start`, a time of the processor."""
+    """Work since `start`, a time of the processor."""
 
     start: float = field(default_factory=time.thread_time)
     seconds: float = 0.0
@@ -36,13 +30,11 @@ class Deadline:
     """The end of a solve, or of a part of it; a class because work is counted from call to call."""
 
     def __init__(self, limit_s: float) -> None:
-        """In `limit_s` nominal seconds from now."""
         self._work, self._end_s = _Work(), limit_s
         self._safe_s = _SAFETY * limit_s + _SAFETY_S
 
     @property
     def left_s(self) -> float:
-        """Seconds left; less than 0 when it is over."""
         left_s = self._end_s - self._work.seconds
         return left_s if left_s <= 0 or self.processor_left_s > 0 else 0.0
 
@@ -56,15 +48,14 @@ class Deadline:
         return self.left_s <= 0
 
     def spend(self, operations: float) -> None:
-        """Count work."""
         self._work.seconds += operations / OPERATIONS_PER_S
 
     def part(self, share: float) -> Deadline:
-        """An earlier deadline, after `share` of the seconds left, or none where less than 0 are left."""
+        """A deadline after `share` of the seconds left."""
         return self.within(share * max(0.0, self.left_s))
 
     def within(self, seconds: float) -> Deadline:
-        """A deadline in so many seconds from now, that counts the same work."""
+        """A deadline in so many seconds from now, which counts the same work."""
         part = Deadline.__new__(Deadline)
         part._work, part._end_s, part._safe_s = self._work, self._work.seconds + seconds, self._safe_s
         return part

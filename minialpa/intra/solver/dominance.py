@@ -1,11 +1,8 @@
-"""Which strategies of a node can be dropped because another one dominates them.
+"""Drops strategies of a node that another one dominates.
 
-Strategy B dominates strategy A if B uses no more and, whatever the neighbours w choose, costs no more:
+Strategy B dominates strategy A if B uses no more and costs no more for any choices of the neighbours w:
     c[B] - c[A] + sum_w max_j (E_w[B, j] - E_w[A, j]) <= 0                                           -> undominated
 This is dead-end elimination by the criterion of Goldstein (1994), with usages.
-
-Example: costs (1, 4) and one edge with the lines (0, 2) and (0, 0). Strategy 0 costs at most 1 - 4 + max(0, 2) = -1
-more than strategy 1, so it dominates; the other way round, 4 - 1 + max(0, -2) = 3, it does not.
 """
 
 from __future__ import annotations
@@ -18,11 +15,11 @@ import numpy as np
 from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
 from minialpa.support.loops import compiled
 
-#: Rounding error of the quick test, as a part of what it adds up: 4,500 float64 roundings of 2.2e-16.
+#: Rounding error of the quick test, as a part of its summands: 4,500 float64 roundings of 2.2e-16.
 _ROUNDING = 1e-12
 #: Calls that NumPy serves before machine code is loaded; small steps are planned with fewer.
 _MOST_CALLS = 3000
-#: Strategies times entries of their edges up to which it does.
+#: Most strategies times entries of their edges in these calls.
 _MOST_ENTRIES = 1_000_000
 #: Numbers the calls of this process.
 _calls = itertools.count()
@@ -30,18 +27,17 @@ _calls = itertools.count()
 
 @cache
 def load() -> None:
-    """Load the compiled functions, or compile them, ahead of the first call that is timed."""
     _in_loops(np.zeros(1), np.zeros((0, 1), np.int64), np.zeros((1, 0)), np.zeros(1, np.int64))
 
 
 def undominated(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
     """A mask of the strategies to keep; of strategies that dominate each other, it keeps the first.
 
-    usage[t, i]: what strategy i uses in term t, or the rank of that among all strategies.
+    usage[t, i]: of strategy i in term t.
     edges[i, ends[w] : ends[w + 1]]: costs of the edge to neighbour w.
 
     Machine code is ten times as fast as NumPy, and takes as long to load as some thousand calls. Both add the same
-    numbers up in the same order, so the answer does not depend on which is taken.
+    numbers in the same order, so they give the same answer.
     """
     is_loaded = load.cache_info().currsize > 0
     if not is_loaded and next(_calls) < _MOST_CALLS and cost.size * edges.size < _MOST_ENTRIES:
@@ -69,11 +65,11 @@ def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
     pairs = (excess <= _ROUNDING * size[:, None]) & ~more
     np.fill_diagonal(pairs, False)
 
-    # The formula, of the pairs that are left: where each neighbour chooses what suits B worst.
+    # The formula, for the remaining pairs: where each neighbour chooses what suits B worst.
     first, second = np.nonzero(pairs)
     worst = cost[second] - cost[first]
     for part in parts:
-        # inf - inf is NaN, which is never more: a choice that rules A out says nothing for A.
+        # inf - inf is NaN, which is never more: a choice that rules A out does not count.
         worst += np.fmax.reduce(part[second] - part[first], axis=1, initial=-np.inf)
     dominates = np.zeros_like(pairs)
     dominates[first, second] = worst <= 0
@@ -87,11 +83,10 @@ def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
 
 @compiled
 def _in_loops(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
-    """`undominated` as machine code."""
     n_strategies, n_edges = len(cost), len(ends) - 1
     least, at, size = _least_over_edges(cost, edges, ends)
 
-    # Backwards, so that of equal strategies the first stays: when a strategy is judged, all later ones have been.
+    # Backwards, so that of equal strategies the first stays.
     stays = np.ones(n_strategies, np.bool_)
     for a in range(n_strategies - 1, -1, -1):
         for b in range(n_strategies):
@@ -105,13 +100,13 @@ def _in_loops(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
             if not excess <= _ROUNDING * size[a] or (usage[:, b] > usage[:, a]).any():
                 continue
 
-            # The formula: the excess where each neighbour chooses what suits B worst. Here, as a function of its own
-            # makes the loop slower by half.
+            # The formula: the excess where each neighbour chooses what suits B worst. Inline, since a function makes
+            # the loop slower by half.
             excess = cost[b] - cost[a]
             for w in range(n_edges):
                 most = -np.inf
                 for j in range(ends[w], ends[w + 1]):
-                    # inf - inf is NaN, which is never more: a choice that rules A out says nothing for A.
+                    # inf - inf is NaN, which is never more.
                     more = edges[b, j] - edges[a, j]
                     if more > most:
                         most = more

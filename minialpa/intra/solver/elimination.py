@@ -1,17 +1,14 @@
-"""Exact reductions of a cost graph: what they leave has the same optimum and is smaller, often empty.
+"""Exact reductions of a cost graph: the rest has the same optimum and is smaller, often empty.
 
     1. Arc consistency: drop a strategy that has no finite partner over some edge, or no room.       -> _usable
     2. Dominance: drop strategy A if some B uses no more and never costs more (dominance.py).        -> _undominated
-    3. Merge a node whose strategy follows from that of a neighbour into this neighbour.             -> _merge_follower
+    3. Merge a node into a neighbour whose strategy decides the node's.                              -> _merge_follower
     4. Minimise out a node of degree 0, 1 or 2 that is in no usage row (min-plus elimination):
        T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                                -> _eliminate
     5. Replace an edge with E[i, j] = f[i] + g[j] by node costs, which lowers degrees.     -> _fold_separable_edges
-Each node that is taken out leaves a `Elimination`, and `Residual.choices` walks the steps backwards.
+Each eliminated node leaves an `Elimination`, and `Residual.choices` walks these backwards.
 
-These are the reductions of weighted constraint satisfaction and of PBQP (Scholz and Eckstein, 2002).
-
-Example: in a chain a - v - b, v goes by 4 and leaves an edge a - b that has, for each pair of choices of a and b, the
-cost of the best strategy of v. A tree or a ring of any size so vanishes altogether.
+Source: weighted constraint satisfaction and PBQP (Scholz and Eckstein, 2002).
 """
 
 from __future__ import annotations
@@ -22,14 +19,13 @@ import numpy as np
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.clock import Deadline
-from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
+from minialpa.intra.solver.cost_graph import Bools, Floats
 from minialpa.intra.solver.dominance import undominated
-from minialpa.intra.solver.exact import Integers
 from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows, room_for
 
-#: Nodes between two looks at the clock: that of the processor takes long to read on some systems.
+#: Nodes between two looks at the clock of the processor, which some systems read slowly.
 _NODES_PER_LOOK = 200
-#: Operations of a visit to a node, about, by the calls that it makes.
+#: Operations of a visit to a node, about.
 _OPERATIONS = 2e5
 #: Most entries of the table that eliminating one node of degree 2 may build: 32 MB of float64.
 _MAX_TABLE = 4_000_000
@@ -38,8 +34,7 @@ _MAX_TABLE = 4_000_000
 def reduce_graph(residual: Residual, deadline: Deadline | None = None) -> None:
     """Apply all reductions to `residual` until none helps, or until `deadline`.
 
-    The optimum stays the same either way. Raises InfeasibleError when a node has no strategy left, or when the least
-    usage of all nodes exceeds the limit.
+    Raises InfeasibleError when a node has no strategy left, or when the least usage of all nodes exceeds the limit.
     """
     dirty = list(residual.alive)  # nodes to visit
     deadline = deadline or Deadline(np.inf)
@@ -49,7 +44,7 @@ def reduce_graph(residual: Residual, deadline: Deadline | None = None) -> None:
 
 
 def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> None:
-    """Visit the `dirty` nodes, and those whose tables or neighbours change, smallest degree first."""
+    """Visit the `dirty` nodes, and nodes whose tables or neighbours change, smallest degree first."""
     waiting = set(dirty)
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
@@ -63,7 +58,7 @@ def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> No
             deadline.spend(_OPERATIONS)
             for changed in _visit(residual, node):
                 waiting.add(changed)
-                # Again, even if it waits already: its degree may be smaller now.
+                # Even if it waits already: its degree may be smaller now.
                 heapq.heappush(heap, (len(residual.adjacent[changed]), changed))
 
 
@@ -89,7 +84,7 @@ def _visit(residual: Residual, v: int) -> list[int]:
         keep(residual, v, undominated)
     changed |= _fold_separable_edges(residual, v)
 
-    # Fewer strategies make smaller tables, and fewer edges a lower degree: again.
+    # Fewer strategies make smaller tables, and fewer edges a lower degree.
     if _can_eliminate(residual, v):
         _eliminate(residual, v)
         return neighbours
@@ -100,7 +95,6 @@ def _visit(residual: Residual, v: int) -> list[int]:
 
 
 def _usable(residual: Residual, v: int) -> Bools:
-    """Strategies with a finite cost, a finite partner over every edge, and room in every usage row."""
     usable = np.isfinite(residual.costs[v]) & room_for(residual, v)
     for cost in residual.adjacent[v].values():
         usable &= np.isfinite(cost).any(axis=1)
@@ -113,19 +107,14 @@ def _undominated(residual: Residual, v: int) -> Bools:
     # Always in the same memory layout: numba compiles a function anew for each layout.
     return undominated(
         cost,
-        np.array([_ranks(usage) for usage in residual.terms[v].values()], np.int64).reshape(-1, len(cost)),
+        np.array(list(residual.terms[v].values()), np.int64).reshape(-1, len(cost)),
         np.ascontiguousarray(np.concatenate(edges, axis=1)) if edges else np.zeros((len(cost), 0)),
         np.cumsum([0, *(edge.shape[1] for edge in edges)]),
     )
 
 
-def _ranks(usage: Integers) -> Ints:
-    """int64 numbers that compare as `usage` does: `usage` itself where it is int64, else its ranks."""
-    return usage if usage.dtype == np.int64 else np.unique(usage, return_inverse=True)[1].astype(np.int64)
-
-
 def _fold_separable_edges(residual: Residual, v: int) -> bool:
-    """Formula 5; an edge is always separable if one of its nodes has a single strategy. Whether there was one."""
+    """Formula 5; whether there was such an edge. An edge of a node with a single strategy always is one."""
     folded = False
     for w, cost in list(residual.adjacent[v].items()):
         # A forbidden pair cannot be written as a sum, unless it forbids a strategy altogether.
@@ -142,7 +131,7 @@ def _fold_separable_edges(residual: Residual, v: int) -> bool:
 
 
 def _merge_follower(residual: Residual, v: int) -> bool:
-    """Merge v into a neighbour that it follows, if there is one: v's costs, edges and usages become the neighbour's."""
+    """Merge v, with its costs, edges and usages, into a neighbour that it follows; whether there is one."""
     degree = len(residual.adjacent[v])
     leader = next((w for w, cost in residual.adjacent[v].items() if _follows(cost, degree)), None)
     if leader is None:
@@ -166,16 +155,15 @@ def _merge_follower(residual: Residual, v: int) -> bool:
 
 
 def _follows(cost: Floats, degree: int) -> bool:
-    """Whether each strategy of a neighbour leaves v only one, by the edge `cost`, and merging makes no table larger.
+    """Whether the edge `cost` leaves v one strategy for each of the neighbour's, and merging makes no table larger.
 
-    Tables stay as small if the neighbour has as many strategies as v, or v has at most one other edge.
+    Tables stay as small if both have as many strategies, or v has at most one other edge.
     """
     single = bool((np.isfinite(cost).sum(axis=0) == 1).all())
     return single and (cost.shape[0] == cost.shape[1] or degree <= 2)
 
 
 def _can_eliminate(residual: Residual, v: int) -> bool:
-    """Whether v is in no usage row and has at most two neighbours, with a table over both that is not too large."""
     neighbours = residual.adjacent[v]
     if residual.terms[v] or len(neighbours) > 2:
         return False
@@ -186,7 +174,6 @@ def _can_eliminate(residual: Residual, v: int) -> bool:
 
 
 def _eliminate(residual: Residual, v: int) -> None:
-    """Formula 4, for degree 0, 1 and 2."""
     scope = tuple(residual.adjacent[v])
     # Axis 0 is the strategy of v; each neighbour adds an axis of its own at the end.
     table = residual.costs[v]

@@ -7,16 +7,11 @@
                sum_(v in C) sum_(i: u_v[r, i] >= U_v) x_v[i] <= |C| - 1     cover C of row r             -> _Row.cover
     x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
 
-The marginals are the relaxation of Schlesinger (1976), the covers those of knapsacks (Balas, 1975).
+The marginals are the relaxation of Schlesinger (1976), the covers are from knapsacks (Balas, 1975).
 
-A usage row is added once a solution exceeds it; few of them ever are. Solvers let a row be exceeded by a small fraction
-of it, but limits are exact, so solutions are checked in integers. If one still exceeds a row that the program has, some
-nodes C of it use more than the row has room for by themselves, each U_v: at most |C| - 1 of them may use that much.
-
-The components that neither an edge nor a usage row joins are solved one by one.
-
-Example: a row has room for 10, and a solution uses 5 + 5.000001 at two nodes. The cover says that not both of them may
-take a strategy that uses at least as much.
+A usage row is added once a solution exceeds it. Solvers may exceed a row by a small fraction, so solutions are checked
+in integers. If one exceeds a row that the program has, some nodes C of it with usages U_v exceed the row by themselves:
+at most |C| - 1 of them may use that much. Components that neither an edge nor a row joins are solved one by one.
 """
 
 from __future__ import annotations
@@ -32,26 +27,20 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.bucket import components
 from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.cost_graph import Floats
-from minialpa.intra.solver.exact import Integers
 from minialpa.intra.solver.residual import Residual, check_base
 
 #: The largest coefficient of the scaled objective: solvers compare reduced costs with an absolute 1e-7.
 _LARGEST_COST = 1e4
-#: Operations for each row and column, about, between two looks of HiGHS at whether to go on: 5 microseconds. It was 3
-#: to 10 in programs of 900 to 4,000 rows and columns.
+#: Operations for each row and column, about, between two callbacks of HiGHS: 5 microseconds; 3 to 10 were measured in
+#: programs of 900 to 4,000 rows and columns.
 _OF_LOOK = 5000.0
-#: Operations for each variable, about, that writing the program takes.
+#: Operations for each variable, about, of writing the program.
 _OF_WRITING = 20_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramSolution:
-    """What the program found.
-
-    Attributes:
-        choices: for each node that is left, its strategy by current place; None if time ran out first.
-        bound: no solution costs less; -inf if nothing is known.
-    """
+    """The strategy of each node, by current place, or None if time ran out; no solution costs less than `bound`."""
 
     choices: dict[int, int] | None
     bound: float
@@ -59,13 +48,7 @@ class ProgramSolution:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A usage row.
-
-    Attributes:
-        places: each (node, strategy) that uses something.
-        usage: what each of `places` uses.
-        room: limit - base, which all together may use.
-    """
+    """A usage row: the `usage` of each (node, strategy) of `places`, and the `room` for all, limit - base."""
 
     places: tuple[tuple[int, int], ...]
     usage: tuple[int, ...]
@@ -74,7 +57,7 @@ class _Row:
     def cover(self, choices: dict[int, int]) -> list[tuple[int, int]]:
         """A cover of `choices`, which exceed the row: each (node, strategy) of the sum in the last formula.
 
-        Its nodes are those that use most, as few as exceed the row together.
+        C are the nodes with the most usage, as few as exceed the row together.
         """
         used = {node: usage for (node, i), usage in zip(self.places, self.usage, strict=True) if choices[node] == i}
         total, least = 0, dict[int, int]()
@@ -89,10 +72,7 @@ class _Row:
 
 
 def solve_program(residual: Residual, deadline: Deadline) -> ProgramSolution:
-    """Solve what is left of `residual`, until `deadline`.
-
-    The bound is on the cost of the original graph. Raises InfeasibleError.
-    """
+    """Solve the undecided nodes of `residual`. The bound is on the original graph. Raises InfeasibleError."""
     check_base(residual)
     parts = [_solve_part(residual, nodes, deadline) for nodes in _independent(residual)]
     bound = residual.offset + sum(part.bound for part in parts)
@@ -106,7 +86,7 @@ def solve_program(residual: Residual, deadline: Deadline) -> ProgramSolution:
 
 
 def _independent(residual: Residual) -> list[list[int]]:
-    """Connected components; all those with usage terms count as one, as rows may join them."""
+    """Connected components; all components with usage terms count as one, as rows may join them."""
     apart, joined = [], []
     for component in components(residual):
         if any(residual.terms[v] for v in component):
@@ -117,7 +97,7 @@ def _independent(residual: Residual) -> list[list[int]]:
 
 
 def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline) -> ProgramSolution:
-    """Solve the program for `nodes`, each time with more usage rows, until its solution exceeds none."""
+    """Solve the program for `nodes` with more and more usage rows, until its solution exceeds none."""
     model = _Model(residual, nodes)
     deadline.spend(_OF_WRITING * model.problem.numVariables())
     while not deadline.is_over:
@@ -134,7 +114,7 @@ def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline) -> Pro
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
     """The worst row of each stretch of rows in which the choices exceed the limit."""
-    change: Integers = np.zeros(len(residual.base) + 1, residual.base.dtype)
+    change = np.zeros(len(residual.base) + 1, np.int64)
     for v, i in choices.items():
         for (first, end), usage in residual.terms[v].items():
             change[first] += usage[i]
@@ -147,7 +127,6 @@ def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
 
 
 def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
-    """Usage row `r`, restricted to `nodes`."""
     total: dict[tuple[int, int], int] = {}
     for node in nodes:
         for (first, end), usage in residual.terms[node].items():
@@ -160,7 +139,7 @@ def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
 class _Model:
     """The program in PuLP; a class because rows and covers are added between solves.
 
-    `bound` is the best bound so far on the cost of its nodes, in the units of the residual.
+    `bound` is the best bound so far on the cost of its nodes.
     """
 
     def __init__(self, residual: Residual, nodes: list[int]) -> None:
@@ -182,14 +161,12 @@ class _Model:
         self.problem.setObjective(pulp.LpAffineExpression(scaled))
 
     def _choose_one(self, v: int) -> list[Any]:
-        """Add x_v, and that one of its entries is 1."""
         x = [self.problem.add_variable(f"x_{v}_{i}", cat=pulp.LpBinary) for i in range(len(self.residual.costs[v]))]
         self._constrain([(one, 1) for one in x], pulp.LpConstraintEQ, 1)
         self._objective += zip(x, self.residual.costs[v].tolist(), strict=True)
         return x
 
     def _join(self, v: int, w: int, cost: Floats) -> None:
-        """Add y_vw, and that its marginals are x_v and x_w."""
         rows: list[list[Any]] = [[] for _ in self.x[v]]
         columns: list[list[Any]] = [[] for _ in self.x[w]]
         for i, j in np.argwhere(np.isfinite(cost)).tolist():
@@ -205,7 +182,7 @@ class _Model:
         self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(list(terms)), sense=sense, rhs=bound))
 
     def limit_row(self, r: int, choices: dict[int, int]) -> None:
-        """Add usage row `r`, which `choices` exceed, or if the program already has it, a cover of `choices`."""
+        """Add usage row `r`, which `choices` exceed; if the program has it already, a cover of `choices`."""
         if r in self._rows:
             cover = self._rows[r].cover(choices)
             n_nodes = len({node for node, _ in cover})
@@ -228,7 +205,7 @@ class _Model:
         )
 
     def solve(self, deadline: Deadline) -> dict[int, int] | None:
-        """The best choices found, or None where there are none yet; `bound` is updated either way."""
+        """The best choices found, or None; updates `bound` either way."""
         bound = _run_highs(self.problem, deadline) / self.scale
         if self.problem.status == pulp.LpStatusInfeasible:
             raise self._infeasible()
@@ -238,7 +215,7 @@ class _Model:
 
         choices = {node: int(np.argmax([one.varValue or 0.0 for one in x])) for node, x in self.x.items()}
         cost = _cost_of(self.residual, choices)
-        # The cost in our own numbers: the solver's bound has its tolerances.
+        # The cost in exact numbers: the solver's bound has tolerances.
         if self.problem.sol_status == pulp.LpSolutionOptimal and np.isfinite(cost):
             bound = cost
         self.bound = max(self.bound, bound)
@@ -246,7 +223,6 @@ class _Model:
 
 
 def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
-    """Cost of the nodes of `choices` and of the edges among them."""
     cost = sum(float(residual.costs[node][i]) for node, i in choices.items())
     for node, i in choices.items():
         edges = residual.adjacent[node].items()
@@ -257,8 +233,8 @@ def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
 def _run_highs(problem: Any, deadline: Deadline) -> float:
     """Solve, and return the proven lower bound of the scaled objective.
 
-    HiGHS asks whether to go on at certain points of its search, which depend on the program only. Each time counts as
-    work, so that it stops where it stopped before. Its own limit is on the clock.
+    HiGHS calls back at points of its search that depend on the program only. Each callback counts as work, so it stops
+    at the same point every time. Its own limit is on the clock.
     """
     import highspy
 

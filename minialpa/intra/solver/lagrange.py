@@ -2,52 +2,52 @@
 
 With prices p >= 0 on the usage rows (Lagrange multipliers), the messages of trws.py give a bound for every p:
     L(p) = min_s (c(s) + p . usage(s)) - p . room
-The prices come from a linear program over the choices found so far (columns.py), and all ends as soon as choices are
-within the allowed gap of the bound.                                                          -> _raise_with_columns
+The best prices come from a linear program over the choices x_k found so far, with excess e(x) = usage(x) - room:
+    max theta   subject to   theta <= c(x_k) + p . e(x_k) for each k,   p >= 0                            -> _Columns
+theta is never below the best bound (Kelley's cutting planes, 1960; the dual of Dantzig and Wolfe's columns, 1960).
+Messages under its prices, or prices between these and the best so far, prove a bound and give more choices, until both
+are within the allowed gap, or nothing changes. Few rows bind, so few choices are needed.       -> _raise_with_columns
 Without rows there are no prices, and messages settle.                                                     -> _settle
 Rounding and local search (local_search.py) turn priced costs into choices that keep to the limit.        -> _improve
 At the best price, two optima may be very different: one exceeds the limit, the other leaves much of it unused. To find
-choices between them, a few nodes are forced to random strategies and the messages respond.               -> _probe
+choices between them, such as a chain of equal layers of which only some use less, a few nodes are forced to random
+strategies and the messages respond.                                                                       -> _probe
 
 Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
 15. At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 nodes of each kind reach that bound.
 
-Everything is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
+All limits count passes and rounds.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minialpa.intra.solver.clock import Deadline
-from minialpa.intra.solver.cost_graph import Floats, Ints
+from minialpa.intra.solver.cost_graph import MOST_USAGE, Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
-from minialpa.intra.solver.exact import MOST_BITS
 from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_choices, usage_of
-from minialpa.intra.solver.mixed_solutions import mixtures
 from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
-
-if TYPE_CHECKING:
-    from minialpa.intra.solver.columns import Columns
 
 #: Rounding error of sums of float64, as a part of the largest possible sum.
 ROUNDING = 1e-12
 #: Operations of a linear program over choices, about.
 _OF_PROGRAM = 5e6
+#: Largest price in the linear program, in spreads of cost for the largest excess. Prices grow without end where no
+#: choice keeps to the limit.
+_HIGHEST_PRICE = 1000.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Bracket:
-    """What is known of the optimum of a core: it is between `bound` and `cost`.
+    """The optimum of a core is between `bound` and `cost`.
 
     Attributes:
-        choices: the best choices found. If none of them are allowed: without a forbidden pair if there were such, and
-            among these with the least excess over any row.
+        choices: the best choices found; if none are allowed, the best of all by the order of `Incumbent`.
         cost: their cost; infinite if they are not allowed.
         bound: no allowed choices cost less.
         reduced: a solution with strategy i at node v costs at least bound + reduced[at[v] + i].
@@ -62,7 +62,6 @@ class Bracket:
 
 
 def work_of_pass(core: Core) -> float:
-    """Operations of a pass, or a rounding, about."""
     return len(core.table) + 10 * len(core.cost) + 50 * core.n_nodes
 
 
@@ -70,6 +69,10 @@ def work_of_tree(core: Core) -> float:
     """Operations of a random tree of local search, about: 20 nodes, with edges of the average size, and their rows."""
     n_rows = int((core.end - core.start).sum())
     return 20 * (2 * len(core.table) + n_rows) / core.n_nodes + 2000
+
+
+def _without_limit(core: Core) -> Core:
+    return core._replace(room=np.full_like(core.room, 2 * MOST_USAGE))
 
 
 class Incumbent:
@@ -88,7 +91,6 @@ class Incumbent:
 
     @property
     def value(self) -> tuple[float, float]:
-        """Changes whenever better choices are found."""
         return self.cost, self.excess
 
     @property
@@ -97,10 +99,9 @@ class Incumbent:
 
 
 class Passes:
-    """Messages under prices, and the bound that they prove; a class because messages live from pass to pass."""
+    """Messages under prices; a class because they live from pass to pass."""
 
     def __init__(self, core: Core, prices: Floats, deadline: Deadline) -> None:
-        """`deadline` counts the work."""
         self.core, self.prices, self.deadline = core, prices, deadline
         self.messages = np.zeros(int(core.message_at[-1]))
         self.priced, self.reduced = np.empty_like(core.cost), np.empty_like(core.cost)
@@ -120,9 +121,9 @@ class Passes:
         incumbent.offer(choices)
 
     def improve(self, incumbent: Incumbent, bound: float, seed: int, options: SolverOptions) -> None:
-        """Rounding and local search after passes over slightly changed costs.
+        """Rounding and local search after passes over noisy costs.
 
-        Where several optima cost the same, rounding takes a part of each. Noise leaves one of them the cheapest.
+        Where several optima cost the same, rounding mixes them. Noise makes one of them the cheapest.
         """
         core, choices = self.core, np.zeros_like(self.choices)
         noise = np.random.default_rng(seed).random(len(core.cost))
@@ -137,10 +138,51 @@ class Passes:
             incumbent.offer(choices)
 
 
+class _Columns:
+    """Choices of a core, and the prices that they suggest."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._costs: list[float] = []
+        self._excess: list[Ints] = []
+
+    def add(self, choices: Ints) -> None:
+        """Add choices, unless they are forbidden. They may exceed the limit."""
+        cost = cost_of(self.core, choices)
+        if np.isfinite(cost):
+            self._costs.append(cost)
+            self._excess.append(usage_of(self.core, choices) - self.core.room)
+
+    def best_prices(self) -> tuple[Floats, float]:
+        """The prices of all rows, and theta, which no bound exceeds; inf without choices."""
+        from scipy.optimize import linprog  # takes long to import, and few graphs come here
+
+        prices = np.zeros(len(self.core.room))
+        if not self._costs:
+            return prices, np.inf
+
+        # In units of cost and of excess, as seconds and bytes are many orders apart.
+        costs, excess = np.array(self._costs), np.array(self._excess, np.float64)
+        rows = np.flatnonzero((excess > 0).any(axis=0))
+        least, spread = float(costs.min()), float(np.ptp(costs)) or 1.0
+        unit = max(1.0, float(np.abs(excess[:, rows]).max(initial=0)))
+
+        program = linprog(
+            np.concatenate(([-1.0], np.zeros(len(rows)))),
+            A_ub=np.hstack([np.ones((len(costs), 1)), -excess[:, rows] / unit]),
+            b_ub=(costs - least) / spread,
+            bounds=[(None, None), *[(0.0, _HIGHEST_PRICE)] * len(rows)],
+            method="highs",
+        )
+        if program.x is None:
+            return prices, np.inf
+        prices[rows] = np.maximum(0.0, program.x[1:]) * spread / unit
+        return prices, least - program.fun * spread
+
+
 @dataclass(frozen=True, slots=True)
 class AllowedGap:
-    """Choices are taken if they cost at most `part` of the whole cost more than the bound; `offset` is what the whole
-    costs besides the core."""
+    """Choices may cost `part` of the whole cost more than the bound; the whole costs `offset` more than the core."""
 
     part: float = 0.0
     offset: float = 0.0
@@ -173,9 +215,6 @@ def bracket(
     passes.run(False)
 
     if incumbent.allowed_cost - bound > equal + rounding:
-        if len(core.room) and incumbent.excess == 0:
-            for choices in mixtures(core, _cheapest(core, deadline, options), incumbent.choices, options):
-                incumbent.offer(choices)
         _improve(core, passes.prices, incumbent, deadline, options)
         _probe(passes, incumbent, deadline, options)
     return Bracket(
@@ -188,7 +227,7 @@ def bracket(
 
 
 def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> Passes:
-    """Passes until the bound of a core without rows is at rest; returns the messages that proved the best bound."""
+    """Passes until the bound of a core without rows settles; returns the messages that proved the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     equal = ROUNDING * core.forbidden
     best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
@@ -203,7 +242,7 @@ def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline
             passes.round(True, incumbent)
             if incumbent.allowed_cost - best_bound <= equal:
                 break
-            # Messages that have settled do not move again.
+            # Messages that have settled stay so.
             if best_bound - bound_before <= equal:
                 passes.improve(incumbent, bound, k, options)
                 break
@@ -224,12 +263,9 @@ def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline
 def _raise_with_columns(
     core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions, allowed: AllowedGap
 ) -> tuple[Passes, float]:
-    """Passes under the prices of columns.py. Returns the prices and messages that proved the best bound, and the gap
-    that is allowed, in the units of costs."""
-    from minialpa.intra.solver.columns import Columns  # scipy takes long to import, and few graphs come here
-
+    """Passes under the prices of `_Columns`; returns prices and messages of the best bound, and the allowed gap."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
-    columns = Columns(core)
+    columns = _Columns(core)
     equal = ROUNDING * core.forbidden
     best_bound, best_cost, n_idle = -np.inf, np.inf, 0
 
@@ -258,7 +294,7 @@ def _raise_with_columns(
 
 
 def _settled(passes: Passes, options: SolverOptions, little: float) -> float:
-    """Passes under unchanged prices until the bound hardly rises; returns the best bound."""
+    """The best bound of passes under unchanged prices, until it hardly rises."""
     best = -np.inf
     for k in range(options.most_price_pairs):
         bound = max(passes.run(True), passes.run(False))
@@ -268,10 +304,10 @@ def _settled(passes: Passes, options: SolverOptions, little: float) -> float:
     return best
 
 
-def _offer_columns(passes: Passes, columns: Columns, incumbent: Incumbent, k: int, options: SolverOptions) -> None:
-    """Choices under the prices of `passes`: without regard to the limit for `columns`, with it for `incumbent`."""
+def _offer_columns(passes: Passes, columns: _Columns, incumbent: Incumbent, k: int, options: SolverOptions) -> None:
+    """Offer choices under the prices of `passes`, with and without the limit."""
     core, n_trees = passes.core, int(options.searched_part * passes.core.n_nodes) + 1
-    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
+    free = _without_limit(core)
     for forward in (True, False):
         choices = np.zeros_like(passes.choices)
         round_choices(free, passes.priced, passes.messages, forward, choices)
@@ -294,15 +330,15 @@ def _offer_columns(passes: Passes, columns: Columns, incumbent: Incumbent, k: in
 
 
 def _offer_noisy_columns(
-    passes: Passes, columns: Columns, incumbent: Incumbent, bound: float, k: int, options: SolverOptions
+    passes: Passes, columns: _Columns, incumbent: Incumbent, bound: float, k: int, options: SolverOptions
 ) -> None:
-    """As `_offer_columns`, after passes over slightly changed costs: where optima are equal, rounding mixes them."""
+    """As `_offer_columns`, after passes over noisy costs; see `Passes.improve`."""
     core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
     noise = np.random.default_rng(k).random(len(core.cost))
     noisy = passes.priced + options.noise * abs(bound) / core.n_nodes * noise
     exchange_messages(core, noisy, messages, choices, options.noisy_pairs)
 
-    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
+    free = _without_limit(core)
     for forward in (True, False):
         for limited in (free, core):
             round_choices(limited, noisy, messages, forward, choices)
@@ -312,7 +348,7 @@ def _offer_noisy_columns(
 
 
 def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadline, n_levels: int) -> None:
-    """Where nothing keeps to the limit yet: round under the same price on all rows, ten times higher each time."""
+    """Round under one price on all rows, ten times higher each time, until choices keep to the limit."""
     passes = Passes(core, np.zeros(len(core.room)), deadline)
     for k in range(n_levels):
         unit = float(core.usage.max(initial=0)) * len(core.room) or 1.0
@@ -324,19 +360,8 @@ def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadlin
             return
 
 
-def _cheapest(core: Core, deadline: Deadline, options: SolverOptions) -> Ints:
-    """Choices that cost least as if there were no limit."""
-    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
-    incumbent = Incumbent(free)
-    passes = Passes(free, np.zeros(len(core.room)), deadline)
-    for _ in range(options.free_pairs):
-        bound = max(passes.run(True), passes.run(False))
-    passes.improve(incumbent, bound, 0, options)
-    return incumbent.choices
-
-
 def _improve(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> None:
-    """Rounds of local search under full, half and no prices in turn; rows that are exceeded cost more each round."""
+    """Local search under full, half and no prices in turn; exceeded rows cost more each round."""
     choices = incumbent.choices.copy()
     n_idle = 0
     for k in range(options.max_searches):
@@ -393,7 +418,6 @@ def _probe(passes: Passes, incumbent: Incumbent, deadline: Deadline, options: So
 
 
 def _with_forced_nodes(core: Core, priced: Floats, n_forced: int, rng: np.random.Generator) -> Floats:
-    """`priced` with all strategies but one forbidden, for `n_forced` random nodes."""
     forced = priced.copy()
     for node in rng.integers(0, core.n_nodes, n_forced):
         chosen = rng.integers(core.at[node], core.at[node + 1])

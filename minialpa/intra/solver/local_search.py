@@ -1,14 +1,11 @@
 """Choices that keep to the usage limit: rounding of messages, and local search on trees. Compiled by numba.
 
-    1. Round: node after node takes the strategy that costs least, with earlier nodes as they chose and later ones by
-       their messages, among the strategies that still fit.                                       -> round_choices
+    1. Round: node after node takes the cheapest strategy that still fits, by the choices of earlier nodes and the
+       messages of later ones.                                                                    -> round_choices
     2. Improve: grow a random tree of nodes, hold all others, and find the best strategies of the tree by dynamic
        programming from the leaves up, among strategies that fit one by one. Keep them if they cost less and also fit
        together.                                                                                  -> improve_on_trees
-Neither lets a row be exceeded further that is exceeded to start with, unless rounding finds nothing that fits.
-
-Example: a chain of three nodes that must agree, as their edges cost 5 where they differ. No single node gains by a
-change; a tree of all three finds the cheaper strategy for all of them at once.
+Exceeded rows are not exceeded further, unless rounding finds no strategy that fits.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minialpa.intra.solver.cost_graph import Floats, Ints
+from minialpa.intra.solver.cost_graph import MOST_USAGE, Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
-from minialpa.intra.solver.exact import MOST_BITS
 from minialpa.support.loops import compiled
 
 #: Most nodes of a tree.
@@ -27,21 +23,18 @@ LARGEST_TREE = 50
 #: Probability of leaving out a node that could join the tree, for variety.
 _LEAVE_OUT = 0.2
 #: More than all nodes use together.
-_UNLIMITED = 2 ** (MOST_BITS + 1)
+_UNLIMITED = 2 * MOST_USAGE
 
 
 class Tree(NamedTuple):
     """A tree of nodes, or a few of them, by places: each node comes after its parent.
 
     Attributes:
-        nodes: the node at each place.
         parent: the place of its parent; -1 for a root.
         link: the link that leads from the parent to it.
-        place: for each node of the graph, its place, or -1 if it is not in the tree.
+        place: for each node of the graph, its place; -1 for nodes outside of the tree.
         cost: cost[k, i] is the cost of strategy i at place k with the best strategies below it.
         best: best[k, i] is the best strategy at place k if its parent takes strategy i.
-        old: the strategy at each place before the move.
-        new: the strategy at each place after it.
     """
 
     nodes: Ints
@@ -56,7 +49,6 @@ class Tree(NamedTuple):
 
 @compiled
 def usage_of(core: Core, x: Ints) -> Ints:
-    """Usage of every row."""
     used = np.zeros(len(core.room), np.int64)
     for v in range(len(core.at) - 1):
         _use(core, used, v, x[v], 1)
@@ -80,7 +72,7 @@ def cost_of(core: Core, x: Ints) -> float:
 
 @compiled
 def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x: Ints) -> None:
-    """Formula 1, in node order or backwards. Where no strategy fits, the choices exceed the usage limit."""
+    """Formula 1, in node order or backwards. The choices exceed the limit where no strategy fits."""
     n_nodes = len(core.at) - 1
     used = np.zeros(len(core.room), np.int64)
     ahead = np.empty(core.widest)
@@ -108,7 +100,7 @@ def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: in
     np.random.seed(seed)
     n_nodes = len(core.at) - 1
 
-    tree = empty_tree(core)  # which all rounds fill anew
+    tree = empty_tree(core)  # filled anew in each round
     used = usage_of(core, x)
     n_changed = 0
     for _ in range(n_trees):
@@ -130,7 +122,6 @@ def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: in
 
 @compiled
 def empty_tree(core: Core) -> Tree:
-    """Room for a tree, without nodes."""
     places = np.empty((5, LARGEST_TREE), np.int64)
     cost = np.empty((LARGEST_TREE, core.widest))
     best = np.empty((LARGEST_TREE, core.widest), np.int64)
@@ -142,7 +133,7 @@ def empty_tree(core: Core) -> Tree:
 def grow(core: Core, tree: Tree, first: int, root: int, limit: int) -> int:
     """Add a tree breadth first from place `first` on, up to place `limit`; returns the place after its last node.
 
-    It has no link to nodes that were in `tree` before, nor do its own links close a cycle; `root` has to be free.
+    It has no link to earlier nodes of `tree` and no cycle; `root` has to be free.
     """
     tree.nodes[first], tree.parent[first], tree.place[root] = root, -1, first
     count, k = first + 1, first
@@ -169,7 +160,7 @@ def grow(core: Core, tree: Tree, first: int, root: int, limit: int) -> int:
 
 @compiled
 def n_joined(core: Core, tree: Tree, node: int) -> int:
-    """How many neighbours of `node` are in the tree, 2 for more; with two, it would close a cycle."""
+    """Neighbours of `node` in the tree, 2 for more: with two, it would close a cycle."""
     joined = 0
     for link in range(core.links[node], core.links[node + 1]):
         joined += tree.place[core.other[link]] >= 0
@@ -180,7 +171,7 @@ def n_joined(core: Core, tree: Tree, node: int) -> int:
 
 @compiled
 def own_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> None:
-    """Write the strategies that the tree has to `old`, and what each strategy costs with the rest of `x` to `cost`."""
+    """Write the strategies of the tree to `old`, and the cost of each strategy beside the rest of `x` to `cost`."""
     for k in range(count):
         node = tree.nodes[k]
         offset, size = core.at[node], core.at[node + 1] - core.at[node]
@@ -197,7 +188,7 @@ def own_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> No
 
 @compiled
 def descend(core: Core, tree: Tree, count: int) -> None:
-    """Write the best strategies to `new`, by dynamic programming; `cost` of a node then has that of all below it."""
+    """Write the best strategies to `new`, by dynamic programming; `cost` then includes all nodes below."""
     # From the leaves up: for each strategy i of the parent, the best strategy j of its child.
     for k in range(count - 1, 0, -1):
         if tree.parent[k] < 0:
@@ -215,7 +206,7 @@ def descend(core: Core, tree: Tree, count: int) -> None:
             tree.cost[tree.parent[k], i] += least
             line += size
 
-    # From the root down: the choice of the parent decides that of the child.
+    # From the root down: the choice of the parent decides the child.
     for k in range(count):
         if tree.parent[k] < 0:
             root = tree.nodes[k]
@@ -226,7 +217,7 @@ def descend(core: Core, tree: Tree, count: int) -> None:
 
 @compiled
 def gain(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> float:
-    """How much less `new` costs than `old`; a sum of small differences, which rounding hardly touches."""
+    """Cost of `old` minus cost of `new`; a sum of small differences, for little rounding."""
     total = 0.0
     for k in range(count):
         v, old, new = tree.nodes[k], tree.old[k], tree.new[k]
@@ -248,10 +239,10 @@ def gain(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> float:
 
 @compiled
 def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
-    """Change `used` from `old` to `new`; if a row that gains is then exceeded, undo that and return False."""
+    """Change `used` from `old` to `new`; if that exceeds a row with more usage, undo it and return False."""
     swap_usage(core, tree, count, used, 1)
 
-    # Only rows in which some node uses more: others may be exceeded, but less than before.
+    # Only rows in which some node uses more: others may be exceeded, but no further than before.
     for k in range(count):
         node = tree.nodes[k]
         for segment in range(core.segments[node], core.segments[node + 1]):
@@ -266,7 +257,7 @@ def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
 
 @compiled
 def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> None:
-    """Change `used` from `old` to `new`, or with sign -1 back."""
+    """Change `used` from `old` to `new`; with sign -1, back."""
     for k in range(count):
         if tree.new[k] != tree.old[k]:
             _use(core, used, tree.nodes[k], tree.old[k], -sign)
@@ -275,7 +266,7 @@ def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> Non
 
 @compiled
 def _use(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
-    """Add what strategy i of `node` uses to `used`, or with sign -1 subtract it."""
+    """Add the usage of strategy i of `node` to `used`; with sign -1, subtract it."""
     for segment in range(core.segments[node], core.segments[node + 1]):
         usage = sign * core.usage[core.usage_at[segment] + i]
         if usage != 0:
@@ -302,7 +293,6 @@ def forbid_full(core: Core, used: Ints, node: int, i: int, cost: Floats) -> None
 
 @compiled
 def _least(cost: Floats, size: int) -> int:
-    """The place of the first of the least among the first `size` entries."""
     best = 0
     for i in range(1, size):
         if cost[i] < cost[best]:

@@ -1,8 +1,7 @@
-"""The numbers that decide how long the solver tries what. None of them changes which solutions or bounds are right.
+"""The numbers that limit the solver's effort. None of them changes which solutions or bounds are right.
 
 A *pair* is one pass of messages forward and one back (trws.py), and an *entry* one number in the cost table of an edge.
-Where a number has a source, or a reason for its size, the line of the attribute says so. The others come from trials of
-which no comparison is kept; benchmarks/iopddl.py shows what a change does.
+Numbers without a reason beside them come from trials; benchmarks/iopddl.py shows the effect of a change.
 """
 
 from __future__ import annotations
@@ -14,61 +13,53 @@ from dataclasses import dataclass
 class SolverOptions:
     """All numbers, by the part of the solver that reads them.
 
-    Attributes of the phases (solve.py):
-        small_program_entries: entries up to which the integer program is as quick as messages; phase 3 is left out.
-        small_relaxation_entries: entries up to which phase 2 is tried.
-        program_entries_per_s: entries for each second left up to which the integer program is written. PuLP takes a few
-            seconds of a minute for these.
+    Phases (solve.py):
+        small_program_entries: up to so many entries, the integer program is as quick as messages, and phase 3 is left
+            out.
+        small_relaxation_entries: most entries for phase 2.
+        program_entries_per_s: most entries of the integer program for each second left; PuLP takes a few seconds of a
+            minute to write these.
         max_rounds: rounds of phases 1 and 3.
-        worthwhile: part of the entries that a round has to remove to be followed by another one.
-        reserved: part of the time that the program leaves to local search where nothing was found yet.
-        enough: allowed gaps up to which the program is not tried, unless it is a small one.
-        reductions_s: seconds that reductions have whatever the time limit: without them, hardly an attempt avoids all
-            forbidden pairs.
+        worthwhile: part of the entries that a round has to remove for another one to follow.
+        reserved: part of the time that the program leaves to local search if there is no solution yet.
+        enough: within so many allowed gaps, only small programs are tried.
+        reductions_s: least seconds of reductions: without them, hardly an attempt avoids all forbidden pairs.
 
-    Attributes of the bound without usage rows (lagrange.py):
+    The bound without usage rows (lagrange.py):
         max_pairs: pairs in all.
         rounding_pairs: pairs between two roundings.
         progress_pairs: pairs between two looks at progress.
         least_progress: it ends when the gap shrinks by less than this part between two looks.
-        free_pairs: pairs for the choices that cost least if there were no limit.
 
-    Attributes of the bound with usage rows (lagrange.py, columns.py):
-        max_prices: prices that are tried.
-        most_price_pairs: pairs for each of them, in which messages settle.
-        least_price_pairs: pairs for each of them at least.
-        little: a gain of this part of the allowed gap is none.
+    The bound with usage rows (lagrange.py):
+        max_prices: prices in all.
+        most_price_pairs, least_price_pairs: pairs for each of them, in which messages settle.
+        little: a gain of this part of the allowed gap counts as none.
         idle_prices: prices without a gain after which the ascent ends.
-        nearness: how far the next prices stay on the side of the best so far, between 0 and 1: prices of few choices
-            go to extremes.
-        prices_per_search: local search is tried for every so many prices.
+        nearness: weight of the best prices so far in the next ones, as prices of few choices go to extremes.
+        prices_per_search: local search follows each of so many prices.
         searched_part: trees of such a local search, as a part of the nodes.
 
-    Attributes of rounding, during and after the ascent (lagrange.py):
-        noise: noise on costs, as a part of the mean cost of a node: little beside costs that differ, enough to make one
-            of many equal optima the cheapest.
+    Rounding (lagrange.py):
+        noise: on costs, as a part of the mean cost of a node: little beside costs that differ, enough to make one of
+            many equal optima the cheapest.
         noisy_pairs: pairs under noise.
         last_pairs: pairs at the best prices, each with two roundings.
-        price_levels: levels of the prices for rounding where nothing keeps to the limit yet, each ten times the one
-            before; the middle one makes the largest usage of all rows cost as much as a forbidden pair.
+        price_levels: prices for rounding if no choices keep to the limit yet, each ten times the one before; the middle
+            one makes the largest usage of all rows cost as much as a forbidden pair.
 
-    Attributes of local search, in rounds of as many trees as there are nodes (lagrange.py):
+    Local search, in rounds of as many trees as nodes (lagrange.py):
         price_weights: factors on the prices, in turn.
         max_searches: rounds in all.
         idle_searches: rounds without gain after which it ends: each weight has had three.
-        trees_per_look: trees between two looks at the deadline, as compiled loops do not look at it.
+        trees_per_look: trees between two looks at the deadline.
 
-    Attributes of probes, which are rounding and local search with a few nodes forced (lagrange.py):
+    Probes: rounding and local search with a few nodes forced (lagrange.py):
         max_probes: probes in all.
         max_probe_entries: probes times the entries of the core, in all, which bounds their time.
         idle_probes: probes without gain after which probing ends.
         forced: nodes forced in a probe.
         probe_pairs: pairs in a probe, by which messages respond.
-
-    Attributes of mixtures of two solutions (mixed_solutions.py):
-        band: nodes up to this distance from the cut, in edges, are decided anew.
-        band_pairs: pairs that decide them.
-        n_cuts: cuts to try from each end, from the farthest that fits.
     """
 
     small_program_entries: int = 2_000
@@ -84,7 +75,6 @@ class SolverOptions:
     rounding_pairs: int = 20
     progress_pairs: int = 100
     least_progress: float = 0.03
-    free_pairs: int = 30
 
     max_prices: int = 60
     most_price_pairs: int = 20
@@ -110,7 +100,3 @@ class SolverOptions:
     idle_probes: int = 40
     forced: int = 3
     probe_pairs: int = 2
-
-    band: int = 6
-    band_pairs: int = 10
-    n_cuts: int = 3

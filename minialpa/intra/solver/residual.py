@@ -2,28 +2,25 @@
 
 Usage over time becomes rows. A row stands for a maximal set of nodes that are live at the same time:
     base[r] + sum_v terms_v,r[s_v] <= limit                                              -> _add_usage_rows
-`base` has what every solution uses in row r, the terms what a strategy uses beyond that. All are integers (exact.py),
-so nothing here rounds. A row that cannot exceed the limit, or that another row implies, is dropped.  -> loosen_rows
+`base` is the usage of every solution in row r, the terms are the usage of a strategy beyond that. A row that cannot
+exceed the limit, or that another row implies, is dropped.                               -> loosen_rows
 The maximal live sets are the maximal cliques of an interval graph, of which there are at most as many as intervals
 (Fulkerson and Gross, 1965).
 
 Example: two nodes are live over [0, 2) and [1, 3) and use (4, 3) and (2, 5). Only the live set at time 1 is maximal, so
 there is one row, with base 3 + 2 and the terms (1, 0) and (0, 3).
-
-A `Residual` belongs to one solve. It is the one mutable value of the solver.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from minialpa.errors import InfeasibleError
-from minialpa.intra.solver.cost_graph import FORBIDDEN, Bools, CostGraph, Floats, Ints
-from minialpa.intra.solver.exact import Integers, IntegerUsages
+from minialpa.intra.solver.cost_graph import FORBIDDEN, MOST_USAGE, Bools, CostGraph, Floats, Ints, NodeUsage
 
 #: Usage rows `first` to `end - 1`.
 Rows = tuple[int, int]
@@ -31,16 +28,10 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elimination:
-    """How the strategy of a node that was taken out follows from the choices of others.
+    """The strategy of an eliminated node, by the choices of others.
 
     Strategies in `domains` and `best` have their numbers of the original graph. Where node `scope[i]` chose the
     strategy at place p_i of `domains[i]`, `node` takes `best[p_1, ..., p_n]`.
-
-    Attributes:
-        node: the node that was taken out.
-        scope: the nodes that its strategy depends on.
-        domains: for each node of the scope, the strategies that it had left.
-        best: strategies of `node`, with one axis for each node of the scope.
     """
 
     node: int
@@ -57,38 +48,36 @@ class Residual:
         costs: costs[v] has the costs of the strategies that are left at node v.
         kept: kept[v] has the original numbers of these strategies.
         adjacent: adjacent[v][w][i, j] is the cost of the edge; adjacent[w][v] is its transposed view.
-        terms: terms[v][rows][i] is what strategy i of v uses in each of these rows beyond what `base` already counts:
+        terms: terms[v][rows][i] is the usage of strategy i of v in each of these rows, without its part in `base`:
             0 for some strategy and positive for another.
-        base: for each row, what every solution uses.
+        base: for each row, the usage of every solution.
         rows: for each row, the number that it had at first.
-        limit: what base and terms of all nodes together may not exceed in any row.
-        integer_usages: the usages that the rows are made of; None without a limit.
-        offset: cost of what is already decided.
-        eliminations: how to decide the nodes that were taken out, in the order in which they were.
+        limit: of base and all terms together, in each row.
+        offset: cost of all decided nodes.
+        eliminations: of the eliminated nodes, in the order in which they went.
         alive: nodes that are not decided, in order.
     """
 
     costs: list[Floats]
     kept: list[Ints]
     adjacent: list[dict[int, Floats]]
-    terms: list[dict[Rows, Integers]]
-    base: Integers
+    terms: list[dict[Rows, Ints]]
+    base: Ints
     rows: Ints
     limit: int
-    integer_usages: IntegerUsages | None = None
     offset: float = 0.0
     eliminations: list[Elimination] = field(default_factory=list)
     alive: dict[int, None] = field(default_factory=dict)
 
     def choices(self, places: Mapping[int, int] | None = None) -> tuple[int, ...]:
-        """The strategy of every node in the original graph; `places` has those of nodes that are not decided."""
+        """The strategy of every node in the original graph; `places`: of the nodes that are not decided."""
         places = places or {}
         assert self.alive.keys() == places.keys(), f"{len(self.alive)} nodes are not decided, {len(places)} are given"
         chosen = [0] * len(self.costs)
         for v, i in places.items():
             chosen[v] = int(self.kept[v][i])
 
-        # The last node to go depends only on nodes that are left, the one before it on these two kinds, and so on.
+        # Backwards: a node depends only on nodes that were there when it went.
         for step in reversed(self.eliminations):
             at = (int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True))
             chosen[step.node] = int(step.best[tuple(at)])
@@ -107,14 +96,12 @@ class Residual:
         del self.alive[node]
 
     def add_edge(self, a: int, b: int, cost: Floats) -> None:
-        """Add `cost[i, j]` to the edge between a and b, which may be new."""
         if b in self.adjacent[a]:
             cost = self.adjacent[a][b] + cost
         self.adjacent[a][b], self.adjacent[b][a] = cost, cost.T
 
 
 def without_rows(residual: Residual) -> Residual:
-    """A copy in which usage is not limited."""
     # Reductions change the lists and dicts, but never an array in place, so the arrays are shared.
     return replace(
         residual,
@@ -152,28 +139,27 @@ def residual_of(graph: CostGraph) -> Residual:
         else:
             residual.add_edge(edge.a, edge.b, cost)
 
-    if graph.integer_usages is not None:
-        _add_usage_rows(residual, graph.integer_usages)
+    if graph.usage_limit is not None:
+        residual.limit = min(graph.usage_limit, MOST_USAGE)
+        _add_usage_rows(residual, graph.usages)
     return residual
 
 
-def _add_usage_rows(residual: Residual, usages: IntegerUsages) -> None:
+def _add_usage_rows(residual: Residual, usages: Sequence[NodeUsage]) -> None:
     """One row for each time after a start and before the next end: the live set is maximal there."""
-    residual.integer_usages, residual.limit, live = usages, usages.limit, usages.terms
     # At equal times ends (0) sort before starts (1), as intervals are half open.
-    events = sorted({(start, 1) for _, (start, _), _ in live} | {(end, 0) for _, (_, end), _ in live})
+    events = sorted({(start, 1) for _, (start, _), _ in usages} | {(end, 0) for _, (_, end), _ in usages})
     row_starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
 
-    residual.base = np.zeros(len(row_starts), live[0][2].dtype if live else np.int64)
+    residual.base = np.zeros(len(row_starts), np.int64)
     residual.rows = np.arange(len(row_starts))
-    for node, interval, usage in live:
+    for node, interval, usage in usages:
         first, end = np.searchsorted(row_starts, interval)
         add_term(residual, node, (int(first), int(end)), usage)
     check_base(residual)
 
 
 def keep(residual: Residual, v: int, mask: Bools) -> None:
-    """Leave node v only the strategies in `mask`."""
     residual.costs[v] = residual.costs[v][mask]
     residual.kept[v] = residual.kept[v][mask]
     for w, cost in residual.adjacent[v].items():
@@ -186,7 +172,7 @@ def keep(residual: Residual, v: int, mask: Bools) -> None:
         add_term(residual, v, rows, usage[mask])
 
 
-def add_term(residual: Residual, v: int, rows: Rows, usage: Integers) -> None:
+def add_term(residual: Residual, v: int, rows: Rows, usage: Ints) -> None:
     """Let v use `usage` more in `rows`: the least of it goes to `base`, the rest, if any, stays a term."""
     if rows in residual.terms[v]:
         usage = usage + residual.terms[v].pop(rows)
@@ -199,14 +185,11 @@ def add_term(residual: Residual, v: int, rows: Rows, usage: Integers) -> None:
 
 
 def check_base(residual: Residual) -> None:
-    """Raise InfeasibleError if the least usage of all nodes already exceeds the limit in some row."""
     least = residual.base.max(initial=0)
     if least > residual.limit:
-        assert residual.integer_usages is not None
         raise InfeasibleError(
-            "Even the strategies that use least need a usage of "
-            f"{residual.integer_usages.text(int(least))} at some time and the limit is "
-            f"{residual.integer_usages.given_limit:,}. Raise `usage_limit`, or offer strategies that use less."
+            f"Even the strategies that use least need a usage of {least:,} at some time and the limit is "
+            f"{residual.limit:,}. Raise `usage_limit`, or offer strategies that use less."
         )
 
 
@@ -221,7 +204,7 @@ def room_for(residual: Residual, v: int) -> Bools:
 def loosen_rows(residual: Residual) -> list[int]:
     """Drop the rows that can no longer exceed the limit or that another row implies, and terms without a row.
 
-    Returns the nodes to visit again: those that lost a term, or have a strategy without room left.
+    Returns the nodes to revisit: they lost a term, or have a strategy without room left.
     """
     check_base(residual)
     starting, ending = _term_changes(residual)
@@ -237,7 +220,7 @@ def loosen_rows(residual: Residual) -> list[int]:
 
 
 def _renumber_terms(residual: Residual, node: int, n_before: Ints, most_base: int) -> bool:
-    """Move the terms of `node` to the new row numbers; whether it is to be visited again."""
+    """Move the terms of `node` to the new row numbers; whether to revisit the node."""
     terms, residual.terms[node] = residual.terms[node], {}
     for (first, end), usage in terms.items():
         if n_before[first] < n_before[end]:
@@ -249,9 +232,9 @@ def _renumber_terms(residual: Residual, node: int, n_before: Ints, most_base: in
     return len(left) < len(terms) or (may_lack_room and not room_for(residual, node).all())
 
 
-def _term_changes(residual: Residual) -> tuple[Integers, Integers]:
-    """For each row, the most that the terms starting there use, and the most that the terms ending before it used."""
-    starting, ending = np.zeros((2, len(residual.base) + 1), residual.base.dtype)
+def _term_changes(residual: Residual) -> tuple[Ints, Ints]:
+    """For each row, the most usage of the terms that start there, and of the terms that end before it."""
+    starting, ending = np.zeros((2, len(residual.base) + 1), np.int64)
     for node in residual.alive:
         for (first, end), usage in residual.terms[node].items():
             most = usage.max()
@@ -260,12 +243,12 @@ def _term_changes(residual: Residual) -> tuple[Integers, Integers]:
     return starting, ending
 
 
-def _essential(base: Integers, starting: Integers, ending: Integers) -> Bools:
+def _essential(base: Ints, starting: Ints, ending: Ints) -> Bools:
     """Rows that no earlier and no later row implies.
 
-    Row r implies row s if base[s] + U <= base[r], where U is the most that terms in row s but not in row r use.
+    Row r implies row s if base[s] + U <= base[r], where U is the most usage of terms that are in row s but not in r.
     """
-    # (row, what starts, what ends) of the rows that stay so far, counted since the row before it on the stack.
+    # (row, usage that starts, usage that ends) of the rows that stay so far, counted since the row before on the stack.
     stack: list[tuple[int, int, int]] = []
     more = less = 0
     for row, (row_base, start, end) in enumerate(zip(base.tolist(), starting.tolist(), ending.tolist(), strict=False)):

@@ -1,16 +1,12 @@
-"""Choose one strategy per node of a cost graph, with a proof of optimality where there is time for one.
+"""Chooses one strategy per node of a cost graph, with a proof of optimality if there is time for one.
 
-`solve_graph` turns a `CostGraph` (problem and formula in cost_graph.py) into a `GraphSolution`. It goes through these
-phases until one of them proves the best choices:
+`solve_graph` turns a `CostGraph` into a `GraphSolution`, in phases that end with the first proof:
     1. Reduce the graph; the optimum stays the same (elimination.py, bucket.py).
     2. Reduce it without usage rows; if the result keeps to the limit, it is optimal.          -> _try_without_rows
     3. Find bounds by messages and prices, and choices by rounding and local search (lagrange.py).     -> _bracket
-       Drop the strategies whose reduced cost shows that no better solution has them, and reduce again.
-    4. Solve what is left, if it is small enough, as an integer program (ilp_model.py).             -> _solve_rest
-It ends when nothing is gained any more. Its limit is one of counted work (clock.py), so that the same graph has the
-same answer on a busy machine. `run_phases` and `Best` serve searches that go on from there.
-
-Example: a model of equal layers without a memory limit is solved by 1. With a limit that does not bind, 2 shows it.
+       Drop the strategies that no better solution has, by their reduced costs, and repeat from 1.
+    4. Solve the rest, if it is small enough, as an integer program (ilp_model.py).                 -> _solve_rest
+`run_phases` and `Best` serve searches that continue from there.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from minialpa.intra.solver import dominance
 from minialpa.intra.solver.bucket import eliminate_narrow_components
 from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.cost_graph import Bools, CostGraph, Edge, Floats, GraphSolution
-from minialpa.intra.solver.csr_graph import excess_bits, flatten
+from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.elimination import reduce_graph
 from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.residual import Residual, keep, residual_of, without_rows
@@ -34,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Best", "CostGraph", "Deadline", "Edge", "GraphSolution", "run_phases", "solve_graph"]
 
-#: Nodes up to which a graph is solved without waiting for compiled loops first: most never need them.
+#: Larger graphs load the compiled loops first; most smaller ones never need them.
 _FEW_NODES = 2000
-#: A gap up to this part of the cost counts as none: what sums of float64 can tell apart.
+#: A gap up to this part of the cost counts as none: rounding of sums of float64.
 _EQUAL = 1e-9
 #: Nominal seconds of a solve without a deadline.
 _LIMIT_S = 60.0
@@ -46,14 +42,12 @@ _DEFAULTS = SolverOptions()
 def solve_graph(
     graph: CostGraph, deadline: Deadline | None = None, *, gap: float = 0.0, options: SolverOptions = _DEFAULTS
 ) -> GraphSolution:
-    """The cheapest strategies, or the best ones found, with the bound that was proven.
+    """The cheapest strategies, or the best ones found, with the proven bound.
 
-    Under a usage limit, strategies are taken as soon as they are known to cost at most the part `gap` more than the
-    cheapest. What the solve does is counted by `deadline`, so that further solves may share it; the first reductions
-    and a first attempt are made in any case.
+    Under a usage limit, a solution may cost the part `gap` more than the cheapest. `deadline` counts the work; the
+    first reductions and a first attempt run in any case.
 
-    Raises InfeasibleError when no choice satisfies edges and usage limit, or when time ran out before one was found;
-    the message says which.
+    Raises InfeasibleError if no choice satisfies edges and usage limit, or if time runs out before one is found.
     """
     deadline = deadline or Deadline(_LIMIT_S)
     best = Best(graph, gap if graph.usage_limit is not None else 0.0)
@@ -63,9 +57,9 @@ def solve_graph(
 
 
 def run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
-    """All phases; the results go to `best`. What they leave undecided is in `residual`.
+    """All phases; the results go to `best`, and `residual` keeps the undecided nodes.
 
-    prices: one for each row that there is at first; the passes start from them and move them on.
+    prices: for each row of `residual`; the passes start from them and change them.
     """
     if len(residual.alive) > _FEW_NODES:
         dominance.load()
@@ -74,7 +68,7 @@ def run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadlin
     except InfeasibleError:
         if best.choices is None:
             raise
-        best.raise_bound(best.cost)  # every cheaper solution was still in what proved infeasible
+        best.raise_bound(best.cost)  # the infeasible part had every cheaper solution
 
 
 def _run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
@@ -97,7 +91,7 @@ def _run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadli
         _n_entries(residual) <= options.small_program_entries or not best.is_within(options.enough * best.allowed_gap)
     ):
         _solve_rest(residual, best, deadline, options)
-    # There was no attempt so far, or none that keeps to the limit.
+    # No attempt so far keeps to the limit.
     if best.choices is None and residual.alive:
         _bracket(residual, best, prices, deadline, options)
 
@@ -106,18 +100,16 @@ class Best:
     """The best choices so far, and the best bound.
 
     Attributes:
-        graph: the graph that they are choices for.
-        allowed_gap: choices that cost at most this part more than the bound are taken.
+        allowed_gap: choices may cost this part more than the bound.
         choices: the cheapest allowed choices so far; None if there are none.
-        cost: their cost; infinite if there are none.
-        bound: no solution costs less.
-        least_usage: the least peak usage among choices that exceed the limit, for the message.
+        least_usage: the least peak usage among choices that exceed the limit, for the message; None without any.
     """
 
     def __init__(self, graph: CostGraph, allowed_gap: float) -> None:
         self.graph, self.allowed_gap = graph, allowed_gap
         self.choices: tuple[int, ...] | None = None
-        self.cost, self.bound, self.least_usage = np.inf, -np.inf, np.inf
+        self.cost, self.bound = np.inf, -np.inf
+        self.least_usage: int | None = None
 
     def offer(self, choices: tuple[int, ...]) -> None:
         """Take `choices` if they are allowed, keep to the limit and cost less: the one way into a solution."""
@@ -127,10 +119,11 @@ class Best:
         if self.graph.fits(choices):
             self.choices, self.cost = choices, cost
         else:
-            self.least_usage = min(self.least_usage, self.graph.peak_usage(choices))
+            usage = self.graph.peak_usage(choices)
+            self.least_usage = usage if self.least_usage is None else min(self.least_usage, usage)
 
     def raise_bound(self, bound: float) -> None:
-        """Take note that no solution cheaper than `cost` costs less than `bound`."""
+        """No solution cheaper than `cost` costs less than `bound`."""
         self.bound = max(self.bound, min(bound, self.cost))
 
     @property
@@ -138,13 +131,13 @@ class Best:
         return self.is_within(_EQUAL)
 
     def is_within(self, gap: float) -> bool:
-        """Whether there are choices that cost at most the part `gap` more than the bound."""
+        """Whether the choices cost at most the part `gap` more than the bound."""
         return self.choices is not None and self.cost - self.bound <= max(_EQUAL, gap) * abs(self.cost)
 
     def solution(self) -> GraphSolution:
         if self.choices is None:
             limit = self.graph.usage_limit
-            found = not np.isinf(self.least_usage)
+            found = self.least_usage is not None
             usage = f" The least usage found is {self.least_usage:,}, the limit {limit:,}." if found else ""
             raise InfeasibleError(
                 f"Time ran out before any solution was found for {self.graph.n_nodes} nodes.{usage} "
@@ -154,12 +147,11 @@ class Best:
 
 
 def _n_entries(residual: Residual) -> int:
-    """Entries of all edges that are left."""
     return sum(edge.size for v in residual.alive for w, edge in residual.adjacent[v].items() if v < w)
 
 
 def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_entries: int) -> None:
-    """Phase 2: if reductions alone find the optimum without usage limit, it is a bound, and perhaps the answer."""
+    """Phase 2: the optimum without usage limit, if reductions find it, is a bound and perhaps the answer."""
     if not residual.alive:
         best.offer(residual.choices())
         best.raise_bound(best.cost)
@@ -176,7 +168,7 @@ def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_e
 
 
 def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
-    """Phase 3: offer choices, raise the bound, and drop the strategies that are not in any better solution."""
+    """Phase 3: offer choices, raise the bound, and drop the strategies that no better solution has."""
     # Imported here, because most graphs of the planner are solved without these loops.
     from minialpa.intra.solver.lagrange import AllowedGap, bracket
 
@@ -186,12 +178,6 @@ def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline,
     found = bracket(core, prices[residual.rows], deadline, options, allowed)
     prices[residual.rows] = found.prices
     best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
-
-    # Usages that were rounded up give choices that fit; for a bound that holds, they have to be rounded down.
-    if excess_bits(residual):
-        loose = flatten(residual, nodes, loose=True)
-        found = bracket(loose, prices[residual.rows], deadline, options, allowed)
-        best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
 
     best.raise_bound(residual.offset + found.bound)
     keep_only(residual, nodes, may_be_better(residual, best, found))
@@ -203,7 +189,7 @@ def may_be_better(residual: Residual, best: Best, found: Bracket) -> Bools:
 
 
 def keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
-    """Drop the strategies of `nodes` that are not in the mask `stays`, but never all of a node."""
+    """Drop the strategies of `nodes` outside of the mask `stays`, but never all of a node."""
     ends = np.cumsum([len(residual.costs[v]) for v in nodes])[:-1]
     for node, mask in zip(nodes, np.split(stays, ends), strict=True):
         if mask.any() and not mask.all():
@@ -211,14 +197,14 @@ def keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
 
 
 def _solve_rest(residual: Residual, best: Best, deadline: Deadline, options: SolverOptions) -> None:
-    """Phase 4: the integer program, if it is small for the time that is left."""
+    """Phase 4: the integer program, if it is small for the time left."""
     # Imported here, because most graphs of the planner are solved without it.
     from minialpa.intra.solver.ilp_model import solve_program
 
     if residual.alive and _n_entries(residual) > options.program_entries_per_s * deadline.left_s:
         return
 
-    # Covers may take all the time, so some is reserved for local search where nothing was found yet.
+    # Covers may take all the time, so some is reserved for local search if there is no solution yet.
     found = solve_program(residual, deadline if best.choices else deadline.part(1 - options.reserved))
     if found.choices is not None:
         best.offer(residual.choices(found.choices))

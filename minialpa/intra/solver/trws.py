@@ -1,17 +1,14 @@
 """A lower bound by message passing: tree-reweighted, sequential (TRW-S; Kolmogorov, 2006). Compiled by numba.
 
-The graph is covered by chains along which the node order rises. Node v lies on n_v = max(earlier links, later links)
-of them and gives each chain 1/n_v of its costs, messages included:
+Chains along which the node order rises cover the graph. Node v is on n_v = max(earlier links, later links) of them and
+gives each chain 1/n_v of its costs, messages included:
     theta_v[i]  = c_v[i] + sum_w m_{w->v}[i]                                                             -> _collect
     m_{v->w}[j] = min_i (theta_v[i] / n_v - m_{w->v}[i] + E_vw[i, j]) - delta                            -> _send
 where delta makes the least entry 0. A pass visits the nodes in order and sends over the links ahead; the next pass goes
-back. The bound of a pass is the sum over all chains of their least costs: all deltas, and min theta_v / n_v for each
-chain that ends at v. It holds for any messages to start from.                                   -> pass_messages
+back. The bound of a pass is the sum of the least costs of all chains: all deltas, and min theta_v / n_v for each chain
+that ends at v. It holds for any messages to start from.                                         -> pass_messages
 After a pass that started with bound b, a solution with strategy i at v costs at least
     b + reduced_v[i],  reduced_v[i] = theta_v[i] - min theta_v    taken when the pass is at v
-
-Example: nodes 0 and 1 with costs (0, 2) and (1, 0), and an edge that costs 3 where they differ. Forward, node 0 sends
-(0, 2) with delta 0; then theta_1 = (1, 2), and the bound is its least entry, 1, which the choices (0, 0) cost.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ def exchange_messages(core: Core, priced: Floats, messages: Floats, x: Ints, n_p
 @compiled
 def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
     """Write to `priced`, for every strategy, its cost plus prices[r] times its usage in each row r."""
-    # total[r]: price of the rows before r, so that the price of a segment is one difference.
+    # total[r]: price of the rows before r; the price of a segment is one difference.
     total = np.zeros(len(prices) + 1)
     for r in range(len(prices)):
         total[r + 1] = total[r] + prices[r]
@@ -59,7 +56,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
         v = step if forward else n_nodes - 1 - step
         _collect(core, priced, messages, forward, v, x, theta, ahead)
 
-        # The choice follows `ahead`, with visited neighbours as they chose; the reduced costs follow theta.
+        # The choice follows `ahead`, with the choices of visited neighbours; the reduced costs follow theta.
         size = core.at[v + 1] - core.at[v]
         x[v], least = 0, np.inf
         for i in range(size):
@@ -77,7 +74,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
         else:
             end = middle
 
-        # Chains that go on take their share of `least` along, in the messages; the others end here.
+        # Chains that continue take their share of `least` along, in the messages; the others end here.
         bound += least * (n_chains - (end - first)) / n_chains
         for link in range(first, end):
             bound += _send(core, messages, link, theta, size, 1.0 / n_chains, ahead)
@@ -88,10 +85,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
 def _collect(
     core: Core, priced: Floats, messages: Floats, forward: bool, v: int, x: Ints, theta: Floats, ahead: Floats
 ) -> None:
-    """Write theta_v to `theta`. To `ahead`, the same with edge costs instead of messages from visited neighbours.
-
-    The edge costs are those for the choices of the neighbours, in `x`.
-    """
+    """Write theta_v to `theta`; to `ahead`, with edge costs for `x` in place of messages of visited neighbours."""
     offset, size = core.at[v], core.at[v + 1] - core.at[v]
     for i in range(size):
         theta[i] = ahead[i] = priced[offset + i]
@@ -117,8 +111,8 @@ def _send(core: Core, messages: Floats, link: int, theta: Floats, size: int, sha
     for j in range(width):
         out[j] = np.inf
 
-    # Line by line, which is the order of the table in memory. Slices, because an index that may be negative would keep
-    # the compiler from adding up several numbers at once.
+    # Line by line, which is the order of the table in memory. Slices, because an index that may be negative keeps the
+    # compiler from vectorising.
     for i in range(size):
         own, costs = share * theta[i] - messages[message + i], core.table[line : line + width]
         for j in range(width):

@@ -1,4 +1,4 @@
-"""Strategies: the ways to run an equation on a logical mesh, with their seconds; and resharding between two specs.
+"""Strategies, the ways to run an equation on a logical mesh with their seconds, and resharding between specs.
 
 Imports: `rules`, `tracing`, `cluster`, `sharding` and `cost`.
 """

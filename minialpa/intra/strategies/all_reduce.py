@@ -1,12 +1,12 @@
-"""All-reduces: every device gets the reduction of all parts along mesh axes, as one device would compute it.
+"""All-reduces: every device gets the reduction of all parts along mesh axes, with the same bits as on one device.
 
     sums                        integers wrap around in their dtype             psum
     maxima, minima              a NaN wins, and -0 < 0                          pmax, pmin of integers in the same order
     and, or of booleans         are the minimum and the maximum                 pmin, pmax
     all others                  no collective computes them                     all-gather, then each device by itself
 
-The collectives of XLA drop a NaN that meets a number in a maximum, on CPUs and on GPUs. On integers of less than eight
-bits they may write over other memory, so these are sent as eight bits: modulo a power of two, results are the same.
+The collectives of XLA drop NaNs in a maximum, on CPUs and on GPUs. On integers of less than eight bits they may write
+over other memory, so these are sent as eight bits: modulo a power of two, results are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_BOOLEANS: dict[Reduction, Reduction] = {"and": "min", "max": "max", "min": "
 
 
 def is_gathered(how: Reduction, dtype: Any) -> bool:
-    """Whether every device gathers all parts, as there is no other collective for this reduction."""
+    """Whether no collective computes this reduction, so that every device gathers all parts."""
     if dtype == np.bool_:
         return how not in _OF_BOOLEANS
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
@@ -34,7 +34,7 @@ def is_gathered(how: Reduction, dtype: Any) -> bool:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether it is one of integers of less than eight bits."""
+    """Whether it has integers of less than eight bits."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8
 
 
@@ -57,7 +57,7 @@ def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
 
 
 def _ordered(x: Any, how: Reduction) -> Any:
-    """Integers in the order of floats, of which a NaN is the largest, or for a minimum the smallest."""
+    """Integers in the order of floats; a NaN is the largest, or for a minimum the smallest."""
     dtype = np.dtype(f"int{8 * x.dtype.itemsize}")
     bounds = np.iinfo(dtype)
     of_nan = np.array(bounds.max if how == "max" else bounds.min, dtype)
@@ -70,5 +70,5 @@ def _float(ordered: Any, dtype: Any) -> Any:
 
 
 def _turned(bits: Any) -> Any:
-    """The bits of floats as integers in the same order, and the reverse: the larger a negative float, the smaller."""
+    """Bits of floats to integers in the same order, and back: bits of negative floats are in reverse order."""
     return jnp.where(bits < 0, bits ^ np.array(np.iinfo(bits.dtype).max, bits.dtype), bits)

@@ -1,13 +1,13 @@
-"""Equal work for devices that split positions of unequal work: an attention's query positions, under a causal mask.
+"""Equal work for devices that split positions of unequal work: query positions of an attention under a causal mask.
 
-Of n devices in order, device i has the positions of halves 2i and 2i + 1 of 2n. Devices i and n - 1 - i exchange their
-second halves, so that device i has halves 2i and 2n - 1 - 2i: one early and one late, of equal work in all. The same
-exchange brings results home.
+Of n devices, device i has halves 2i and 2i + 1 of 2n. Devices i and n - 1 - i exchange their second halves, so that
+device i has halves 2i and 2n - 1 - 2i: one early and one late, of equal work in all. The same exchange brings results
+back.
 
     operands --swap--> equation --swap--> results
 
-Operands and results without these positions stay as they are. An equation without a place for its positions (it is not
-`positional`) computes the same for each of them wherever it is.
+Operands and results without these positions stay. The equation is not `positional`, so the place of a position does not
+matter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from minialpa.support.identity import ById
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """What devices exchange around an equation.
+    """Exchanges around an equation.
 
     Attributes:
-        share: work of the busiest device, as a part of what it has without the exchange.
-        operands: for each operand, the exchange before the equation; None for what stays.
+        share: work of the busiest device, as a part of its work without the exchange.
+        operands: for each operand, the exchange before the equation; None without one.
         results: for each result, the exchange after it.
     """
 
@@ -43,7 +43,7 @@ class Balance:
     def seconds(self, eqn: JaxprEqn, mesh: LogicalMesh) -> float:
         """Seconds of all exchanges. An array that is several operands in one spec is exchanged once.
 
-        A program may exchange less: positions that it makes itself, and what an earlier equation had exchanged.
+        A program may exchange less: it makes positions itself, and reuses exchanges for earlier equations.
         """
         atoms, steps = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
         moved = {
@@ -56,7 +56,7 @@ class Balance:
 def balance_of(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: tuple[int, ...]
 ) -> Balance | None:
-    """How the devices of an equation that reads and makes these specs get equal work; None if they cannot, or have."""
+    """The exchanges that give devices equal work in these specs; None if they have it, or cannot."""
     for factor in factors.ramps:
         axes = _axes_of(factors, operands, factor)
         n = math.prod(mesh_shape[axis] for axis in axes)
@@ -70,7 +70,6 @@ def balance_of(
 
 
 def _axes_of(factors: Factors, operands: Sequence[Spec], factor: int) -> tuple[int, ...]:
-    """The mesh axes that split a factor."""
     for k, spec in enumerate(operands):
         for dim, axes in enumerate(spec.dims):
             if axes and factors.leading_factor(k, dim) == factor:
@@ -81,7 +80,7 @@ def _axes_of(factors: Factors, operands: Sequence[Spec], factor: int) -> tuple[i
 def _swaps(
     factor: int, axes: tuple[int, ...], arrays: Sequence[Dims], specs: Sequence[Spec]
 ) -> tuple[ReshardStep | None, ...]:
-    """For each array, the exchange of the second half of its shard along a factor."""
+    """For each array, the exchange of the second half of its shard along `factor`."""
     steps = []
     for dims, spec in zip(arrays, specs, strict=True):
         dim = next((d for d, dim in enumerate(dims) if factor in dim), None)

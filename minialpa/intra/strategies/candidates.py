@@ -1,12 +1,12 @@
-"""Candidates for an equation on a logical mesh: what each mesh axis may do, and the specs that follow; without prices.
+"""Candidates for an equation on a logical mesh: a use for each mesh axis, and the specs that follow; without prices.
 
 A candidate gives each mesh axis to one factor of the equation, to none, or lets a partial sum pass along it. That fixes
-the specs of the operands, and what the equation makes of them. An axis on a reduced factor leaves a partial sum; so do
-partial operands of a linear equation. What is made may stay so, or be all-reduced or reduce-scattered at once: these
-are candidates of their own. Other reductions (max, ...) are finished at once.
+the specs of operands and results. An axis on a reduced factor leaves a partial sum; so do partial operands of a linear
+equation. A partial sum may stay, or be all-reduced or reduce-scattered at once: these are further candidates. Other
+reductions (max, ...) are finished at once.
 
-Candidates depend on sizes only in what divides them, and not on the links of a mesh, so they are computed once for many
-equations and meshes. Strategies (strategies.py) are candidates with prices.
+Candidates depend only on the divisors of sizes, and not on the links of a mesh. Strategies (strategies.py) are
+candidates with prices.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ Specs = tuple[Spec, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What a candidate communicates.
+    """Communication of a candidate.
 
     Attributes:
-        finish: for each result, the all-reduce that finishes it; None if there is nothing to finish.
+        finish: for each result, the all-reduce that finishes it; None without one.
         moves: (result, spec as it is made, spec as it is left), for each result that is resharded.
     """
 
@@ -57,14 +57,9 @@ class Bill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """One candidate.
+    """Specs of operands, of results as shards compute them (`made`), and of results as they are left.
 
-    Attributes:
-        operands: the spec of each operand.
-        made: the spec of each result as the shards compute it.
-        results: the spec of each result as it is left.
-        n_shares: the number of equal parts into which the work is split; less if the parts are unequal.
-        finish: see `Bill`.
+    n_shares: the number of equal parts of the work; less if the parts are unequal. finish: see `Bill`.
     """
 
     operands: Specs
@@ -81,17 +76,15 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Candidates:
-    """The candidates of one equation, and the strategies between which a solver chooses, as columns.
+    """The candidates of one equation, and its strategies, as columns.
 
-    Candidates that read and leave the same specs are one strategy, which takes the cheapest of them.
+    Candidates with the same operands and results are one strategy, which takes the cheapest of them.
 
     Attributes:
         operands: for each operand, its spec under each strategy.
         made: for each result, its spec as the shards compute it: of each candidate if `has_choice`, else under each
             strategy.
         results: for each result, its spec as it is left under each strategy.
-        n_shares: for each candidate, the same as of `_Candidate`.
-        bills: what candidates communicate, without repetition.
         bill_of: for each candidate, the number of its bill.
         strategies: for each strategy, the numbers of its candidates.
         first: for each strategy, the first of its candidates.
@@ -120,7 +113,7 @@ def enumerate_candidates(
     most_splits: bool,
     kept: frozenset[int] = frozenset(),
 ) -> Candidates:
-    """All candidates of `eqn`; see `enumerate_strategies`. most_splits: only those that split it in most parts."""
+    """All candidates of `eqn`; see `MeshStrategies.enumerate`. most_splits: only the splits into most parts."""
     assignments = list(_assignments(factors, mesh_shape, required, n_pending, kept))
 
     if most_splits:
@@ -150,7 +143,7 @@ def follow_candidates(
     *,
     allow_partial: bool,
 ) -> Candidates:
-    """For each strategy, the one candidate that follows the specs in which operands are `given`; see `follow`."""
+    """For each strategy, the one candidate that follows the `given` operands; see `MeshStrategies.follow`."""
     leave: Callable[[Specs], Iterable[Specs]] = (
         (lambda made: (made,)) if allow_partial else (lambda made: (_without_partial(made),))
     )
@@ -159,7 +152,7 @@ def follow_candidates(
     candidates: list[_Candidate] = []
     strategies = []
 
-    # Strategies often repeat the specs of operands, which fix the candidate.
+    # Strategies often repeat the specs of operands.
     for s in range(n_strategies):
         specs = tuple(given[k][s] for k in by_size)
         if specs not in known:
@@ -173,8 +166,7 @@ def follow_candidates(
 def _columns(
     candidates: Sequence[_Candidate], strategies: Sequence[tuple[int, ...]], n_operands: int, n_results: int
 ) -> Candidates:
-    """Candidates as columns; `strategies` has the numbers of the candidates of each strategy."""
-    # Few candidates differ in what they communicate; each way is priced once.
+    # Few candidates have different bills; each bill is priced once.
     bills: dict[Bill, int] = {}
     bill_of = [bills.setdefault(candidate.bill, len(bills)) for candidate in candidates]
 
@@ -197,7 +189,7 @@ def _columns(
 
 
 def leads(eqn: JaxprEqn, given: Iterable[int]) -> list[int]:
-    """The operands `given`, those that decide first in front: the largest."""
+    """The operands `given`, from large to small: the largest decides first."""
     return sorted(given, key=lambda k: -bytes_of(eqn.invars[k]))
 
 
@@ -217,7 +209,7 @@ def _assignments(
     n_pending: Mapping[int, int],
     kept: frozenset[int],
 ) -> Iterator[Assignment]:
-    """Every assignment such that all splits are even and contiguous."""
+    """Every assignment with even, contiguous splits."""
     linear = PassedSum(frozenset(factors.linear_operands))
     free = [factor for factor in factors.splittable if factor not in required.values() and factor not in kept]
 
@@ -231,14 +223,13 @@ def _assignments(
         else:
             uses.append((None, *free, *passes))
 
-    # Several axes may choose one factor, so the number of its parts is known for the whole assignment only.
+    # Several axes may choose one factor, so only the whole assignment fixes the number of its parts.
     for assignment in itertools.product(*uses):
         if all(factors.may_split(factor, n_parts) for factor, n_parts in _splits(assignment, mesh_shape).items()):
             yield assignment
 
 
 def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
-    """For each factor that is split, the number of its parts."""
     splits: dict[int, int] = {}
     for axis, factor in enumerate(assignment):
         if isinstance(factor, int):
@@ -247,7 +238,7 @@ def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
 
 
 def _followed(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping[int, Spec]) -> Assignment:
-    """The assignment that follows the specs of the operands `given`, of which the first ones decide."""
+    """The assignment that follows the specs of the operands `given`; the first one that uses an axis decides."""
     assignment: list[int | PassedSum | None] = []
     for axis in range(len(mesh_shape)):
         uses = (_use_of_axis(eqn, factors, k, spec, axis) for k, spec in given.items())
@@ -258,7 +249,7 @@ def _followed(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping
 def _legal(
     factors: Factors, mesh_shape: Shape, uses: Sequence[int | PassedSum | None], axes: Iterable[int]
 ) -> Assignment:
-    """An assignment in which each axis, in the order `axes`, splits nothing if its factor may not be split so often."""
+    """`uses` without splits, in the order `axes`, into more parts than a factor allows."""
     assignment = list(uses)
     for axis in axes:
         factor = assignment[axis]
@@ -268,7 +259,7 @@ def _legal(
 
 
 def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> int | PassedSum | None:
-    """What `axis` does in an equation that takes operand `k` in `spec`."""
+    """The use of `axis` in an equation that takes operand `k` in `spec`."""
     if axis in spec.partial:
         return _passing(eqn, factors, k)
     for dim, axes in enumerate(spec.dims):
@@ -278,7 +269,6 @@ def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int)
 
 
 def _passing(eqn: JaxprEqn, factors: Factors, k: int) -> PassedSum | None:
-    """How a partial sum in operand `k` can pass."""
     if k not in factors.linear_operands:
         return None
     if factors.linear == "joint":
@@ -297,7 +287,7 @@ def _candidates_of(
     assignment: Assignment,
     leave: Callable[[Specs], Iterable[Specs]],
 ) -> Iterator[_Candidate]:
-    """The candidates of one assignment: one for each of the specs in which `leave` can leave what is made."""
+    """The candidates of one assignment: one for each way to `leave` the results."""
     operands = tuple(_operand_spec(factors, assignment, k) for k in range(len(eqn.invars)))
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
     finish = tuple(eager_reductions(factors, operands, made, mesh_shape))
@@ -308,10 +298,9 @@ def _candidates_of(
 
 
 def _n_shares(factors: Factors, splits: Mapping[int, int]) -> float:
-    """How many times less than the whole the busiest device has to do.
+    """The whole work divided by the work of the busiest device.
 
-    Splits of a factor that is both positional and reduced do not count: each part of a table makes a result of full
-    size, most of it zeros.
+    Splits of a positional, reduced factor do not count: each part of a table makes a result of full size, mostly zeros.
     """
     return math.prod(factors.n_shares(factor, n) for factor, n in splits.items()
                      if factor not in factors.positional or factor not in factors.reductions)  # fmt: skip
@@ -327,7 +316,7 @@ def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
         if isinstance(use, PassedSum):
             is_partial = k in use.operands
         else:
-            # What counts once is kept by one device, and is zero on the others.
+            # One device keeps an operand that takes part once; it is zero on the others.
             is_partial = use is not None and factors.reductions.get(use) == "sum" and factors.takes_part_once(use, k)
         if is_partial:
             partial.append(axis)
@@ -349,7 +338,7 @@ def _made_spec(factors: Factors, assignment: Assignment, r: int) -> Spec:
 def eager_reductions(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: Shape
 ) -> list[ReshardStep | None]:
-    """For each result, the all-reduce other than of a sum that finishes it right away."""
+    """For each result, the all-reduce that finishes a reduction other than a sum at once."""
     if all(reduction == "sum" for reduction in factors.reductions.values()):
         return [None] * len(made)
     axes_of = _reduced_axes(factors, operands)
@@ -357,7 +346,7 @@ def eager_reductions(
 
 
 def _reduced_axes(factors: Factors, operands: Sequence[Spec]) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that split each factor along which a reduction other than a sum runs."""
+    """The mesh axes that split each factor of a reduction other than a sum."""
     axes_of: dict[int, tuple[int, ...]] = {}
     for k, spec in enumerate(operands):
         for dim, axes in enumerate(spec.dims):
@@ -384,7 +373,7 @@ def _without_partial(made: Specs) -> Specs:
 
 
 def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool, made: Specs) -> Iterator[Specs]:
-    """The specs in which results may be left that are made in the specs `made`.
+    """The specs in which results that are made in the specs `made` may be left.
 
     A partial sum along an axis in `eager` stays, is all-reduced, or, with `scatter`, is scattered to a dimension. Of
     several results, all stay or all are all-reduced.
@@ -395,10 +384,10 @@ def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool,
             yield _without_partial(made)
         return
 
-    # What happens to each axis of a partial sum, in all combinations; some do not fit the shape.
+    # All combinations of choices for each axis of a partial sum; some do not fit the shape.
     (spec,), shape = made, shape_of(eqn.outvars[0])
     axes = [axis for axis in spec.partial if axis in eager]
-    keep, reduce = -2, -1  # beside the numbers of dimensions to scatter to
+    keep, reduce = -2, -1  # other choices are dimensions to scatter to
     for choice in itertools.product((keep, reduce, *(range(len(shape)) if scatter else ())), repeat=len(axes)):
         to = dict(zip(axes, choice, strict=True))
         dims = tuple(tuple(sorted((*dim, *(a for a in axes if to[a] == d)))) for d, dim in enumerate(spec.dims))
@@ -413,10 +402,9 @@ def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool,
 def nearest_candidate(
     eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, operands: Specs, made: Specs
 ) -> tuple[Specs, Specs]:
-    """Operands and made results of the candidate that gives each axis to what these specs give it to first.
+    """Operands and made results of the candidate that follows the first use of each axis in these specs.
 
-    The specs are those of a candidate if they are all the same. Axes of specs are axes of the mesh, and have several
-    devices.
+    It has these specs if they belong to a candidate. Axes of specs are axes of the mesh, and have several devices.
     """
     uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
     assignment = _legal(factors, mesh_shape, uses, range(len(uses)))
@@ -428,7 +416,7 @@ def nearest_candidate(
 
 
 def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> int | PassedSum | None:
-    """The factor that `axis` splits in some array; else how it passes a partial sum."""
+    """The factor that `axis` splits in some array; else the partial sum that it passes."""
     for arrays, specs in ((factors.operands, operands), (factors.results, made)):
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):

@@ -1,9 +1,9 @@
-"""Which sums start together.
+"""Groups of sums that start together.
 
-Compilers combine all-reduces that do not wait for each other, so that they share the time to start. Gradients wait for
-nothing but the backward pass. What no gradient waits for, and what waits for no gradient, can start with them: the
-loss, say. Other sums of one *depth*, the number of contractions and reductions on the longest path to them, cannot wait
-for each other: the mean and the mean square of a normalisation, say.
+Compilers combine all-reduces that do not wait for each other, so that they share the time to start. Gradients wait only
+for the backward pass. Values that neither wait for a gradient nor lead to one can start with them: the loss, say. Other
+sums of one *depth*, the number of contractions and reductions on the longest path to them, cannot wait for each other:
+the mean and the mean square of a normalisation, say.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from minialpa.ir.equations import is_gradient_marker, operand_vars
 from minialpa.options import AutoShardingOption
 from minialpa.rules.heavy import has_contraction
 
-#: The group of sums that start with those of the gradients.
+#: The group of sums that start with the gradients.
 WITH_GRADIENTS = 0
-#: Kind and axes of collectives that may start as one, and how many there are.
+#: Kind and axes of collectives that may start as one, and their number.
 StartCounts = tuple[tuple[CollectiveKind, tuple[int, ...], int], ...]
 
 
@@ -31,9 +31,9 @@ class Sharing:
     """How many sums start as one.
 
     Attributes:
-        kinds: those of the collectives that do.
-        n: the most that can, if nobody has counted: each is then priced as if all were of its kind and axes.
-        counted: those of some solution. A start that none of them has is paid in full.
+        kinds: of the collectives that do.
+        n: if they are not `counted`: each is priced as if all n were of its kind and axes.
+        counted: the starts of a solution. A start that it does not have is paid in full.
     """
 
     kinds: tuple[CollectiveKind, ...] = ()
@@ -41,7 +41,7 @@ class Sharing:
     counted: StartCounts | None = None
 
     def of(self, kind: CollectiveKind, axes: tuple[int, ...]) -> int:
-        """How many start with one of this kind along these axes, itself included."""
+        """How many collectives start with one of this kind along these axes, itself included."""
         if kind not in self.kinds:
             return 1
         if self.counted is None:
@@ -49,15 +49,14 @@ class Sharing:
         return max((n for other, along, n in self.counted if (other, along) == (kind, axes)), default=1)
 
 
-#: Of a collective that starts by itself.
 ALONE = Sharing()
 
 
 def combined_sums(mesh: LogicalMesh, option: AutoShardingOption) -> tuple[CollectiveKind, ...]:
     """Kinds of sums that start together.
 
-    Those who ask for updates part by part expect that each part of a gradient is summed where it is used, so its price
-    is that of sums which start together, even where one all-reduce of many small gradients is faster.
+    With a sharded update, users expect that each part of a gradient is summed where it is used. So reduce-scatters are
+    priced as if they start together, even where one all-reduce of many small gradients is faster.
     """
     scatters = option.sharded_update or "reduce-scatter" in combined_kinds(mesh)
     return ("all-reduce", "reduce-scatter") if scatters else ("all-reduce",)
@@ -71,7 +70,7 @@ def sum_groups(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
 
 
 def n_together(eqns: Sequence[JaxprEqn], groups: dict[Var, int]) -> dict[Var, int]:
-    """For each variable in `groups`, how many reductions and gradients its group has; at least 1."""
+    """For each variable in `groups`, the number of reductions and gradients in its group; at least 1."""
     made = {var for eqn in eqns if eqn.primitive.name.startswith("reduce_") for var in eqn.outvars}
     gradients = {var for eqn in eqns if is_gradient_marker(eqn) for var in operand_vars(eqn)}
     counts = Counter(group for var, group in groups.items() if var in made or var in gradients)
@@ -83,7 +82,6 @@ def _reductions_by_depth(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
     depth: dict[Var, int] = {}
     sums: dict[Var, int] = {}
 
-    # In order, so the depths of all operands are known.
     for eqn in eqns:
         reduces = eqn.primitive.name.startswith("reduce_")
         own = max((depth.get(var, 0) for var in operand_vars(eqn)), default=0)
@@ -95,7 +93,7 @@ def _reductions_by_depth(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
 
 
 def _beside_gradients(eqns: Sequence[JaxprEqn]) -> Iterator[Var]:
-    """Gradients before they are summed, and what neither waits for a sum of theirs nor is read to compute them."""
+    """Gradients before they are summed, and values that neither wait for these sums nor lead to gradients."""
     markers = [eqn for eqn in eqns if is_gradient_marker(eqn)]
     if not markers:
         return
@@ -103,12 +101,12 @@ def _beside_gradients(eqns: Sequence[JaxprEqn]) -> Iterator[Var]:
     gradients = {var for eqn in markers for var in operand_vars(eqn)}
     yield from gradients
 
-    behind = set(summed)  # waits for a gradient
+    late = set(summed)  # waits for a gradient
     for eqn in eqns:
-        if not behind.isdisjoint(operand_vars(eqn)):
-            behind.update(eqn.outvars)
+        if not late.isdisjoint(operand_vars(eqn)):
+            late.update(eqn.outvars)
     ahead = set(gradients)  # a gradient waits for it
     for eqn in reversed(eqns):
         if not ahead.isdisjoint(eqn.outvars):
             ahead.update(operand_vars(eqn))
-    yield from (var for eqn in eqns for var in eqn.outvars if var not in behind and var not in ahead)
+    yield from (var for eqn in eqns for var in eqn.outvars if var not in late and var not in ahead)

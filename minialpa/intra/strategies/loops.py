@@ -1,7 +1,7 @@
 """Scans that are planned as loops: the body of a scan, as equations over the same mesh.
 
-A body that has matrix products is planned like the equations around it, and all iterations are sharded alike: constants
-and slices of stacked inputs have the specs of the scan's operands, carries leave an iteration in the spec in which they
+A body with matrix products is planned like the equations around it, and all iterations are sharded alike: constants and
+slices of stacked inputs have the specs of the scan's operands, carries leave an iteration in the spec in which they
 enter it, and collectives inside run in every iteration.
 """
 
@@ -30,9 +30,6 @@ class ScanBody:
 
     Attributes:
         flat: the equations; they take constants, carries and slices, and leave carries and slices of the results.
-        n_consts: number of constants.
-        n_carry: number of carries.
-        length: number of iterations.
     """
 
     flat: Block
@@ -42,17 +39,16 @@ class ScanBody:
 
     @property
     def n_lead(self) -> int:
-        """Number of operands that are not stacked."""
         return self.n_consts + self.n_carry
 
     @property
     def early(self) -> tuple[Var, ...]:
-        """What is there before an iteration starts, for it can be fetched in the one before: constants and slices."""
+        """Constants and slices, which can be fetched in the iteration before."""
         return (*self.flat.constvars, *self.flat.invars[: self.n_consts], *self.flat.invars[self.n_lead :])
 
     @property
     def awaited(self) -> tuple[Var, ...]:
-        """The carries that an iteration leaves, for which the next one waits."""
+        """Carries, for which the next iteration waits."""
         return tuple(v for v in self.flat.outvars[: self.n_carry] if not is_literal(v))
 
     def inner_operand(self, k: int, spec: Spec) -> Spec:
@@ -60,7 +56,6 @@ class ScanBody:
         return spec if k < self.n_lead else Spec(spec.dims[1:], spec.partial)
 
     def outer_operand(self, k: int, spec: Spec) -> Spec:
-        """The spec of operand `k` of the scan that has `spec` inside."""
         return spec if k < self.n_lead else Spec(((), *spec.dims), spec.partial)
 
     def inner_result(self, r: int, spec: Spec) -> Spec:
@@ -68,12 +63,11 @@ class ScanBody:
         return spec if r < self.n_carry else Spec(spec.dims[1:], spec.partial)
 
     def outer_result(self, r: int, spec: Spec) -> Spec:
-        """The spec of result `r` of the scan that has `spec` inside."""
         return spec if r < self.n_carry else Spec(((), *spec.dims), spec.partial)
 
 
 def scan_body(eqn: JaxprEqn) -> ScanBody | None:
-    """The body of a scan that is worth planning: it runs at all, and has matrix products or convolutions."""
+    """The body of a scan that is planned: it runs at all, and has matrix products or convolutions."""
     if eqn.primitive.name != "scan" or not eqn.params["length"] or not has_contraction(eqn):
         return None
     return ScanBody(_flat(eqn.params["jaxpr"]), *scan_counts(eqn), eqn.params["length"])
@@ -87,10 +81,7 @@ def _flat(body: Any) -> Block:
 
 
 def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> dict[Var, int]:
-    """The dimension of the examples, for variables of an iteration that have one.
-
-    `dims` has it for variables around the scan.
-    """
+    """The dimension of the examples of each variable of an iteration that has one; `dims`: around the scan."""
     flat = scan.flat
     inside: dict[Var, int] = {}
     for k, (outer, inner) in enumerate(zip(eqn.invars, flat.invars, strict=True)):
@@ -99,7 +90,7 @@ def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> d
         if dim is not None and dim >= stacked:
             inside[inner] = dim - stacked
 
-    # A carry may begin without examples and leave an iteration with them; that makes no more carries than there are.
+    # A carry may begin without examples and leave an iteration with them: once for each carry at most.
     for _ in range(scan.n_carry + 1):
         for one in flat.eqns:
             inside.update(_made_of_examples(one, inside))
@@ -111,13 +102,13 @@ def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> d
 
 
 def _carried_examples(scan: ScanBody, inside: Mapping[Var, int]) -> dict[Var, int]:
-    """Dimensions of the examples of carries that have them at the end of an iteration, but not at its beginning."""
+    """Dimensions of examples of carries that have them only at the end of an iteration."""
     carries = zip(scan.flat.invars[scan.n_consts : scan.n_lead], scan.flat.outvars, strict=False)
     return {var: inside[out] for var, out in carries if not is_literal(out) and out in inside and var not in inside}
 
 
 def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
-    """Dimensions of the examples of the results: those whose factor is that of an operand's examples."""
+    """Dimensions of the examples of the results: their factor is the factor of an operand's examples."""
     factors = factors_of(eqn)
     # A dimension may have no factor of its own, hence None.
     leading = {
@@ -135,7 +126,7 @@ def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
 
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:
-    """Specs of the variables of an iteration, and of what it leaves."""
+    """Specs of the variables of an iteration, and of its results."""
     # Constants are part of the program, so every device has them in full.
     flat = body.flat
     specs = {var: Spec.replicated(len(shape_of(var))) for var in flat.constvars}

@@ -1,13 +1,13 @@
-"""Values whose collectives other work can hide: a program in, and those that are there early or awaited late out.
+"""Values whose collectives other work can hide.
 
-A GPU computes while its links are busy, as far as something is there to compute that neither makes what is sent nor
-waits for it. Two kinds of values leave all the work of a program to run beside their collectives:
+A GPU computes while its links are busy, if it has work that neither makes nor waits for the data on the links. Two
+kinds of values leave all the work of a program to run beside their collectives:
 
-    ahead     made of what is there before the program starts, without a contraction: a weight that is gathered
-    behind    read by no contraction, and by nothing that waits for the program: a gradient that is summed
+    ahead     made without a contraction of values from before the program: a weight that is gathered
+    late      not read by a contraction, nor for a result that is awaited: a gradient that is summed
 
-In a loop both are meant for each iteration: the slices and constants that it takes are there early, as an iteration can
-fetch those of the next one, and the slices of results are awaited late.
+In a loop, this holds for each iteration: it can fetch slices and constants for the next one, and slices of results are
+not awaited.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def hidden_values(
 ) -> frozenset[Var]:
     """The values of a program whose collectives its work can hide.
 
-    early: those of `invars` that are there before it starts. awaited: results that somebody waits for. in_loop: whether
-    the program is an iteration of a loop, so that the iterations before and behind are beside it. Otherwise what the
-    first contraction reads, and what is made of the last one, has no work beside it.
+    early: `invars` that are there before it starts. awaited: awaited results. in_loop: whether the program is an
+    iteration of a loop, with the iterations before and after beside it. Otherwise the operands of the first
+    contraction, and values made of the last one, have no work beside them.
     """
     ahead = set(early)
     for eqn in eqns:
@@ -43,14 +43,13 @@ def hidden_values(
     for eqn in reversed(eqns):
         if has_contraction(eqn) or not needed.isdisjoint(eqn.outvars):
             needed.update(operand_vars(eqn))
-    behind = {v for v in (*invars, *(v for eqn in eqns for v in eqn.outvars)) if v not in needed}
+    late = {v for v in (*invars, *(v for eqn in eqns for v in eqn.outvars)) if v not in needed}
     if in_loop:
-        return frozenset(ahead | behind)
-    return frozenset((ahead - _read_first(eqns)) | (behind - _made_last(eqns)))
+        return frozenset(ahead | late)
+    return frozenset((ahead - _read_first(eqns)) | (late - _made_last(eqns)))
 
 
 def _read_first(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """What the first contraction reads, or is made of."""
     first = next((i for i, eqn in enumerate(eqns) if has_contraction(eqn)), None)
     if first is None:
         return {v for eqn in eqns for v in operand_vars(eqn)}
@@ -62,7 +61,6 @@ def _read_first(eqns: Sequence[JaxprEqn]) -> set[Var]:
 
 
 def _made_last(eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """The results of the last contraction, and what is made of them."""
     last = next((i for i in reversed(range(len(eqns))) if has_contraction(eqns[i])), None)
     if last is None:
         return set()

@@ -1,9 +1,8 @@
 """Resharding: the cheapest chain of steps between two specs of one array, and its seconds.
 
-A step is what devices can do with their shards: cut a dimension or drop all but one copy of a value (free),
-all-gather, all-reduce, reduce-scatter, all-to-all. Specs are the nodes of a graph and steps its edges; with one or two
-mesh axes there are some dozens of specs, so all shortest paths of an array are one small table (Floyd-Warshall), a
-`ReshardTable`. Both the prices and the program come from its steps.
+A step is an operation of devices on their shards: cut a dimension or drop all but one copy of a value (free),
+all-gather, all-reduce, reduce-scatter, all-to-all. One or two mesh axes have some dozens of specs, so all shortest
+paths of an array are one small table (Floyd-Warshall). Both the prices and the program come from its steps.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
 ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves"]
-#: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
+#: Seconds of every step besides its communication: of paths with the same communication, the shortest is best.
 _STEP_S = 1e-13
-#: Seconds that a mask costs on top, so that no sum is left pending without a reason.
+#: Seconds of a mask on top, so that no sum stays pending without a reason.
 _MASK_S = 1e-12
 
 
@@ -37,13 +36,10 @@ class ReshardStep:
     """One operation on the shards of an array.
 
     Attributes:
-        kind: what the devices do. A swap exchanges halves as `balance.py` says, and cut-halves takes from a replicated
-            array what a cut and a swap would give.
-        axes: mesh axes along which they do it.
-        src: the spec before.
-        dst: the spec after.
+        kind: a swap exchanges halves (balance.py); cut-halves does a cut and a swap of a replicated array at once.
+        axes: mesh axes along which devices communicate.
         dim: the dimension that is cut, gathered, scattered to, that an all-to-all splits, or whose halves are swapped.
-        source: the dimension that an all-to-all puts together again.
+        source: the dimension that an all-to-all joins.
         reduction: of an all-reduce; all others sum.
     """
 
@@ -56,7 +52,7 @@ class ReshardStep:
     reduction: Reduction = "sum"
 
     def collective(self, n_bytes: float, mesh_shape: tuple[int, ...]) -> Collective | None:
-        """What is communicated for an array of `n_bytes` in all; None if nothing is."""
+        """The collective for an array of `n_bytes` in all; None without one."""
         match self.kind:
             case "cut" | "mask" | "cut-halves":
                 return None
@@ -70,13 +66,12 @@ class ReshardStep:
 
 
 def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[ReshardStep]:
-    """Every step from `src` to another legal spec whose axes stand in ascending order in each dimension."""
+    """Every step from `src` to another legal spec with ascending axes in each dimension."""
     live = tuple(axis for axis, length in enumerate(mesh_shape) if length > 1)
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
             rest = _without(src.partial, axes)
-            # All that is pending is summed at once: some sums that go one axis after the other would not start with
-            # those that do not.
+            # All pending axes are summed at once: sums by one axis after the other do not start together with others.
             if not rest:
                 yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims))
             for dim, dst in _onto_dims(axes, Spec(src.dims, rest), shape, mesh_shape):
@@ -95,7 +90,7 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
 def _steps_off(
     axes: tuple[int, ...], src: Spec, dim: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> Iterator[ReshardStep]:
-    """Steps that take `axes`, which split dimension `dim` innermost, off that dimension."""
+    """Steps that take `axes`, which split dimension `dim` innermost, off it."""
     gathered = Spec((*src.dims[:dim], src.dims[dim][: -len(axes)], *src.dims[dim + 1 :]), src.partial)
     yield ReshardStep(kind="all-gather", axes=axes, src=src, dst=gathered, dim=dim)
     if len(axes) == 1:
@@ -111,7 +106,7 @@ def _without(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
 def _onto_dims(
     axes: tuple[int, ...], spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> Iterator[tuple[int, Spec]]:
-    """Each dimension of `spec` that `axes` can split innermost, and the spec in which they do."""
+    """Each dimension of `spec` that `axes` can split innermost, and the resulting spec."""
     for dim, split in enumerate(spec.dims):
         if split and split[-1] > axes[0]:
             continue
@@ -134,10 +129,8 @@ class ReshardTable:
     """All shortest paths between the specs of one array.
 
     Attributes:
-        number: the number of each spec.
-        seconds: [i, j]: seconds from spec i to spec j; inf if there is no path.
-        first: [i, j]: number, in `steps`, of the first step of the path from spec i to spec j.
-        steps: all steps between specs.
+        seconds: [i, j]: from spec i to spec j; inf without a path.
+        first: [i, j]: the number, in `steps`, of the first step from spec i to spec j.
     """
 
     number: dict[Spec, int]
@@ -149,16 +142,11 @@ class ReshardTable:
         """Seconds to turn `src` into `dst`; inf if the options forbid every path."""
         return float(self.seconds[self.number[src], self.number[dst]])
 
-    def matrix(self, src: Sequence[Spec], dst: Sequence[Spec]) -> NDArray[np.float64]:
-        """`cost` for every pair, shape [len(src), len(dst)]."""
-        return self.between(self.numbers(src), self.numbers(dst))
-
     def numbers(self, specs: Sequence[Spec]) -> NDArray[np.int64]:
-        """Numbers of specs, which are the same in all tables with the same `number`."""
+        """Numbers of specs; all tables with the same `number` share them."""
         return np.array([self.number[spec] for spec in specs], np.int64)
 
     def between(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.float64]:
-        """`matrix`, by numbers."""
         return self.seconds[src[:, None], dst]
 
     def path(self, src: Spec, dst: Spec) -> tuple[ReshardStep, ...]:
@@ -174,9 +162,9 @@ class ReshardTable:
 
 
 def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape that is the same for all shapes that a mesh can split in the same ways.
+    """One shape for all shapes that a mesh can split in the same ways.
 
-    Of a size s > 1 on n devices it keeps gcd(s, n), times n + 1, which has no divisor in common with n.
+    A size s > 1 on n devices becomes gcd(s, n) times n + 1, which has no divisor in common with n.
     """
     n_devices = math.prod(mesh_shape)
     return tuple(size if size < 2 else math.gcd(size, n_devices) * (n_devices + 1) for size in shape)
@@ -184,14 +172,12 @@ def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _StepGraph:
-    """What arrays that can be split in the same ways have in common.
+    """All specs and steps of arrays that can be split in the same ways.
 
     Attributes:
-        number: the number of each spec.
-        steps: all steps between specs.
         ends: for each step, the numbers of the specs before and after it.
         bill_of: for each step, the number of its bill.
-        bills: one step of each price: of each kind, axes, and number of shards of the value that is communicated.
+        bills: one step for each price: for each kind, axes, and number of shards of the communicated value.
     """
 
     number: dict[Spec, int]
@@ -236,12 +222,10 @@ def reshard_table(
     """The table of an array.
 
     Args:
-        shape: shape of the whole array.
-        n_bytes: bytes of the whole array.
-        mesh: the mesh that holds it.
+        shape, n_bytes: of the whole array.
         forbidden: kinds of steps that the options forbid.
         sharing: how many sums start with the sum of this array.
-        forbidden_s: seconds of a forbidden step; finite, to find the paths that need fewest of them.
+        forbidden_s: seconds of a forbidden step; finite to find the paths with fewest of them.
     """
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
@@ -255,7 +239,7 @@ def reshard_table(
 
 
 def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """`ReshardTable.seconds` and `ReshardTable.first` when each bill of `common` costs what `prices` says."""
+    """`ReshardTable.seconds` and `ReshardTable.first`, by the price of each bill of `common`."""
     n_specs = len(common.number)
     direct = [[math.inf] * n_specs for _ in range(n_specs)]
     step_of = [[0] * n_specs for _ in range(n_specs)]

@@ -1,8 +1,7 @@
-"""Copies through which several contractions share the resharding of what they read.
+"""Copies through which several contractions share the resharding of an operand.
 
-The price of resharding is on the edge between a value and each of its readers. If several matrix products or
-convolutions of one task read a value, they read a copy of it instead: then the value is resharded, and the seconds of
-that are counted, once. The copy costs nothing in the program.
+The price of resharding is on the edge between a value and each of its readers. Several contractions of one task read a
+copy instead: then the value is resharded, and the seconds are counted, once. The copy costs nothing in the program.
 """
 
 from __future__ import annotations
@@ -15,21 +14,22 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.intra.strategies.strategies import SHARED_NAME
 from minialpa.ir.equations import is_inexact, operand_vars, reading, shape_of
 from minialpa.rules.heavy import has_contraction
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.new_equations import unary_equation
 
+#: The `checkpoint_name` of a copy.
+_SHARED_NAME = "minialpa_shared"
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An equation with copies among its neighbours.
+    """An equation, or a copy in front of it.
 
     Attributes:
-        eqn: the equation, or a copy for it and later ones to read.
-        number: the number of the original equation, or of the one in front of which the copy stands.
-        copied: what is copied; None for equations that are no copies.
+        number: the number of the original equation.
+        copied: the value that a copy copies; None for equations that are no copies.
     """
 
     eqn: JaxprEqn
@@ -38,14 +38,18 @@ class Placed:
 
 
 def shared_copies() -> Callable[[Var], tuple[JaxprEqn, Var]]:
-    """A function that makes the equation that copies a value, and the copy."""
-    return unary_equation(lambda x: checkpoint_name(x, SHARED_NAME))
+    """A function from a value to the equation that copies it, and the copy."""
+    return unary_equation(lambda x: checkpoint_name(x, _SHARED_NAME))
+
+
+def is_shared_copy(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"] == _SHARED_NAME
 
 
 def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Placed]:
-    """`eqns` with the copies, each in front of the first equation that reads it.
+    """`eqns` with the copies, each in front of its first reader.
 
-    tasks: for each equation the task that it belongs to, or None if it shares nothing.
+    tasks: the task of each equation, or None if it shares nothing.
     """
     copy_of = shared_copies()
     copies: dict[int, list[Placed]] = defaultdict(list)
@@ -65,14 +69,14 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
 
 
 def _shared_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[tuple[Var, list[int]]]:
-    """Values that several contractions of one task read, each with the numbers of these."""
+    """Values that several contractions of one task read, each with the numbers of its readers."""
     made = {var for eqn, task in zip(eqns, tasks, strict=True) if task is not None for var in eqn.outvars}
     readers: dict[tuple[Var, Hashable], list[int]] = defaultdict(list)
 
     for i, (eqn, task) in enumerate(zip(eqns, tasks, strict=True)):
         if task is not None and has_contraction(eqn):
             for var in dict.fromkeys(operand_vars(eqn)):
-                # What a contraction multiplies; a loop that has one inside reads other values, too.
+                # Operands of a product; a loop around one reads other values, too.
                 if var in made and len(shape_of(var)) > 1 and is_inexact(var):
                     readers[var, task].append(i)
     return [(var, numbers) for (var, _), numbers in readers.items() if len(numbers) > 1]

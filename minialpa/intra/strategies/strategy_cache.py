@@ -1,11 +1,8 @@
 """A cache of strategies and of prices of resharding: each is computed once for each kind of equation and value.
 
-Models repeat themselves: most equations differ from an earlier one only in the names of their variables, and then have
-the very same `StrategySet` on a mesh. Equations of other sizes that are divided by the same numbers have the same
-`Candidates`, on all meshes of one shape. Keys hold tuples of specs by identity, which is faster than comparing them.
-
-`StrategyCache` is the cache for all meshes and `MeshStrategies` its part for one mesh. Tables that grow with the number
-of values or equations are bounded.
+Models repeat themselves: most equations differ from an earlier one only in the names of their variables, and share its
+`StrategySet`. Equations of other sizes with the same divisors have the same `Candidates`, on all meshes of one shape.
+Keys hold tuples of specs by identity, which is faster than comparing them.
 """
 
 from __future__ import annotations
@@ -38,12 +35,14 @@ from minialpa.support.identity import ById
 from minialpa.support.recent import Recent
 
 T = TypeVar("T")
+#: Seconds of resharding, [made, wanted].
+_Tables = Recent[NDArray[np.float64]]
 
-#: Bytes of resharding tables that one cache keeps for all its meshes.
+#: Bytes of resharding tables in one cache.
 _MOST_TABLE_BYTES = 2**28
 #: Number of equations whose kinds are kept.
 _MOST_EQUATIONS = 200_000
-#: Bytes of the key and the objects of a resharding table, besides its entries, about.
+#: Bytes of the key and the objects of a resharding table, about.
 _KEY_BYTES = 500
 
 
@@ -52,9 +51,7 @@ class EquationKind:
     """Equations that differ only in the names of their variables, and so have equal strategies.
 
     Attributes:
-        factors: what mesh axes may split.
         same: for each operand the first that is the same variable; -1 for literals.
-        result_shapes: the shape of each result.
     """
 
     factors: Factors
@@ -63,8 +60,6 @@ class EquationKind:
 
 
 class _Memo:
-    """Values by their keys."""
-
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
@@ -112,7 +107,6 @@ class _ShapeCandidates:
         )
 
     def numbers(self, table: ReshardTable, specs: Specs) -> NDArray[np.int64]:
-        """`ReshardTable.numbers`."""
         return self._memo.once((ById(table.number), ById(specs)), lambda: table.numbers(specs))
 
     def _same(self, candidates: Candidates) -> Candidates:
@@ -128,19 +122,15 @@ class _ShapeCandidates:
         return self._memo.once(kind, lambda: self._memo.once(self._divided(kind), object))
 
     def _divided(self, kind: EquationKind) -> Hashable:
-        """What candidates depend on: the structure of a kind, and what divides its sizes."""
+        """The key of candidates: the structure of a kind, and the divisors of its sizes."""
         return (
             _structure(kind.factors), same_divisors(kind.factors.sizes, self.shape), kind.same,
             tuple(same_divisors(shape, self.shape) for shape in kind.result_shapes),
         )  # fmt: skip
 
 
-#: Seconds of resharding, [made, wanted]; and the specs made and wanted, whose ids are in the key.
-_Tables = Recent[tuple[NDArray[np.float64], Specs, Specs]]
-
-
 class MeshStrategies:
-    """Strategies and prices of resharding on one mesh, if sums share starts as `sharing` says; from a cache."""
+    """Strategies and prices of resharding on one mesh, if sums share starts by `sharing`; from a cache."""
 
     def __init__(
         self,
@@ -152,7 +142,6 @@ class MeshStrategies:
         shape: _ShapeCandidates,
         tables: _Tables,
     ) -> None:
-        """`shape` and `tables` are shared with other meshes."""
         self._mesh, self._forbidden, self._sharing, self._forbidden_s = mesh, forbidden, sharing, forbidden_s
         self._gather_s = forbidden_s if "all-gather" in forbidden else None
         self._shape, self._tables, self._memo = shape, tables, _Memo()
@@ -167,7 +156,14 @@ class MeshStrategies:
         scatter: bool,
         kept: frozenset[int] = frozenset(),
     ) -> StrategySet:
-        """`enumerate_strategies`, from the cache."""
+        """All strategies of `eqn`.
+
+        required: for some axes, the factor that this axis and no other must split; None if it splits no factor, but may
+            pass a sum.
+        n_pending: for each axis, how many operands may come as partial sums along it.
+        scatter: whether partial sums may be reduce-scattered.
+        kept: factors that only the axes in `required` may split.
+        """
         options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter, kept)
 
         def make() -> StrategySet:
@@ -179,7 +175,12 @@ class MeshStrategies:
     def follow(
         self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, allow_partial: bool = True
     ) -> StrategySet:
-        """`strategies.follow`, from the cache."""
+        """`n` strategies; number s takes each operand in `given` as its spec s, as far as the rule allows.
+
+        An axis that splits operands splits the same factor here; if operands disagree, the largest one decides and the
+        others are resharded. A factor that may not be split is gathered. Partial sums pass if the equation is linear;
+        without `allow_partial`, no result is left as partial sums.
+        """
 
         def make() -> StrategySet:
             candidates = self._shape.follow(eqn, kind, given, n, allow_partial=allow_partial)
@@ -192,26 +193,19 @@ class MeshStrategies:
         return priced(eqn, kind.factors, self._mesh, candidates, sharing=self._sharing, gather_s=self._gather_s)
 
     def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, wanted: Specs) -> NDArray[np.float64]:
-        """Seconds to reshard an array, shape [len(made), len(wanted)]."""
-
-        def make_table() -> ReshardTable:
-            return reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._sharing, self._forbidden_s)
-
         def make() -> NDArray[np.float64]:
-            table = self._memo.once(("table", shape, n_bytes), make_table)
+            table = reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._sharing, self._forbidden_s)
             return table.between(self._shape.numbers(table, made), self._shape.numbers(table, wanted))
 
-        # The specs are kept with the seconds, as the key holds their ids.
-        key = (self, shape, n_bytes, id(made), id(wanted))
-        return self._tables.once(key, lambda: (make(), made, wanted))[0]
+        return self._tables.once((self, shape, n_bytes, ById(made), ById(wanted)), make)
 
 
 class StrategyCache:
-    """The cache for all meshes. Problems that use one such object share what they have in common."""
+    """The cache for all meshes. Problems that use one such object share strategies and prices."""
 
     def __init__(self) -> None:
         self._memo = _Memo()
-        self._tables: _Tables = Recent(_MOST_TABLE_BYTES, lambda table: table[0].nbytes + _KEY_BYTES)
+        self._tables: _Tables = Recent(_MOST_TABLE_BYTES, lambda seconds: seconds.nbytes + _KEY_BYTES)
         self._kinds: dict[JaxprEqn, EquationKind] = {}
 
     def of(
@@ -225,11 +219,10 @@ class StrategyCache:
         )
 
     def same(self, specs: Specs) -> Specs:
-        """One tuple for all that are equal to `specs`: this cache compares them by identity."""
+        """One tuple for all that are equal to `specs`, for keys by identity."""
         return self._memo.same(specs)
 
     def kind_of(self, eqn: JaxprEqn) -> EquationKind:
-        """The kind of `eqn`; one object for all equations of the kind."""
         found = self._kinds.get(eqn)
         if found is None:
             if len(self._kinds) >= _MOST_EQUATIONS:
@@ -247,7 +240,7 @@ class StrategyCache:
 
 
 def _structure(factors: Factors) -> Hashable:
-    """All properties of factors but their sizes, except those that decide how unequal parts are."""
+    """All properties of factors that candidates depend on, without sizes, but with the sizes of unequal work."""
     return (
         factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked, factors.linear,
         factors.linear_operands, factors.unaffected, factors.once, factors.positional,

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from minialpa import AutoShardingOption, LogicalMesh
+from minialpa import AutoShardingOption, InfeasibleError, LogicalMesh
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.builder import GraphBuilder
+from minialpa.intra.graph.memory_constraints import MemoryLimit
 from tests.helpers import trace
 
 MESH = LogicalMesh((2, 2), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-10))
@@ -56,3 +58,10 @@ def test_scans_that_share_a_jaxpr_cost_what_scans_with_equal_jaxprs_cost() -> No
     assert shared.costs.edges.keys() == apart.costs.edges.keys()
     for key, cost in shared.costs.edges.items():
         np.testing.assert_array_equal(cost, apart.costs.edges[key])
+
+
+def test_a_limit_below_the_least_bytes_is_refused_with_the_largest_tensors() -> None:
+    with pytest.raises(InfeasibleError, match=r"at least [\d,]+ bytes per device and the limit is 1,000") as error:
+        costs_of(layer(), layer()).graph(MemoryLimit(1000.0, name_of=lambda _: "weights"))
+    lines = str(error.value).splitlines()[1:]
+    assert len(lines) == 2 and all("weights float32[3, 16, 16]: 768 bytes" in line for line in lines)

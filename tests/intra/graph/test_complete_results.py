@@ -25,22 +25,11 @@ def _sums_after_a_barrier(h: Any) -> Any:
     return jax.lax.optimization_barrier(jnp.sum(h, 0))
 
 
-def _sums_of_an_inner_scan(h: Any) -> Any:
-    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ jnp.eye(8)), jnp.sum(h, 0)), h, None, length=2)[1]
-
-
-def _counts(h: Any) -> Any:
-    return {"active": jnp.sum(h > 0), "total": jnp.mean(h)}
-
-
 @pytest.mark.parametrize(
     ("noted", "method"),
     [
         (_sums, Zero3Parallel(jax.devices()[:2])),
         (_sums_after_a_barrier, DataParallel(jax.devices()[:2])),
-        pytest.param(_counts, DataParallel(jax.devices()[:2]), marks=pytest.mark.slow),
-        pytest.param(_sums_of_an_inner_scan, Zero3Parallel(jax.devices()[:4]), marks=pytest.mark.slow),
-        pytest.param(_sums, DataParallel(jax.devices()[:2], 2), marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )

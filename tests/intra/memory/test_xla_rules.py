@@ -1,4 +1,4 @@
-"""What XLA does with kernels and operations that are written by hand: work beside collectives, and epilogues."""
+"""Rules of XLA on kernels and operations that are written by hand: work beside collectives, and epilogues."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import tracemalloc
 import pytest
 
 from minialpa.intra.memory.compiler import Kernel
-from minialpa.intra.memory.xla.epilogues import with_epilogues
-from minialpa.intra.memory.xla.fusion import fused
+from minialpa.intra.memory.xla.fusion import Graph, fused
 from minialpa.intra.memory.xla.gpu_overlap import overlapped
-from minialpa.intra.memory.xla.graph import Graph
 from minialpa.intra.memory.xla.operations import Operation
+from minialpa.intra.memory.xla.rewrites import with_epilogues
 
 
 def _kernel(reads: tuple[int, ...], *writes: int, shares: tuple[int, ...] = ()) -> Kernel:
@@ -53,11 +52,6 @@ def test_scalars_do_not_wait() -> None:
     kernels = [_kernel((0,), 1), _kernel((0,), 2), _kernel((2,), 3), _kernel((3,), 4)]
     sizes = [4.0 if v == 1 else 1e6 for v in range(5)]
     assert overlapped(kernels, sizes, {3}, {2, 4}) == kernels
-
-
-def test_a_program_without_collectives_keeps_its_order() -> None:
-    kernels = [_kernel((0,), 1), _kernel((1,), 2)]
-    assert overlapped(kernels, SIZES, set(), {1, 2}) == kernels
 
 
 def test_what_changes_a_buffer_stays_behind_its_readers() -> None:
@@ -116,4 +110,4 @@ def test_memory_grows_with_the_length_of_a_chain_and_not_with_its_square() -> No
         assert len(kernel.reads) == n + 1
         return peak
 
-    assert peak_bytes(4000) < 3 * peak_bytes(2000)  # 4 times for the square
+    assert peak_bytes(1600) < 3 * peak_bytes(800)  # 4 times for the square

@@ -1,39 +1,41 @@
-"""Which values of a program are ever in memory.
+"""Which values of a program are ever in memory, and the kernels that remain.
 
-XLA for GPUs weighs for each operation what its readers save if they compute it themselves, k kernels of them:
+XLA for GPUs weighs for each operation the savings of its readers if they compute it themselves, in k kernels:
 
     stored    in + work + out + k out      its operands are read, its result is written and read
-    joined    k (in + work)                each of the kernels does that
+    joined    k (in + work)                each of the kernels computes it
 
-and joins it where that is not more. `in` and `work` are those of the operation with all that is computed for it alone;
-work counts as the bytes that the GPU moves in that time. What is made of nothing costs nothing.         -> _Chains
-Products, convolutions, collectives, sorts and loops are kernels of their own, and reductions end one: they take in what
-they read, and nothing takes them in. A product takes in a conversion of its operand if it then reads no more bytes, or
-if the operand is an argument that nothing else reads.                                                  -> _may_join
+and joins it where that is not more. `in` and `work` include all operations that are computed for it alone; work counts
+as the bytes that the GPU moves in that time. Fills cost nothing.                                        -> _Chains
+Products, convolutions, collectives, sorts and loops are kernels of their own, and reductions end one: they take in
+their operands, and nothing takes them in. A product takes in a conversion of its operand if it then reads no more
+bytes, or if the operand is an argument without other readers.                                            -> _may_join
+A kernel is a stored operation with all that is computed inside it.                                      -> _kernels_of
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from minialpa.intra.memory.compiler import Kernel
-from minialpa.intra.memory.xla.graph import Graph, kernels_of
+from minialpa.intra.memory.xla.operations import Operation, makers_of
 
 
 def fused(graph: Graph) -> list[Kernel]:
-    """The kernels of a program. What nobody reads is not run."""
+    """The kernels of a program, without dead operations."""
     operations = graph.operations
     chains = _Chains(graph)
     stored = [False] * len(operations)
-    kernels = [frozenset[int]()] * len(operations)  # the stored operations in whose kernels each one is computed
+    kernels = [frozenset[int]()] * len(operations)  # for each operation, the stored operations that compute it
 
-    # Readers first, since an operation is computed wherever they are.
+    # Readers first: they decide which kernels compute an operation.
     for producer in range(len(operations) - 1, -1, -1):
         readers = graph.readers[producer]
         joined = frozenset[int]().union(*(kernels[reader] for reader in readers))
         if not graph.live[producer]:
             continue
-        # A view of what is in memory is no kernel, so what it is a view of is in memory, too.
+        # A view of a stored value is no kernel, so the value is in memory, too.
         is_kept = graph.is_result[producer] or any(
             not _may_join(graph, producer, reader) or (stored[reader] and operations[reader].kind == "view")
             for reader in readers
@@ -41,11 +43,11 @@ def fused(graph: Graph) -> list[Kernel]:
         if is_kept or not chains.is_worth_joining(producer, len(joined)):
             stored[producer], joined = True, frozenset([producer])
         kernels[producer] = joined
-    return kernels_of(graph, stored, [() if s else r for s, r in zip(stored, graph.readers, strict=True)])
+    return _kernels_of(graph, stored, [() if s else r for s, r in zip(stored, graph.readers, strict=True)])
 
 
 def _may_join(graph: Graph, producer: int, reader: int) -> bool:
-    """Whether the kernel of `reader` can compute what `producer` does."""
+    """Whether the kernel of `reader` can compute `producer`."""
     source, target = graph.operations[producer], graph.operations[reader]
     if source.is_apart:
         return False
@@ -68,19 +70,19 @@ def _feeds_product(graph: Graph, producer: int) -> bool:
 
 
 class _Chains:
-    """What each operation costs with all that is computed for it alone; a class because one follows from others.
+    """Costs of each operation with all that is computed for it alone; a class because one follows from others.
 
     Attributes:
-        read_bytes: for each operation, the bytes of the values from memory that it starts from.
-        work_bytes: what computing it costs, as the bytes that a GPU moves in that time.
+        read_bytes: for each operation, bytes of the stored values that it starts from.
+        work_bytes: its work, as the bytes that a GPU moves in that time.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self.read_bytes: list[float] = []
         self.work_bytes: list[float] = []
-        # The values that operations start from, until they are part of another operation's: else memory would grow with
-        # the square of the length of a chain.
+        # The values that operations start from, until another operation includes them, or memory would grow with the
+        # square of the length of a chain.
         self._reads: dict[int, set[int]] = {}
         for number, op in enumerate(graph.operations):
             reads, work_bytes = _Reads(graph.sizes), op.work_bytes
@@ -92,7 +94,7 @@ class _Chains:
                     reads.add(set(self._reads[producer]))
                     work_bytes += self.work_bytes[producer]
                 else:
-                    # Gone, if the same operand was read before.
+                    # Gone if it is an operand twice.
                     reads.add(self._reads.pop(producer, set()), self.read_bytes[producer])
                     work_bytes += self.work_bytes[producer]
             self._reads[number] = reads.values
@@ -131,3 +133,112 @@ class _Reads:
         for v in values - self.values:
             self.values.add(v)
             self.n_bytes += self._sizes[v]
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """The operations of a program with their readers.
+
+    Attributes:
+        operations: each after the makers of its operands.
+        readers: live operations that read its results.
+    """
+
+    def __init__(self, operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> None:
+        self.operations, self.sizes = operations, sizes
+        self.maker = makers_of(operations)
+        wanted = set(results)
+        self.is_result = [any(v in wanted for v in op.writes) for op in operations]
+        self.live = _live(operations, results)
+        self._n_readers: Counter[int] | None = None
+        self.readers: list[list[int]] = [[] for _ in operations]
+        for reader in range(len(operations)):
+            for producer in self.operands(reader) if self.live[reader] else ():
+                self.readers[producer].append(reader)
+
+    def operands(self, reader: int) -> list[int]:
+        return list(dict.fromkeys(self.maker[v] for v in self.operations[reader].reads if v in self.maker))
+
+    def n_readers(self, value: int) -> int:
+        """The number of live operations that read a value, such as an argument."""
+        if self._n_readers is None:
+            self._n_readers = Counter(
+                v for op, live in zip(self.operations, self.live, strict=True) if live for v in set(op.reads)
+            )
+        return self._n_readers[value]
+
+    def n_users(self, producer: int) -> int:
+        return len(self.readers[producer]) + self.is_result[producer]
+
+
+def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]:
+    live = [False] * len(operations)
+    needed = set(results)
+    for number in range(len(operations) - 1, -1, -1):
+        live[number] = any(v in needed for v in operations[number].writes)
+        if live[number]:
+            needed.update(operations[number].reads)
+    return live
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def _kernels_of(graph: Graph, stored: Sequence[bool], joined: Sequence[Collection[int]]) -> list[Kernel]:
+    """The kernels of live operations whose results are `stored`. joined: readers that compute each operation."""
+    # The stored values that an operation reads, and whether element by element. Kept until its last reader, or memory
+    # would grow with the square of the length of a chain.
+    reads: dict[int, dict[int, bool]] = {}
+    last_reader = [max(readers, default=-1) for readers in joined]
+    kernels: list[Kernel] = []
+    for number, op in enumerate(graph.operations):
+        own = _stored_reads(graph, number, joined, reads, last_reader)
+        if stored[number] and graph.live[number]:
+            kernels.append(_kernel(op, own))
+        if last_reader[number] >= 0:
+            reads[number] = own
+    return kernels
+
+
+def _stored_reads(
+    graph: Graph,
+    reader: int,
+    joined: Sequence[Collection[int]],
+    reads: dict[int, dict[int, bool]],
+    last_reader: Sequence[int],
+) -> dict[int, bool]:
+    """The values in memory that `reader` reads, and whether element by element.
+
+    reads: the same for operations that later ones compute, too; entries without a later reader are removed.
+    """
+    op = graph.operations[reader]
+    own: dict[int, bool] = {}
+    computed = [p for p in map(graph.maker.get, op.reads) if p is not None and reader in joined[p]]
+    for value in op.reads:
+        producer = graph.maker.get(value)
+        if producer not in computed or producer is None:
+            own[value] = own.get(value, True) and op.elementwise
+        elif not own and op.elementwise and last_reader[producer] == reader and computed.count(producer) == 1:
+            own = reads.pop(producer)
+        else:
+            for v, once in reads[producer].items():
+                own[v] = own.get(v, True) and once and op.elementwise
+    for producer in computed:
+        if last_reader[producer] == reader:
+            reads.pop(producer, None)
+    return own
+
+
+def _kernel(op: Operation, reads: Mapping[int, bool]) -> Kernel:
+    # A view of a stored value is in its buffer; one of a joined value is computed into a buffer of its own.
+    is_view = op.kind == "view" and op.reads[0] in reads
+    return Kernel(
+        reads=tuple(reads),
+        writes=op.writes,
+        alias=op.reads[0] if is_view else op.in_place,
+        in_place=op.in_place is not None,
+        scratch=op.scratch,
+        shares=tuple(v for v, once in reads.items() if once),
+    )

@@ -1,17 +1,16 @@
-"""Work that XLA for GPUs puts beside collectives, and what stays in memory for it.
+"""Work that XLA for GPUs puts beside collectives, for which values stay longer in memory.
 
-Its latency-hiding scheduler goes through the program from the end. When it meets a collective, it first schedules what
-could also run later, until that takes about as long, and starts the collective in front of it. So gradients of weights
+Its latency-hiding scheduler goes through the program from the end. At a collective, it first schedules kernels that
+could also run later, until they take about as long, and starts the collective in front of them. So gradients of weights
 wait for the collectives of activations, and gathers of weights start a product early:
 
     ... , gradient of a weight, start, done, ...    ->    ... , start, gradient of a weight, done, ...
 
 Of the kernels that could run, from the end, it takes the one with most collectives on a path to it, then the one that
-lets most others run, then the last of the original order. So products of which each waits for a collective come last,
-and what they read stays in memory until then.
+lets most others run, then the last of the original order.
 
-Here products and loops are enough for a collective when they move as many bytes. What a collective reads and writes is
-in memory from its start to its end. One collective runs at a time.
+Here, work takes as long as a collective if it moves as many bytes. The operands and results of a collective are in
+memory from its start to its end. One collective runs at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SCALAR_BYTES = 16
 def overlapped(
     kernels: Sequence[Kernel], sizes: Sequence[float], collectives: Collection[int], work: Collection[int]
 ) -> list[Kernel]:
-    """`kernels`, which are in a valid order, in that of XLA's scheduler, and with the ends of collectives.
+    """`kernels`, from a valid order, in the order of XLA's scheduler, and with the ends of collectives.
 
     sizes: bytes of values. collectives: values that collectives write. work: values that products and loops write.
     """
@@ -39,19 +38,13 @@ def overlapped(
 
 
 class _Schedule:
-    """A schedule that grows from its end."""
-
     def __init__(
-        self,
-        kernels: Sequence[Kernel],
-        sizes: Sequence[float],
-        collectives: Collection[int],
-        work: Collection[int],
+        self, kernels: Sequence[Kernel], sizes: Sequence[float], collectives: Collection[int], work: Collection[int]
     ) -> None:
         self._kernels = kernels
         self._is_collective = [any(v in collectives for v in kernel.writes) for kernel in kernels]
         self._is_work = [any(v in work for v in kernel.writes) for kernel in kernels]
-        # The sum of a loss, say, would keep all that is summed.
+        # The sum of a loss, say, would keep all its summands.
         self._is_scalar = [max((sizes[v] for v in kernel.writes), default=0.0) <= _SCALAR_BYTES for kernel in kernels]
         self._n_bytes = [sum(sizes[v] for v in (*kernel.reads, *kernel.writes)) for kernel in kernels]
         maker = {v: number for number, kernel in enumerate(kernels) for v in kernel.writes}
@@ -65,7 +58,7 @@ class _Schedule:
             for before in self._before[number]:
                 self._readers[before].add(number)
                 self._depth[number] = max(self._depth[number], self._depth[before] + self._is_collective[before])
-        # How many kernels wait for nothing more once this one is scheduled.
+        # How many kernels can run once this one is scheduled.
         self._n_freed = Counter(next(iter(readers)) for readers in self._readers.values() if len(readers) == 1)
 
         self._from_end: list[Kernel] = []
@@ -76,7 +69,7 @@ class _Schedule:
                 self._push(number)
 
     def _add_order_of_changes(self, maker: dict[int, int]) -> None:
-        """What changes a buffer runs behind all that read the buffer as it was."""
+        """A kernel that changes a buffer runs after all readers of the buffer before."""
         readers: dict[int, list[int]] = defaultdict(list)
         for number, kernel in enumerate(self._kernels):
             for v in kernel.reads:
@@ -89,7 +82,6 @@ class _Schedule:
                     self._before[number].add(other)
 
     def kernels(self) -> list[Kernel]:
-        """What runs, from the beginning."""
         while (number := self._next()) is not None:
             if self._is_collective[number]:
                 self._add_collective(number)
@@ -101,7 +93,7 @@ class _Schedule:
         heapq.heappush(self._ready, (-self._depth[number], -self._n_freed[number], -number))
 
     def _next(self) -> int | None:
-        """The kernel to schedule next, without those whose entry in the queue has been replaced."""
+        """The kernel to schedule next; skips old entries of the queue."""
         while self._ready:
             number = -heapq.heappop(self._ready)[-1]
             if number not in self._done:
@@ -123,7 +115,7 @@ class _Schedule:
                     self._push(last)
 
     def _add_collective(self, collective: int) -> None:
-        """Its end, what runs beside it, and its start."""
+        """Add its end, the work beside it, and its start."""
         others: list[int] = []
         beside = len(self._from_end)
         kernel, left_bytes = self._kernels[collective], self._n_bytes[collective]

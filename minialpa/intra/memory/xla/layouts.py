@@ -1,8 +1,7 @@
-"""The layouts in which XLA's matrix products and convolutions read and write, and the copies that these cost.
+"""The layouts that XLA's matrix products and convolutions read and write, and the copies that these need.
 
 A product reads batch dimensions first, then free and contracted dimensions, each next to each other in memory. It reads
-transposed matrices in place, also those of a batch, and what has more dimensions through a view. All else is copied
-before.
+transposed matrices, also of a batch, in place, and arrays of more dimensions through a view. Others are copied before.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes:
 
 
 def product_operands(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], exchanged: bool = False) -> list[int]:
-    """The operands of a product in the layouts that it reads. exchanged: whether it computes its own transpose."""
+    """The operands of a product in its layouts. exchanged: whether it computes its own transpose."""
     contracted, batch = eqn.params["dimension_numbers"]
     return [
         _product_operand(recorder, eqn, read, batch[side], contracted[side], contracted_last=exchanged == side)
@@ -56,7 +55,7 @@ def _product_operand(
     free = tuple(dim for dim in dims if dim not in batched + summed)
     order = batched + (free + summed if contracted_last else summed + free)
 
-    # The kernel itself reads matrices in either order.
+    # The kernel reads matrices in either order.
     orders = [order]
     if max(len(free), len(summed)) < 2:
         orders = [batched + free + summed, batched + summed + free]
@@ -79,7 +78,7 @@ def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]
 
 def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
     """Add a convolution. It reads and writes images with the batch first and features last, and reads kernels with
-    output features first; or, in float32, all with features first. What is in another order is copied."""
+    output features first; or, in float32, all with features first. Arrays in another order are copied."""
     numbers = eqn.params["dimension_numbers"]
     features_first = recorder.values[writes[0]].dtype == "float32"
     (batch, features, *space), (out_features, in_features, *window) = numbers.lhs_spec, numbers.rhs_spec
@@ -102,7 +101,7 @@ def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], wri
 def _stored(
     recorder: Recorder, eqn: JaxprEqn, operands: Sequence[int], result: int, *, is_product: bool = False
 ) -> int:
-    """Add the kernel of `eqn`; the value that it writes, from which `result` is still to be made."""
+    """Add the kernel of `eqn`; returns its value, which `result` is made of."""
     made = recorder.like(result, eqn)
     recorder.origin[made] = result
     recorder.add("own", operands, (made,), is_product=is_product)

@@ -1,58 +1,57 @@
-"""Which operations an equation becomes, and which a step of a resharding, as XLA rewrites them before it fuses.
+"""The operations of an equation, and of a step of a resharding.
 
-`_RULES` has one function for each kind of rewriting:
-
-    views and fills         no loop of their own                                            -> _add_views, _add_fill
-    products, convolutions  read and write fixed layouts, see layouts.py                    -> _add_product, ...
-    loops                   what fusion joins                                               -> _add_loop
-    others                  kernels of their own, such as sorts, scans and calls            -> _add_kernel
+Products and convolutions read and write fixed layouts (layouts.py). Equations without a rule, such as sorts, scans and
+calls, are kernels of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.memory.xla.layouts import add_convolution, add_product, product_operands
 from minialpa.intra.memory.xla.operations import Recorder
-from minialpa.intra.memory.xla.primitives import (
-    ELEMENTWISE,
-    FILLS,
-    LOOPS,
-    MARKERS,
-    REDUCTIONS,
-    VIEWS,
-    WORK_BYTES,
-)
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.ir.equations import Atom, is_literal, shape_of
 
 
-class _Equation(NamedTuple):
-    """An equation as one device runs it.
-
-    Attributes:
-        eqn: the equation, on whole arrays.
-        reads: the values of its operands on this device.
-        writes: the values of its results on this device.
-        scratch: bytes of the buffers of its body while it runs, for loops and branches.
-    """
-
-    eqn: JaxprEqn
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    scratch: tuple[float, ...]
-
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-_Rule = Callable[[Recorder, _Equation], None]
+#: Mark or move a value. XLA drops them first.
+_MARKERS = _names("device_put minialpa_gradient minialpa_per_micro_batch name sharding_constraint stop_gradient")
+#: The same bytes in another shape or type.
+_VIEWS = _names("bitcast_convert_type copy expand_dims random_unwrap random_wrap reshape squeeze")
+#: Made without reading an array.
+_FILLS = _names("axis_index empty iota partition_id")
+
+_REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
+_EXPENSIVE_ELEMENTWISE = _names(
+    """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma lgamma
+    log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh"""
+)
+#: Each element of the result needs one element of each operand.
+_ELEMENTWISE = _EXPENSIVE_ELEMENTWISE | _names(
+    """abs add add_any and ceil clamp clz complex conj convert_element_type eq eq_to floor ge gt imag integer_pow
+    is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or polynomial population_count
+    real reduce_precision round select_n shift_left shift_right_arithmetic shift_right_logical sign square sub xor"""
+)
+#: Compiled to loops over the elements of their results, which may be fused.
+_LOOPS = (
+    _ELEMENTWISE | _REDUCTIONS | _names("concatenate dynamic_slice dynamic_update_slice gather pad rev slice split")
+)
+#: Work for an element, as the bytes of memory that a GPU moves in that time; other work is next to nothing.
+_WORK_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 10.0) | dict.fromkeys(
+    ("div", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rem", "rsqrt", "sqrt"), 2.0
+)
+
+
+#: (recorder, equation, values of its operands, values of its results) adds the operations.
+_Rule = Callable[[Recorder, JaxprEqn, Sequence[int], Sequence[int]], None]
 
 
 def add_equation(
@@ -64,7 +63,7 @@ def add_equation(
 ) -> list[int]:
     """Add the operations of `eqn`; the values of its results, which have `shapes` on this device."""
     name = eqn.primitive.name
-    if name in MARKERS:
+    if name in _MARKERS:
         return list(reads)
     if name == "transpose":
         source, order = recorder.permuted(reads[0], eqn.params["permutation"])
@@ -72,110 +71,96 @@ def add_equation(
             return [source]
 
     writes = [recorder.shard(v, shape, eqn) for v, shape in zip(eqn.outvars, shapes, strict=True)]
-    rule = _RULES.get(name, _add_scatter if name.startswith("scatter") else _add_kernel)
-    rule(recorder, _Equation(eqn, tuple(reads), tuple(writes), scratch))
+    if name in _RULES:
+        _RULES[name](recorder, eqn, reads, writes)
+    elif name.startswith("scatter"):
+        sums = "scatter" if name == "scatter-add" else None
+        recorder.add("own", reads, writes, in_place=reads[0], sums=sums)
+    else:
+        recorder.add("own", reads, writes, scratch=scratch)
     return writes
 
 
 # ---- views and fills ------------------------------------------------------------------------------------------------
 
 
-def _add_views(recorder: Recorder, equation: _Equation) -> None:
-    for source, result in zip(equation.reads, equation.writes, strict=False):
+def _add_views(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    for source, result in zip(reads, writes, strict=False):
         recorder.add("view", (source,), (result,))
 
 
-def _add_barrier(recorder: Recorder, equation: _Equation) -> None:
-    """Each result is a view of its operand. If the program waits at barriers, it waits for the other operands, too."""
+def _add_barrier(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    """Each result is a view of its operand, and waits for the other operands if the program waits at barriers."""
     if not recorder.waits_at_barriers:
-        _add_views(recorder, equation)
+        _add_views(recorder, eqn, reads, writes)
         return
-    for source, result in zip(equation.reads, equation.writes, strict=False):
-        others = [v for v in equation.reads if v != source]
+    for source, result in zip(reads, writes, strict=False):
+        others = [v for v in reads if v != source]
         recorder.add("view", (source, *others), (result,), waits=True)
 
 
-def _add_fill(recorder: Recorder, equation: _Equation) -> None:
-    recorder.add("fill", equation.reads, equation.writes)
+def _add_fill(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    recorder.add("fill", reads, writes)
 
 
-def _add_broadcast(recorder: Recorder, equation: _Equation) -> None:
-    """A broadcast of one element is a fill, and one of a literal zero is remembered as such."""
-    if math.prod(recorder.values[equation.reads[0]].shape) == 1:
-        _add_fill(recorder, equation)
-        operand = equation.eqn.invars[0]
+def _add_broadcast(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    """A broadcast of one element is a fill, and of a literal zero it is zeros."""
+    if math.prod(recorder.values[reads[0]].shape) == 1:
+        _add_fill(recorder, eqn, reads, writes)
+        operand = eqn.invars[0]
         if is_literal(operand) and not np.any(operand.val):
-            recorder.zeros.update(equation.writes)
+            recorder.zeros.update(writes)
     else:
-        recorder.add("loop", equation.reads, equation.writes, repeats=True)
+        recorder.add("loop", reads, writes, repeats=True)
 
 
-# ---- kernels of their own -------------------------------------------------------------------------------------------
-
-
-def _add_kernel(recorder: Recorder, equation: _Equation) -> None:
-    recorder.add("own", equation.reads, equation.writes, scratch=equation.scratch)
-
-
-def _add_product(recorder: Recorder, equation: _Equation) -> None:
-    add_product(recorder, equation.eqn, equation.reads, equation.writes)
-    recorder.products[equation.writes[0]] = equation.eqn, equation.reads
-
-
-def _add_convolution(recorder: Recorder, equation: _Equation) -> None:
-    add_convolution(recorder, equation.eqn, equation.reads, equation.writes)
-
-
-def _add_scatter(recorder: Recorder, equation: _Equation) -> None:
-    """A scatter changes its first operand in place."""
-    sums = "scatter" if equation.name == "scatter-add" else None
-    recorder.add("own", equation.reads, equation.writes, in_place=equation.reads[0], sums=sums)
+def _add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    add_product(recorder, eqn, reads, writes)
+    recorder.products[writes[0]] = eqn, tuple(reads)
 
 
 # ---- loops ----------------------------------------------------------------------------------------------------------
 
 
-def _add_loop(recorder: Recorder, equation: _Equation) -> None:
-    """A loop over the elements of each result."""
-    name = equation.name
-    for result in equation.writes:
+def _add_loop(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    name = eqn.primitive.name
+    for result in writes:
         recorder.add(
             "loop",
-            equation.reads,
+            reads,
             (result,),
-            elementwise=name in ELEMENTWISE,
+            elementwise=name in _ELEMENTWISE,
             sums="add" if name in ("add", "add_any") else None,
-            reduces=name in REDUCTIONS,
-            work_bytes=WORK_BYTES.get(name, 0.0) * math.prod(recorder.values[result].shape),
-            converts=name == "convert_element_type" and all(_is_real(recorder, v) for v in (equation.reads[0], result)),
+            reduces=name in _REDUCTIONS,
+            work_bytes=_WORK_BYTES.get(name, 0.0) * math.prod(recorder.values[result].shape),
+            converts=name == "convert_element_type" and all(_is_real(recorder, v) for v in (reads[0], result)),
         )
 
 
 def _is_real(recorder: Recorder, v: int) -> bool:
-    """Whether a value is of real numbers, whose conversions products can take in."""
     dtype = recorder.values[v].dtype
     return dtype != "bool" and not dtype.startswith("complex")
 
 
-def _add_transpose(recorder: Recorder, equation: _Equation) -> None:
+def _add_transpose(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
     """The transpose of a matrix product is the product with its operands exchanged; others are loops."""
-    source, result = equation.reads[0], equation.writes[0]
-    recorder.transposed[result] = recorder.permuted(source, equation.eqn.params["permutation"])
+    source, result = reads[0], writes[0]
+    recorder.transposed[result] = recorder.permuted(source, eqn.params["permutation"])
 
     if source in recorder.products and len(recorder.values[result].shape) == 2:
         product, operands = recorder.products[source]
-        reads = product_operands(recorder, product, operands, exchanged=True)
-        recorder.add("own", reads, equation.writes, is_product=True)
+        exchanged = product_operands(recorder, product, operands, exchanged=True)
+        recorder.add("own", exchanged, writes, is_product=True)
     else:
-        _add_loop(recorder, equation)
+        _add_loop(recorder, eqn, reads, writes)
 
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(VIEWS, _add_views),
-    **dict.fromkeys(FILLS, _add_fill),
-    **dict.fromkeys(LOOPS, _add_loop),
+    **dict.fromkeys(_VIEWS, _add_views),
+    **dict.fromkeys(_FILLS, _add_fill),
+    **dict.fromkeys(_LOOPS, _add_loop),
     "broadcast_in_dim": _add_broadcast,
-    "conv_general_dilated": _add_convolution,
+    "conv_general_dilated": add_convolution,
     "dot_general": _add_product,
     "optimization_barrier": _add_barrier,
     "transpose": _add_transpose,
@@ -198,7 +183,7 @@ def add_step(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, mesh_sha
 
 
 def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: tuple[int, ...]) -> int:
-    """Collectives exchange along the outermost dimension, and what goes along another is copied before or after."""
+    """Collectives exchange along the outermost dimension; for another, the array is copied before or after."""
     kind = step.kind
     is_inner = kind != "all-reduce" and any(n > 1 for n in shape[: step.dim])
     if kind in ("reduce-scatter", "all-to-all") and is_inner:

@@ -1,10 +1,10 @@
-"""XLA for CPUs and for GPUs as values, and what they make of the operations of a program.
+"""XLA for CPUs and for GPUs as values.
 
-0. Equations and steps of reshardings become operations.       -> lowering, with primitives and layouts
-1. Sums with scatters become scatters.                         -> scatters.absorb
-2. Collectives are combined.                                   -> combining.combine
-3. Operations are fused into kernels.                          -> fusion.fused, after epilogues.with_epilogues for GPUs
-4. Kernels are ordered.                                        -> cpu_order; gpu_order, gpu_overlap
+0. Equations and steps of reshardings become operations.       -> lowering, layouts
+1. Sums with scatters become scatters.                         -> rewrites.absorb
+2. Collectives are combined.                                   -> rewrites.combine
+3. Operations are fused into kernels.                          -> fusion.fused, for GPUs after rewrites.with_epilogues
+4. Kernels are ordered.                                        -> order, gpu_overlap
 
 These are the rules of XLA for GPUs: each of them is here because predictions for GPUs are worse without it. CPUs are
 devices for tests: their kernels are fused by the same rules.
@@ -16,19 +16,16 @@ import dataclasses
 from collections.abc import Sequence
 
 from minialpa.cost import GPU_COMBINED_BYTES
-from minialpa.intra.memory.compiler import CompilerModel, Kernel
-from minialpa.intra.memory.xla import cpu_order, gpu_order
-from minialpa.intra.memory.xla.combining import combine
-from minialpa.intra.memory.xla.epilogues import with_epilogues
-from minialpa.intra.memory.xla.fusion import fused
+from minialpa.intra.memory.compiler import Compiler, Kernel
+from minialpa.intra.memory.xla.fusion import Graph, fused
 from minialpa.intra.memory.xla.gpu_overlap import overlapped
-from minialpa.intra.memory.xla.graph import Graph
 from minialpa.intra.memory.xla.lowering import add_equation, add_step
 from minialpa.intra.memory.xla.operations import Operation, Recorder
-from minialpa.intra.memory.xla.scatters import absorb
+from minialpa.intra.memory.xla.order import order_on_cpu, order_on_gpu
+from minialpa.intra.memory.xla.rewrites import absorb, combine, with_epilogues
 
-#: Of programs for GPUs, whose schedule depends on times that are not modelled. XLA fits most of those that need more
-#: than the model says into this (`python -m benchmarks.gpu_fidelity`).
+#: The schedule of programs for GPUs depends on times that are not modelled. With this reserve, XLA fits most programs
+#: that need more than the model predicts (`python -m benchmarks.gpu_fidelity`).
 _GPU_RESERVE = 0.025
 
 
@@ -41,7 +38,7 @@ def _rewritten(recorder: Recorder, results: Sequence[int]) -> tuple[Operation, .
 def _scheduled_on_cpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
     """Steps 1 to 4."""
     kernels = fused(Graph(_rewritten(recorder, results), results, recorder.sizes))
-    return [kernels[number] for number in cpu_order.run_order(kernels, inputs)]
+    return [kernels[number] for number in order_on_cpu(kernels, inputs)]
 
 
 def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
@@ -49,13 +46,13 @@ def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequen
     sizes = recorder.sizes
     operations = with_epilogues(_rewritten(recorder, results), inputs, results, sizes)
     kernels = fused(Graph(operations, results, sizes))
-    ordered = [kernels[number] for number in gpu_order.run_order(kernels, results, sizes)]
+    ordered = [kernels[number] for number in order_on_gpu(kernels, results, sizes)]
     work = {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes} - recorder.exchanged
     return overlapped(ordered, sizes, recorder.exchanged, work)
 
 
-#: It drops barriers, but in programs for GPUs conditions take their place, outside of loops (`intra/ordering.py`).
-XLA_GPU = CompilerModel(
+#: It drops barriers, but in programs for GPUs conditions take their place, outside of loops (`intra/shard_arrays.py`).
+XLA_GPU = Compiler(
     name="xla-gpu",
     waits_at_barriers=True,
     drops_inner_barriers=True,

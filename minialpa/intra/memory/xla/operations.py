@@ -1,7 +1,4 @@
-"""Operations over numbered values: what the program of one device consists of, before XLA makes kernels of it.
-
-`Recorder` collects both. lowering.py says which operations an equation or a step of a resharding becomes.
-"""
+"""Operations over numbered values: the program of one device before fusion. `Recorder` collects both."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.intra.memory.compiler import Values
 
 #: loop: elementwise operations, changes of layout, slices, reductions. view: the same bytes in another shape. fill:
-#: made from nothing, as an iota. own: always a kernel of its own.
+#: without operands, as an iota. own: always a kernel of its own.
 Kind = Literal["loop", "view", "fill", "own"]
 #: A value, and the order of its dimensions in memory.
 Ordered = tuple[int, tuple[int, ...]]
@@ -24,19 +21,15 @@ class Operation(NamedTuple):
     """One operation of a program, before fusion. A tuple, as programs have very many of them.
 
     Attributes:
-        kind: how it takes part in fusion.
-        reads: values, in the order of its operands.
-        writes: values, in the order of its results.
+        kind: its part in fusion.
         repeats: whether each element of an operand is read many times, as in a broadcast.
         elementwise: whether each element of the result needs one element of each operand.
         scratch: bytes of the buffers that it needs only while it runs.
-        in_place: the operand whose buffer the result takes over; None if it has a buffer of its own.
-        waits: whether its result is there only when all that it reads is.
-        sums: "add" if it adds its two operands, "scatter" if it adds the others into the first; None otherwise.
+        in_place: the operand whose buffer the result takes over, if any.
+        waits: whether its result waits for all operands.
+        sums: "add" if it adds its two operands, "scatter" if it adds the others into the first.
         reduces: whether an element of the result needs many elements of an operand, as in a sum or a maximum.
-        work_bytes: what computing it costs, as the bytes that a GPU moves in that time; 0 for what is cheap.
-        converts: whether it only changes the dtype.
-        is_product: whether it is a matrix product.
+        work_bytes: its work, as the bytes that a GPU moves in that time; 0 if it is cheap.
     """
 
     kind: Kind
@@ -55,23 +48,20 @@ class Operation(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is always a kernel of its own."""
         return self.kind == "own" or self.waits
 
 
 @dataclass(slots=True, kw_only=True)
 class Recorder(Values):
-    """Collects values and operations. An operation is added after those that make what it reads.
+    """Collects values and operations. An operation is added after the makers of its operands.
 
     Attributes:
-        operations: every operation so far.
         copies: for a value and an order of its dimensions in memory, the copy in this order.
         merged: for a value and the sizes of its groups of dimensions, the view with one dimension per group.
-        zeros: values that are zero throughout.
+        zeros: values that are all zeros.
         products: for the result of a matrix product, its equation and its operands.
-        transposed: for a transpose, the value that it is a transpose of, and its dimension for each of the transpose.
-        combinable: for the result of a collective, what those have in common that can be combined.
-        exchanged: results of collectives.
+        transposed: for a transpose, its operand, and the operand's dimension for each dimension.
+        combinable: for the result of a collective, its kind; equal kinds can be combined.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -88,7 +78,7 @@ class Recorder(Values):
         self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
 
     def copied(self, v: int, maker: JaxprEqn | str, order: tuple[int, ...] = ()) -> int:
-        """`v` with its dimensions in another `order` in memory; all readers that want this order share one copy."""
+        """`v` with its dimensions in another `order` in memory; all readers of this order share one copy."""
         if not order or (v, order) not in self.copies:
             out = self.like(v, maker)
             self.origin[out] = self.origin.get(v, v)
@@ -97,7 +87,7 @@ class Recorder(Values):
         return self.copies[v, order]
 
     def untransposed(self, v: int) -> Ordered:
-        """The value that `v` is a transpose of, or `v`; and for each dimension of `v`, its dimension there."""
+        """The operand of the transpose `v`, or `v`; and for each dimension of `v`, its dimension there."""
         return self.transposed.get(v, (v, tuple(range(len(self.values[v].shape)))))
 
     def permuted(self, v: int, permutation: Sequence[int]) -> Ordered:
@@ -107,5 +97,5 @@ class Recorder(Values):
 
 
 def makers_of(operations: Sequence[Operation]) -> dict[int, int]:
-    """For each value that one of `operations` writes, the number of that operation."""
+    """For each value that one of `operations` writes, the number of the operation."""
     return {value: number for number, op in enumerate(operations) for value in op.writes}

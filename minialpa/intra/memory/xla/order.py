@@ -1,31 +1,66 @@
-"""The order in which kernels run on a GPU: XLA tries several and takes the one that needs least memory.
+"""The order in which kernels run.
 
-list         of the kernels that are ready, the one that frees most bytes, less those that it writes   -> _greedy
-program      as the operations are in the program
-depth first  each kernel right after what it reads, of which the largest part is computed first        -> _depth_first
+On a CPU, they run as soon as their operands are there, first come, first served. So recomputed values of a backward
+pass are computed early and kept, unless the program waits at barriers. For GPUs, XLA takes the best of three orders:
+
+list         of the kernels that are ready, the one that frees most bytes, less the bytes it writes    -> _greedy
+program      the order of the operations in the program
+depth first  each kernel right after its operands, the largest operand first                           -> _depth_first
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
+from minialpa.intra.memory.buffers import homes
 from minialpa.intra.memory.compiler import Kernel
 
 
-def run_order(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
-    """Numbers of `kernels` in the order in which they run. sizes: bytes of values."""
+def order_on_cpu(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
+    readers: dict[int, list[int]] = {}
+    for number, kernel in enumerate(kernels):
+        for value in kernel.reads:
+            readers.setdefault(value, []).append(number)
+    missing = [len(kernel.reads) for kernel in kernels]
+
+    # Inputs start the queue, then constants, then kernels that read nothing.
+    available = [*inputs, *_constants(kernels, readers, inputs)]
+    queue: deque[tuple[int | None, tuple[int, ...]]] = deque((None, (value,)) for value in available)
+    queue.extend((number, kernel.writes) for number, kernel in enumerate(kernels) if not kernel.reads)
+
+    order = []
+    while queue:
+        done, values = queue.popleft()
+        if done is not None:
+            order.append(done)
+        for reader in (number for value in values for number in readers.get(value, ())):
+            missing[reader] -= 1
+            if not missing[reader]:
+                queue.append((reader, kernels[reader].writes))
+
+    assert len(order) == len(kernels), (len(order), len(kernels))
+    return order
+
+
+def _constants(kernels: Sequence[Kernel], read: Mapping[int, object], inputs: Sequence[int]) -> list[int]:
+    known = set(inputs).union(*(kernel.writes for kernel in kernels))
+    return [value for value in read if value not in known]
+
+
+def order_on_gpu(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
+    """Numbers of `kernels` in the order that needs least memory. sizes: bytes of values."""
     buffers = _Buffers(kernels, results, sizes)
     orders = (_greedy(kernels, buffers), list(range(len(kernels))), _depth_first(kernels, buffers, results))
     return min(orders, key=buffers.peak_bytes)
 
 
 def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence[int]) -> list[int]:
-    """The kernels that `results` wait for, and then the others, each after those that it reads from.
+    """The kernels that `results` wait for, and then the others, each after the kernels that it reads from.
 
-    Of several that a kernel reads from, the one with the most other readers comes first, or else with the most bytes.
-    Both count with all that the kernel waits for.
+    Of these, the one with the most other readers comes first, or else with the most bytes. Both count with all kernels
+    that they wait for.
     """
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [list(dict.fromkeys(made[v] for v in kernel.reads if v in made)) for kernel in kernels]
@@ -44,11 +79,11 @@ def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence
 
 
 def _weights(waits: Sequence[Sequence[int]], buffers: _Buffers) -> list[tuple[float, float]]:
-    """For each kernel, how many others read what it needs, and the bytes of that. waits: the kernels that it reads."""
+    """For each kernel and all that it waits for, the other readers and the bytes. waits: the kernels that it reads."""
     n_readers = [0] * len(waits)
     for k in (k for of_kernel in waits for k in of_kernel):
         n_readers[k] += 1
-    # Bounded, because a kernel that several others wait for counts once for each of them.
+    # Bounded, because a kernel counts once for each path to it.
     weights: list[tuple[float, float]] = []
     for k, of_kernel in enumerate(waits):
         below = [weights[one] for one in of_kernel]
@@ -58,16 +93,14 @@ def _weights(waits: Sequence[Sequence[int]], buffers: _Buffers) -> list[tuple[fl
 
 
 class _Buffers:
-    """What each kernel writes and reads, by the value that a buffer began with; those of arguments are left out.
+    """Buffers that kernels write and read, by their first value; without arguments.
 
     Attributes:
-        writes: bytes that a kernel needs for its results.
-        reads: the buffers that a kernel reads.
         n_readers: for each buffer, the kernels that read it, and one more for a result.
     """
 
     def __init__(self, kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> None:
-        home = _homes(kernels)
+        home = homes(kernels)
         made = {v for kernel in kernels for v in kernel.writes} - home.keys()
         self.sizes, self._kernels = sizes, kernels
         self.made = [[v for v in kernel.writes if v in made] for kernel in kernels]
@@ -79,7 +112,6 @@ class _Buffers:
                 self.n_readers[v] += 1
 
     def peak_bytes(self, order: Sequence[int]) -> float:
-        """Most bytes in use at one time if kernels run in this order."""
         left, in_use, peak = dict(self.n_readers), 0.0, 0.0
         for k in order:
             in_use += self.writes[k]
@@ -91,33 +123,23 @@ class _Buffers:
         return peak
 
 
-def _homes(kernels: Sequence[Kernel]) -> Mapping[int, int]:
-    """For values in the buffer of another value, the one that the buffer began with."""
-    home: dict[int, int] = {}
-    for kernel in kernels:
-        if kernel.alias is not None:
-            home[kernel.writes[0]] = home.get(kernel.alias, kernel.alias)
-    return home
-
-
 def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
     """Of the kernels that are ready, the one that frees most; of equal ones, the first of all."""
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
-    behind: dict[int, list[int]] = defaultdict(list)
+    after: dict[int, list[int]] = defaultdict(list)
     readers: dict[int, set[int]] = defaultdict(set)
     for k, of_kernel in enumerate(waits):
         for before in of_kernel:
-            behind[before].append(k)
+            after[before].append(k)
         for v in buffers.reads[k]:
             readers[v].add(k)
     left, missing = dict(buffers.n_readers), [len(of_kernel) for of_kernel in waits]
 
     def grows(k: int) -> float:
-        """Bytes more in use after kernel `k`."""
         return buffers.writes[k] - sum(buffers.sizes[v] for v in buffers.reads[k] if left[v] == 1)
 
-    # What a kernel frees only ever becomes more, so old entries of the queue are too large, and are looked at again.
+    # A kernel only ever frees more with time, so newer entries of it come first.
     ready = [(grows(k), k) for k, n in enumerate(missing) if not n]
     heapq.heapify(ready)
     order: list[int] = []
@@ -135,7 +157,7 @@ def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
                 for other in readers[v]:
                     if not done[other] and not missing[other]:
                         heapq.heappush(ready, (grows(other), other))
-        for other in behind[k]:
+        for other in after[k]:
             missing[other] -= 1
             if not missing[other]:
                 heapq.heappush(ready, (grows(other), other))

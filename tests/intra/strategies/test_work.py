@@ -1,4 +1,4 @@
-"""Seconds of attentions: of a kernel where cuDNN has one, and block by block elsewhere."""
+"""Seconds of work: attentions by kernels of cuDNN or block by block, and products that leave processors idle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.attention.operation import Attention, attention_p
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.intra.strategies.attentions import blockwise_s, has_kernel
-from minialpa.intra.strategies.strategies import work_of
+from minialpa.intra.strategies.work import blockwise_s, has_kernel, waste, work_of
 from minialpa.rules.known_rules import factors_of
 
 H100 = ClusterSpec.preset("h100").device
@@ -34,28 +33,34 @@ def _seconds(eqn: JaxprEqn, device: Any) -> float:
     return sum(work_of(eqn, factors_of(eqn), LogicalMesh((1,), device=device)))
 
 
-@pytest.mark.parametrize(("dtype", "biases", "expected"), [(jnp.bfloat16, 0, True), (jnp.bfloat16, 1, False)])
-def test_cudnn_has_kernels_without_biases(dtype: Any, biases: int, expected: bool) -> None:
-    assert has_kernel(_equation(dtype, biases=biases)) == expected
-    assert not has_kernel(_equation(jnp.float32, biases=biases))
-
-
 def test_on_gpus_blocks_take_longer_than_a_kernel() -> None:
     kernel, blocks = _equation(jnp.bfloat16), _equation(jnp.bfloat16, biases=1)
+    assert has_kernel(kernel) and not has_kernel(blocks) and not has_kernel(_equation(jnp.float32))
     assert _seconds(blocks, H100) > 5 * _seconds(kernel, H100)
     assert _seconds(blocks, H100) == pytest.approx(blockwise_s(blocks, factors_of(blocks), H100) + H100.launch_s)
 
 
 def test_devices_without_rates_of_kernels_have_one_price_for_all() -> None:
     kernel, blocks = _equation(jnp.bfloat16), _equation(jnp.bfloat16, biases=1)
-    flops = factors_of(kernel).flops
-    assert _seconds(kernel, CPU) == pytest.approx(CPU.attention_s(flops, 0, "bfloat16"))
-    assert _seconds(blocks, CPU) == pytest.approx(CPU.attention_s(flops, 0, "bfloat16"))
+    expected = CPU.attention_s(factors_of(kernel).flops, 0, "bfloat16")
+    assert _seconds(kernel, CPU) == _seconds(blocks, CPU) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("length", [256, 2048])
-def test_seconds_are_those_of_the_scores(length: int) -> None:
-    """Twice the examples, twice the scores."""
+def test_twice_the_examples_take_twice_the_seconds(length: int) -> None:
     one, two = (_equation(jnp.float32, batch=batch, length=length) for batch in (2, 4))
     found = [blockwise_s(eqn, factors_of(eqn), H100) for eqn in (one, two)]
     assert found[1] == pytest.approx(2 * found[0])
+
+
+def test_whole_rounds_of_tiles_waste_nothing_and_one_tile_more_is_another_round() -> None:
+    # 128 x 256 tiles: 11 rows of 12 tiles are one round of 132 processors.
+    assert waste(1, 11 * 128, 12 * 256, 4096, 132) == 1.0
+    assert waste(1, 11 * 128, 24 * 256, 4096, 132) == 1.0
+    assert 1.0 < waste(1, 128 * 133, 256, 128, 132) <= 2 * 132 / 133
+
+
+def test_small_products_with_long_sums_are_split_and_large_ones_waste_little() -> None:
+    assert waste(1, 768, 768, 32768, 108) < waste(1, 768, 768, 128, 108)
+    sizes = [waste(1, 2**k, 2**k, 512, 132) for k in (8, 10, 12, 14)]
+    assert min(sizes) >= 1.0 and sizes[-1] < 1.05 < sizes[0]

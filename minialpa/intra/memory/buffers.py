@@ -1,0 +1,248 @@
+"""When each buffer of a program is in use, and the bytes that hold them all.
+
+A buffer is in use from the kernel that writes it to the last one that reads it, both included, or until that last one
+takes the buffer over. Times are numbers of kernels.                                                     -> timeline_of
+
+As in XLA for all kinds of devices, buffers that fit into the buffer of a result while it is free are placed there, from
+large to small. The others share one block. Each is placed at the smallest gap that it fits, beside the buffers in use
+at the same time; once from large to small and once from long to short, and the smaller block counts.    -> pack
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect, insort
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import numpy as np
+
+from minialpa.intra.memory.compiler import Kernel
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """`value` is in memory at the times start, ..., end - 1."""
+
+    value: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The buffers of a program, without its arguments.
+
+    Attributes:
+        temporaries: values that are free before the end.
+        results: values in buffers of their own until the end.
+        scratch: (time, bytes) of each buffer that a kernel needs only while it runs.
+        shared: for each value that takes over the buffer of an operand, the operand, whose time ends where the value's
+            starts.
+    """
+
+    n_times: int
+    temporaries: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    scratch: tuple[tuple[int, float], ...]
+    shared: Mapping[int, int]
+
+
+def timeline_of(
+    kernels: Sequence[Kernel],
+    sizes: Sequence[float],
+    *,
+    inputs: Sequence[int],
+    results: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
+) -> Timeline:
+    """The timeline of `kernels` in this order. sizes: bytes of values.
+
+    pairs: (i, o) where result o takes over the buffer of input i.
+    """
+    home = homes(kernels, inputs)
+    kept = {home.get(v, v) for v in results}
+    replaced = {home.get(results[o], results[o]) for _, o in pairs}
+
+    start, end = _spans(kernels, home)
+    shared = _shared(kernels, start, end, fixed=kept | set(home.values()), sizes=sizes)
+    # Until then the buffer has the operand.
+    start.update((value, end[operand]) for value, operand in shared.items())
+
+    n_times = len(kernels)
+    return Timeline(
+        n_times=n_times,
+        temporaries=tuple(Buffer(v, begin, end[v]) for v, begin in start.items() if v not in kept),
+        results=tuple(Buffer(v, begin, n_times) for v, begin in start.items() if v in kept and v not in replaced),
+        scratch=tuple((time, n_bytes) for time, kernel in enumerate(kernels) for n_bytes in kernel.scratch),
+        shared=shared,
+    )
+
+
+def homes(kernels: Sequence[Kernel], inputs: Sequence[int] = ()) -> dict[int, int]:
+    """For values in the buffer of another value, the first value of the buffer. `inputs` are not written in place."""
+    home: dict[int, int] = {}
+    arguments = set(inputs)
+    for kernel in kernels:
+        if kernel.alias is not None and not (kernel.in_place and kernel.alias in arguments):
+            home[kernel.writes[0]] = home.get(kernel.alias, kernel.alias)
+    return home
+
+
+def _spans(kernels: Sequence[Kernel], home: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
+    """For each value with a buffer, the time at which it is written; for these and arguments, the end of their use."""
+    start: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for time, kernel in enumerate(kernels):
+        end.update((home.get(value, value), time + 1) for value in kernel.reads)
+        for value in kernel.writes:
+            if value not in home:
+                start[value] = time
+                end.setdefault(value, time + 1)
+    return start, end
+
+
+def _shared(
+    kernels: Sequence[Kernel],
+    start: Mapping[int, int],
+    end: Mapping[int, int],
+    *,
+    fixed: AbstractSet[int],
+    sizes: Sequence[float],
+) -> dict[int, int]:
+    """For each value that takes over the buffer of an operand, the operand.
+
+    The kernel may share the buffer, reads it for the last time, and writes as many bytes. The operand is not `fixed`:
+    the buffers of these hold results, have views or are changed in place.
+    """
+    shared: dict[int, int] = {}
+    changed = {kernel.alias for kernel in kernels if kernel.in_place}
+
+    for time, kernel in enumerate(kernels):
+        if len(kernel.writes) != 1:
+            continue
+        (result,) = kernel.writes
+        if result not in start or result in changed:
+            continue
+        for operand in kernel.shares:
+            is_free = operand in start and operand not in fixed and end[operand] == time + 1
+            if is_free and sizes[operand] == sizes[result]:
+                shared[result] = operand
+                break
+    return shared
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    start: int
+    end: int
+    n_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The block of temporaries.
+
+    Attributes:
+        values: the values in it when most bytes are in use.
+        scratch: bytes of the scratch buffers in it at that time.
+    """
+
+    n_bytes: float
+    values: tuple[int, ...]
+    scratch: tuple[float, ...]
+
+
+def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> Packed:
+    """The block that holds all temporaries. sizes: bytes of values."""
+    # Scratch is a temporary like others, of a value without a number in the program.
+    scratch = [Buffer(len(sizes) + i, time, time + 1) for i, (time, _) in enumerate(timeline.scratch)]
+    all_sizes = [*sizes, *(n_bytes for _, n_bytes in timeline.scratch)]
+    aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in all_sizes]
+    left = _without_room(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
+    blocks = _blocks(timeline, left, aligned)
+    by_size = sorted(blocks, key=lambda block: (-block.n_bytes, block.start - block.end))
+    by_duration = sorted(blocks, key=lambda block: (block.start - block.end, -block.n_bytes))
+    at = _fullest(blocks, timeline.n_times)
+    n_bytes = min(_height(by_size), _height(by_duration))
+    alive = [buffer.value for buffer in left if buffer.start <= at < buffer.end]
+    return Packed(
+        n_bytes=n_bytes,
+        values=tuple(value for value in alive if value < len(sizes)),
+        scratch=tuple(all_sizes[value] for value in alive if value >= len(sizes)),
+    )
+
+
+def _without_room(
+    timeline: Timeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
+) -> list[Buffer]:
+    """The `temporaries` that find no place in the buffer of a result."""
+    room_bytes = np.array([aligned[own.value] for own in timeline.results])
+    # The times of use of each room, in order. A result keeps its room until the end.
+    spans = [[(own.start, own.end)] for own in timeline.results]
+    last_end = np.array([own.start for own in timeline.results])
+
+    left: list[Buffer] = []
+    for buffer in sorted(temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):
+        span = (buffer.start, buffer.end)
+        for room in np.flatnonzero((room_bytes >= aligned[buffer.value]) & (last_end >= buffer.end)).tolist():
+            if _is_free(spans[room], span):
+                insort(spans[room], span)
+                break
+        else:
+            left.append(buffer)
+    return left
+
+
+def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
+    """Whether `span` overlaps none of `spans`, which are disjoint and in order."""
+    start, end = span
+    place = bisect(spans, (start, math.inf))
+    if place < len(spans) and spans[place][0] < end:
+        return False
+    return place == 0 or spans[place - 1][1] <= start or spans[place - 1][0] >= end
+
+
+def _blocks(timeline: Timeline, left: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
+    """The buffers `left`; values that share a buffer are one block."""
+    first: dict[int, Buffer] = {}  # for each value, the first one in its buffer
+    end: dict[int, int] = {}  # of each buffer, by its first value
+    for buffer in sorted(left, key=lambda buffer: buffer.start):
+        first[buffer.value] = first.get(timeline.shared.get(buffer.value, -1), buffer)
+        end[first[buffer.value].value] = buffer.end
+
+    return [
+        _Block(buffer.start, end[buffer.value], aligned[buffer.value])
+        for buffer in left
+        if first[buffer.value] is buffer
+    ]
+
+
+def _fullest(blocks: Sequence[_Block], n_times: int) -> int:
+    change = np.zeros(n_times + 1)
+    for block in blocks:
+        change[block.start] += block.n_bytes
+        change[block.end] -= block.n_bytes
+    return int(np.argmax(np.cumsum(change)))
+
+
+def _height(blocks: Sequence[_Block]) -> float:
+    """Bytes up to the highest end when blocks are placed in this order."""
+    starts, ends, lows, highs = (np.zeros(len(blocks)) for _ in range(4))
+    for i, block in enumerate(blocks):
+        # The blocks in use at the same time, from low to high, and the gap below each of them and above the last.
+        beside = np.flatnonzero((starts[:i] < block.end) & (block.start < ends[:i]))
+        beside = beside[np.argsort(lows[beside])]
+        tops = np.maximum.accumulate(np.concatenate([[0.0], highs[beside]]))
+        gaps = np.append(lows[beside], np.inf) - tops
+
+        smallest = int(np.argmin(np.where(gaps >= block.n_bytes, gaps, np.inf)))
+        low = tops[smallest if gaps[smallest] >= block.n_bytes else -1]
+        starts[i], ends[i], lows[i], highs[i] = block.start, block.end, low, low + block.n_bytes
+    return float(highs.max(initial=0.0))

@@ -1,0 +1,228 @@
+"""The program of one device on arrays: `spmd.walk` under `jax.shard_map`, and the collectives of each step.
+
+Barriers wait by data. XLA for GPUs drops optimization barriers before it orders its kernels, so recomputed values of a
+backward pass would be made long before that pass needs them, and save no memory. So a condition chooses each array
+after a barrier from itself and zeros. The condition reads an element of every array in front of the barrier and never
+holds, which no compiler knows. The choice is elementwise, and becomes a part of the kernels that read the array.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from minialpa.errors import TraceError, VerifyError
+from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
+from minialpa.intra.strategies.all_reduce import all_reduce, is_narrow
+from minialpa.intra.strategies.loops import ScanBody
+from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.ir.equations import Atom, aval_of, is_extended, is_literal, shape_of, source_line
+from minialpa.rules.factors import Factors
+from minialpa.rules.shards import run_shard
+from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
+from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.ragged_products import only_keeps_apart
+
+Shape = tuple[int, ...]
+
+
+def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
+    """The program as a function of stored arrays (`Spec.stored_shape`), over all devices of its mesh."""
+    mesh_shape = program.mesh.shape
+    in_specs = [program.specs[v] for v in program.invars]
+    ops = replace(_array_ops(mesh_shape), run=functools.partial(_run_in_order, mesh_shape))
+
+    def on_shards(*stored: Any) -> tuple[Any, ...]:
+        shards = [_shard_of(array, spec) for array, spec in zip(stored, in_specs, strict=True)]
+        results = walk(program, shards, ops)
+        return tuple(_stored(shard, spec) for shard, spec in zip(results, program.out_specs, strict=True))
+
+    if max(mesh_shape) == 1:
+        return on_shards
+
+    return jax.shard_map(
+        on_shards,
+        mesh=abstract_mesh(mesh_shape),
+        in_specs=tuple(spec.partition_spec() for spec in in_specs),
+        out_specs=tuple(spec.partition_spec() for spec in program.out_specs),
+        check_vma=False,
+    )
+
+
+def _shard_of(stored: Any, spec: Spec) -> Any:
+    """The shard of a stored array, without the leading dimensions that count the parts of a partial sum."""
+    return stored.reshape(stored.shape[len(spec.partial) :]) if spec.partial else stored
+
+
+def _stored(shard: Any, spec: Spec) -> Any:
+    """The reverse of `_shard_of`."""
+    return jnp.expand_dims(shard, range(len(spec.partial))) if spec.partial else shard
+
+
+# ---- operations of the walk -----------------------------------------------------------------------------------------
+
+
+def _array_ops(mesh_shape: Shape) -> ShardOps[Any]:
+    move, run, loop = (functools.partial(operation, mesh_shape) for operation in (_move, _run, _loop))
+    return ShardOps(lambda atom: atom.val, move, run, loop)
+
+
+def _move(mesh_shape: Shape, shard: Any, step: ReshardStep, atom: Atom) -> Any:
+    if is_extended(aval_of(atom).dtype):
+        # Typed keys are resharded as integers.
+        data = take_step(jax.random.key_data(shard), step, mesh_shape)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(shard))
+    return take_step(jnp.asarray(shard, aval_of(atom).dtype), step, mesh_shape)
+
+
+def _run(mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]) -> list[Any]:
+    if eqn.effects and max(mesh_shape) > 1:
+        return _run_once(eqn, operands, len(mesh_shape))
+
+    axes = split_axes(factors, chosen)
+    n_splits = {factor: math.prod(mesh_shape[axis] for axis in own) for factor, own in axes.items()}
+    parts = {factor: lax.axis_index(_names(own)) for factor, own in axes.items() if factor in factors.positional}
+    results = run_shard(eqn, factors, operands, n_splits, parts)
+    _check_shapes(eqn, chosen, results, mesh_shape)
+    return results
+
+
+def _run_in_order(
+    mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]
+) -> list[Any]:
+    """As `_run`, with barriers that every compiler keeps. Iterations of a loop are in order anyway."""
+    if eqn.primitive.name == "optimization_barrier" and not only_keeps_apart(eqn):
+        return wait_for_all(operands)
+    return _run(mesh_shape, eqn, factors, chosen, operands)
+
+
+def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
+    """An equation with side effects runs on the first device only; the others get its results."""
+    if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
+        raise TraceError(
+            f"`{eqn.primitive.name}` at {source_line(eqn)} runs an ordered `jax.debug` callback, which jax supports on "
+            "one device only. Use `ordered=False`, or `jax.experimental.io_callback(..., ordered=True)`."
+        )
+    names = _names(range(n_axes))
+    is_first = lax.axis_index(names) == 0
+    zeros = [jnp.zeros(shape_of(v), aval_of(v).dtype) for v in eqn.outvars]
+    results = lax.cond(is_first, lambda *xs: eval_equation(eqn, xs), lambda *_: zeros, *operands)
+    return [all_reduce(result, names, "or" if result.dtype == np.bool_ else "sum") for result in results]
+
+
+def _check_shapes(eqn: JaxprEqn, chosen: EquationSpecs, results: Sequence[Any], mesh_shape: Shape) -> None:
+    for v, shard, spec in zip(eqn.outvars, results, chosen.made, strict=True):
+        expected = spec.shard_shape(shape_of(v), mesh_shape)
+        if tuple(np.shape(shard)) != expected:
+            raise VerifyError(
+                f"The rule of `{eqn.primitive.name}` makes a shard of shape {np.shape(shard)} where {spec} of "
+                f"{shape_of(v)} is {expected}. The rule is wrong; please report it."
+            )
+
+
+def _loop(mesh_shape: Shape, eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[Any]) -> list[Any]:
+    ops = _array_ops(mesh_shape)
+
+    def iteration(carry: Any, slices: Any) -> Any:
+        inputs = [*body.flat.consts, *operands[: body.n_consts], *carry, *slices]
+        shards = walk(inside, inputs, ops)
+        # Literals may be Python numbers, but a scan needs arrays of the dtypes of its carry.
+        results = [
+            jnp.asarray(shard, aval_of(atom).dtype) if is_literal(atom) else shard
+            for shard, atom in zip(shards, inside.outvars, strict=True)
+        ]
+        return results[: body.n_carry], results[body.n_carry :]
+
+    carry, stacked = lax.scan(
+        iteration,
+        operands[body.n_consts : body.n_lead],
+        operands[body.n_lead :],
+        length=body.length,
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _names(axes: Sequence[int]) -> tuple[str, ...]:
+    return tuple(AXIS_NAMES[axis] for axis in axes)
+
+
+# ---- barriers -------------------------------------------------------------------------------------------------------
+
+
+def wait_for_all(arrays: Sequence[Any]) -> list[Any]:
+    return list(lax.platform_dependent(*arrays, cuda=wait_by_data, default=_barrier))
+
+
+def wait_by_data(*arrays: Any) -> tuple[Any, ...]:
+    """The same arrays, to the last bit, each computed from an element of all floating point arrays."""
+    elements = [
+        array[(0,) * array.ndim].astype(jnp.float32)
+        for array in arrays
+        if array.size and jnp.issubdtype(array.dtype, jnp.floating)
+    ]
+    if not elements:
+        return _barrier(*arrays)
+
+    # NaN is equal to nothing, also not to 0.
+    read = jnp.stack(elements)
+    never = jnp.any((read != read) & (read == 0))
+    return tuple(jnp.where(never, jnp.zeros_like(array), array) for array in arrays)
+
+
+def _barrier(*arrays: Any) -> tuple[Any, ...]:
+    return tuple(lax.optimization_barrier(arrays))
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
+    """One step of a resharding on the shard `x` of this device, together with the devices along its axes."""
+    if is_narrow(x.dtype):
+        return take_step(x.astype(np.int8), step, mesh_shape).astype(x.dtype)
+    names = _names(step.axes)
+    n_devices = math.prod(mesh_shape[axis] for axis in step.axes)
+    match step.kind:
+        case "cut":
+            size = x.shape[step.dim] // n_devices
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, step.dim)
+        case "mask":
+            return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x))
+        case "all-gather":
+            return lax.all_gather(x, names, axis=step.dim, tiled=True)
+        case "all-reduce":
+            return all_reduce(x, names, step.reduction)
+        case "reduce-scatter":
+            return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
+        case "all-to-all":
+            return lax.all_to_all(x, names, step.dim, step.source, tiled=True)
+        case "cut-halves":
+            return _cut_halves(x, step.dim, lax.axis_index(names), n_devices)
+        case "swap":
+            return _swap(x, step.dim, names, n_devices)
+
+
+def _cut_halves(x: Any, dim: int, i: Any, n: int) -> Any:
+    """The part of `x` of device i of n after a swap: of 2 n pieces, piece 2 i and piece 2 n - 1 - 2 i."""
+    size = x.shape[dim] // (2 * n)
+    starts = (2 * i * size, (2 * n - 1 - 2 * i) * size)
+    halves = [lax.dynamic_slice_in_dim(x, start, size, dim) for start in starts]
+    return jnp.concatenate(halves, axis=dim)
+
+
+def _swap(x: Any, dim: int, names: tuple[str, ...], n: int) -> Any:
+    """The first half of this device's part, then the second half of device n - 1 - i's."""
+    kept, sent = jnp.split(x, 2, axis=dim)
+    received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
+    return jnp.concatenate([kept, received], axis=dim)

@@ -1,0 +1,213 @@
+"""Seconds of an equation on one device: arithmetic, bytes, and idle processors.
+
+Attentions without a kernel of cuDNN (float32, biases or masks) run block by block (`attention.blockwise`), with float32
+scores in memory between products and loops:
+
+    seconds = products of the scores, each of which reads or writes them once
+            + passes of loops over the scores
+            + copies of the blocks of queries, keys and values, for each pair of blocks
+
+The passes are counted in compiled programs for H100s.
+
+A GPU computes a product in tiles, one on each of its processors at a time. In the last round, processors without a tile
+wait:
+
+    waste = processors ceil(tiles / processors) area of a tile / (rate of its kind of tile * b m n)
+
+for the best kind of tile. A product with few tiles and a long sum is also split along the sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+from numpy.typing import NDArray
+
+from minialpa.attention.blockwise import SIDE
+from minialpa.attention.cudnn import takes
+from minialpa.cluster import DeviceSpec, LogicalMesh
+from minialpa.intra.strategies.candidates import Candidates
+from minialpa.ir.equations import aval_of, bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
+from minialpa.rules.factors import Factors
+from minialpa.rules.heavy import is_attention, is_contraction
+from minialpa.rules.known_rules import factors_of, is_kernel
+from minialpa.sharding import Spec
+from minialpa.tracing.flattening import flat_body
+
+
+class Work(NamedTuple):
+    """Seconds of an equation on one device: devices that split it divide `shared_s`, and each takes `fixed_s`."""
+
+    shared_s: float
+    fixed_s: float
+
+
+def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
+    """The work of one device that does all of it; without a device, compute has no price.
+
+    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. A reshape that
+    only adds or drops a leading dimension of size 1 writes nothing. A loop or branch takes as long as its body, whose
+    products may be of other dtypes than its operands.
+    """
+    device = mesh.device
+    if device is None or _is_row(eqn):
+        return Work(0.0, 0.0)
+    if eqn.primitive.name in ("scan", "while", "cond"):
+        return _work_inside(eqn, mesh)
+
+    if is_attention(eqn) and device.kernels is not None and not has_kernel(eqn):
+        return Work(blockwise_s(eqn, factors, device), device.launch_s)
+    # XLA updates an array in place.
+    written = sum(map(bytes_of, eqn.invars[1:2] if eqn.primitive.name == "dynamic_update_slice" else eqn.outvars))
+    if is_contraction(eqn) or is_kernel(eqn):
+        read = sum(map(bytes_of, eqn.invars))
+        seconds_of = device.attention_s if is_attention(eqn) else device.product_s
+        return Work(seconds_of(factors.flops, read + written, _rate_of(eqn)), device.launch_s)
+    dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
+    return Work(device.kernel_s(factors.flops, written, dtype), 0.0)
+
+
+def _work_inside(eqn: JaxprEqn, mesh: LogicalMesh) -> Work:
+    """The work of all iterations of a scan, of one of a `while`, or of the longest branch."""
+    bodies = [_total(work_of(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(bodies, key=sum)
+    n_times: int = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    once = _total(bodies)
+    return Work(n_times * once.shared_s, n_times * once.fixed_s)
+
+
+def _total(parts: Iterable[Work]) -> Work:
+    shared_s = fixed_s = 0.0
+    for part in parts:
+        shared_s, fixed_s = shared_s + part.shared_s, fixed_s + part.fixed_s
+    return Work(shared_s, fixed_s)
+
+
+@functools.lru_cache(maxsize=256)
+def _equations_of(body: Jaxpr) -> tuple[JaxprEqn, ...]:
+    return flat_body(body, [None] * len(body.constvars)).eqns
+
+
+def _is_row(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in ("reshape", "squeeze"):
+        return False
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return before == (1, *after) or after == (1, *before)
+
+
+def _rate_of(eqn: JaxprEqn) -> str:
+    """The name of the rate of a product: its dtype, or "tensorfloat32" for float32 by default.
+
+    The first floating point operand counts, as kernels may read integers first, such as the sizes of groups.
+    """
+    floats = (atom for atom in eqn.invars if is_inexact(atom))
+    dtype = dtype_name(next(floats, eqn.invars[0])) if eqn.invars else "float32"
+    precision = eqn.params.get("precision")
+    asked = {precision} if not isinstance(precision, tuple) else set(precision)
+    return "tensorfloat32" if dtype == "float32" and asked <= {None, jax.lax.Precision.DEFAULT} else dtype
+
+
+# ---- attentions in blocks -------------------------------------------------------------------------------------------
+
+_SCORE_BYTES = 4
+#: Products of blocks of 512 x 512, as a multiple of the formula for large products, by XLA's tables of H100s.
+_OF_BLOCKS = 1.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passes:
+    """Counts of one direction of an attention, for each pair of blocks.
+
+    Attributes:
+        products: products that read or write scores.
+        sums: features that these sum or make, for each d and e of keys and values.
+        loops: reads and writes of all scores by loops.
+        rows: reads and writes of a block of queries, keys, values or results.
+    """
+
+    products: int
+    sums: tuple[int, int]
+    loops: int
+    rows: int
+
+
+#: score, value; maximum, and shifted scores with their sum; cut blocks, and the running results of the row.
+_FORWARD = _Passes(products=2, sums=(1, 1), loops=3, rows=9)
+#: score, p_bar, and three gradients; p and score_bar of score and p_bar; cut blocks, and sums of gradients.
+_BACKWARD = _Passes(products=5, sums=(3, 2), loops=4, rows=19)
+
+
+def has_kernel(eqn: JaxprEqn) -> bool:
+    query, key, value = (aval_of(atom) for atom in eqn.invars[:3])
+    return takes(query, key, value, eqn.params["kind"])
+
+
+def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
+    passes = _FORWARD if eqn.primitive.name == "minialpa_attention" else _BACKWARD
+    d, (n_keys, e) = shape_of(eqn.invars[1])[-1], (shape_of(eqn.invars[2])[i] for i in (1, 3))
+    of_keys, of_values = passes.sums
+    scores_bytes = _SCORE_BYTES * factors.flops / (2 * (of_keys * d + of_values * e))
+
+    products_s = device.product_s(factors.flops, passes.products * scores_bytes, "tensorfloat32")
+    # A block of scores has as many rows, of features instead of keys.
+    rows_bytes = passes.rows * scores_bytes * (d + e) / 2 / min(n_keys, SIDE) if n_keys > SIDE else 0.0
+    moved_bytes = passes.loops * scores_bytes + rows_bytes
+    return _OF_BLOCKS * products_s + moved_bytes / device.memory_bandwidth
+
+
+# ---- idle processors ------------------------------------------------------------------------------------------------
+
+#: (rows, columns, rate) of the tiles of GPU kernels. Smaller tiles read more for each operation; by choice.
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
+#: Parts of a sum, of at least so many summands, and the cost of joining them as a part of the whole.
+_PARTS, _LEAST_PART, _JOINING = (1, 2, 4, 8, 16), 256, 0.05
+
+
+def idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[np.float64] | float:
+    """For each candidate of a matrix product, the seconds that idle processors add to the whole of it."""
+    device = mesh.device
+    if device is None or not device.n_processors or eqn.primitive.name != "dot_general":
+        return 0.0
+    (sums, _), (batch, _) = eqn.params["dimension_numbers"]
+    n_batch, n_rows = len(batch), len(shape_of(eqn.invars[0])) - len(sums) - len(batch)
+    if n_rows == 0 or n_batch + n_rows == len(shape_of(eqn.outvars[0])):
+        return 0.0  # a product with a vector, which XLA computes as a sum, without tiles
+
+    def waste_of(made: Spec) -> float:
+        shape = made.shard_shape(shape_of(eqn.outvars[0]), mesh.shape)
+        b, m, n = shape[:n_batch], shape[n_batch : n_batch + n_rows], shape[n_batch + n_rows :]
+        # A sum that is split leaves a partial sum.
+        k = n_summands / math.prod(mesh.shape[axis] for axis in made.partial)
+        return waste(math.prod(b), math.prod(m), math.prod(n), int(k), device.n_processors)
+
+    n_summands = math.prod(shape_of(eqn.invars[0])[dim] for dim in sums)
+    computing_s = device.computing_s(factors_of(eqn).flops, _rate_of(eqn))
+    wastes = np.array([waste_of(made) for made in candidates.made[0]])
+    if candidates.has_choice:
+        return computing_s * (wastes - 1)
+    seconds = np.zeros(len(candidates.n_shares))
+    seconds[candidates.first] = computing_s * (wastes - 1)
+    return seconds
+
+
+@functools.lru_cache(maxsize=65536)
+def waste(b: int, m: int, n: int, k: int, n_processors: int) -> float:
+    """Time of `b` products [m k] [k n], at least 1, as a multiple of the time without idle processors."""
+    best = math.inf
+    for (rows, columns, rate), parts in itertools.product(_TILES, _PARTS):
+        if parts > 1 and k < parts * _LEAST_PART:
+            continue
+        n_tiles = b * math.ceil(m / rows) * math.ceil(n / columns) * parts
+        n_rounds = math.ceil(n_tiles / n_processors)
+        area = n_processors * n_rounds * rows * columns / (parts * rate)
+        best = min(best, area * (1 + _JOINING * (parts > 1)))
+    return max(1.0, best / (b * m * n))
