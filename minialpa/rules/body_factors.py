@@ -1,7 +1,7 @@
-"""The factors of an equation of control flow, and the equation on shards, from the region that is inside it.
+"""The factors of an equation of control flow, and the equation on shards, from the region inside it.
 
-A region goes in. `body_splits` finds its groups and what splitting each of them does; `BoundaryTable` makes factors of
-them, one for each group that may be split; `local_params` and `started` give programs on shards.
+`body_splits` finds the groups of a region and their outcomes; `BoundaryTable` makes a factor of each group that may be
+split; `local_params` and `started` give programs on shards.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import Atom, shape_of
-from minialpa.rules.body_groups import Groups, find_groups
+from minialpa.rules.body_groups import Groups, Node, Region, find_groups, node_of
 from minialpa.rules.body_outcomes import Outcome, follow, zero_arrays
-from minialpa.rules.body_region import Node, Region, node_of
 from minialpa.rules.body_shards import BodyShards
 from minialpa.rules.common import FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
@@ -26,12 +25,12 @@ from minialpa.rules.known_rules import Starts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodySplits:
-    """A region, and what splitting each group of its inputs and results does.
+    """A region and the outcomes of its groups.
 
     Attributes:
         region: the equations inside.
         groups: the dimensions that are split together.
-        outcomes: for each group that may be split; all others are blocked.
+        outcomes: of each group that may be split; all others are blocked.
         part_flops: floating point operations of one run of each part of the region.
     """
 
@@ -42,7 +41,6 @@ class BodySplits:
 
 
 def body_splits(region: Region) -> BodySplits:
-    """What may be split in a region."""
     groups, zeros = find_groups(region), zero_arrays(region)
     at_boundary = dict.fromkeys(group for atom in (*region.inputs, *region.result_atoms) for group in groups.of(atom))
 
@@ -59,12 +57,12 @@ def body_splits(region: Region) -> BodySplits:
 
 @dataclass(slots=True)
 class BoundaryTable:
-    """Gives the dimensions of a control flow equation's operands and results their factors, one for each group.
+    """Makes the factors of a control flow equation, one for each group.
 
     Attributes:
         splits: the equation's region.
-        table: the factors of the equation.
-        factors: the factor of each group that has one so far.
+        table: the factors so far.
+        factors: the factor of each group, if it has one so far.
     """
 
     splits: BodySplits
@@ -81,22 +79,18 @@ class BoundaryTable:
         if outcome is None or size <= 1:
             return self.table.dim(size, blocked=size > 1)
 
-        # A group can be cut into at most `n_blocks`; what is left of the dimension stays together.
+        # A group has at most `n_blocks`; the rest of the dimension stays together.
         n_blocks = self.splits.groups.sizes[group]
         if group not in self.factors:
             is_positional = group in self.splits.groups.positional
-            reduction = self._reduction(outcome)
+            # A factor of operands on which no result depends counts as reduced, without partial results.
+            reduction = outcome.reduction or (None if "split" in outcome.results else "sum")
             (self.factors[group],) = self.table.dim(n_blocks, positional=is_positional, reduction=reduction)
         rest = self.table.dim(size // n_blocks, blocked=True) if size != n_blocks else ()
         return (self.factors[group], *rest)
 
-    @staticmethod
-    def _reduction(outcome: Outcome) -> Any:
-        # A factor of operands that no result depends on counts as reduced, without partial results.
-        return outcome.reduction or (None if "split" in outcome.results else "sum")
-
     def build(self, eqn: JaxprEqn, operands: Sequence[Dims], results: Sequence[Dims], flops: float) -> Factors:
-        """The factors of the equation, whose last operands are the inputs of the region."""
+        """The factors of the equation; its last operands are the inputs of the region."""
         n_before = len(operands) - len(self.splits.region.inputs)
         outcomes = {f: self.splits.outcomes[group] for group, f in self.factors.items()}
         reduced = {f: outcome for f, outcome in outcomes.items() if f in self.table.reductions}
@@ -108,7 +102,7 @@ class BoundaryTable:
 
 
 def _n_splits(splits: BodySplits, local: Shapes) -> dict[Node, int]:
-    """How many parts each group is cut into, from the local shapes of inputs, then results."""
+    """The number of parts of each group, from the local shapes of inputs and results."""
     atoms = (*splits.region.inputs, *(atoms[0] for atoms in splits.region.results))
     n_splits: dict[Node, int] = {}
     for atom, local_shape in zip(atoms, local, strict=True):
@@ -123,10 +117,10 @@ def local_params(
 ) -> dict[str, Any]:
     """The parameters of a control flow equation on shards of these shapes.
 
-    Programs that depend on where their shards begin are not known yet. A parameter `shards` says how they are cut; no
-    primitive has such a parameter, so the equation cannot run before `on_shards` has put programs in its place.
+    Programs that depend on positions are unknown until `on_shards` runs. Their parameter `shards` describes the cut; no
+    primitive has such a parameter, so the equation cannot run before.
 
-    named: from a function that gives the part of a number on shards to the parameters that hold these parts.
+    named: from `program(i)`, the function for part i on shards, to the parameters with the parts.
     """
     region, groups = splits.region, splits.groups
     n_splits = _n_splits(splits, (*inputs, *results))
@@ -136,16 +130,14 @@ def local_params(
     return dict(eqn.params, **named(shards.program))
 
 
-def started(shards: BodyShards, starts: Starts, n_before: int) -> BodyShards:
-    """The shards with the blocks at which they begin, as int32s.
-
-    n_before: number of operands before those that are inputs of the region.
-    """
+def started(shards: BodyShards, starts: Starts) -> BodyShards:
+    """The shards with their first blocks, as int32s."""
     groups, region = shards.groups, shards.region
+    n_before = len(starts.operands) - len(region.inputs)
     known: dict[Node, Any] = {}
     results = (atoms[0] for atoms in region.results)
     for atom, dims in zip((*region.inputs, *results), (*starts.operands[n_before:], *starts.results), strict=True):
-        # A stack has the dimension of the iterations before those of a slice.
+        # A stack has one dimension more than a slice, for the iterations.
         own = dims[len(dims) - len(shape_of(atom)) :]
         for d, start in enumerate(own):
             group = groups.find(node_of(atom, d))

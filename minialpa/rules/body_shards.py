@@ -1,8 +1,4 @@
-"""The programs of a region on shards of its arrays.
-
-A region, its groups and the number of parts of each group go in; out come results on the arrays of one device, and
-programs on shards for the parameters of the equation that the region is inside.
-"""
+"""The programs of a region on shards: a region, its groups and the number of parts of each group in, programs out."""
 
 from __future__ import annotations
 
@@ -15,22 +11,20 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import Atom, is_literal, shape_of
-from minialpa.rules.body_groups import Groups, leading_nodes
-from minialpa.rules.body_region import Node, Region, node_of
+from minialpa.rules.body_groups import Groups, Node, Region, leading_nodes, node_of
 from minialpa.rules.shards import localize, part_of, run_from
 from minialpa.tracing.evaluation import eval_equation, eval_on_shards
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BodyShards:
-    """A region of which each device has shards.
+    """A region on shards.
 
     Attributes:
         region: the programs and their arrays.
         groups: the dimensions that are split together; a group has `groups.sizes[group]` blocks.
         n_splits: the number of parts of each group that is split.
-        starts: for each positional group that is split, the number of the block that the shard begins with; empty as
-            long as that is not known.
+        starts: the number of the shard's first block for each positional group that is split; empty if unknown.
     """
 
     region: Region
@@ -39,7 +33,6 @@ class BodyShards:
     starts: Mapping[Node, Any]
 
     def structs(self, atoms: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the shards of arrays of the region."""
         return [self._struct(atom) for atom in atoms]
 
     def _struct(self, atom: Any) -> jax.ShapeDtypeStruct:
@@ -48,12 +41,11 @@ class BodyShards:
         return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
     def program(self, part: int) -> Any:
-        """The part of this number on shards, as a closed jaxpr with its constraints: a micro-batch obeys them, too."""
+        """The part of this number on shards, as a closed jaxpr; it keeps sharding constraints for micro-batches."""
         structs = self.structs(self.region.parts[part].invars)
         return jax.make_jaxpr(lambda *args: self._run(part, args, eval_equation))(*structs)
 
     def run(self, part: int, args: Sequence[Any]) -> list[Any]:
-        """The results of the part of this number on shards of its inputs."""
         return self._run(part, args, eval_on_shards)
 
     def _run(self, part: int, args: Sequence[Any], evaluate: Callable[..., list[Any]]) -> list[Any]:
@@ -70,7 +62,6 @@ class BodyShards:
     def _run_equation(
         self, eqn: JaxprEqn, operands: Sequence[Any], evaluate: Callable[..., list[Any]]
     ) -> Sequence[Any]:
-        """The shards of the results of an equation."""
         factors = self.region.factors[eqn]
         groups = {f: self.groups.find(nodes[0]) for f, nodes in leading_nodes(eqn, factors).items()}
         n_splits = {f: self.n_splits.get(group, 1) for f, group in groups.items()}
@@ -86,7 +77,7 @@ class BodyShards:
         return evaluate(eqn, operands, localize(eqn, factors, n_splits))
 
     def _own_part(self, atom: Atom, value: Any) -> Any:
-        """The shard of an array that the device holds in full."""
+        """The shard of an array which the device holds in full."""
         for d, size in enumerate(shape_of(atom)):
             group = self.groups.find(node_of(atom, d))
             if size > 1 and group in self.starts:
@@ -95,5 +86,5 @@ class BodyShards:
         return value
 
     def _literal_result(self, atom: Any) -> Any:
-        """The shard of a literal as a result: an array, although a literal may be a Python number."""
+        """The shard of a literal as an array; a literal may be a Python number."""
         return self._own_part(atom, np.asarray(atom.val, getattr(atom.aval, "dtype", None)))

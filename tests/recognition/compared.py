@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from minialpa.ir.equations import sub_jaxprs
@@ -31,6 +32,18 @@ class Found:
 
 def array(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def scores_of(q: Any, k: Any) -> Any:
+    return jnp.einsum("bthd,bshd->bhts", q, k)
+
+
+def mixed(p: Any, v: Any) -> Any:
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def softmax(x: Any) -> Any:
+    return jax.nn.softmax(x, axis=-1)
 
 
 def all_equations(eqns: Iterable[Any]) -> Iterable[Any]:

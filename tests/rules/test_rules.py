@@ -14,8 +14,8 @@ import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.errors import VerifyError
 from minialpa.rules import known_rules
 from minialpa.rules.known_rules import factors_of, has_rule, known_primitives, replicated_factors, rule
-from tests.rules.rule_laws import cases_of, check_halving, check_linearity, check_structure, notation, only, vjp
-from tests.rules.rule_programs import PROGRAMS, cases
+from tests.rules.rule_laws import cases_of, check_all, check_halving, check_linearity, equations_of, notation, only, vjp
+from tests.rules.rule_programs import PROGRAMS, cases, equations
 
 #: Primitives that the rule table knows and jax 0.10 does not have.
 _NEW_PRIMITIVES = {"log2", "one_minus_square", "polynomial"}
@@ -25,28 +25,15 @@ all_programs = pytest.mark.parametrize("program", PROGRAMS)
 
 
 @all_programs
-def test_halving_a_factor_changes_no_result(program: str) -> None:
-    check_halving(cases(program))
-
-
-@all_programs
-def test_factors_multiply_to_shapes(program: str) -> None:
-    for case in cases(program):
-        check_structure(case)
-
-
-@all_programs
-def test_linear_means_that_sums_pass(program: str, seed: int) -> None:
-    check_linearity(cases(program), np.random.default_rng(seed))
-
-
-@all_programs
-def test_programs_need_no_fallback(program: str) -> None:
-    assert {case.eqn.primitive.name for case in cases(program)} <= set(known_primitives())
+def test_rules_keep_their_laws(program: str, seed: int) -> None:
+    found = cases(program)
+    assert {case.eqn.primitive.name for case in found} <= set(known_primitives())
+    check_all(found)
+    check_linearity(found, np.random.default_rng(seed))
 
 
 def test_every_rule_has_a_case() -> None:
-    seen = {case.eqn.primitive.name for program in PROGRAMS for case in cases(program)}
+    seen = {eqn.primitive.name for program in PROGRAMS for eqn in equations(program)}
     assert set(known_primitives()) - seen <= _NEW_PRIMITIVES | _GPU_PRIMITIVES
 
 
@@ -61,8 +48,6 @@ def _f32(*shape: int) -> np.ndarray:
         (lax.mul, (_f32(4, 1), _f32(4, 6)), "[a 1], [a b] -> [a b]"),
         (lax.dot, (_f32(4, 6), _f32(6, 2)), "[a b], [b c] -> [a c] sum(b)"),
         (lambda x: jnp.sum(x, 1), (_f32(4, 6),), "[a b] -> [a] sum(b)"),
-        (lambda x: x.reshape(8, 6), (_f32(2, 4, 6),), "[a b c] -> [(a b) c]"),
-        (lambda x: x.reshape(4, 2, 3), (_f32(4, 6),), "[a (b c)] -> [a b c]"),
         (lambda x: x.reshape(4, 12), (_f32(8, 6),), "[(a b) c] -> [a (b c)]"),
         (lambda x: x.reshape(2, 9, 2), (_f32(2, 6, 3),), "[a (b C) D] -> [a (b E) F]"),
         (lambda x: lax.broadcast_in_dim(x, (4, 6, 2), (1, 2)), (_f32(1, 2),), "[1 a] -> [b c a]"),
@@ -127,7 +112,6 @@ def test_factors_are_as_written(fun: Any, arguments: tuple[Any, ...], expected: 
         (lambda x: lax.convert_element_type(x, jnp.float32), "i", ("joint", (0,))),
         (lambda x: lax.convert_element_type(x, jnp.int32), "f", ("none", ())),
         (lambda x: lax.convert_element_type(x, jnp.float32), "b", ("none", ())),
-        (lambda x: lax.convert_element_type(x, jnp.int32), "b", ("none", ())),
         (lambda x: x.at[:2].get(mode="fill", fill_value=0), "f", ("joint", (0,))),
         (lambda x: x.at[np.array([1])].get(mode="fill", fill_value=5), "f", ("none", ())),
         (lambda x: jnp.sum(x), "f", ("joint", (0,))),
@@ -136,7 +120,7 @@ def test_factors_are_as_written(fun: Any, arguments: tuple[Any, ...], expected: 
 )
 def test_linear_is_claimed_where_it_holds(fun: Any, dtypes: str, expected: tuple[str, tuple[int, ...]]) -> None:
     kinds = {"b": np.bool_, "f": np.float32, "i": np.int32}
-    factors = factors_of(only(fun, *(np.ones(4, kinds[d]) for d in dtypes)).eqn)
+    factors = factors_of(only(fun, *(np.ones(4, kinds[d]) for d in dtypes)))
     assert (factors.linear, factors.linear_operands) == expected
 
 
@@ -153,23 +137,24 @@ def test_linear_is_claimed_where_it_holds(fun: Any, dtypes: str, expected: tuple
     ],
 )
 def test_flops_are_those_of_the_formula(fun: Any, shapes: list[tuple[int, ...]], flops: float) -> None:
-    assert factors_of(only(fun, *(_f32(*shape) for shape in shapes)).eqn).flops == flops
+    assert factors_of(only(fun, *(_f32(*shape) for shape in shapes))).flops == flops
 
 
 def test_gradients_of_a_convolution_cost_what_it_costs() -> None:
     options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
     x, w = _f32(2, 9, 9, 4), _f32(3, 3, 4, 8)
     fun = vjp(lambda x, w: lax.conv_general_dilated(x, w, (2, 2), "SAME", **options))
-    convolutions = [case.eqn for case in cases_of(fun, x, w) if case.eqn.primitive.name == "conv_general_dilated"]
+    found = equations_of(jax.make_jaxpr(fun)(x, w).jaxpr)
+    convolutions = [eqn for eqn in found if eqn.primitive.name == "conv_general_dilated"]
     assert len(convolutions) == 3
     assert len({factors_of(eqn).flops for eqn in convolutions}) == 1
 
 
 def test_halving_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = only(lambda x: lax.cumsum(x, 0), np.arange(4, dtype=np.float32))
+    found = cases_of(lambda x: lax.cumsum(x, 0), np.arange(4, dtype=np.float32))
     monkeypatch.setitem(known_rules._RULES, "cumsum", known_rules._RULES["sin"])
     with pytest.raises(AssertionError, match="factor 0"):
-        check_halving([case])
+        check_halving(found)
 
 
 def test_a_second_rule_for_a_primitive_is_refused() -> None:
@@ -178,7 +163,7 @@ def test_a_second_rule_for_a_primitive_is_refused() -> None:
 
 
 def test_a_primitive_without_a_rule_is_replicated() -> None:
-    eqn = only(lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), _f32(4, 6)).eqn
+    eqn = only(lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), _f32(4, 6))
     assert not has_rule(eqn.primitive.name)
     factors = factors_of(eqn)
     assert factors == replicated_factors(eqn)
@@ -186,6 +171,6 @@ def test_a_primitive_without_a_rule_is_replicated() -> None:
 
 
 def test_an_inner_factor_is_not_cut_into_blocks() -> None:
-    factors = factors_of(only(lambda x: x.reshape(4, 2), _f32(8)).eqn)
+    factors = factors_of(only(lambda x: x.reshape(4, 2), _f32(8)))
     assert [factors.may_split(f, 2) for f in factors.splittable] == [True, False]
     assert factors.leading_factor(0, 0) == factors.results[0][0][0]

@@ -1,12 +1,10 @@
-"""The laws of rule_laws.py on generated contractions, reshapes, moves, reductions and broadcasts."""
+"""The laws of rule_laws.py on generated contractions and reshapes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from tests.rules.rule_laws import cases_of, check_all
 
 sizes = st.sampled_from([1, 2, 4, 6])
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=10, deadline=None)
 
 
 @few
@@ -49,30 +47,3 @@ def test_reshape_halves_and_keeps_common_factors(data: st.DataObject, primes: li
     source, target = data.draw(_grouped(primes)), data.draw(_grouped(data.draw(st.permutations(primes))))
     x = np.arange(np.prod(source), dtype=np.float32).reshape(source)
     check_all(cases_of(lambda x: lax.reshape(x, target), x))
-
-
-@few
-@given(st.data(), st.lists(sizes, min_size=1, max_size=4))
-def test_moves_and_reductions_halve(data: st.DataObject, shape: list[int]) -> None:
-    axes = tuple(sorted(data.draw(st.sets(st.sampled_from(range(len(shape)))))))
-    permutation = data.draw(st.permutations(range(len(shape))))
-    ones = [data.draw(st.sampled_from([1, shape[i]])) for i in axes]
-    x, y = (np.random.default_rng(0).random(s, np.float32) for s in (shape, ones))
-
-    def fun(x: Any, y: Any) -> list[Any]:
-        return [
-            lax.broadcast_in_dim(y, shape, axes),
-            lax.transpose(x, permutation),
-            *(f(x, axis=axes) for f in (jnp.sum, jnp.max)),
-        ]
-
-    check_all(cases_of(fun, x, y))
-
-
-@few
-@given(st.data(), st.lists(sizes, max_size=3))
-def test_elementwise_halves_with_any_broadcast(data: st.DataObject, shape: list[int]) -> None:
-    shapes = [[data.draw(st.sampled_from([1, n])) for n in shape] for _ in range(2)]
-    full, x, y = (np.random.default_rng(0).random(s, np.float32) for s in (shape, *shapes))
-    found = cases_of(lambda full, x, y: [lax.add(full, x), lax.mul(x, full), lax.max(full, x), full * y], full, x, y)
-    check_all(found)

@@ -20,8 +20,7 @@ from minialpa.intra.spmd import ShardedEquations, shard_program
 from minialpa.ir.equations import aval_of, is_weak
 from minialpa.programs.mesh_program import STAND_INS
 from minialpa.programs.program import Function
-from minialpa.rules.factors import Reduction
-from minialpa.rules.reductions import combine
+from minialpa.rules.factors import Reduction, combine
 from minialpa.sharding import Spec
 
 
