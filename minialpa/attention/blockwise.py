@@ -105,13 +105,7 @@ def differentiate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
-    """Positions in blocks of one length.
-
-    Attributes:
-        length: number of positions.
-        n_blocks: number of blocks.
-        block: positions of each block; together they may have a few more than `length`, at the end.
-    """
+    """`length` positions in blocks of one length, the last of which may have padding at its end."""
 
     length: int
     n_blocks: int

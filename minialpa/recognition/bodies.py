@@ -38,14 +38,7 @@ Changed = dict[int, list[JaxprEqn]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """A list of equations in which attentions become operations.
-
-    Attributes:
-        eqns: the equations.
-        outvars: the results.
-        written: equations around and before them.
-        is_wanted: whether an attention with these operands becomes an operation.
-    """
+    """Equations in which attentions become operations, if their operands are wanted; `written` is around them."""
 
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Atom]

@@ -27,13 +27,7 @@ Group = tuple[Label, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A variable that an attention computes.
-
-    Attributes:
-        var: the variable.
-        role: which result it is.
-        place: number of the equation that computed it.
-    """
+    """A variable that an attention computes, its role, and the number of the equation that computed it."""
 
     var: Var
     role: Role
@@ -160,13 +154,7 @@ def _common_dtype(dtypes: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """The equations of a call of a primitive.
-
-    Attributes:
-        eqns: the equations in order.
-        results: the atom for each request.
-        raw: the results of the primitive, in its layout.
-    """
+    """The equations of a call of a primitive, the atom for each request, and the primitive's own results."""
 
     eqns: list[JaxprEqn]
     results: list[Atom]

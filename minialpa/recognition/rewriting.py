@@ -49,12 +49,7 @@ class NewEquation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Equations around or before the rewritten ones.
-
-    Attributes:
-        producers: the equation of each variable.
-        consts: values of captured arrays.
-    """
+    """Equations around or before the rewritten ones, by their results, and values of captured arrays."""
 
     producers: Mapping[Var, JaxprEqn] = field(default_factory=dict)
     consts: Mapping[Var, object] = field(default_factory=dict)

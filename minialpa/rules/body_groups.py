@@ -147,20 +147,8 @@ def is_made_whole(eqn: JaxprEqn, factors: Factors, factor: int) -> bool:
     return not any(factor in dim for dims in factors.operands for dim in dims)
 
 
-def _knows_position(eqn: JaxprEqn, factors: Factors, factor: int) -> bool:
-    """Whether a blocked factor of an equation in a body can be split at a known position."""
-    if is_made_whole(eqn, factors, factor):
-        return True
-    return factor in factors.positional and is_control_flow(eqn)
-
-
 def _arrays(eqn: JaxprEqn, factors: Factors) -> list[tuple[Atom, Dims]]:
     return list(zip((*eqn.invars, *eqn.outvars), (*factors.operands, *factors.results), strict=True))
-
-
-def _inner(dim: Sequence[int], factors: Factors) -> list[int]:
-    """The inner factors of a dimension. Splitting one of them would leave strided blocks."""
-    return [f for f in dim if factors.sizes[f] > 1][1:]
 
 
 # ---- linking --------------------------------------------------------------------------------------------------------
@@ -202,13 +190,16 @@ class _Links:
 
 
 def _link_equation(links: _Links, eqn: JaxprEqn, factors: Factors) -> None:
-    inner = {f for _, dims in _arrays(eqn, factors) for dim in dims for f in _inner(dim, factors)}
+    # Splitting an inner factor of a dimension would leave strided blocks.
+    longer = ([f for f in dim if factors.sizes[f] > 1] for _, dims in _arrays(eqn, factors) for dim in dims)
+    inner = {f for dim in longer for f in dim[1:]}
     for f, nodes in leading_nodes(eqn, factors).items():
         for node in nodes:
             links.join(nodes[0], node)
         links.limit(nodes[0], factors.sizes[f])
 
-        if f in inner or (f in factors.blocked and not _knows_position(eqn, factors, f)):
+        is_by_position = f in factors.positional and is_control_flow(eqn)
+        if f in inner or (f in factors.blocked and not (is_by_position or is_made_whole(eqn, factors, f))):
             links.block(nodes[0])
         elif f in factors.blocked:
             links.mark_positional(nodes[0])

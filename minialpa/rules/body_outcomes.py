@@ -127,13 +127,9 @@ def _ended_apart(region: Region, outcome: Outcome, ending: Ending) -> Outcome | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
-    """The states of all arrays of a region when one group is split.
+    """The states of all arrays of a region when `group` is split.
 
-    Attributes:
-        groups: the groups of the region.
-        group: the one that is split.
-        zeros: arrays that are zero by construction.
-        partial: arrays that are partial results of a reduction; grows while the equations are followed.
+    `zeros` are zero by construction; `partial` are partial results, and grow while the equations are followed.
     """
 
     groups: Groups
@@ -151,13 +147,7 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """One iteration with given states of its inputs.
-
-    Attributes:
-        outcome: the states of the results.
-        is_sound: whether the rules of all equations allow it, without tests.
-        states: of all arrays.
-    """
+    """One iteration: the states of results and of all arrays, and whether the rules of all equations allow it."""
 
     outcome: Outcome
     is_sound: bool

@@ -8,14 +8,16 @@ any number of leading dimensions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from minialpa.errors import ShardingError
 from minialpa.rules.factors import Reduction
-from minialpa.rules.sharding_rule import ArrayRule, Names, ShardingRule
+from minialpa.rules.sharding_rule import ArrayRule, ShardingRule
 
-_TOKEN = re.compile(r"\s*(\.\.\.\d*|[^\W\d]\w*|[()])")
+_NAME = r"[^\W\d]\w*\b"
+_DIMENSION = re.compile(rf"{_NAME}|\((?:\s*{_NAME})+\s*\)")
+_ARRAY = re.compile(rf"\s*(\.\.\.\d*)?((?:\s*(?:{_DIMENSION.pattern}))*)\s*")
 
 
 def parse_rule(
@@ -60,51 +62,15 @@ def _arrays(side: str, text: str) -> tuple[ArrayRule, ...]:
 
 
 def _array(part: str, text: str) -> ArrayRule:
-    """One array of a rule: optionally `...`, then for each dimension a name, or several in parentheses.
-
-    Raises ShardingError, which quotes the `text` of the whole rule, at the first wrong token.
-    """
-    leading: str | None = None
-    dims: list[Names] = []
-    # The factors after an open `(`.
-    inside: list[str] | None = None
-
-    for token in _tokens(part, text):
-        if token.startswith("..."):
-            if dims or inside is not None or leading is not None:
-                raise ShardingError(f"In the sharding rule `{text}`, `...` may only be the first of an array.")
-            leading = token[3:] or "0"
-
-        elif token == "(":
-            if inside is not None:
-                raise ShardingError(f"The sharding rule `{text}` has `(` within parentheses.")
-            inside = []
-
-        elif token == ")":
-            if not inside:
-                raise ShardingError(f"The sharding rule `{text}` has `)` where no factors are in parentheses.")
-            dims.append(tuple(inside))
-            inside = None
-
-        else:
-            dims.append((token,)) if inside is None else inside.append(token)
-
-    if inside is not None:
-        raise ShardingError(f"The sharding rule `{text}` has `(` without `)`.")
-    return ArrayRule(leading, tuple(dims))
-
-
-def _tokens(part: str, text: str) -> Iterator[str]:
-    """The names, parentheses and `...` of an array, in order."""
-    place, part = 0, part.rstrip()
-    while place < len(part):
-        found = _TOKEN.match(part, place)
-        if found is None:
-            raise ShardingError(
-                f"The sharding rule `{text}` has {part[place:].strip()[:1]!r} where a name, `(`, `)` or `...` may be."
-            )
-        yield found[1]
-        place = found.end()
+    """One array of a rule: optionally `...`, then for each dimension a name, or several in parentheses."""
+    found = _ARRAY.fullmatch(part)
+    if found is None:
+        raise ShardingError(
+            f"The sharding rule `{text}` has `{part.strip()}` as an array. An array is a name for each dimension, or "
+            "several names in parentheses, after `...` for leading dimensions, as in `... b (h d)`."
+        )
+    leading = None if found[1] is None else found[1][3:] or "0"
+    return ArrayRule(leading, tuple(tuple(dim.strip("()").split()) for dim in _DIMENSION.findall(found[2])))
 
 
 def _check(rule: ShardingRule) -> None:

@@ -39,13 +39,7 @@ _MOST_POSITIONS = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """An axis of a grid that may be cut.
-
-    Attributes:
-        axis: its number.
-        parts: largest number of parts.
-        dims: for each array, the dimension that follows the axis, or None.
-    """
+    """An axis of a grid, and its largest number of parts; `dims`: for each array, the dimension that follows it."""
 
     axis: int
     parts: int

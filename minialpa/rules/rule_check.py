@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,18 +259,12 @@ def _devices(on_default_device: bool) -> Iterator[jax.Device]:
         yield jax.devices()[0]
 
 
-def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> ExitStack:
+@contextmanager
+def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
     """A context for values on one device, with the equation's settings and without jax's optional checks."""
-    stack = ExitStack()
-    for context in (
-        under_settings_of(eqn),
-        jax.default_device(device),
-        jax.transfer_guard("allow"),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-    ):
-        stack.enter_context(context)
-    return stack
+    with under_settings_of(eqn), jax.default_device(device), jax.transfer_guard("allow"):
+        with jax.debug_nans(False), jax.debug_infs(False):
+            yield
 
 
 def _tried(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str]:

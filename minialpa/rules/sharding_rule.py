@@ -48,14 +48,7 @@ class ArrayRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dimension:
-    """One dimension of an array of a call.
-
-    Attributes:
-        array: number of the array, operands first.
-        axis: number of the dimension in the array.
-        names: its factors.
-        length: number of elements.
-    """
+    """Dimension `axis` of array number `array` of a call, operands first, with the names of its factors."""
 
     array: int
     axis: int
