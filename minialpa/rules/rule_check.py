@@ -262,9 +262,14 @@ def _devices(on_default_device: bool) -> Iterator[jax.Device]:
 @contextmanager
 def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
     """A context for values on one device, with the equation's settings and without jax's optional checks."""
-    with under_settings_of(eqn), jax.default_device(device), jax.transfer_guard("allow"):
-        with jax.debug_nans(False), jax.debug_infs(False):
-            yield
+    with (
+        under_settings_of(eqn),
+        jax.default_device(device),
+        jax.transfer_guard("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        yield
 
 
 def _tried(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str]:
