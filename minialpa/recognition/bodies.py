@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import (
@@ -25,6 +25,7 @@ from minialpa.ir.equations import (
     operand_vars,
     scan_counts,
     sub_jaxprs,
+    with_each_body,
 )
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
@@ -105,8 +106,8 @@ def _changed_alone(program: _Program, i: int) -> Changed:
     if eqn.primitive.name == "scan":
         scan = _scan_alone(program, eqn)
         return {} if scan is None else {i: scan}
-    changed = _with_parts(eqn, program.is_wanted)
-    return {} if changed is None else {i: [changed]}
+    changed = with_each_body(lambda closed: _with_equations(closed, program.is_wanted), eqn)
+    return {} if changed is eqn else {i: [changed]}
 
 
 def _changed_pair(program: _Program, i: int, k: int) -> Changed:
@@ -118,32 +119,14 @@ def _changed_pair(program: _Program, i: int, k: int) -> Changed:
 # ---- loops and branches --------------------------------------------------------------------------------------------
 
 
-def _with_parts(eqn: JaxprEqn, is_wanted: IsWanted) -> JaxprEqn | None:
-    """A loop or branches with the attentions in their bodies as operations; None without attentions."""
-    params = {}
-    for name, value in eqn.params.items():
-        several = isinstance(value, tuple | list)
-        parts = list(value) if several else [value]
-        if not parts or not all(hasattr(part, "jaxpr") and hasattr(part, "consts") for part in parts):
-            continue
-        new = [_with_equations(part, is_wanted) for part in parts]
-        if any(part is not None for part in new):
-            chosen = [old if part is None else part for old, part in zip(parts, new, strict=True)]
-            params[name] = tuple(chosen) if several else chosen[0]
-    if not params:
-        return None
-    changed: JaxprEqn = eqn.replace(params={**eqn.params, **params})
-    return changed
-
-
-def _with_equations(closed: Any, is_wanted: IsWanted) -> Any:
-    """A closed jaxpr with its attentions as operations; None without attentions."""
+def _with_equations(closed: ClosedJaxpr, is_wanted: IsWanted) -> ClosedJaxpr:
+    """A program with its attentions as operations; the same program without attentions."""
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     written = Written(consts=consts)
     new = _recognised(_Program(eqns=flat.eqns, outvars=flat.outvars, written=written, is_wanted=is_wanted))
     if new is None:
-        return None
+        return closed
 
     def compute(*arrays: Any) -> list[Any]:
         return run(new, flat.outvars, {**consts, **dict(zip(flat.invars, arrays, strict=True))})
@@ -154,7 +137,7 @@ def _with_equations(closed: Any, is_wanted: IsWanted) -> Any:
     ]
     made = jax.make_jaxpr(compute)(*structs)
     same = [a.shape == b.shape and a.dtype == b.dtype for a, b in zip(made.out_avals, closed.out_avals, strict=True)]
-    return made if all(same) and not made.consts else None
+    return made if all(same) and not made.consts else closed
 
 
 def _recognised(program: _Program) -> list[JaxprEqn] | None:

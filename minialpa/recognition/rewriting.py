@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, is_literal, operand_vars
+from minialpa.ir.equations import Atom, is_literal, operand_vars, reading
 from minialpa.recognition.emission import (
     Operands,
     Request,
@@ -271,13 +271,7 @@ def with_named_results(
         eqns += copies
         names[copy] = target
 
-    named = [
-        eqn.replace(
-            invars=[atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars],
-            outvars=[names.get(var, var) for var in eqn.outvars],
-        )
-        for eqn in eqns
-    ]
+    named = [reading(eqn, names).replace(outvars=[names.get(var, var) for var in eqn.outvars]) for eqn in eqns]
     return named, names
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, scan_counts
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, reading, scan_counts
 from minialpa.recognition.rewriting import with_named_results
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.evaluation import eval_equation
@@ -83,7 +83,7 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
     eqns = []
     for one in flat.eqns:
         names |= {var: fresh_var(aval_of(var)) for var in one.outvars}
-        eqns.append(_with_names(one, names, [names[var] for var in one.outvars]))
+        eqns.append(reading(one, names).replace(outvars=[names[var] for var in one.outvars]))
     results = _named(flat.outvars, names)
     return Body(
         eqn=eqn,
@@ -102,16 +102,10 @@ def with_rows(body: Body, rows: Sequence[tuple[Var, Var, Atom]]) -> Body:
     return replace(
         body,
         rows=(*body.rows, *((row, array) for _, row, array in rows)),
-        eqns=tuple(_with_names(eqn, names, eqn.outvars) for eqn in body.eqns),
+        eqns=tuple(reading(eqn, names) for eqn in body.eqns),
         new_carries=tuple(_named(body.new_carries, names)),
-        stacked=tuple((atom, var) for atom, (_, var) in zip(
-            _named([atom for atom, _ in body.stacked], names), body.stacked, strict=True)),
-    )  # fmt: skip
-
-
-def _with_names(eqn: JaxprEqn, names: Mapping[Var, Atom], outvars: Sequence[Any]) -> JaxprEqn:
-    new: JaxprEqn = eqn.replace(invars=_named(eqn.invars, names), outvars=list(outvars))
-    return new
+        stacked=tuple((_named([atom], names)[0], array) for atom, array in body.stacked),
+    )
 
 
 def _named(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:

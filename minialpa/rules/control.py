@@ -26,7 +26,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, fresh_var, is_literal, operand_vars, scan_counts, shape_of
+from minialpa.ir.equations import Atom, fresh_var, is_literal, operand_vars, reading, scan_counts, shape_of
 from minialpa.rules.body_factors import BodySplits, BoundaryTable, body_splits, local_params, started
 from minialpa.rules.body_groups import Region
 from minialpa.rules.body_shards import BodyShards
@@ -42,12 +42,9 @@ def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
     if inputs is None:
         return flat
     renamed = dict(zip(flat.invars, inputs, strict=True))
-
-    def read(atom: Atom) -> Atom:
-        return atom if is_literal(atom) else renamed.get(atom, atom)
-
-    flat = flat.with_eqns([eqn.replace(invars=[read(atom) for atom in eqn.invars]) for eqn in flat.eqns])
-    return replace(flat, invars=tuple(inputs), outvars=tuple(read(atom) for atom in flat.outvars))
+    outvars = tuple(atom if is_literal(atom) else renamed.get(atom, atom) for atom in flat.outvars)
+    renamed_eqns = [reading(eqn, renamed) for eqn in flat.eqns]
+    return replace(flat.with_eqns(renamed_eqns), invars=tuple(inputs), outvars=outvars)
 
 
 # Planning needs the factors of an equation several times. Jaxprs compare by identity.

@@ -12,8 +12,7 @@ import pytest
 
 from minialpa.tracing.evaluation import eval_flat
 from tests.attention_calls import blocks_of
-from tests.recognition.compared import array, recognised
-from tests.recognition.special_floats import assert_same_floats
+from tests.recognition.compared import array, assert_same_floats, recognised
 
 B, T, N, D = 2, 7, 2, 4
 HALF = jnp.float16

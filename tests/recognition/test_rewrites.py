@@ -17,8 +17,7 @@ from minialpa.recognition.rewrites import REWRITES, Rewrite
 from minialpa.recognition.terms import Kind
 from minialpa.tracing.evaluation import eval_flat
 from tests.attention_calls import blocks_of
-from tests.recognition.compared import array, recognised
-from tests.recognition.special_floats import arrays, assert_same_floats, floats
+from tests.recognition.compared import array, arrays, assert_same_floats, floats, recognised
 
 DTYPES = [jnp.bfloat16, np.float16, np.float32, np.float64]
 Attention = Callable[[Any, Any, Any], Any]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
-import minialpa.rules.table  # noqa: F401 (fills the rule table)
+import minialpa.rules.table  # noqa: F401 (fills the rule table)  # noqa: F401 (fills the rule table)
 from minialpa.errors import VerifyError
 from minialpa.rules import known_rules
 from minialpa.rules.known_rules import factors_of, has_rule, known_primitives, replicated_factors, rule
 from tests.rules.rule_laws import cases_of, check_all, check_halving, check_linearity, equations_of, notation, only, vjp
 from tests.rules.rule_programs import PROGRAMS, cases, equations
+from tests.rules.rules_doc import PATH, table
+from tests.skips import skip
 
 #: Primitives that the rule table knows and jax 0.10 does not have.
 _NEW_PRIMITIVES = {"log2", "one_minus_square", "polynomial"}
@@ -174,3 +181,58 @@ def test_an_inner_factor_is_not_cut_into_blocks() -> None:
     factors = factors_of(only(lambda x: x.reshape(4, 2), _f32(8)))
     assert [factors.may_split(f, 2) for f in factors.splittable] == [True, False]
     assert factors.leading_factor(0, 0) == factors.results[0][0][0]
+
+
+# ---- generated equations ---------------------------------------------------------------------------------------------
+
+
+SIZES = st.sampled_from([1, 2, 4, 6])
+FEW = settings(max_examples=10, deadline=None)
+
+
+@FEW
+@given(st.data())
+def test_dot_general_halves(data: st.DataObject) -> None:
+    roles = data.draw(st.lists(st.sampled_from(["batch", "contract", "lhs", "rhs"]), min_size=2, max_size=6))
+    dims = {i: (role, data.draw(SIZES)) for i, role in enumerate(roles)}
+    lhs = data.draw(st.permutations([i for i, (role, _) in dims.items() if role != "rhs"]))
+    rhs = data.draw(st.permutations([i for i, (role, _) in dims.items() if role != "lhs"]))
+
+    def where(role: str, side: Sequence[int]) -> tuple[int, ...]:
+        return tuple(side.index(i) for i, (r, _) in dims.items() if r == role)
+
+    numbers = tuple((where(role, lhs), where(role, rhs)) for role in ("contract", "batch"))
+    x, y = (np.random.default_rng(0).random([dims[i][1] for i in side], np.float32) for side in (lhs, rhs))
+    check_all(cases_of(lambda x, y: lax.dot_general(x, y, numbers), x, y))
+
+
+@st.composite
+def _grouped(draw: st.DrawFn, primes: Sequence[int]) -> tuple[int, ...]:
+    """A shape whose dimensions are products of neighbours in `primes`, with ones in between."""
+    cuts = draw(st.lists(st.integers(0, len(primes)), max_size=4).map(sorted))
+    bounds = [0, *cuts, len(primes)]
+    return tuple(int(np.prod(primes[a:b])) for a, b in itertools.pairwise(bounds))
+
+
+@FEW
+@given(st.data(), st.lists(st.sampled_from([2, 3]), min_size=1, max_size=6))
+def test_reshape_halves_and_keeps_common_factors(data: st.DataObject, primes: list[int]) -> None:
+    source, target = data.draw(_grouped(primes)), data.draw(_grouped(data.draw(st.permutations(primes))))
+    x = np.arange(np.prod(source), dtype=np.float32).reshape(source)
+    check_all(cases_of(lambda x: lax.reshape(x, target), x))
+
+
+# ---- docs/rules.md lists every rule ----------------------------------------------------------------------------------
+
+
+def test_every_rule_is_listed() -> None:
+    assert set(re.findall(r"^\| `([^`]+)` \|", PATH.read_text(), re.MULTILINE)) == set(known_primitives())
+
+
+def test_the_list_is_up_to_date() -> None:
+    if f"jax {jax.__version__}." not in PATH.read_text():
+        skip(
+            f"docs/rules.md was made with another jax than {jax.__version__}, whose equations may look different: "
+            "python -m tests.rules.rules_doc"
+        )
+    assert PATH.read_text() == table()
