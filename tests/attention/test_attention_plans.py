@@ -1,4 +1,4 @@
-"""Steps with attention as one operation: planned and run on several devices, they give what one device gives."""
+"""Plans of steps with attention as one operation."""
 
 from __future__ import annotations
 
@@ -7,31 +7,14 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import minialpa
 from benchmarks.corpus import arguments as shapes_of
 from benchmarks.planning import traced_step
-from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption, hlo
+from minialpa import LogicalMesh, ShardParallel, hlo
 from minialpa.recognition.step import recognise
 from minialpa.rules.heavy import is_contraction
 from tests.attention_calls import two_layers, two_layers_arguments
-
-_STAGES = UniformStageOption(2)
-_METHODS = {
-    "2x4": ShardParallel(num_micro_batches=2, logical_shape=(2, 4)),
-    "remat": PipeshardParallel(
-        num_micro_batches=2, layer_option=AutoLayerOption(2, remat="dots"), stage_option=_STAGES
-    ),
-}
-
-
-@pytest.mark.parametrize("name", _METHODS)
-def test_several_devices_give_what_one_gives(name: str) -> None:
-    arguments = two_layers_arguments()
-    expected = jax.jit(two_layers(jax.value_and_grad))(*arguments)
-    found = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=_METHODS[name])(*arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
 
 
 def test_positions_of_one_example_are_split() -> None:
