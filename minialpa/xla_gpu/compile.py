@@ -36,11 +36,7 @@ class GpuCompileError(MinialpaError, RuntimeError):
     """XLA for GPUs is not installed, or does not compile a function."""
 
 
-def compile_for_gpus(
-    requests: Sequence[Request],
-    *,
-    cache: Path | None = None,
-) -> list[GpuProgram]:
+def compile_for_gpus(requests: Sequence[Request], *, cache: Path | None = None) -> list[GpuProgram]:
     """Compile each function. The programs are in the order of the requests.
 
     cache: a folder with compiled programs, which gets the new ones.
@@ -107,8 +103,9 @@ def _compiled(missing: dict[str, Request], flags: Sequence[str]) -> Iterator[tup
     try:
         with ProgressBar() as bar:
             for i, done in enumerate(as_completed([pool.submit(ask, key) for key in keys])):
-                yield done.result()
+                made = done.result()
                 bar.report("Compiling for GPUs", i + 1, len(missing))
+                yield made
     finally:
         for process in processes:
             process.kill()
