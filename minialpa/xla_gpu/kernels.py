@@ -70,8 +70,8 @@ class Kernels:
         formula_s = device.product_s(product.flops, n_bytes, product.rate) + device.launch_s
         if not 0 < estimates.get(_TABLE, 0.0) <= _MOST_OF_PRODUCT * formula_s:
             return formula_s
-        # The table has almost 0 for tiny products, and times of single products: under a power limit, many in a row take
-        # longer.
+        # The table has almost 0 for tiny products. It has times of single products: under a power limit, many in a row
+        # take longer.
         return max(estimate_s / (1.0 if device.kernels is None else device.kernels.sustained), device.launch_s)
 
     def product(self, instruction: Instruction, around: Computation) -> Product | None:
