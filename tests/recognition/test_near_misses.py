@@ -19,7 +19,6 @@ HEADS = np.array([1.0, 2.0, 0.5, 1.0], np.float32)[None, :, None, None]
 CAUSAL = np.tril(np.ones((T, S), bool))[None, None]
 #: All queries but the last see all keys, and the last one sees none.
 BUT_THE_LAST = (np.arange(T) < T - 1)[None, None, :, None]
-AHEAD = (np.arange(S)[None] - np.arange(T)[:, None])[None, None]
 FAR_BELOW = np.where(np.arange(S) < 3, 0, -1e4).astype(np.float32)[None, None, None]
 
 
@@ -30,6 +29,10 @@ def masked(x: Any, value: float = -jnp.inf) -> Any:
 def exp(x: Any, top: Any = None) -> Any:
     """exp(x - max x), without the derivative of the maximum."""
     return jnp.exp(x - jax.lax.stop_gradient(x.max(-1, keepdims=True) if top is None else top))
+
+
+def _ahead() -> Any:
+    return (jnp.arange(S)[None] - jnp.arange(T)[:, None])[None, None]
 
 
 def total(e: Any) -> Any:
@@ -90,7 +93,7 @@ WEIGHTS: dict[str, Callable[[Any], Any]] = {
     ),
     "an infinite score": lambda x: softmax(masked(x, jnp.inf)),
     "a score of NaN": lambda x: softmax(masked(x, jnp.nan)),
-    "an empty window": lambda x: softmax(jnp.where((AHEAD <= 0) & (AHEAD > 0), x, -1e9)),
+    "an empty window": lambda x: softmax(jnp.where((_ahead() <= 0) & (_ahead() > 0), x, -1e9)),
     # Beside 10,000, bfloat16 has multiples of 64 only.
     "a rounded sum": lambda x: softmax((x.astype(jnp.bfloat16) + FAR_BELOW.astype(jnp.bfloat16)).astype(jnp.float32)),
     "a sum that is rounded": lambda x: softmax((x + FAR_BELOW).astype(jnp.bfloat16).astype(jnp.float32)),
