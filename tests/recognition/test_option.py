@@ -67,7 +67,7 @@ def test_a_plan_is_for_the_step_of_its_method() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ShardingError, match="`attention` is 'auto', 'fused' or 'written'; got 'flash'"):
+    with pytest.raises(ShardingError, match="`attention` is 'auto', 'fused', or 'written'; got 'flash'"):
         AutoShardingOption(attention="flash")  # type: ignore[arg-type]
 
     fused = AutoShardingOption(attention="fused")
