@@ -3,7 +3,7 @@
 A rule of control flow makes a `Region` of the programs inside its equation. `find_groups` partitions the dimensions of
 its arrays: in `h' = tanh(h @ w + x)` the examples of `h`, `x` and `h'` are one group, and the features of `h`, both
 dimensions of `w` and the features of `h'` are another one. A group is blocked if the equations on shards would not
-compute the shards of the whole results. `body_outcomes` splits groups, and `body_shards` runs a region on shards.
+compute the shards of the whole results. `body_outcomes` splits groups, and `body_factors` runs a region on shards.
 
 A group is positional if shards must know their positions. An array that a body makes from unsplit operands, such as
 random bits, is made in full and cut; or the rule's `on_shards` makes the part of the shard alone.

@@ -27,9 +27,8 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, fresh_var, is_literal, operand_vars, reading, scan_counts, shape_of
-from minialpa.rules.body_factors import BodySplits, BoundaryTable, body_splits, local_params, started
+from minialpa.rules.body_factors import BodyShards, BodySplits, BoundaryTable, body_splits, local_params, started
 from minialpa.rules.body_groups import Region
-from minialpa.rules.body_shards import BodyShards
 from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import OnShards, Starts, cached, equal_operands, rule
 from minialpa.tracing.evaluation import eval_on_shards
