@@ -120,7 +120,7 @@ def _compiled_collectives(compiled: Sequence[GpuProgram], times: Counter[int]) -
 
 def _peak_of(program: MeshProgram, compiled: Sequence[GpuProgram]) -> tuple[int, str]:
     """The most memory of a device of a mesh, and the function that runs then."""
-    live = {slot.buffer for slot in (*program.inputs, *program.constants)}
+    live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
     peak_bytes, fullest = sum(_buffer_bytes(program, b) for b in live), ""
     for instruction in program.instructions:
         match instruction:
