@@ -142,8 +142,7 @@ class _Process:
             raise GpuCompileError(f"XLA broke off while it compiled `{request.function.name}`: {last}") from error
         if isinstance(answer, str):
             raise GpuCompileError(f"XLA for GPUs does not compile `{request.function.name}`: {answer}")
-        assert isinstance(answer, GpuProgram), answer
-        return answer
+        return GpuProgram(**answer)
 
     def kill(self) -> None:
         """End the process. A thread that waits for an answer gets an error."""

@@ -6,6 +6,7 @@ needs neither a GPU nor a driver nor CUDA.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import struct
@@ -126,7 +127,8 @@ def main() -> None:
         except EOFError:
             return
         try:
-            answer: GpuProgram | str = compiled(request)
+            # As a dict: here, `GpuProgram` is a class of `__main__`.
+            answer: dict[str, Any] | str = dataclasses.asdict(compiled(request))
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         send(answers, answer)

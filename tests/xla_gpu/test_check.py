@@ -83,7 +83,7 @@ def test_a_target_that_xla_does_not_know_is_an_error_that_names_the_function_and
 
 
 def test_collectives_are_those_of_the_plan_and_memory_is_counted() -> None:
-    case = models.build("gpt", n_layers=2, hidden=64, n_heads=4, seq_len=32, vocab_size=128, batch_size=16)
+    case = models.build("gpt", n_layers=2, hidden=128, n_heads=4, seq_len=64, vocab_size=256, batch_size=16)
     state, batch = jax.eval_shape(case.init, jax.random.key(0)), case.make_batch(0, case.batch_size)
     step = case.train_step(minialpa.value_and_grad)
     plan = minialpa.plan(step, (state, batch), cluster=H100, method=ShardParallel(devices=H100))
