@@ -52,10 +52,9 @@ from minialpa.plan import Plan
 from minialpa.support.collection import collection_paused
 from minialpa.support.files import write_text
 from minialpa.xla_gpu.compile import compile_for_gpus
-from minialpa.xla_gpu.compiled import GpuProgram
 from minialpa.xla_gpu.targets import target_of
 from minialpa.xla_gpu.timeline import timeline
-from minialpa.xla_gpu.worker import Request
+from minialpa.xla_gpu.worker import GpuProgram, Request
 
 #: The part of a GPU's memory that XLA lets the schedule of a program use: 95 % of 80 %.
 _SCHEDULED_PART = 0.8 * 0.95

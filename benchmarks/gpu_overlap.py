@@ -44,10 +44,9 @@ from minialpa.support.collection import collection_paused
 from minialpa.support.files import write_text
 from minialpa.tracing.trace import TracedStep
 from minialpa.xla_gpu.compile import compile_for_gpus
-from minialpa.xla_gpu.compiled import GpuProgram
 from minialpa.xla_gpu.targets import target_of
 from minialpa.xla_gpu.timeline import Timeline, timeline
-from minialpa.xla_gpu.worker import Request
+from minialpa.xla_gpu.worker import GpuProgram, Request
 
 _GPT = SIZES["gpt-1.3b"].arguments | {"dtype": "bfloat16"}
 _LLAMA = SIZES["llama-3-8b"].arguments | {"scan_layers": True, "remat_blocks": True, "loss_chunks": 8}

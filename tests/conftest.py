@@ -52,13 +52,7 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sharding rules that a test registers are gone after it."""
     from minialpa.rules import known_rules, registered
 
-    for module, name in (
-        (known_rules, "_RULES"),
-        (known_rules, "_LOCALIZERS"),
-        (known_rules, "_OPERATION_NAMES"),
-        (registered, "_PRIMITIVES"),
-        (registered, "_TARGETS"),
-    ):
+    for module, name in ((known_rules, "_RULES"), (registered, "_PRIMITIVES"), (registered, "_TARGETS")):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     yield
     known_rules.forget()

@@ -187,7 +187,7 @@ def traffic(executable: Any) -> dict[str, int]:
     by_mesh: dict[int, Counter[str]] = {}
     for number, text in enumerate(executable.get_hlo_text()):
         found = by_mesh.setdefault(program.functions[number].mesh, Counter())
-        for one in hlo.collectives(text, scatter=True):
+        for one in hlo.collectives(text):
             found[one.kind] += runs[number] * one.times * int(one.n_bytes)
     return dict(max(by_mesh.values(), key=lambda found: sum(found.values()), default=Counter()))
 

@@ -42,7 +42,7 @@ def _texts(fun: Any, *arrays: Any) -> list[str]:
     """The factors of the kernels of a function, which keep the laws."""
     kernels = [case for case in cases_of(fun, *arrays) if known_rules.is_kernel(case.eqn)]
     check_all(kernels)
-    return [notation(case) for case in kernels]
+    return [notation(case.eqn) for case in kernels]
 
 
 def _qkv() -> tuple[Any, Any, Any]:
@@ -150,7 +150,7 @@ def test_errors_name_the_function() -> None:
         minialpa.register_sharding_rule(lambda x: halved(x), "b, b -> c b")(floats((4,), 0))
     with pytest.raises(ShardingError, match=r"`relu`.* has 1 dimensions for operand 0, whose shape is"):
         minialpa.register_sharding_rule(jax.nn.relu, "b -> b")(floats((4, 2), 0))
-    with pytest.raises(ShardingError, match=r"`halved` says that `b` may be split.*instead of"):
+    with pytest.raises(ShardingError, match=r"`halved` allows splitting `b`.*instead of"):
         factors_of(trace_flat(minialpa.register_sharding_rule(halved, "b -> c b"), floats((4,), 0))[0].eqns[-1])
     with pytest.raises(ShardingError, match="reads a value of the step by closure"):
         jax.jit(lambda x: minialpa.register_sharding_rule(lambda y: x + y, "b -> b")(x))(floats((4,), 0))
@@ -254,7 +254,7 @@ def test_a_primitive_takes_its_rule_by_object_or_name() -> None:
 def test_parameters_that_hold_shapes_need_localize() -> None:
     tile = _tile_primitive("my_other_tile")
     minialpa.register_sharding_rule("my_other_tile", "b -> b n", flops=lambda x: 5.0 * x.shape[0])
-    with pytest.raises(ShardingError, match=r"`my_other_tile` says that `b` may be split.*or give `localize`"):
+    with pytest.raises(ShardingError, match=r"`my_other_tile` allows splitting `b`.*or give `localize`"):
         factors_of(trace_flat(lambda x: tile.bind(x, shape=(4, 3)), floats((4,), 0))[0].eqns[-1])
 
 

@@ -1,6 +1,5 @@
-"""Attention as one operation: its primitives, and what computes them on each platform.
+"""Attention as one operation: its primitives, and their programs for each platform.
 
-Arrays of queries, keys and values go in, and the attention or its gradients come out, in memory that grows linearly
-with the number of positions. The rules of splitting them are in `rules`.
+Queries, keys and values in, the attention or its gradients out. Memory grows linearly with the number of positions.
 Imports: `support`.
 """

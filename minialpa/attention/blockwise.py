@@ -1,13 +1,13 @@
 """Attention in plain jax, block by block (Rabe and Staats 2021; Dao et al. 2022), for machines without a kernel.
 
-The operands of `attention_p` and `attention_gradient_p` go in, and their results come out. `operation` has the
-formulas. Queries are cut into blocks i and keys into blocks j, and only the scores of one pair of blocks exist at a
-time. A block of queries keeps, of the keys that it has met,
+The operands of `attention_p` and `attention_gradient_p` in, their results out; `operation` has the formulas. Queries
+are in blocks i and keys in blocks j, and only the scores of one pair of blocks exist at a time. For each block of
+queries, a loop over the blocks of keys updates
 
     maximum = max_s score,     total = sum_s exp(score - maximum),     mixed = sum_s exp(score - maximum) value
 
-so that out = mixed / total at the end. Where positions say that no query of block i sees a key of block j, all scores
-of the pair are `masked_score`, and what they add is known without a product:
+and at the end out = mixed / total. If by their positions no query of block i sees a key of block j, all scores of the
+pair are `masked_score`, and the update needs no product of queries and keys:
 
     total += n_keys exp(masked_score - maximum),     mixed += exp(masked_score - maximum) sum_s value
 
@@ -34,7 +34,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 #: Largest number of positions in a block, if both queries and keys have several blocks.
 SIDE = 512
-#: Largest number of scores that exist at a time, unless blocks of the smallest side have more.
+#: Largest number of scores at a time, unless blocks of the smallest side have more.
 MOST_SCORES = 1 << 24
 SMALLEST_SIDE = 128
 #: Beyond this magnitude, a logsumexp is too coarse for exp(score - logsumexp) to be accurate.
@@ -49,7 +49,7 @@ def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
     shrink = _shrink(problem)
     maximum, total, mixed = _walk(replace(problem, value=problem.value * shrink))
 
-    # If no key has a score above -inf, total is 0, and the result NaN, as it is where softmax is written out.
+    # If no key has a score above -inf, total is 0 and the result NaN, as in a written softmax.
     out = problem.rows.unpad(mixed / total[..., None] / shrink, 3)
     logsumexp = problem.rows.unpad(_finite(maximum) + jnp.log(total), 3)
     statistics = np.promote_types(query.dtype, np.float32)
@@ -61,9 +61,8 @@ def differentiate(
     *operands: jax.Array, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]
 ) -> list[jax.Array]:
     """The results of `attention_gradient_p`."""
-    # A compiler that sees both passes keeps for the second what the first has computed: scores, or results before they
-    # are rounded. Behind a barrier, only the operands themselves are kept, and all else is computed again.
-    # The result is flat there, so that it is kept in the layout in which a product reads it, and not in another, too.
+    # A compiler that sees both passes keeps scores or unrounded results of the first pass for the second. With a
+    # barrier, it keeps the operands only. The result passes it flat, in the one layout in which a product reads it.
     query, key, value, out, *rest = operands[:6]
     flat = out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
     query, key, value, flat, logsumexp, out_bar = jax.lax.optimization_barrier((query, key, value, flat, *rest))
@@ -106,13 +105,7 @@ def differentiate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
-    """Positions in blocks of one length.
-
-    Attributes:
-        length: number of positions.
-        n_blocks: number of blocks.
-        block: positions of each block; together they may have a few more than `length`, at the end.
-    """
+    """`length` positions in blocks of one length, the last of which may have padding at its end."""
 
     length: int
     n_blocks: int
@@ -123,7 +116,7 @@ class _Axis:
         return self.n_blocks * self.block > self.length
 
     def pad(self, x: jax.Array, dim: int, fill: float = 0) -> jax.Array:
-        """The array with whole blocks along `dim`; a dimension of length 1 that is broadcast remains so."""
+        """The array with whole blocks along `dim`; a broadcast dimension keeps its length 1."""
         if not self.is_padded or x.shape[dim] != self.length:
             return x
         widths = [(0, 0, 0)] * x.ndim
@@ -134,7 +127,7 @@ class _Axis:
         return lax.slice_in_dim(x, 0, self.length, axis=dim) if x.shape[dim] > self.length else x
 
     def cut(self, x: jax.Array, i: Any, dim: int) -> jax.Array:
-        """Block i, or all of a dimension of length 1 that is broadcast."""
+        """Block i, or all of a broadcast dimension."""
         if self.n_blocks == 1 or x.shape[dim] == 1:
             return x
         return lax.dynamic_slice_in_dim(x, i * self.block, self.block, dim)
@@ -146,14 +139,14 @@ class _Axis:
         return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, dim) + piece, i * self.block, dim)
 
     def join(self, blocks: jax.Array, dim: int) -> jax.Array:
-        """Blocks [i ...], one beside the other along `dim` of what they are blocks of."""
+        """The blocks [i ...], concatenated along their dimension `dim`."""
         moved = jnp.moveaxis(blocks, 0, dim)
         n_positions = moved.shape[dim] * moved.shape[dim + 1]
         joined: jax.Array = moved.reshape(*moved.shape[:dim], n_positions, *moved.shape[dim + 2 :])
         return joined
 
     def exists(self, i: Any) -> jax.Array:
-        """Which positions of block i are not padding."""
+        """The positions of block i that are not padding, as a mask."""
         exists: jax.Array = i * self.block + lax.iota(np.int32, self.block) < self.length
         return exists
 
@@ -166,7 +159,7 @@ def _axis(length: int, side: int) -> _Axis:
 
 
 def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
-    """Blocks of queries and of keys. If one side is short, as in decoding, the other has long blocks."""
+    """Blocks of queries and of keys. If one side is short, as in decoding, the other side has long blocks."""
     side = SIDE
     while side > SMALLEST_SIDE and n_heads * side * side > MOST_SCORES:
         side //= 2
@@ -176,7 +169,7 @@ def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Problem:
-    """Arrays in the dtype that sums are in, with whole blocks.
+    """Arrays in the dtype of the sums, with whole blocks.
 
     Attributes:
         kind: the parameter of the primitive.
@@ -186,8 +179,8 @@ class _Problem:
         query: [b g r t d].
         key: [b g s d].
         value: [b g s e].
-        positions: of queries [t] and keys [s], or nothing.
-        biases: [b g r t s], in which a dimension may be of length 1; in their own dtypes.
+        positions: of queries [t] and keys [s], or empty.
+        biases: [b g r t s], each dimension of which may have length 1; in their own dtypes.
         masks: the same, of bools.
     """
 
@@ -207,37 +200,34 @@ class _Problem:
         return jnp.asarray(self.kind.masked_score, self.dtype)
 
     def scaled(self, x: jax.Array) -> jax.Array:
-        # Behind the product, as users write it: a scaled query may be beyond the largest number, or below the smallest.
+        # After the product, as users write it: a scaled query may overflow or underflow.
         return x if self.kind.scale == 1 else x * jnp.asarray(self.kind.scale, self.dtype)
 
     def rounded(self, x: jax.Array, step: Step) -> jax.Array:
-        """What a step computes, rounded to float16 if this step is in float16."""
-        return _float16(x) if self.kind.is_float16(step) else x
+        """The result of a step, rounded to float16 if the step is in float16."""
+        return _float16(x) if step in self.kind.float16 else x
 
     def exists(self, i: Any, j: Any) -> jax.Array | None:
-        """Which scores of a pair of blocks are not padding, [1 1 1 t s]; None for all."""
+        """The scores of a pair of blocks that are not padding, as a mask [1 1 1 t s]; None for all."""
         if not self.rows.is_padded and not self.columns.is_padded:
             return None
         return _outer(jnp.logical_and, self.rows.exists(i), self.columns.exists(j))
 
     def cut(self, x: jax.Array, i: Any, j: Any) -> jax.Array:
-        """What an array of [b g r t s] has for a pair of blocks."""
+        """The part of an array [b g r t s] for a pair of blocks."""
         return self.columns.cut(self.rows.cut(x, i, 3), j, 4)
 
     def add(self, x: jax.Array, piece: jax.Array, i: Any, j: Any) -> jax.Array:
-        """An array of [b g r t s] with `piece` added to what it has for a pair of blocks."""
-        starts = [0, 0, 0, *(k * axis.block if x.shape[dim] > 1 else 0 for k, axis, dim in self._sides(i, j))]
-        return lax.dynamic_update_slice(x, self.cut(x, i, j) + piece, [jnp.asarray(k, np.int32) for k in starts])
+        """An array [b g r t s] with `piece` added to its part for a pair of blocks."""
+        # jax clamps the start in a dimension of length 1 to 0.
+        starts = [jnp.asarray(k, np.int32) for k in (0, 0, 0, i * self.rows.block, j * self.columns.block)]
+        return lax.dynamic_update_slice(x, self.cut(x, i, j) + piece, starts)
 
     def unpad(self, x: jax.Array) -> jax.Array:
-        """An array of [b g r t s] without the padding of dimensions that are not broadcast."""
         return self.columns.unpad(x, 4) if x.shape[3] == 1 else self.rows.unpad(self.columns.unpad(x, 4), 3)
 
-    def _sides(self, i: Any, j: Any) -> tuple[tuple[Any, _Axis, int], ...]:
-        return (i, self.rows, 3), (j, self.columns, 4)
-
     def scores(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Scores [b g r t s] of a pair of blocks, and which of them are not masked; None for all."""
+        """Scores [b g r t s] of a pair of blocks, and the mask of visible ones; None if all are visible."""
         query, key = self.rows.cut(self.query, i, 3), self.columns.cut(self.key, j, 2)
         score = self.rounded(_product(query, key, ((4,), (3,))), "product")
         score = self.rounded(self.scaled(score), "scale")
@@ -248,7 +238,7 @@ class _Problem:
         if conditions:
             score = jnp.where(functools.reduce(jnp.logical_and, conditions), score, self.masked_score)
 
-        # What is padding has no weight, not even that of a masked score.
+        # Padding has weight 0, even if masked scores have a weight.
         exists = self.exists(i, j)
         if exists is not None:
             score = jnp.where(exists, score, -jnp.inf)
@@ -258,19 +248,22 @@ class _Problem:
     def _window(self, i: Any, j: Any) -> list[jax.Array]:
         if not self.positions:
             return []
-        queries, keys = (self.rows.cut(self.positions[0], i, 0), self.columns.cut(self.positions[1], j, 0))
+        queries, keys = self._block_positions(i, j)
         ahead = _outer(lambda query, key: key - query, queries, keys)
         bounds = [ahead >= -self.kind.left] if self.kind.left is not None else []
         return bounds + ([ahead <= self.kind.right] if self.kind.right is not None else [])
 
     def some_seen(self, i: Any, j: Any) -> jax.Array | None:
-        """False only if the window hides all keys of block j from all queries of block i; None if it cannot tell."""
+        """False only if the window hides all keys of block j from all queries of block i; None if unknown."""
         if not self.positions or self.rows.n_blocks * self.columns.n_blocks == 1:
             return None
-        queries, keys = (self.rows.cut(self.positions[0], i, 0), self.columns.cut(self.positions[1], j, 0))
+        queries, keys = self._block_positions(i, j)
         bounds = [keys.max() - queries.min() >= -self.kind.left] if self.kind.left is not None else []
         bounds += [keys.min() - queries.max() <= self.kind.right] if self.kind.right is not None else []
         return functools.reduce(jnp.logical_and, bounds)
+
+    def _block_positions(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array]:
+        return self.rows.cut(self.positions[0], i, 0), self.columns.cut(self.positions[1], j, 0)
 
 
 def _problem(query: jax.Array, key: jax.Array, value: jax.Array, others: Sequence[Any], kind: Attention) -> _Problem:
@@ -297,10 +290,9 @@ def _problem(query: jax.Array, key: jax.Array, value: jax.Array, others: Sequenc
 
 
 def _pad_positions(axis: _Axis, positions: jax.Array) -> jax.Array:
-    """Padding repeats the last position, so that the bounds of the last block are those of what exists."""
-    return (
-        jnp.pad(positions, (0, axis.n_blocks * axis.block - axis.length), mode="edge") if axis.is_padded else positions
-    )
+    """Padding repeats the last position, so it does not change the bounds of the last block."""
+    n_padded = axis.n_blocks * axis.block - axis.length
+    return jnp.pad(positions, (0, n_padded), mode="edge") if n_padded else positions
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -325,7 +317,7 @@ def _walk(problem: _Problem) -> State:
 
 
 def _add_pair(problem: _Problem, value_sums: jax.Array, i: Any, j: Any, state: State) -> State:
-    """What block i of queries keeps, after it has met block j of keys."""
+    """The state of block i of queries after block j of keys."""
     some_seen = problem.some_seen(i, j)
     if some_seen is None:
         return _add_scores(problem, i, j, state)
@@ -341,7 +333,7 @@ def _add_scores(problem: _Problem, i: Any, j: Any, state: State) -> State:
     old, total, mixed = state
     score, _ = problem.scores(i, j)
     maximum = jnp.maximum(old, score.max(axis=-1, initial=-jnp.inf))
-    # Where all scores are -inf so far, nothing is subtracted, since -inf - -inf is NaN.
+    # While all scores are -inf, the shift is 0, since -inf - -inf is NaN.
     shift = _finite(maximum)
     weight = jnp.exp(score - shift[..., None])
     kept = jnp.exp(old - shift)
@@ -350,7 +342,7 @@ def _add_scores(problem: _Problem, i: Any, j: Any, state: State) -> State:
 
 
 def _add_masked(problem: _Problem, j: Any, value_sums: jax.Array, state: State) -> State:
-    """`_add_scores` of a block of keys that are all masked. Where their weight is 0, 0 times infinity is NaN, too."""
+    """`_add_scores` for a block of masked keys. With a weight of 0, 0 times infinity is NaN, too."""
     old, total, mixed = state
     maximum = jnp.maximum(old, problem.masked_score)
     shift = _finite(maximum)
@@ -361,7 +353,7 @@ def _add_masked(problem: _Problem, j: Any, value_sums: jax.Array, state: State) 
 
 
 def _shrink(problem: _Problem) -> jax.Array:
-    """1; a smaller power of 2 for values so large that their sum, which is divided last, would be infinite."""
+    """1; a smaller power of 2 if the values are so large that their sum, before the division, would be infinite."""
     power = math.ceil(math.log2(2 * max(problem.columns.length, 1)))
     limit = jnp.finfo(problem.dtype).max * 2.0**-power
     return jnp.where((jnp.abs(problem.value) > limit).any(), 2.0**-power, 1.0).astype(problem.dtype)
@@ -382,14 +374,14 @@ def _finite(maximum: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """What the gradients need of each query: p = exp(score - shift) * factor, and the cotangent of its result.
+    """Statistics of each query for the gradients: p = exp(score - shift) * factor, and the cotangent of its result.
 
     Attributes:
-        shift: [b g r t]; inf for padding, so that p is 0.
+        shift: [b g r t]; inf for padding, so p is 0.
         factor: [b g r t].
         out_bar: [b g r t e].
-        inner: [b g r t], sum_e out_bar out, or sum_s p p_bar where p_bar may be infinite in float16.
-        masked: sum_(r t) p out_bar of a key that is masked, for each block of queries, [b g i e].
+        inner: [b g r t], sum_e out_bar out; sum_s p p_bar if p_bar may be infinite in float16.
+        masked: [b g i e], sum_(r t) p out_bar of a masked key, for each block of queries.
     """
 
     shift: jax.Array
@@ -401,23 +393,22 @@ class _Rows:
 
 def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
     dtype, pad = problem.dtype, problem.rows.pad
-    # The sum comes before the transpose, so that no transposed copy of the result is made, and kept for this.
+    # Sum before the transpose: no transposed copy of the result has to be kept.
     inner = pad((out_bar.astype(dtype) * out.astype(dtype)).sum(axis=-1).transpose(0, 2, 3, 1), 3)
     out_bar = pad(out_bar.transpose(0, 2, 3, 1, 4).astype(dtype), 3)
     logsumexp = pad(logsumexp.transpose(0, 2, 3, 1).astype(dtype), 3, math.inf)
 
-    # A logsumexp far from 0 is too coarse: a query that sees nothing has -1e9 + log(n_keys), say, rounded to -1e9.
-    # Few programs have any, so the maximum and the total are computed again only if there is one, or if p_bar may be
-    # infinite: in float16, what comes of it depends on them.
-    def again() -> tuple[jax.Array, jax.Array]:
+    # A logsumexp far from 0 is too coarse: a query without visible keys may have -1e9 + log(n_keys), rounded to -1e9.
+    # In float16, an infinite p_bar depends on the maximum and the total. Only these two rare cases recompute them.
+    def recomputed() -> tuple[jax.Array, jax.Array]:
         maximum, total, _ = _walk(problem)
         is_padding = logsumexp == jnp.inf
         return jnp.where(is_padding, logsumexp, maximum), jnp.where(is_padding, 1, 1 / total)
 
     is_coarse = (jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > COARSE)).any()
     overflows = _may_overflow(problem, out_bar)
-    shift, factor = lax.cond(is_coarse | overflows, again, lambda: (logsumexp, jnp.ones_like(logsumexp)))
-    if problem.kind.is_float16("p_bar"):
+    shift, factor = lax.cond(is_coarse | overflows, recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    if "p_bar" in problem.kind.float16:
         inner = lax.cond(overflows, lambda: _inner(problem, shift, factor, out_bar), lambda: inner)
 
     masked = (problem.rounded(jnp.exp(problem.masked_score - shift), "softmax") * factor)[..., None] * out_bar
@@ -433,15 +424,15 @@ def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, o
 
 
 def _may_overflow(problem: _Problem, out_bar: jax.Array) -> jax.Array:
-    """False only if p_bar and its differences are within the range of the dtype in which they are computed."""
-    if not problem.kind.is_float16("p_bar"):
+    """False only if p_bar and its differences are within the range of their dtype."""
+    if "p_bar" not in problem.kind.float16:
         return jnp.asarray(False)
     cotangent, value = (jnp.sqrt((x * x).sum(axis=-1).max(initial=0)) for x in (out_bar, problem.value))
     return ~(cotangent * value < 0.5 * float(jnp.finfo(jnp.float16).max))
 
 
 def _inner(problem: _Problem, shift: jax.Array, factor: jax.Array, out_bar: jax.Array) -> jax.Array:
-    """sum_s p p_bar, [b g r t], over all keys: where a mask hides infinity, 0 times infinity is NaN."""
+    """sum_s p p_bar, [b g r t], over all keys: if a mask hides infinity, 0 times infinity is NaN."""
 
     def add_block(i: Any, j: Any, inner: jax.Array) -> jax.Array:
         weight, p_bar, _ = _weights(problem, shift, out_bar, i, j)
@@ -459,7 +450,7 @@ def _inner(problem: _Problem, shift: jax.Array, factor: jax.Array, out_bar: jax.
 def _weights(
     problem: _Problem, shift: jax.Array, out_bar: jax.Array, i: Any, j: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """exp(score - shift) and p_bar of a pair of blocks, and which scores are not masked; None for all."""
+    """exp(score - shift) and p_bar of a pair of blocks, and the mask of visible scores as in `_Problem.scores`."""
     score, seen = problem.scores(i, j)
     weight = jnp.exp(score - problem.rows.cut(shift, i, 3)[..., None])
     p_bar = _product(problem.rows.cut(out_bar, i, 3), problem.columns.cut(problem.value, j, 2), ((4,), (3,)))
@@ -467,7 +458,7 @@ def _weights(
 
 
 def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any, j: Any) -> Any:
-    """What a pair of blocks adds to the cotangents: query [b g r t d], key [b g s d], value [b g s e], and biases."""
+    """A pair of blocks' summands of the cotangents: query [b g r t d], key [b g s d], value [b g s e], biases."""
     some_seen = problem.some_seen(i, j)
     if some_seen is None:
         return _gradient_of_scores(problem, rows, wanted, i, j)
@@ -475,7 +466,7 @@ def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any
     shapes = jax.eval_shape(seen)
 
     def masked() -> Any:
-        # A product with scores' cotangents that are 0 is 0, or NaN where the other factor is infinite or NaN.
+        # A score_bar of 0 times a factor is 0, or NaN if the factor is infinite or NaN.
         query, key = problem.rows.cut(problem.query, i, 3), problem.columns.cut(problem.key, j, 2)
         query_bar, key_bar, value_bar, bias_bars = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         query_bar += (0 * key).sum(axis=2)[:, :, None, None]
@@ -493,10 +484,10 @@ def _gradient_of_scores(problem: _Problem, rows: _Rows, wanted: Sequence[int], i
 
     weight, p_bar, seen = _weights(problem, rows.shift, rows.out_bar, i, j)
     p = weight * factor
-    if problem.kind.is_float16("softmax"):
+    if "softmax" in problem.kind.float16:
         score_bar = weight * problem.rounded((p_bar - inner) * factor, "softmax")
     else:
-        # Without brackets: the difference may be infinite where p has none of it.
+        # Without brackets: the difference may be infinite where p is 0.
         score_bar = p * p_bar - p * inner
     if seen is not None:
         score_bar = jnp.where(seen, score_bar, 0)
@@ -520,9 +511,9 @@ def _sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def _float16(x: jax.Array) -> jax.Array:
-    """An array of a wider dtype, rounded to float16; compilers may drop a conversion and the one that reverts it."""
+    """An array of a wider dtype, rounded to float16; compilers may drop a pair of conversions."""
     rounded = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
-    # That rounds the smallest numbers, the multiples of 2^-24 below 2^-14, to 0.
+    # `reduce_precision` rounds subnormal numbers, the multiples of 2^-24 below 2^-14, to 0.
     return jnp.where(jnp.abs(x) < 2.0**-14, jnp.round(x * 2.0**24) * 2.0**-24, rounded)
 
 

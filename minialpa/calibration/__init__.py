@@ -1,7 +1,7 @@
-"""Calibration: the devices of this process go in, and a cluster whose rates and links are measured comes out.
+"""Calibration: the devices of this process in, a cluster with measured rates and links out.
 
-`measure` runs products, kernels that only move bytes, and sums on all devices at once; `fit` finds the constants of
-`ClusterSpec` that explain their seconds. Imports: `cluster`, `errors` and `session`.
+`measure` times products, kernels that only move bytes, and sums, on all devices at once. `calibrate` fits the constants
+of `ClusterSpec` to their seconds. Imports: `cluster`, `errors` and `session`.
 """
 
 from __future__ import annotations

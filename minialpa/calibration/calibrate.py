@@ -1,4 +1,12 @@
-"""`calibrate`: devices in, the cluster that they form out, with measured rates, and how well these explain them."""
+"""`calibrate`: devices in, a cluster with measured rates and links out.
+
+    seconds of a product = launch_s + flops / peak + exposed_bytes bytes / bandwidth       -> KernelRates
+    seconds of a kernel  = constant + bytes / bandwidth
+    seconds of a sum     = alpha + beta 2 (n - 1) / n bytes, over n devices                -> LinkSpec
+
+All are sums of known numbers times constants that are not negative. Least squares of relative errors have one solution
+(Lawson and Hanson 1974, as in scipy).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
 
-from minialpa.calibration.fit import fitted_bandwidth, fitted_link, fitted_rates
-from minialpa.calibration.measure import Measurements, measured
-from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.calibration.measure import ByteTime, Measurements, ProductTime, measured
+from minialpa.cluster import ClusterSpec, KernelRates, LinkSpec, LogicalMesh
 from minialpa.errors import ShardingError
 from minialpa.session import describe_devices
 
@@ -21,10 +31,10 @@ class Calibration:
     """A measured cluster.
 
     Attributes:
-        cluster: one host with the devices that were measured; links between hosts are those of its preset.
-        measurements: what it was fitted to.
-        product_error: median error of the seconds of products under `cluster`, relative to those measured.
-        sum_error: the same of sums over all devices; 0 for one device.
+        cluster: one host with the measured devices; links between hosts are from its preset.
+        measurements: the seconds that it explains.
+        product_error: median relative error of the seconds of products under `cluster`.
+        sum_error: the same for sums over all devices; 0 for one device.
     """
 
     cluster: ClusterSpec
@@ -33,7 +43,6 @@ class Calibration:
     sum_error: float
 
     def summary(self) -> str:
-        """Rates, links and errors, as text for a terminal."""
         device, link = self.cluster.device, self.cluster.intra_host
         rates = ", ".join(f"{rate / 1e12:.4g} Tflop/s {name}" for name, rate in device.peak_flops)
         return (
@@ -52,7 +61,7 @@ def calibrate(devices: Sequence[jax.Device] | None = None) -> Calibration:
     """
     devices = list(devices if devices is not None else jax.local_devices())
     if len({device.device_kind for device in devices}) != 1:
-        raise ShardingError("Calibrate devices of one kind at a time: `calibrate(devices)` takes those to measure.")
+        raise ShardingError("Calibrate devices of one kind at a time: `calibrate(devices)` measures `devices` alone.")
     return fitted(describe_devices(devices), measured(devices))
 
 
@@ -73,3 +82,44 @@ def fitted(preset: ClusterSpec, found: Measurements) -> Calibration:
     ]
     of_sums = [abs(mesh.all_reduce_s(one.n_bytes, (0,)) / one.seconds - 1) for one in found.sums]
     return Calibration(cluster, found, statistics.median(of_products), statistics.median(of_sums or [0.0]))
+
+
+# ---- fit -------------------------------------------------------------------------------------------------------------
+
+
+def fitted_bandwidth(kernels: Sequence[ByteTime]) -> float:
+    """Bytes per second that kernels read and write."""
+    _, byte_s = _least_squares([[1.0, one.n_bytes] for one in kernels], [one.seconds for one in kernels])
+    return 1.0 / max(byte_s, 1e-15)
+
+
+def fitted_rates(products: Sequence[ProductTime], bandwidth: float) -> tuple[dict[str, float], KernelRates]:
+    """Operations per second by the name of the rate, and the other constants of products."""
+    names = list(dict.fromkeys(one.rate for one in products))
+    rows = [[*(one.flops * (one.rate == name) for name in names), one.n_bytes, 1.0] for one in products]
+    *flop_s, byte_s, launch_s = _least_squares(rows, [one.seconds for one in products])
+
+    # If bytes explain the seconds better than operations, the rate is the largest that was reached.
+    reached = {name: max(one.flops / one.seconds for one in products if one.rate == name) for name in names}
+    peaks = {name: 1.0 / s if s > 0 else reached[name] for name, s in zip(names, flop_s, strict=True)}
+    rates = KernelRates(
+        product_efficiency=1.0, exposed_bytes=byte_s * bandwidth, memory_efficiency=1.0, launch_s=launch_s
+    )
+    return peaks, rates
+
+
+def fitted_link(sums: Sequence[ByteTime], n_devices: int) -> LinkSpec:
+    """The link over which `n_devices` devices add arrays."""
+    passed = 2 * (n_devices - 1) / n_devices
+    alpha_s, beta = _least_squares([[1.0, passed * one.n_bytes] for one in sums], [one.seconds for one in sums])
+    return LinkSpec(alpha_s, beta)
+
+
+def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """The constants >= 0 that minimise the squares of relative errors."""
+    weighted: NDArray[np.float64] = np.array(rows) / np.array(seconds)[:, None]
+    # Bytes and seconds differ by many magnitudes: scale all columns to 1.
+    scale = np.abs(weighted).max(axis=0)
+    scale[scale == 0] = 1.0
+    found, _ = nnls(weighted / scale, np.ones(len(seconds)))
+    return [float(x) for x in found / scale]

@@ -1,11 +1,11 @@
 """Seconds of products, of kernels that only move bytes, and of sums over devices: devices in, measurements out.
 
-All devices do the same at the same time, as in a step: virtual devices share a processor, and GPUs may share power. A
-program repeats what it measures, and the seconds of one repetition are
+All devices run the same at the same time, as in a step: virtual devices share a processor, and GPUs may share power. A
+program repeats its operation, and the seconds of one repetition are
 
     (seconds of 2 n repetitions - seconds of n) / n
 
-so that what a call costs does not count. Sizes grow until one repetition takes `_LONG_S`.
+which leaves out the cost of a call. Sizes grow until one repetition takes `_LONG_S`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-#: A repetition that takes longer is the last one of its kind.
+#: Sizes stop growing at a repetition that takes longer.
 _LONG_S = 0.02
-#: As many repetitions are counted as take this long, so that the clock and other processes matter little.
+#: Repetitions that are counted take this long together, so the clock and other processes matter little.
 _RUN_S = 0.02
-#: Differences of a long and a short run, of which the median counts.
+#: Number of differences of a long and a short run. Their median counts.
 _N_ROUNDS = 5
 _AXIS = "devices"
 
@@ -37,7 +37,7 @@ class ProductTime:
     """A matrix product on each device.
 
     Attributes:
-        rate: the name of the rate in `DeviceSpec.peak_flops` that it runs at.
+        rate: name of the rate in `DeviceSpec.peak_flops`.
         flops: operations of one device.
         n_bytes: bytes of operands and result.
         seconds: of one product.
@@ -51,10 +51,10 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True)
 class ByteTime:
-    """What takes time by its bytes: a kernel that reads and writes them, or a sum over all devices.
+    """A kernel that only moves bytes, or a sum over all devices.
 
     Attributes:
-        n_bytes: read and written; of a sum, those that each device puts in.
+        n_bytes: read and written by a kernel; put into a sum by each device.
         seconds: of one.
     """
 
@@ -64,7 +64,7 @@ class ByteTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What was measured on `n_devices` devices. There are no sums on one device."""
+    """Measurements on `n_devices` devices; without sums on one device."""
 
     n_devices: int
     products: tuple[ProductTime, ...]
@@ -83,14 +83,18 @@ def measured(devices: Sequence[jax.Device]) -> Measurements:
 
 
 def product_times(devices: Sequence[jax.Device]) -> Iterator[ProductTime]:
-    """Products of matrices of growing size, one rate after the other, each measured when it is asked for."""
+    """Products of matrices of growing size, one rate after the other, lazily."""
     for rate, dtype, precision in _rates(devices[0]):
         yield from _products(_mesh(devices), rate, dtype, precision)
 
 
 def kernel_times(devices: Sequence[jax.Device]) -> Iterator[ByteTime]:
-    """Kernels that read and write arrays of growing size, each measured when it is asked for."""
-    return _kernels(_mesh(devices))
+    """Kernels that read and write arrays of growing size, lazily."""
+    for n_bytes in _growing(2**18, 4):
+        seconds = _seconds(_mesh(devices), lambda carry: (carry[0] * 0.5 + 1,), "float32", (n_bytes // 4,))
+        yield ByteTime(2.0 * n_bytes, seconds)
+        if seconds > _LONG_S / 2 or n_bytes > 2**30:
+            return
 
 
 def _mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -118,7 +122,7 @@ def _products(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> It
         out = lax.dot(x, y, precision=precision, preferred_element_type=x.dtype)
         return x.at[0, 0].add(out[0, 0] * 0), y, out  # the next product waits for this one
 
-    for side in itertools.accumulate(itertools.repeat(2), lambda side, by: side * by, initial=64):
+    for side in _growing(64, 2):
         longest = 0.0
         for m, k, n in ((side, side, side), (4 * side, side, side), (side, 4 * side, side), (side, side, 4 * side)):
             seconds = _seconds(mesh, body, dtype, (m, k), (k, n), (m, n))
@@ -129,22 +133,16 @@ def _products(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> It
             return
 
 
-def _kernels(mesh: Mesh) -> Iterator[ByteTime]:
-    """Kernels that read and write an array."""
-    for n_bytes in itertools.accumulate(itertools.repeat(4), lambda n, by: n * by, initial=2**18):
-        seconds = _seconds(mesh, lambda carry: (carry[0] * 0.5 + 1,), "float32", (n_bytes // 4,))
-        yield ByteTime(2.0 * n_bytes, seconds)
-        if seconds > _LONG_S / 2 or n_bytes > 2**30:
-            return
-
-
 def _sums(mesh: Mesh) -> Iterator[ByteTime]:
-    """All-reduces over all devices."""
-    for n_bytes in itertools.accumulate(itertools.repeat(8), lambda n, by: n * by, initial=2**10):
+    for n_bytes in _growing(2**10, 8):
         seconds = _seconds(mesh, lambda carry: (lax.psum(carry[0], _AXIS) * 0.5,), "float32", (n_bytes // 4,))
         yield ByteTime(float(n_bytes), seconds)
         if seconds > _LONG_S or n_bytes > 2**28:
             return
+
+
+def _growing(first: int, by: int) -> Iterator[int]:
+    return (first * by**i for i in itertools.count())
 
 
 def _seconds(mesh: Mesh, body: Callable[[Any], Any], dtype: str, *shapes: tuple[int, ...]) -> float:

@@ -3,6 +3,6 @@
 Imports: `cluster` and `cost`.
 """
 
-from minialpa.hlo.analysis import HloCollective, bytes_by_kind, collective_of, collectives, flops, mesh_axes, seconds
+from minialpa.hlo.analysis import HloCollective, bytes_by_kind, collective_of, collectives, seconds
 
-__all__ = ["HloCollective", "bytes_by_kind", "collective_of", "collectives", "flops", "mesh_axes", "seconds"]
+__all__ = ["HloCollective", "bytes_by_kind", "collective_of", "collectives", "seconds"]

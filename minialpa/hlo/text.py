@@ -27,7 +27,7 @@ class Instruction:
         name: without `%`.
         shape: of the result, as text.
         opcode: such as `all-reduce`.
-        operands: names of the operands; of a constant, the text of its value; of a parameter, its number.
+        operands: names of the operands; the text of a constant's value; the number of a parameter.
         attributes: the rest of the line, as text.
     """
 
@@ -39,7 +39,7 @@ class Instruction:
 
     @property
     def n_trips(self) -> int:
-        """The trip count of a `while` that XLA prints; 1 if XLA prints none."""
+        """The trip count of a `while`; 1 if XLA does not print it."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(known[1]) if known else 1
 
@@ -56,17 +56,10 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """A computation of a program.
-
-    Attributes:
-        name: without `%`.
-        instructions: in the order of the text.
-        root: name of the instruction that makes the result.
-    """
+    """A computation of a program; its name is without `%`."""
 
     name: str
     instructions: tuple[Instruction, ...]
-    root: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +85,16 @@ def parse_module(text: str) -> Module:
 
     # `name` is empty outside of computations.
     computations: dict[str, Computation] = {}
-    entry, name, root, instructions = "", "", "", list[Instruction]()
+    entry, name, instructions = "", "", list[Instruction]()
     for line in text.splitlines():
         if opening := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
             name, instructions = opening[2], []
             entry = name if opening[1] else entry
         elif line.startswith("}") and name:
-            computations[name] = Computation(name, tuple(instructions), root)
+            computations[name] = Computation(name, tuple(instructions))
             name = ""
         elif name and " = " in line:
             instructions.append(_instruction(line))
-            root = instructions[-1].name if line.lstrip().startswith("ROOT ") else root
 
     if not entry:
         raise VerifyError(
@@ -126,7 +118,6 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Position of the parenthesis that closes the one at `opening`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if mark[0] == "(" else -1
@@ -241,7 +232,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
         for name, before, length in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     ]
 
-    # With one dimension for each part of an axis, those inside groups can be moved behind all others.
+    # One dimension for each part of an axis; dimensions inside groups move to the end.
     parts = [part for name, size in sizes.items() for part in _parts_of_axis(name, size, chosen)]
     inside = [i for sub_axis in chosen for i, part in enumerate(parts) if sub_axis.includes(part)]
     outside = [i for i in range(len(parts)) if i not in inside]

@@ -1,4 +1,4 @@
-"""In: a `TracedStep`. Out: the same step with attentions as operations, in the place of scores, softmax and products.
+"""A `TracedStep` in, the same step with attentions as operations out.
 
 Imports: `attention`, `tracing`, and `support` for the source lines of equations.
 """

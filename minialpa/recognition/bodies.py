@@ -1,8 +1,8 @@
 """Attentions in the bodies of scans, loops and branches.
 
-A scan and the scan of its derivative are read together: what the first stacks and the second reads is one value of the
-same iteration. So the probabilities that the first leaves for the second become the log sum exp and the result of the
-attention, and memory grows linearly with the number of positions.
+A scan and the scan of its derivative are one program: a row that the first stacks and the second reads is one value of
+the same iteration. So the first stacks the log sum exp and the result of an attention instead of its probabilities, and
+memory grows linearly with the number of positions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import (
@@ -25,6 +25,7 @@ from minialpa.ir.equations import (
     operand_vars,
     scan_counts,
     sub_jaxprs,
+    with_each_body,
 )
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
@@ -32,20 +33,13 @@ from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, vari
 from minialpa.tracing.flattening import flatten_calls
 
 IsWanted = Callable[[Operands], bool]
-#: New equations in the place of the equation with this number.
+#: By the number of an equation, the equations in its place.
 Changed = dict[int, list[JaxprEqn]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """A list of equations, and what is to be recognised in it.
-
-    Attributes:
-        eqns: the equations.
-        outvars: the results.
-        written: what is around the equations and before them.
-        is_wanted: whether an attention with these operands is to become an operation.
-    """
+    """Equations in which attentions become operations, if their operands are wanted; `written` is around them."""
 
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Atom]
@@ -53,14 +47,14 @@ class _Program:
     is_wanted: IsWanted
 
     def rewritten(self, section: Sequence[int] = ()) -> list[NewEquation] | None:
-        """The equations with their attentions as operations, but for those in bodies; None if there are none."""
+        """The equations with their attentions outside of bodies as operations; None without attentions."""
         return rewrite(
             self.eqns, self.outvars, self.written, lambda operands, _: self.is_wanted(operands), section=section
         )
 
 
 def with_recognised_bodies(flat: Block, outvars: Sequence[Atom], is_wanted: IsWanted) -> list[NewEquation] | None:
-    """The equations of a program with the attentions in their bodies as operations; None if there are none."""
+    """The equations of a program with the attentions in their bodies as operations; None without attentions."""
     written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
     return _in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, is_wanted=is_wanted))
 
@@ -83,18 +77,14 @@ def _in_bodies(program: _Program) -> list[NewEquation] | None:
     if not changed:
         return None
 
-    # What a scan stacked for its derivative may have no reader any more.
-    new = [
-        NewEquation(eqn=one, place=i, is_new=i in changed)
-        for i, eqn in enumerate(eqns)
-        for one in changed.get(i, [eqn])
-    ]
+    # An array that a scan stacked for its derivative may have lost its readers.
+    new = [NewEquation(eqn=one, place=i) for i, eqn in enumerate(eqns) for one in changed.get(i, [eqn])]
     is_live = live_equations([one.eqn for one in new], program.outvars)
     return [one for one, live in zip(new, is_live, strict=True) if live]
 
 
 def _partners(eqns: Sequence[JaxprEqn]) -> dict[int, int]:
-    """For scans whose rows a later scan of the same length reads: that scan."""
+    """For each scan whose rows a later scan of the same length reads, the number of the later scan."""
     scan_of_array: dict[Var, int] = {}
     found: dict[int, int] = {}
     for i, eqn in enumerate(eqns):
@@ -111,17 +101,17 @@ def _partners(eqns: Sequence[JaxprEqn]) -> dict[int, int]:
 
 
 def _changed_alone(program: _Program, i: int) -> Changed:
-    """Equation i, with the attentions of its bodies as operations; empty if there are none."""
+    """Equation i with the attentions of its bodies as operations; empty without attentions."""
     eqn = program.eqns[i]
     if eqn.primitive.name == "scan":
         scan = _scan_alone(program, eqn)
         return {} if scan is None else {i: scan}
-    changed = _with_parts(eqn, program.is_wanted)
-    return {} if changed is None else {i: [changed]}
+    changed = with_each_body(lambda closed: _with_equations(closed, program.is_wanted), eqn)
+    return {} if changed is eqn else {i: [changed]}
 
 
 def _changed_pair(program: _Program, i: int, k: int) -> Changed:
-    """A scan and that of its derivative, with the attentions of their bodies as operations; empty if there are none."""
+    """`_changed_alone` for a scan and the scan of its derivative together."""
     together = _scan_pair(program, i, k)
     return {**_changed_alone(program, i), **_changed_alone(program, k)} if together is None else together
 
@@ -129,32 +119,14 @@ def _changed_pair(program: _Program, i: int, k: int) -> Changed:
 # ---- loops and branches --------------------------------------------------------------------------------------------
 
 
-def _with_parts(eqn: JaxprEqn, is_wanted: IsWanted) -> JaxprEqn | None:
-    """A loop or branches, with the attentions in their bodies as operations."""
-    params = {}
-    for name, value in eqn.params.items():
-        several = isinstance(value, tuple | list)
-        parts = list(value) if several else [value]
-        if not parts or not all(hasattr(part, "jaxpr") and hasattr(part, "consts") for part in parts):
-            continue
-        new = [_with_equations(part, is_wanted) for part in parts]
-        if any(part is not None for part in new):
-            chosen = [old if part is None else part for old, part in zip(parts, new, strict=True)]
-            params[name] = tuple(chosen) if several else chosen[0]
-    if not params:
-        return None
-    changed: JaxprEqn = eqn.replace(params={**eqn.params, **params})
-    return changed
-
-
-def _with_equations(closed: Any, is_wanted: IsWanted) -> Any:
-    """A closed jaxpr with its attentions as operations; None if it has none."""
+def _with_equations(closed: ClosedJaxpr, is_wanted: IsWanted) -> ClosedJaxpr:
+    """A program with its attentions as operations; the same program without attentions."""
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     written = Written(consts=consts)
     new = _recognised(_Program(eqns=flat.eqns, outvars=flat.outvars, written=written, is_wanted=is_wanted))
     if new is None:
-        return None
+        return closed
 
     def compute(*arrays: Any) -> list[Any]:
         return run(new, flat.outvars, {**consts, **dict(zip(flat.invars, arrays, strict=True))})
@@ -165,11 +137,11 @@ def _with_equations(closed: Any, is_wanted: IsWanted) -> Any:
     ]
     made = jax.make_jaxpr(compute)(*structs)
     same = [a.shape == b.shape and a.dtype == b.dtype for a, b in zip(made.out_avals, closed.out_avals, strict=True)]
-    return made if all(same) and not made.consts else None
+    return made if all(same) and not made.consts else closed
 
 
 def _recognised(program: _Program) -> list[JaxprEqn] | None:
-    """Equations with the attentions in them and in their bodies as operations; None if there are none."""
+    """Equations with the attentions in them and in their bodies as operations; None without attentions."""
     own = program.rewritten()
     chosen = list(program.eqns) if own is None else [one.eqn for one in own]
     inner = _in_bodies(replace(program, eqns=chosen))
@@ -188,7 +160,7 @@ def _scan_alone(program: _Program, eqn: JaxprEqn) -> list[JaxprEqn] | None:
 
 
 def _of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[Atom], *bodies: Body) -> _Program:
-    """The equations of bodies as a program, in what is written around them."""
+    """The equations of bodies as a program, with the equations around them."""
     consts = dict(program.written.consts)
     for body in bodies:
         consts |= body.consts
@@ -196,13 +168,11 @@ def _of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[At
 
 
 def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
-    """Scans i and k, the second one reading what the first one stacks, with the attentions that they have together.
+    """Scans i and k, the second of which reads stacks of the first, with their common attentions as operations.
 
-    One iteration of both is one program in two sections. Afterwards the first scan stacks what is read of it outside
-    of both, and what the second one reads.
+    One iteration of both is one program in two sections. The new first scan stacks only values with a reader.
     """
     first = read_body(program.eqns[i], {})
-    # Stacked arrays are results: each is one variable of the program, whatever value of the body it has.
     second = read_body(program.eqns[k], {array: atom for atom, array in first.stacked})
     first_only = replace(first, stacked=_read_elsewhere(program, first, k))
 
@@ -215,55 +185,30 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
     first = replace(first, eqns=tuple(one.eqn for one in new if one.place < n))
     second = replace(second, eqns=tuple(one.eqn for one in new if one.place >= n))
 
-    links = _links(first, second)
-    made = [(link.var, link.array) for link in links if link.is_stacked]
-    first = replace(first, stacked=tuple(dict.fromkeys([*first_only.stacked, *made])))
-    second = with_rows(second, [(link.var, fresh_var(aval_of(link.var)), link.array) for link in links])
+    # A value that the second body reads is a row of an array that the first scan reads, or the first scan stacks it.
+    array_of_row = dict(first.rows)
+    read = second.read
+    shared = [var for var in first.own if var in read]
+    made = {var: _stacked_array(var, first) for var in shared if var not in array_of_row}
+    arrays = array_of_row | made
+    first = replace(first, stacked=tuple(dict.fromkeys([*first_only.stacked, *made.items()])))
+    second = with_rows(second, [(var, fresh_var(aval_of(var)), arrays[var]) for var in shared])
     return {i: scan_of(first), k: scan_of(second)}
 
 
 def _read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
-    """What the first scan stacks and something reads, other than scan k row by row."""
+    """The stacks of the first scan that have another reader than the rows of scan k."""
     n_consts, n_carry = scan_counts(program.eqns[k])
     read = {var for j, eqn in enumerate(program.eqns) if j != k for var in operand_vars(eqn)}
     read.update(variables_in([*program.outvars, *program.eqns[k].invars[: n_consts + n_carry]]))
     return tuple((atom, array) for atom, array in first.stacked if array in read)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Link:
-    """A value of the first body that the second one reads.
-
-    Attributes:
-        var: the value.
-        array: the array whose rows it is.
-        is_stacked: whether the first scan stacks it; otherwise it is a row of an array that the first scan reads.
-    """
-
-    var: Var
-    array: Atom
-    is_stacked: bool
-
-
-def _links(first: Body, second: Body) -> list[_Link]:
-    """What the second body reads of the first, in the order of the program, so that each run of Python agrees."""
-    array_of_row = dict(first.rows)
-    read = second.read
-    found = []
-    for var in first.own:
-        if var not in read:
-            continue
-        if var in array_of_row:
-            found.append(_Link(var=var, array=array_of_row[var], is_stacked=False))
-            continue
-        known = next((array for atom, array in first.stacked if atom is var), None)
-        array = _stacked_array(var, first.eqn.params["length"]) if known is None else known
-        found.append(_Link(var=var, array=array, is_stacked=True))
-    return found
-
-
-def _stacked_array(var: Var, length: int) -> Var:
-    """A new variable for the array of all iterations."""
+def _stacked_array(var: Var, body: Body) -> Var:
+    """The variable of the array of all iterations: the existing one if the scan stacks the value."""
+    known = next((array for atom, array in body.stacked if atom is var), None)
+    if known is not None:
+        return known
     aval = aval_of(var)
-    struct = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+    struct = jax.ShapeDtypeStruct((body.eqn.params["length"], *aval.shape), aval.dtype)
     return fresh_var(jax.make_jaxpr(lambda x: x)(struct).jaxpr.invars[0].aval)

@@ -1,8 +1,7 @@
-"""The equations of a recognised attention: operands are brought into the layout of the primitives, and results back."""
+"""The equations of a recognised attention, with operands in the layout of the primitives and results in the old one."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,15 +12,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.attention.kind import Attention, Float16Attention, Step
+from minialpa.attention.kind import Attention, Step
 from minialpa.attention.operation import attention_gradient_p, attention_p
 from minialpa.ir.equations import Atom, aval_of, has_all, shape_of
-from minialpa.recognition.masks import MaskReader, Part
-from minialpa.recognition.numbering import FLOATS
-from minialpa.recognition.positions import Window
+from minialpa.recognition.indices import FLOATS
+from minialpa.recognition.masks import MaskReader, Part, Window
 from minialpa.recognition.rewrites import SCORE_FEATURE, VALUE_FEATURE
-from minialpa.recognition.roles import Role
-from minialpa.recognition.terms import Axes, Label, Leaf, NoFormula, Softmax
+from minialpa.recognition.terms import Axes, Label, Leaf, NoFormula, Role, Softmax
 from minialpa.tracing.new_equations import equations_for
 
 #: The indices that make up one dimension of an operand.
@@ -30,13 +27,7 @@ Group = tuple[Label, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A variable that an attention is to compute.
-
-    Attributes:
-        var: the variable.
-        role: what it is to the attention.
-        place: number of the equation that computed it.
-    """
+    """A variable that an attention computes, its role, and the number of the equation that computed it."""
 
     var: Var
     role: Role
@@ -45,12 +36,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """The arrays that an attention reads, and what the indices of its dimensions are.
+    """The arrays that an attention reads, and the indices of their dimensions.
 
     Attributes:
         softmax: the softmax of the scores.
         value: the array of values.
-        cotangent: the cotangent of the result; None for the forward pass.
+        cotangent: the cotangent of the result; None in the forward pass.
         window: the window of positions.
         parts: the other masks.
         sizes: the length of each index.
@@ -67,7 +58,7 @@ class Operands:
 
     @property
     def float16(self) -> tuple[Step, ...]:
-        """The steps that are in float16."""
+        """The steps in float16."""
         steps = set(self.softmax.scores.float16)
         if self.softmax.is_float16:
             steps.add("softmax")
@@ -84,7 +75,7 @@ class Operands:
 
     @property
     def position(self) -> Label:
-        """The index of query positions: that of the window, else the longest that the keys do not have."""
+        """The index of query positions: the window's, else the longest that the keys lack."""
         if self.window is not None:
             return self.window.query
         axes = [label for label in self.softmax.query.axes if label in self.softmax.query_positions]
@@ -92,7 +83,7 @@ class Operands:
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The indices behind each letter of the primitives' layouts."""
+        """The indices of each letter of the primitives' layouts."""
         softmax = self.softmax
         order = [label for leaf in (softmax.query, softmax.key, self.value) for label in leaf.axes]
         order += sorted(softmax.batch, key=str)
@@ -113,7 +104,7 @@ class Operands:
 
 
 def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands:
-    """What the attention of a role reads. Raises NoFormula if the primitives cannot have it."""
+    """The operands of the attention of a role. Raises NoFormula if the primitives cannot have them."""
     softmax, value, cotangent = role.softmax, role.value, role.cotangent
     if value is None:
         raise NoFormula
@@ -138,7 +129,7 @@ def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands
 
 
 def with_cotangent(operands: Operands, role: Role) -> Operands | None:
-    """The operands of a forward pass, with the cotangent that a role names."""
+    """The operands of a forward pass, with the cotangent of a role."""
     cotangent = role.cotangent
     if cotangent is None or not cotangent.labels <= operands.softmax.labels | {VALUE_FEATURE}:
         return None
@@ -150,26 +141,20 @@ def with_cotangent(operands: Operands, role: Role) -> Operands | None:
 
 
 def shared_dtype(operands: Operands, results: Sequence[Request]) -> Any:
-    """The dtype of query, key and value: at least that of the written result."""
+    """The common dtype of query, key, value and the written result."""
     atoms = [operands.softmax.query.var, operands.softmax.key.var, operands.value.var]
     atoms += [request.var for request in results if request.role.name == "out"]
     return _common_dtype([aval_of(atom).dtype for atom in atoms])
 
 
 def _common_dtype(dtypes: Sequence[Any]) -> Any:
-    """The narrowest dtype that has all numbers of these."""
+    """The narrowest dtype with all numbers of these."""
     return next(np.dtype(name) for name in FLOATS if all(has_all(name, dtype) for dtype in dtypes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """The equations of a call of a primitive.
-
-    Attributes:
-        eqns: in an order in which they can run.
-        results: the atom for each request.
-        raw: the results of the primitive, in its own layout.
-    """
+    """The equations of a call of a primitive, the atom for each request, and the primitive's own results."""
 
     eqns: list[JaxprEqn]
     results: list[Atom]
@@ -198,11 +183,12 @@ def emit_attention(operands: Operands, requests: Sequence[Request], dtype: Any) 
 
 
 def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequence[Request], dtype: Any) -> Emitted:
-    """The equations of `attention_gradient_p`. forward: the results of `attention_p`, in its own layout."""
+    """The equations of `attention_gradient_p`. forward: the results of `attention_p`, in its layout."""
     writer = _Writer(operands, dtype)
     variables, cotangent = operands.variables, operands.cotangent
     assert cotangent is not None, operands
-    wanted = tuple(any(_is_bias(request, i) for request in requests) for i in range(writer.kind.n_biases))
+    wanted_biases = {request.role.bias for request in requests if request.role.name == "bias"}
+    wanted = tuple(i in wanted_biases for i in range(writer.kind.n_biases))
     biases = [leaf for leaf, _ in operands.softmax.scores.biases]
 
     def dtype_of(name: str, default: Any, bias: int = 0) -> str:
@@ -239,17 +225,13 @@ def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequenc
     return Emitted(eqns=eqns, results=atoms[n:], raw=atoms[:n])
 
 
-def _is_bias(request: Request, i: int) -> bool:
-    return request.role.name == "bias" and request.role.bias == i
-
-
 def _only_free(axes: Axes, writer: _Writer) -> Group:
     """The index of features of a result."""
     return tuple(label for label in axes if label is not None and label not in writer.operands.softmax.labels)
 
 
 class _Writer:
-    """Writes operands in the layout of the primitives, and their results in that of the program."""
+    """Writes operands in the layout of the primitives, and results in the layout of the program."""
 
     def __init__(self, operands: Operands, dtype: Any) -> None:
         self.operands, self.dtype = operands, dtype
@@ -257,20 +239,20 @@ class _Writer:
         scores, window = operands.softmax.scores, operands.window
         self.shift = 0
         left, right = (None, None) if window is None else (window.left, window.right)
-        # A window that lies behind the query is one that ends at a query further back.
+        # A window without the query's own position ends at the position of another query: shift the positions.
         if right is not None and right < 0:
             self.shift, left, right = right, None if left is None else left + right, 0
         elif left is not None and left < 0:
             self.shift, left, right = -left, 0, None if right is None else right + left
         assert min(left or 0, right or 0) >= 0, window
-        make = functools.partial(Float16Attention, float16=operands.float16) if operands.float16 else Attention
-        self.kind: Attention = make(
+        self.kind = Attention(
             scale=scores.scale,
             left=left,
             right=right,
             masked_score=scores.masked_score,
             n_biases=len(scores.biases),
             n_masks=len(operands.parts),
+            float16=operands.float16,
         )
 
     def main(self, read: Mapping[Var, Any]) -> list[Any]:
@@ -301,14 +283,13 @@ class _Writer:
     def operand(self, x: Any, axes: Axes, letters: str, features: Group | None) -> Any:
         """An array with one dimension for each letter, and one for features.
 
-        features: None for biases and masks, which have no features, and have length 1 where they do not depend on the
-            indices of a letter.
+        features: None for biases and masks, which have length 1 where they do not depend on the indices of a letter.
         """
         groups = [self.groups[letter] for letter in letters] + ([] if features is None else [features])
         own = [label for label in axes if label is not None]
         sizes = {**self.operands.sizes, **_named_sizes(axes, x.shape)}
 
-        # The indices of the result, in its order; a group that biases and masks do not depend on has none.
+        # The indices of the result in order, without groups on which a bias or mask does not depend.
         wanted = [label for group in groups for label in group if features is not None or set(group) & set(own)]
         x = _reshaped(x, [sizes[label] for label in own])
         x = _broadcast(x, own, {label: sizes[label] for label in wanted})
@@ -330,7 +311,7 @@ class _Writer:
         x = _reshaped(x, [sizes[label] for label in labels])
         own = [label for label in axes if label is not None]
 
-        # An operand that does not have an index was the same for all of its values.
+        # An operand without an index is the same for all values of the index.
         summed = [i for i, label in enumerate(labels) if label not in own]
         if summed:
             x = jnp.sum(x, tuple(summed))
@@ -349,7 +330,7 @@ def _named_sizes(axes: Axes, shape: Sequence[int]) -> dict[Label, int]:
 
 
 def _broadcast(x: Any, own: Sequence[Label], wanted: Mapping[Label, int]) -> Any:
-    """An array with the indices `own` as one with the indices `wanted` of these lengths, in their order."""
+    """An array with the indices `own`, broadcast to the indices and lengths `wanted`, in their order."""
     order = list(wanted)
     present = [label for label in order if label in own]
     x = _transposed(x, [own.index(label) for label in present])

@@ -1,6 +1,7 @@
-"""The form of the result of an equation, from those of its operands. `RULES` lists the rules by primitive.
+"""The form of the result of an equation, from the forms of its operands. `RULES` lists the rules by primitive.
 
-The rules here align the indices of the operands. What the elements are is in the table of `rewrites`.
+A rule takes the forms of the operands as `Known` and the equation. The rules align indices; the table in `rewrites` has
+the formulas of the elements.
 """
 
 from __future__ import annotations
@@ -8,15 +9,171 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from minialpa.ir.equations import aval_of, shape_of
-from minialpa.recognition.indices import check_apart
-from minialpa.recognition.layouts import LAYOUTS
-from minialpa.recognition.numbering import FLOATS
-from minialpa.recognition.rewrites import SCORE_FEATURE, rewritten
-from minialpa.recognition.rule import Known, Rule
-from minialpa.recognition.terms import OF_QUERIES, Axes, Form, Label, NoFormula, Number, Part, Scores, Term, renamed
+from minialpa.ir.equations import Atom, aval_of, is_literal, operand_vars, shape_of
+from minialpa.recognition.indices import FLOATS, Indices, Numbers, check_apart, keeps_elements
+from minialpa.recognition.rewrites import SCORE_FEATURE, converted, rewritten
+from minialpa.recognition.terms import (
+    OF_QUERIES,
+    Axes,
+    Form,
+    Label,
+    Leaf,
+    NoFormula,
+    Number,
+    Part,
+    Scores,
+    Term,
+    renamed,
+)
+
+
+class Known:
+    """The forms of operands.
+
+    Attributes:
+        indices: the names of indices.
+        forms: the forms of variables that do not depend on an exponential of scores.
+    """
+
+    def __init__(
+        self,
+        producers: Mapping[Var, JaxprEqn],
+        indices: Indices,
+        numbers: Numbers,
+        followed: Mapping[Var, Form],
+        rules: Mapping[str, Rule],
+        factors: Known | None = None,
+    ) -> None:
+        """Equations with one of the `rules` are followed back to leaves. `factors` has operands of products."""
+        self.indices, self.forms = indices, dict[Var, Form]()
+        self._producers, self._numbers, self._followed = producers, numbers, followed
+        self._rules, self._factors = rules, factors
+
+    def __getitem__(self, atom: Atom) -> Form:
+        """The form of an atom; a leaf if no rule applies."""
+        if is_literal(atom):
+            return _form_of_literal(atom)
+        if atom in self._followed:
+            return self._followed[atom]
+        if atom not in self.forms:
+            self.forms[atom] = self._outside(atom)
+        return self.forms[atom]
+
+    def factor(self, atom: Atom) -> Form:
+        """The form of an operand of a product of matrices: a leaf even if it is such a product itself."""
+        return self[atom] if self._factors is None else self._factors[atom]
+
+    def _outside(self, var: Var) -> Form:
+        """The form of an array that is not followed: a leaf in some layout, or a product of two."""
+        eqn = self._producers.get(var)
+        rule = None if eqn is None else self._rules.get(eqn.primitive.name)
+        if eqn is not None and rule is not None and self._followed.keys().isdisjoint(operand_vars(eqn)):
+            form = form_by(rule, self, eqn)
+            if form is not None:
+                return form
+        axes = self.indices.new_axes(shape_of(var))
+        return Form(axes, Leaf(self._numbers(var), axes, var))
+
+
+#: The form of the only result of an equation. Raises NoFormula if there is no such form.
+Rule = Callable[[Known, JaxprEqn], Form]
+
+
+def form_by(rule: Rule, known: Known, eqn: JaxprEqn) -> Form | None:
+    """The form of the only result of an equation by a rule, if it has one."""
+    try:
+        return rule(known, eqn)
+    except NoFormula:
+        return None
+
+
+def _form_of_literal(literal: Literal) -> Form:
+    value = np.asarray(literal.val)
+    if value.ndim or (value.dtype.kind not in "biuf" and value.dtype.name not in FLOATS):
+        raise NoFormula
+    return Form((), Number(float(value)))
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def _same(known: Known, eqn: JaxprEqn) -> Form:
+    return known[eqn.invars[0]]
+
+
+def _convert(known: Known, eqn: JaxprEqn) -> Form:
+    old, new = (aval_of(atom).dtype.name for atom in (eqn.invars[0], eqn.outvars[0]))
+    form = known[eqn.invars[0]]
+    if old == new:
+        return form
+    if old in FLOATS and new in FLOATS:
+        return Form(form.axes, converted(form.term, old, new))
+
+    # Every dtype has the integers below 128.
+    if isinstance(form.term, Number) and form.term.value in range(128) and (new in FLOATS or "int" in new):
+        return form
+    raise NoFormula
+
+
+def _reduce_precision(known: Known, eqn: JaxprEqn) -> Form:
+    """`jax.checkpoint` rounds saved values to their own dtype."""
+    if not keeps_elements(eqn):
+        raise NoFormula
+    return known[eqn.invars[0]]
+
+
+def _transpose(known: Known, eqn: JaxprEqn) -> Form:
+    form = known[eqn.invars[0]]
+    return Form(tuple(form.axes[i] for i in eqn.params["permutation"]), form.term)
+
+
+def _broadcast_in_dim(known: Known, eqn: JaxprEqn) -> Form:
+    form = known[eqn.invars[0]]
+    axes: list[Label | None] = [None] * len(shape_of(eqn.outvars[0]))
+    for label, i in zip(form.axes, eqn.params["broadcast_dimensions"], strict=True):
+        axes[i] = label
+    return Form(tuple(axes), form.term)
+
+
+def _reshape(known: Known, eqn: JaxprEqn) -> Form:
+    """Only dimensions of length 1 come and go."""
+    form = known[eqn.invars[0]]
+    if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
+        raise NoFormula
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    kept = [label for label, size in zip(form.axes, old, strict=True) if size != 1]
+    if [size for size in old if size != 1] != [size for size in new if size != 1]:
+        raise NoFormula
+    left = iter(kept)
+    return Form(tuple(None if size == 1 else next(left) for size in new), form.term)
+
+
+def _part_of_number(known: Known, eqn: JaxprEqn) -> Form:
+    """A part of an array of one number, such as a default head mask of ones."""
+    form = known[eqn.invars[0]]
+    if not isinstance(form.term, Number):
+        raise NoFormula
+    return Form((None,) * len(shape_of(eqn.outvars[0])), form.term)
+
+
+LAYOUTS: Mapping[str, Rule] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "convert_element_type": _convert,
+    "copy": _same,
+    "copy_p": _same,
+    "dynamic_slice": _part_of_number,
+    "expand_dims": _reshape,
+    "name": _same,
+    "reduce_precision": _reduce_precision,
+    "reshape": _reshape,
+    "slice": _part_of_number,
+    "squeeze": _reshape,
+    "stop_gradient": _same,
+    "transpose": _transpose,
+}
+
 
 # ---- element by element --------------------------------------------------------------------------------------------
 
@@ -29,10 +186,7 @@ def _elementwise(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _name_of_key(terms: Sequence[Term]) -> dict[Label, Label]:
-    """The new name of the dimension in which a total is repeated, where it meets a product: that of key positions.
-
-    If it is another dimension, the result has no common names with the weights, which it meets later.
-    """
+    """Where a repeated total meets a product, the repeated dimension gets the name of key positions."""
     softmaxes = [term.softmax for term in terms if isinstance(term, Part) and term.kind in OF_QUERIES]
     products = [term for term in terms if isinstance(term, Scores) and term.is_product]
     if len(softmaxes) != 1 or len(products) != 1:
@@ -42,7 +196,7 @@ def _name_of_key(terms: Sequence[Term]) -> dict[Label, Label]:
 
 
 def _difference(known: Known, eqn: JaxprEqn) -> Form:
-    """`_elementwise`; of scores and their maximum, both with the names that mean the same in all forms."""
+    """`_elementwise` with fixed names of scores and their maximum."""
     axes, forms = known.indices.aligned([_with_fixed_names(known, known[atom]) for atom in eqn.invars])
     return Form(axes, rewritten(eqn, [form.term for form in forms]))
 
@@ -91,7 +245,7 @@ def _number(fun: Callable[..., object]) -> Rule:
 
 
 def _reduced(known: Known, eqn: JaxprEqn) -> Form:
-    """A sum or a maximum along dimensions. Those of length 1 only vanish."""
+    """A sum or a maximum along dimensions, which is the identity if these have length 1."""
     form = _with_fixed_names(known, known[eqn.invars[0]])
     dims, shape = eqn.params["axes"], shape_of(eqn.invars[0])
     if any(form.axes[i] is None and shape[i] != 1 for i in dims) or isinstance(form.term, Number):
@@ -127,7 +281,7 @@ def dot_general(known: Known, eqn: JaxprEqn) -> Form:
 def _factors(known: Known, eqn: JaxprEqn) -> tuple[Form, Form]:
     """The operands of a product of matrices."""
     left, right = (known.factor(atom) for atom in eqn.invars)
-    # A product with an array of one number, such as a mask of ones, may have a product as its other operand.
+    # The other operand of an array of one number, such as a mask of ones, may be a product.
     if isinstance(left.term, Number):
         right = known[eqn.invars[1]]
     elif isinstance(right.term, Number):
@@ -158,7 +312,7 @@ def _first(one: Rule, other: Rule) -> Rule:
     return rule
 
 
-#: What an array that is no score goes through on its way to an attention.
+#: Rules of arrays that are no scores, on their way to an attention.
 OUTSIDE: Mapping[str, Rule] = {
     **LAYOUTS,
     "div": _number(np.divide),

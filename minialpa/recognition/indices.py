@@ -1,10 +1,19 @@
-"""Names of indices: `Indices` gives forms that meet in an equation one name for each dimension that they share."""
+"""Names of indices and numbers of arrays.
+
+`Indices` gives forms that meet in an equation one name for each common dimension. `Numbers` gives arrays with equal
+elements equal numbers.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.ir.equations import Atom, aval_of, has_all, is_literal
 from minialpa.recognition.terms import Axes, Form, Label, NoFormula, Part, Scores, renamed
 
 
@@ -18,36 +27,36 @@ class Indices:
         self._fixed_names: dict[Label, Label] = {}
 
     def new_axes(self, shape: Sequence[int]) -> Axes:
-        """A new name for each dimension, except those of length 1."""
+        """A new name for each dimension longer than 1."""
         return tuple(None if size == 1 else next(self._names) for size in shape)
 
     def apart(self, form: Form, taken: Iterable[Label]) -> Form:
-        """The form with other names for its indices, but for those that are fixed and those not in `taken`."""
+        """The form with other names for its indices in `taken`, unless they are fixed."""
         taken = set(taken)
         own = form.term.labels | set(form.axes) - {None}
         return with_names(form, {label: next(self._names) for label in own if label in taken - self.fixed})
 
     def with_fixed_names(self, form: Form) -> Form:
-        """The form of scores with names for its indices that mean the same in all forms, and that no leaf has."""
+        """The form of scores with fixed names, which mean the same in all forms and occur in no leaf."""
         names = {label: self._fixed_names.setdefault(label, next(self._names)) for label in self._free(form)}
         self.fixed.update(names.values())
         return with_names(form, names)
 
     def _free(self, form: Form) -> list[Label]:
-        """The indices of the dimensions that may have another name."""
+        """The indices of the dimensions that may get another name."""
         return [label for label in form.axes if label is not None and label not in self.fixed]
 
     # ---- elementwise -----------------------------------------------------------------------------------------------
 
     def aligned(self, forms: Sequence[Form]) -> tuple[Axes, list[Form]]:
-        """Forms of arrays of one shape, with one name for each dimension. Numbers have no dimensions."""
+        """Forms of arrays of one shape with one name for each dimension. Numbers have no dimensions."""
         axes = self._names_to_keep(forms)
         out = []
         for form in forms:
             if not form.axes:  # a number
                 out.append(form)
                 continue
-            # A name of another dimension of the result would make two indices one.
+            # With the name of another dimension, two indices would become one.
             form = self.apart(form, set(self._free(form)) & set(axes))
             axes = tuple(own if label is None else label for label, own in zip(axes, form.axes, strict=True))
             out.append(with_names(form, _changes(form.axes, axes)))
@@ -58,7 +67,7 @@ class Indices:
         return axes, out
 
     def _names_to_keep(self, forms: Sequence[Form]) -> Axes:
-        """For each dimension, the name that the result takes over from an operand; None if any name will do."""
+        """For each dimension, the name that the result takes from an operand; None if any name works."""
         axes: list[Label | None] = [None] * max(len(form.axes) for form in forms)
         for form in forms:
             for i, label in enumerate(form.axes):
@@ -68,7 +77,7 @@ class Indices:
                     raise NoFormula
                 axes[i] = label
 
-        # Scores keep the names of their indices: then a saved product has the same ones in the backward pass.
+        # Scores keep the names of their indices, so a saved product has the same names in the backward pass.
         for form in forms:
             for i, label in enumerate(form.axes if isinstance(form.term, Scores | Part) else ()):
                 if axes[i] is None and label not in axes:
@@ -78,7 +87,7 @@ class Indices:
     # ---- products of matrices --------------------------------------------------------------------------------------
 
     def joined(self, left: Form, right: Form, pairs: Iterable[tuple[int, int]]) -> tuple[Form, Form]:
-        """The operands of a product, with one name for the dimensions of each pair, and else with different ones."""
+        """The operands of a product, with one name for the dimensions of each pair and different names elsewhere."""
         right = self.apart(right, left.term.labels | set(left.axes) - {None})
         for i, j in pairs:
             a, b = left.axes[i], right.axes[j]
@@ -100,7 +109,7 @@ def with_names(form: Form, names: Mapping[Label, Label]) -> Form:
 
 
 def check_apart(axes: Axes) -> set[Label]:
-    """The names of dimensions, which have to be different."""
+    """The names of dimensions. Raises NoFormula if two are equal."""
     named = [label for label in axes if label is not None]
     if len(set(named)) != len(named):
         raise NoFormula
@@ -110,3 +119,66 @@ def check_apart(axes: Axes) -> set[Label]:
 def _changes(old: Axes, new: Axes) -> dict[Label, Label]:
     names = {a: b for a, b in zip(old, new, strict=True) if a is not None}
     return {a: b for a, b in names.items() if a != b}
+
+
+# ---- numbers of arrays -----------------------------------------------------------------------------------------------
+
+
+#: Arrays are compared by this many equations before them.
+_DEPTH = 12
+#: Dtypes of attentions, narrower ones first.
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+class Numbers:
+    """Numbers of arrays. Equal computations have equal numbers.
+
+    A barrier or a wider dtype of floats keeps the number, other than in `tracing/values.py`: the equations of one
+    attention read its scores before and after such equations.
+    """
+
+    def __init__(self, producers: Mapping[Var, JaxprEqn]) -> None:
+        self._producers = producers
+        self._of_var: dict[Var, int] = {}
+        self._of_key: dict[Any, int] = {}
+
+    def __call__(self, atom: Atom, depth: int = _DEPTH) -> int:
+        if is_literal(atom):
+            return self._intern(("literal", str(aval_of(atom)), repr(atom.val)))
+        if atom not in self._of_var:
+            key = self._key(atom, depth)
+            self._of_var[atom] = key if isinstance(key, int) else self._intern(key)
+        return self._of_var[atom]
+
+    def _intern(self, key: Any) -> int:
+        return self._of_key.setdefault(key, len(self._of_key))
+
+    def _key(self, var: Var, depth: int) -> Any:
+        """The identity of a variable: the number of an equal operand, its equation, or itself."""
+        eqn = self._producers.get(var)
+        if eqn is None or eqn.effects:
+            return ("variable", var)
+        i = eqn.outvars.index(var)
+        if eqn.primitive.name == "optimization_barrier" or keeps_elements(eqn):
+            return self(eqn.invars[i], depth)
+        if depth == 0:
+            return ("variable", var)
+
+        key = (eqn.primitive, i, tuple(eqn.params.items()), tuple(self(atom, depth - 1) for atom in eqn.invars))
+        try:
+            hash(key)
+        except TypeError:  # a parameter that cannot be hashed
+            return ("variable", var)
+        return key
+
+
+def keeps_elements(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the identity, or gives floats a wider dtype."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        old, new = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))
+        return old.name in FLOATS and new.name in FLOATS and has_all(new, old)
+    if name == "reduce_precision":
+        info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
+        return bool(eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant)
+    return name in ("copy", "name", "stop_gradient")

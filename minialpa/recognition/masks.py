@@ -1,7 +1,8 @@
-"""Masks as they are written become windows of positions, and boolean arrays of their own small shapes."""
+"""Masks as windows of positions, and as boolean arrays in their small shapes before a broadcast."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,33 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
-from minialpa.recognition.positions import LAYOUTS, Window, WindowReader, operand_axes, shrunk
 from minialpa.recognition.terms import Axes, Label, Mask
+from minialpa.tracing.affine import Affine, combined, filled
 from minialpa.tracing.affine_programs import Program
+
+#: Largest offset of a window: sums and differences of positions and offsets fit into 32 bits.
+_FARTHEST = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A condition on positions: index `query` at i sees index `key` at j if i - left <= j <= i + right."""
+
+    query: Label
+    key: Label
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees any key."""
+        return self.left is not None and self.right is not None and self.left + self.right < 0
+
+    def and_also(self, other: Window) -> Window:
+        def least(a: int | None, b: int | None) -> int | None:
+            return b if a is None else a if b is None else min(a, b)
+
+        return Window(self.query, self.key, least(self.left, other.left), least(self.right, other.right))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +49,13 @@ class Part:
 
 
 Condition = Part | Window
-#: A boolean array, the index of each of its dimensions, and whether it is to be true.
+#: A boolean array, the index of each of its dimensions, and the value that it should have.
 _Boolean = tuple[Atom, Axes, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class MaskReader:
-    """Reads how masks are computed.
+    """Reads the equations of masks.
 
     Attributes:
         producers: the equation of each variable.
@@ -44,12 +69,8 @@ class MaskReader:
     key: Label
     queries: frozenset[Label]
 
-    @property
-    def _windows(self) -> WindowReader:
-        return WindowReader(Program(self.producers, self.consts), self.key, self.queries)
-
     def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[Part, ...]]:
-        """The window of all masks together, if they have one, and the other conditions."""
+        """The common window of all masks, if they have one, and the other conditions."""
         window: Window | None = None
         parts: list[Part] = []
         for mask in masks:
@@ -72,7 +93,7 @@ class MaskReader:
             return [] if bool(atom.val) == positive else None
         whole: list[Condition] = [Part(atom, axes, positive)]
         if atom in self.consts:
-            window = self._windows.of_array(np.asarray(self.consts[atom]), axes) if positive else None
+            window = self._window_of_array(np.asarray(self.consts[atom]), axes) if positive else None
             return whole if window is None else [window]
 
         eqn = self.producers.get(atom)
@@ -81,7 +102,7 @@ class MaskReader:
         return whole if found is None else found
 
     def _together(self, parts: Sequence[_Boolean]) -> list[Condition] | None:
-        """The conditions of several boolean arrays; None if one of them never holds, or may not be taken apart."""
+        """The conditions of several boolean arrays; None if one of them never holds."""
         found: list[Condition] = []
         for part in parts:
             conditions = self._conditions(*part)
@@ -90,10 +111,10 @@ class MaskReader:
             found += conditions
         return found
 
-    # ---- handlers of primitives: None if the array that the equation computes is to be a condition itself ----------
+    # ---- handlers of primitives: None if the result of the equation is one condition -------------------------------
 
     def _of_layout(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        inner = operand_axes(eqn, axes)
+        inner = _operand_axes(eqn, axes)
         if inner is None or not _is_boolean(eqn.invars[0]):
             return None
         return self._together([(eqn.invars[0], inner, positive)])
@@ -102,13 +123,13 @@ class MaskReader:
         return self._together([(eqn.invars[0], axes, not positive)])
 
     def _of_logic(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        """Both operands of `and` are true where it is, and both of `or` are false where it is."""
+        """A true `and` has true operands, and a false `or` false operands."""
         if eqn.primitive.name != ("and" if positive else "or") or not _is_boolean(eqn.outvars[0]):
             return None
-        return self._together([(x, shrunk(x, axes), positive) for x in eqn.invars])
+        return self._together([(x, _shrunk(x, axes), positive) for x in eqn.invars])
 
     def _of_choice(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        """A choice between an array and false is true where both the array and what chooses it are."""
+        """A choice between an array and False is True where both the array and the chooser are."""
         which, *cases = eqn.invars
         is_by_element = bool(shape_of(which)) or not axes
         if not positive or not _is_boolean(which) or len(cases) != 2 or not is_by_element:
@@ -121,7 +142,7 @@ class MaskReader:
         return None
 
     def _of_comparison(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        window = self._windows.of_comparison(eqn, axes, positive)
+        window = self._window_of_comparison(eqn, axes, positive)
         return None if window is None else [window]
 
     def _of_equality(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
@@ -135,7 +156,7 @@ class MaskReader:
         eqn = None if is_literal(atom) else self.producers.get(atom)
         if eqn is None:
             return None
-        inner = axes if eqn.primitive.name == "convert_element_type" else operand_axes(eqn, axes)
+        inner = axes if eqn.primitive.name == "convert_element_type" else _operand_axes(eqn, axes)
         operand = eqn.invars[0]
         if inner is None or is_literal(operand):
             return None
@@ -145,7 +166,7 @@ class MaskReader:
         return [Part(operand, inner, positive)] if found is None else found
 
     def _value(self, atom: Atom) -> float | None:
-        """The number that all elements of an array are."""
+        """The common value of all elements of an array, if it is known."""
         while not is_literal(atom):
             eqn = self.producers.get(atom)
             if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -153,10 +174,70 @@ class MaskReader:
             atom = eqn.invars[0]
         return float(atom.val) if np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype.kind in "biuf" else None
 
+    # ---- windows ---------------------------------------------------------------------------------------------------
 
+    def _window_of_comparison(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> Window | None:
+        """The window in which a comparison of positions is `positive`; None if it is no window."""
+        # For integers, a > b is a - b - 1 >= 0.
+        sign, offset = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}[eqn.primitive.name]
+        a, b = map(Program(self.producers, self.consts).affine, eqn.invars)
+        if a is None or b is None:
+            return None
+
+        shape = shape_of(eqn.outvars[0])
+        left, right = (x if x.shape else filled(shape, x.offset) for x in (a, b))
+        difference = combined(filled(shape, offset), combined(left, right, -1), sign)
+        if not positive:
+            # For integers, not (x >= 0) is -x - 1 >= 0.
+            difference = combined(filled(shape, -1), difference, -1)
+        return self._where_not_negative(difference, axes)
+
+    def _where_not_negative(self, x: Affine, axes: Axes) -> Window | None:
+        """i - j + c >= 0 or j - i + c >= 0, for the position i of a query and j of a key."""
+        factors = Counter[Label | None]()
+        for label, stride, size in zip(axes, x.strides, x.shape, strict=True):
+            factors[label] += stride if size > 1 else 0
+        moving = {label: factor for label, factor in factors.items() if factor}
+        queries = [label for label in moving if label in self.queries]
+        if len(queries) != 1 or moving.keys() != {queries[0], self.key} or abs(x.offset) > _FARTHEST:
+            return None
+        match moving[queries[0]], moving[self.key]:
+            case 1, -1:
+                return Window(queries[0], self.key, right=x.offset)
+            case -1, 1:
+                return Window(queries[0], self.key, left=x.offset)
+        return None
+
+    def _window_of_array(self, value: np.ndarray, axes: Axes) -> Window | None:
+        """The window with the elements of a captured array, if there is one."""
+        labels = [label for label in axes if label is not None]
+        if value.dtype != np.bool_ or len(labels) != 2 or self.key not in labels or not value.any():
+            return None
+        (query,) = (label for label in labels if label != self.key)
+        if query not in self.queries:
+            return None
+
+        # seen[i, j]: the query at i sees the key at j.
+        value = value.reshape([size for size, label in zip(value.shape, axes, strict=True) if label is not None])
+        seen = value.T if labels[0] == self.key else value
+        offsets = np.arange(seen.shape[1]) - np.arange(seen.shape[0])[:, None]
+        left, right = -int(offsets[seen].min()), int(offsets[seen].max())
+        if not np.array_equal(seen, (offsets >= -left) & (offsets <= right)):
+            return None
+
+        # A side that hides no key is no condition.
+        return Window(
+            query,
+            self.key,
+            left=None if offsets.min() >= -left else left,
+            right=None if offsets.max() <= right else right,
+        )
+
+
+_LAYOUTS = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy", "stop_gradient")
 _Handler = Callable[[MaskReader, JaxprEqn, Axes, bool], "list[Condition] | None"]
 _HANDLERS: Mapping[str, _Handler] = {
-    **dict.fromkeys(LAYOUTS, MaskReader._of_layout),
+    **dict.fromkeys(_LAYOUTS, MaskReader._of_layout),
     "and": MaskReader._of_logic,
     "eq": MaskReader._of_equality,
     "ge": MaskReader._of_comparison,
@@ -172,3 +253,31 @@ _HANDLERS: Mapping[str, _Handler] = {
 
 def _is_boolean(atom: Atom) -> bool:
     return bool(aval_of(atom).dtype == np.bool_)
+
+
+def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
+    """The indices of the operand's dimensions, if the equation only changes its layout."""
+    name = eqn.primitive.name
+    if name in ("copy", "stop_gradient"):
+        return axes
+    if name not in _LAYOUTS:
+        return None
+
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if name == "broadcast_in_dim":
+        dims = eqn.params["broadcast_dimensions"]
+        return tuple(None if size == 1 else axes[i] for size, i in zip(old, dims, strict=True))
+    if name == "transpose":
+        return tuple(axes[i] for i in np.argsort(eqn.params["permutation"]))
+
+    # Reshapes may only add or drop dimensions of length 1.
+    if [size for size in old if size != 1] != [size for size in new if size != 1]:
+        return None
+    left = iter([label for label, size in zip(axes, new, strict=True) if size != 1])
+    return tuple(None if size == 1 else next(left) for size in old)
+
+
+def _shrunk(atom: Atom, axes: Axes) -> Axes:
+    """The indices of an operand that is broadcast along dimensions of length 1."""
+    shape = shape_of(atom)
+    return tuple(None if size == 1 else label for size, label in zip(shape, axes, strict=True)) if shape else ()

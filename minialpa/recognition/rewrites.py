@@ -1,14 +1,14 @@
 """The rewrite rules of attention: how kinds of terms follow from each other. `REWRITES` lists them.
 
-A row states that an equation whose operands are terms of these kinds computes a term of another kind. It holds for
-every float: for zeros of both signs, infinities, NaN, the smallest and the largest numbers, in each dtype that the
-row's condition admits. It may differ by roundings, as programs do that add in another order, and where finite
-cotangents add up to infinity, by NaN in place of infinity or a number. What holds for most numbers only has no row, and
-an attention that needs such a step stays as it was written. Examples:
+A row states that an equation with operands of these kinds computes a term of another kind. `build` checks conditions on
+the operands. A row holds for every float: zeros of both signs, infinities, NaN, the smallest and the largest numbers.
+Results may differ by roundings, as in a sum in another order; if finite cotangents add up to infinity, one may have NaN
+and the other infinity or a number. A step that holds only for most numbers has no row, and its attention stays as
+written. Examples:
 
 - exp(x) / sum exp(x) without a maximum, and (sum w value) / z: sums may be infinite;
-- exp(x - logsumexp(x)): if all scores are far below zero, the logarithm of the number of keys is rounded away;
-- z > 0: NaN is not.
+- exp(x - logsumexp(x)): if all scores are far below zero, rounding loses the logarithm of the number of keys;
+- z > 0: false for NaN.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from minialpa.recognition.terms import (
 
 #: The indices of features: d of queries and keys, e of values.
 SCORE_FEATURE, VALUE_FEATURE = "d", "e"
-#: How products are computed that the primitives compute, too.
+#: Precisions of products that the primitives have, too.
 _PRECISIONS = (
     None,
     lax.Precision.DEFAULT,
@@ -59,29 +59,19 @@ Build = Callable[[JaxprEqn, Sequence[Any], frozenset[Label]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """A rule.
+    """A rule: the primitive of an equation, the kinds of its operands and its result, and the term of its result.
 
-    Attributes:
-        primitive: of the equation.
-        operands: their kinds.
-        result: the kind of the result.
-        condition: what has to hold besides, or nothing.
-        build: makes the term of the result. Raises NoFormula where the condition does not hold.
+    `build` raises NoFormula if the rule does not apply.
     """
 
     primitive: str
     operands: tuple[Kind, ...]
     result: Kind
-    condition: str = ""
     build: Build
-
-    @property
-    def name(self) -> str:
-        return f"{self.primitive}({', '.join(kind.name for kind in self.operands)}) = {self.result.name}"
 
 
 def rewritten(eqn: JaxprEqn, terms: Sequence[Term], over: frozenset[Label] = frozenset()) -> Term:
-    """The term that an equation computes of others. Raises NoFormula if no rule says so."""
+    """The term of the result of an equation. Raises NoFormula if no rule applies."""
     rule = _RULES.get((eqn.primitive.name, tuple(kind_of(term) for term in terms)))
     if rule is None:
         raise NoFormula
@@ -110,7 +100,7 @@ def _has_usual_precision(eqn: JaxprEqn) -> bool:
 
 
 def _rounds_to_float16(eqn: JaxprEqn) -> bool:
-    """Whether a product of matrices has its operands in float16, whatever their dtype."""
+    """Whether a product of matrices rounds its operands to float16."""
     return bool(eqn.params["precision"] == lax.DotAlgorithmPreset.F16_F16_F32)
 
 
@@ -125,7 +115,7 @@ def _scaled(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 
 def _factor(eqn: JaxprEqn, c: float) -> float:
-    """The factor that a product with c is, or a division by c, if it and its inverse are neither 0 nor infinite."""
+    """c of a product with c, or 1 / c of a division by c, if both are neither 0 nor infinite in the dtype."""
     info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
     if not float(info.tiny) <= abs(c) <= 1 / float(info.tiny):
         raise NoFormula
@@ -134,7 +124,7 @@ def _factor(eqn: JaxprEqn, c: float) -> float:
 
 def _biased(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     scores, bias = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
-    # Where a number of 16 bits is large, what is added to it is rounded away.
+    # A large number of 16 bits loses the number that is added to it.
     if aval_of(eqn.outvars[0]).dtype.itemsize < 4 or scores.masks:
         raise NoFormula
     return replace(scores, biases=(*scores.biases, (bias, -1.0 if eqn.primitive.name == "sub" else 1.0)))
@@ -148,7 +138,7 @@ def _masked(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 
 def _choice(terms: Sequence[Any]) -> tuple[Mask, Any, float]:
-    """Of select_n(boolean, if_false, if_true) with a number as one case: the mask of the other case, and both."""
+    """select_n(boolean, if_false, if_true) with a number as one case: the mask of the other case, and both cases."""
     which, if_false, if_true = terms
     if isinstance(if_false, Number):
         return Mask(which, True), if_true, if_false.value
@@ -174,7 +164,10 @@ def _n_keys(softmax: Softmax) -> int:
 
 
 def _part(kind: Kind) -> Build:
-    """The result, if all operands are whole parts of one softmax, or products of its values and one cotangent."""
+    """The result, if all operands are whole parts of one softmax, or products of one array of values and one cotangent.
+
+    All have all their indices, and the dtype of the maximum.
+    """
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
         parts = [term for term in terms if isinstance(term, Part)]
@@ -206,7 +199,6 @@ def _shifted(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any
 
 
 def _value_and_cotangent(product: Scores, softmax: Softmax) -> tuple[Leaf, Leaf]:
-    """The factors of p_bar = sum_e out_bar value."""
     is_value = [softmax.key_position in leaf.labels for leaf in (product.left, product.right)]
     if sorted(is_value) != [False, True] or not product.labels <= softmax.labels:
         raise NoFormula
@@ -244,21 +236,16 @@ def _hidden(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 def _scaled_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     part, c = _other_and_number(terms)
-    if not is_derivative(part) or not part.is_whole or part.is_scaled or _factor(eqn, c) != part.softmax.scores.scale:
+    if not part.is_derivative or not part.is_whole or part.is_scaled or _factor(eqn, c) != part.softmax.scores.scale:
         raise NoFormula
     return replace(part, is_scaled=True)
-
-
-def is_derivative(part: Part) -> bool:
-    """Whether a SCORE_BAR is 0 wherever a mask hides the score."""
-    return part.hidden == frozenset(part.softmax.scores.masks)
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
 
 
 def _mixed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-    """A product of probabilities: with values, summed over keys, or with the cotangent, summed over queries."""
+    """A product of probabilities with values, summed over keys, or with the cotangent, summed over queries."""
     part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     softmax, key = part.softmax, part.softmax.key_position
     features = leaf.labels - softmax.labels
@@ -276,14 +263,17 @@ def _mixed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 
 def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-    """A product of the scores' cotangent: with keys, summed over keys, or with queries, summed over queries."""
+    """A product of the scores' cotangent with keys, summed over keys, or with queries, summed over queries.
+
+    The cotangent is 0 wherever a score is masked, scaled as the scores are, and in float16 if their product is.
+    """
     part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     softmax = part.softmax
-    if not is_derivative(part) or not part.is_whole or part.is_scaled != (softmax.scores.scale != 1):
+    if not part.is_derivative or not part.is_whole or part.is_scaled != (softmax.scores.scale != 1):
         raise NoFormula
     if _is_float16(eqn.invars[terms.index(part)]) != ("product" in softmax.scores.float16):
         raise NoFormula
-    # Of a p_bar in float16, p (p_bar - sum_s p p_bar) is finite, and so is that times a scale of at most 1.
+    # With p_bar in float16, p (p_bar - sum_s p p_bar) is finite, and so is its product with a scale of at most 1.
     if _rounds_to_float16(eqn) and not (part.has_float16_bar and abs(softmax.scores.scale) <= 1):
         raise NoFormula
     is_query = softmax.key_position in over
@@ -306,7 +296,7 @@ def _summed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 
 def _same(number: float) -> Build:
-    """The other operand, if one is this number and nothing is summed."""
+    """The other operand, if one operand is this number and the equation has no sum."""
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
         other, c = _other_and_number(terms)
@@ -323,8 +313,6 @@ def _other_and_number(terms: Sequence[Any]) -> tuple[Any, float]:
 
 
 def _either(*builds: Build) -> Build:
-    """The first term of several that can be made."""
-
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
         for one in builds[:-1]:
             try:
@@ -340,11 +328,11 @@ def _either(*builds: Build) -> Build:
 
 
 def converted(term: Term, old: Any, new: Any) -> Term:
-    """A term whose elements are rounded from one dtype of floats to another. Raises NoFormula if it is another one.
+    """A term after a conversion from one dtype of floats to another. Raises NoFormula if the conversion changes it.
 
-    A wider dtype changes nothing. bfloat16 has the range of float32, so it rounds a term as any product in bfloat16 is
-    rounded. It must not round biased scores: where a bias is large, nothing is left of the scores. float16 may round
-    what comes of a product in float16.
+    A wider dtype keeps the elements. bfloat16 has the range of float32, so it may round a term like any product in
+    bfloat16. It must not round biased scores: a large bias would hide the scores. float16 may round results of a
+    product in float16.
     """
     old, new = np.dtype(old), np.dtype(new)
     is_wider = has_all(new, old)
@@ -384,66 +372,49 @@ def _rounded(value: float, dtype: Any) -> float:
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 K = Kind
-_WHOLE = "all of one softmax, one array of values and one cotangent; nothing is summed yet; the maximum's dtype"
-_FACTOR = "nothing scales the scores before; the number and its inverse are neither 0 nor infinite in the dtype"
-_BIAS = "the dtype has 32 bits or more, and nothing is masked yet"
-_MASK = "the number is finite or -inf, and the same for all masks"
 
 
-def _row(
-    primitive: str, operands: Sequence[Kind], result: Kind, build: Build | None = None, condition: str = ""
-) -> Rewrite:
-    is_plain = build is None
-    return Rewrite(
-        primitive=primitive,
-        operands=tuple(operands),
-        result=result,
-        condition=_WHOLE if is_plain else condition,
-        build=_part(result) if build is None else build,
-    )
+def _row(primitive: str, operands: tuple[Kind, ...], result: Kind, build: Build | None = None) -> Rewrite:
+    build = _part(result) if build is None else build
+    return Rewrite(primitive=primitive, operands=operands, result=result, build=build)
 
 
 def _rows_of_scores(scores: Kind) -> list[Rewrite]:
     by_number = _either(_same(1.0), _scaled) if scores is K.PRODUCT else _same(1.0)
-    one = _FACTOR if scores is K.PRODUCT else "the number is 1"
     return [
-        _row("mul", (scores, K.NUMBER), K.SCORE, by_number, one),
-        _row("mul", (K.NUMBER, scores), K.SCORE, by_number, one),
-        _row("div", (scores, K.NUMBER), K.SCORE, by_number, one),
-        _row("add", (scores, K.NUMBER), K.SCORE, _same(0.0), "the number is 0"),
-        _row("add", (scores, K.LEAF), K.SCORE, _biased, _BIAS),
-        _row("add", (K.LEAF, scores), K.SCORE, _biased, _BIAS),
-        _row("sub", (scores, K.LEAF), K.SCORE, _biased, _BIAS),
-        _row("select_n", (K.LEAF, K.NUMBER, scores), K.SCORE, _masked, _MASK),
-        _row("select_n", (K.LEAF, scores, K.NUMBER), K.SCORE, _masked, _MASK),
-        _row("reduce_max", (scores,), K.MAXIMUM, _maximum, "over positions of keys only; in float16, at most 65504"),
-        _row("sub", (scores, K.MAXIMUM), K.SHIFTED, _shifted, "the maximum is that of the same scores"),
+        _row("mul", (scores, K.NUMBER), K.SCORE, by_number),
+        _row("mul", (K.NUMBER, scores), K.SCORE, by_number),
+        _row("div", (scores, K.NUMBER), K.SCORE, by_number),
+        _row("add", (scores, K.NUMBER), K.SCORE, _same(0.0)),
+        _row("add", (scores, K.LEAF), K.SCORE, _biased),
+        _row("add", (K.LEAF, scores), K.SCORE, _biased),
+        _row("sub", (scores, K.LEAF), K.SCORE, _biased),
+        _row("select_n", (K.LEAF, K.NUMBER, scores), K.SCORE, _masked),
+        _row("select_n", (K.LEAF, scores, K.NUMBER), K.SCORE, _masked),
+        _row("reduce_max", (scores,), K.MAXIMUM, _maximum),
+        _row("sub", (scores, K.MAXIMUM), K.SHIFTED, _shifted),
     ]
 
 
-_IS_ZERO_WHERE_HIDDEN = "0 wherever a score is masked, and scaled as the scores are; in float16 if their product is"
-_HIDDEN = "one of the masks of the scores, with 0 as the number, before the scale"
-
 REWRITES: tuple[Rewrite, ...] = (
-    _row("dot_general", (K.LEAF, K.LEAF), K.PRODUCT, _product, "one index is summed; usual precision"),
+    _row("dot_general", (K.LEAF, K.LEAF), K.PRODUCT, _product),
     *_rows_of_scores(K.PRODUCT),
     *_rows_of_scores(K.SCORE),
-    _row("max", (K.NUMBER, K.MAXIMUM), K.MAXIMUM, _lower_bound, "the number is -inf"),
+    _row("max", (K.NUMBER, K.MAXIMUM), K.MAXIMUM, _lower_bound),
     _row("exp", (K.SHIFTED,), K.WEIGHT),
     _row("reduce_sum", (K.WEIGHT,), K.TOTAL),
     _row("div", (K.WEIGHT, K.TOTAL), K.PROBABILITY),
-    _row("mul", (K.PROBABILITY, K.NUMBER), K.PROBABILITY, _same(1.0), "the number is 1"),
-    _row("dot_general", (K.PROBABILITY, K.NUMBER), K.PROBABILITY, _same(1.0), "the number is 1, and nothing is summed"),
-    _row("dot_general", (K.NUMBER, K.PROBABILITY), K.PROBABILITY, _same(1.0), "the number is 1, and nothing is summed"),
-    _row("dot_general", (K.PRODUCT, K.NUMBER), K.PRODUCT, _same(1.0), "the number is 1, and nothing is summed"),
-    _row("dot_general", (K.NUMBER, K.PRODUCT), K.PRODUCT, _same(1.0), "the number is 1, and nothing is summed"),
+    _row("mul", (K.PROBABILITY, K.NUMBER), K.PROBABILITY, _same(1.0)),
     *(
-        _row("dot_general", operands, result, _mixed, "over keys with values that have keys, or over queries only")
-        for operands in ((K.PROBABILITY, K.LEAF), (K.LEAF, K.PROBABILITY))
-        for result in (K.OUT, K.VALUE_BAR)
+        _row("dot_general", operands, kind, _same(1.0))
+        for kind in (K.PROBABILITY, K.PRODUCT)
+        for operands in ((kind, K.NUMBER), (K.NUMBER, kind))
     ),
+    # OUT, or VALUE_BAR if the sum is over queries.
+    _row("dot_general", (K.PROBABILITY, K.LEAF), K.OUT, _mixed),
+    _row("dot_general", (K.LEAF, K.PROBABILITY), K.OUT, _mixed),
     # The derivative of a quotient, as jax writes it.
-    _row("integer_pow", (K.TOTAL,), K.TOTAL_SQUARED, _inverse_square, "the power is -2; in float16, at most 255 keys"),
+    _row("integer_pow", (K.TOTAL,), K.TOTAL_SQUARED, _inverse_square),
     _row("div", (K.PRODUCT, K.TOTAL), K.DIVIDED),
     _row("mul", (K.PRODUCT, K.TOTAL_SQUARED), K.DIVIDED_TWICE),
     _row("mul", (K.DIVIDED_TWICE, K.WEIGHT), K.WEIGHTED),
@@ -451,16 +422,14 @@ REWRITES: tuple[Rewrite, ...] = (
     _row("neg", (K.MEAN,), K.MINUS_MEAN),
     _row("add_any", (K.DIVIDED, K.MINUS_MEAN), K.CENTRED),
     _row("mul", (K.CENTRED, K.WEIGHT), K.SCORE_BAR),
-    _row("select_n", (K.LEAF, K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _hidden, _HIDDEN),
-    _row("select_n", (K.LEAF, K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _hidden, _HIDDEN),
-    _row("mul", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar, "the factor of the scores"),
-    _row("mul", (K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _scaled_bar, "the factor of the scores"),
-    _row("div", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar, "the factor of the scores"),
-    *(
-        _row("dot_general", operands, result, _operand_bar, _IS_ZERO_WHERE_HIDDEN)
-        for operands in ((K.SCORE_BAR, K.LEAF), (K.LEAF, K.SCORE_BAR))
-        for result in (K.QUERY_BAR, K.KEY_BAR)
-    ),
+    _row("select_n", (K.LEAF, K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _hidden),
+    _row("select_n", (K.LEAF, K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _hidden),
+    _row("mul", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar),
+    _row("mul", (K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _scaled_bar),
+    _row("div", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar),
+    # QUERY_BAR, or KEY_BAR if the sum is over queries.
+    _row("dot_general", (K.SCORE_BAR, K.LEAF), K.QUERY_BAR, _operand_bar),
+    _row("dot_general", (K.LEAF, K.SCORE_BAR), K.QUERY_BAR, _operand_bar),
     *(_row("reduce_sum", (kind,), kind, _summed) for kind in (K.SCORE_BAR, K.QUERY_BAR, K.KEY_BAR, K.VALUE_BAR)),
 )
 

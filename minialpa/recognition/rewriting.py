@@ -1,9 +1,8 @@
-"""Attentions in a list of equations: `rewrite` puts the primitives in, and leaves out what nothing reads any more.
+"""Attentions in a list of equations: `rewrite` inserts the primitives, and drops equations without readers.
 
-A list may be in two sections, the bodies of a scan and of its derivative. A value that a formula names as a result of
-an attention is computed by a primitive if something outside of the attention needs it, so the program stays the same
-whatever else reads its probabilities. The new program is used if the product of the scores is gone; otherwise that
-attention is left as it was written.
+A primitive computes each result of an attention that the rest of the program reads; the rest may read other values of
+the attention, too, such as its probabilities. If the product of the scores still has readers, the attention stays as
+written. A list may be in two sections: the bodies of a scan and of its derivative.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, is_literal, operand_vars
+from minialpa.ir.equations import Atom, is_literal, operand_vars, reading
 from minialpa.recognition.emission import (
     Operands,
     Request,
@@ -28,8 +27,7 @@ from minialpa.recognition.emission import (
 )
 from minialpa.recognition.forms import find_forms
 from minialpa.recognition.masks import MaskReader
-from minialpa.recognition.roles import Role, find_role
-from minialpa.recognition.terms import Form, NoFormula, Part, Softmax
+from minialpa.recognition.terms import Form, NoFormula, Part, Role, Softmax, find_role
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.new_equations import equations_for
 
@@ -40,25 +38,18 @@ class NewEquation:
 
     Attributes:
         eqn: the equation.
-        place: number of the equation that it is, or in whose place it is.
-        forward: number of the equation in whose place the attention is whose gradient this is; None if it is none.
-        is_new: whether it is not in the old program.
+        place: number of the old equation that it is, or replaces.
+        forward: for the gradient of an attention, the `place` of the attention.
     """
 
     eqn: JaxprEqn
     place: int
     forward: int | None = None
-    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Equations around or before those that are rewritten.
-
-    Attributes:
-        producers: the equation of each variable.
-        consts: values of captured arrays.
-    """
+    """Equations around or before the rewritten ones, by their results, and values of captured arrays."""
 
     producers: Mapping[Var, JaxprEqn] = field(default_factory=dict)
     consts: Mapping[Var, object] = field(default_factory=dict)
@@ -66,7 +57,7 @@ class Written:
 
 @dataclass(slots=True)
 class _Attention:
-    """What is asked of one attention."""
+    """The requests of one attention."""
 
     results: list[Request] = field(default_factory=list)
     gradients: list[Request] = field(default_factory=list)
@@ -82,11 +73,10 @@ def rewrite(
     accept: Accept,
     section: Sequence[int] = (),
 ) -> list[NewEquation] | None:
-    """The equations with attentions as operations; None if there are none.
+    """The equations with attentions as operations; None without attentions.
 
-    accept: whether an attention with these operands is to become an operation, where the equations with these numbers
-        are left out.
-    section: for each equation, the number of its section; empty for one section.
+    accept: whether an attention with these operands may replace the equations with these numbers.
+    section: the section of each equation; empty for one section.
     """
     producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
     forms = find_forms(eqns, producers)
@@ -143,7 +133,10 @@ class _Rewriter:
     # ---- which attentions ------------------------------------------------------------------------------------------
 
     def _choose(self, left: Set[Softmax]) -> tuple[dict[Softmax, _Attention], dict[int, set[Var]]]:
-        """What is asked of each attention, and the equations that stay, with their results that are needed."""
+        """The requests of each attention, and the equations that stay, with their needed results.
+
+        left: attentions that stay as written.
+        """
         needed = {atom for atom in self._outvars if not is_literal(atom)}
         attentions: dict[Softmax, _Attention] = {}
         kept: dict[int, set[Var]] = {}
@@ -165,7 +158,7 @@ class _Rewriter:
         return attentions, kept
 
     def _needed_part(self, eqn: JaxprEqn, wanted: Set[Var]) -> JaxprEqn:
-        """A barrier without the values that nothing reads; any other equation as it is."""
+        """A barrier without values that have no reader; any other equation unchanged."""
         if eqn.primitive.name != "optimization_barrier" or len(wanted) == len(eqn.outvars):
             return eqn
         pairs = [pair for pair in zip(eqn.invars, eqn.outvars, strict=True) if pair[1] in wanted]
@@ -179,7 +172,6 @@ class _Rewriter:
         return self._roles[var]
 
     def _variables(self, request: Request) -> list[Var]:
-        """The variables that a request makes the new program read."""
         role = request.role
         operands = self._operands_of(request)
         if operands is not None:
@@ -200,13 +192,13 @@ class _Rewriter:
         return MaskReader(self._written.producers, self._written.consts, softmax.key_position, softmax.query_positions)
 
     def _is_good(self, softmax: Softmax, attention: _Attention, kept: Mapping[int, set[Var]]) -> bool:
-        """Whether one call of each primitive computes everything that is asked, and the scores are gone."""
+        """Whether one call of each primitive computes all requests, and the product of the scores is gone."""
         forward, backward = self._sides(attention)
         if forward is None or (attention.gradients and backward is None):
             return False
         requests = attention.results + attention.gradients
         values = {request.role.value.number for request in requests if request.role.value is not None}
-        cotangents = {self._cotangent_key(request) for request in attention.gradients}
+        cotangents = {(leaf.number, leaf.axes) for r in attention.gradients if (leaf := r.role.cotangent) is not None}
         bars = {request.role.has_float16_bar for request in attention.gradients if request.role.value is not None}
         if len(values) != 1 or len(cotangents) > 1 or len(bars) > 1:
             return False
@@ -216,13 +208,8 @@ class _Rewriter:
             return False
         return self._accept(forward, [i for i in self._parts[softmax] if i not in kept])
 
-    def _cotangent_key(self, request: Request) -> object:
-        cotangent = request.role.cotangent
-        assert cotangent is not None, request
-        return cotangent.number, cotangent.axes
-
     def _sides(self, attention: _Attention) -> tuple[Operands | None, Operands | None]:
-        """The operands of the forward pass and of the gradient, if some request names all of them."""
+        """The operands of the forward pass and of the gradient, if a request names all of them."""
         found = [self._operands_of(request) for request in attention.results + attention.gradients]
         backward = [operands for operands in found if operands is not None and operands.cotangent is not None]
         known = [operands for operands in found if operands is not None]
@@ -248,8 +235,8 @@ class _Rewriter:
             assert backward is not None, attention
             gradients = sorted(attention.gradients, key=lambda request: request.place)
             raw = [names.get(atom, atom) for atom in emitted.raw]
-            behind = emit_gradient(backward, raw, gradients, dtype)
-            new += self._new(behind.eqns, behind.results, gradients, gradients[0].place, place)[0]
+            after = emit_gradient(backward, raw, gradients, dtype)
+            new += self._new(after.eqns, after.results, gradients, gradients[0].place, place)[0]
         return new
 
     def _new(
@@ -260,20 +247,17 @@ class _Rewriter:
         place: int,
         forward: int | None = None,
     ) -> tuple[list[NewEquation], dict[Var, Var]]:
-        """Equations under the source line of the one that they replace, and new names for some of their results.
-
-        The requested variables are results of these equations.
-        """
+        """Equations that compute the requested variables, with the source line at `place`; and renamed variables."""
         named, names = with_named_results(eqns, results, [request.var for request in requests])
         line = self._eqns[place]
-        out = [NewEquation(eqn=with_source_of(eqn, line), place=place, forward=forward, is_new=True) for eqn in named]
+        out = [NewEquation(eqn=with_source_of(eqn, line), place=place, forward=forward) for eqn in named]
         return out, names
 
 
 def with_named_results(
     eqns: Sequence[JaxprEqn], results: Sequence[Atom], targets: Sequence[Var]
 ) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-    """Equations whose results have the names of other variables, and the new names."""
+    """Equations with `targets` in the place of `results`, and the renamed variables."""
     made = {var for eqn in eqns for var in eqn.outvars}
     names: dict[Var, Var] = {}
     eqns = list(eqns)
@@ -281,24 +265,18 @@ def with_named_results(
         if not is_literal(atom) and atom in made and atom not in names:
             names[atom] = target
             continue
-        # A copy has the second name of a result, and the first one of what no equation here makes: jax returns a
-        # stacked operand itself where a scan stacks the rows that it reads.
+        # A copy for the second name of a result, or for an operand: jax returns the operand itself if a scan stacks the
+        # rows that it reads.
         copies, (copy,) = equations_for(jnp.copy, atom)
         eqns += copies
         names[copy] = target
 
-    named = [
-        eqn.replace(
-            invars=[atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars],
-            outvars=[names.get(var, var) for var in eqn.outvars],
-        )
-        for eqn in eqns
-    ]
+    named = [reading(eqn, names).replace(outvars=[names.get(var, var) for var in eqn.outvars]) for eqn in eqns]
     return named, names
 
 
 def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEquation] | None:
-    """The equations in an order in which they can run, close to that of the old ones; None if there is none."""
+    """The equations sorted by dependencies, else by place; None if sections depend on each other in both ways."""
     maker = {var: k for k, one in enumerate(new) for var in one.eqn.outvars}
     waits = [{maker[var] for var in operand_vars(one.eqn) if var in maker} for one in new]
     readers: list[list[int]] = [[] for _ in new]

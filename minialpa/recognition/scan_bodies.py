@@ -1,4 +1,4 @@
-"""Scans and their bodies: `read_body` takes a scan apart, `scan_of` makes the equations of a scan with another body."""
+"""Scans and their bodies: `read_body` reads a scan, `scan_of` makes the equations of a scan with another body."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, scan_counts
+from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, reading, scan_counts
 from minialpa.recognition.rewriting import with_named_results
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.evaluation import eval_equation
@@ -19,16 +19,16 @@ from minialpa.tracing.new_equations import equations_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A scan with its body, in which outer arrays stand for themselves.
+    """A scan with its body, which reads the variables of the outer program.
 
     Attributes:
         eqn: the scan.
         carries: variables of the carry, in the body.
-        rows: variables of the rows of stacked arrays, in the body, and these arrays.
+        rows: pairs (variable of a row in the body, stacked array).
         eqns: the equations of the body.
         new_carries: the carry for the next iteration.
-        stacked: what is stacked, with the variable of the stacked array.
-        consts: values of arrays that the body captured.
+        stacked: pairs (value in the body, stacked array).
+        consts: values of captured arrays.
     """
 
     eqn: JaxprEqn
@@ -41,18 +41,17 @@ class Body:
 
     @property
     def own(self) -> dict[Var, None]:
-        """The variables of one iteration, in the order in which they are known."""
+        """The variables of one iteration, in the order of the program."""
         made = (var for eqn in self.eqns for var in eqn.outvars)
         return dict.fromkeys([*self.carries, *(var for var, _ in self.rows), *made])
 
     @property
     def results(self) -> list[Atom]:
-        """What an iteration leaves: the carry for the next one, and what is stacked."""
+        """The results of an iteration: the carry for the next one, then the stacked values."""
         return [*self.new_carries, *(atom for atom, _ in self.stacked)]
 
     @property
     def read(self) -> dict[Var, None]:
-        """The variables that the equations and the results read."""
         operands = [var for eqn in self.eqns for var in operand_vars(eqn)]
         return dict.fromkeys([*operands, *variables_in(self.results)])
 
@@ -62,13 +61,13 @@ def variables_in(atoms: Sequence[Atom]) -> list[Var]:
 
 
 def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
-    """The body of a scan. linked: for stacked arrays, the value of the same iteration that they have rows of."""
+    """The body of a scan. linked: by stacked array, the value of the same iteration in another body."""
     closed = eqn.params["jaxpr"]
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     n_consts, n_carry = scan_counts(eqn)
     carries = [fresh_var(aval_of(var)) for var in flat.invars[n_consts : n_consts + n_carry]]
 
-    # A row of a linked array is a value that the other body has.
+    # A row of a linked array is a value of the other body.
     rows, values = [], []
     for var, operand in zip(flat.invars[n_consts + n_carry :], eqn.invars[n_consts + n_carry :], strict=True):
         if not is_literal(operand) and operand in linked:
@@ -78,13 +77,13 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
         rows.append((row, operand))
         values.append(row)
 
-    # Bodies of the same function may share variables: all have new ones.
+    # Bodies of the same function may share variables, so all variables are new.
     names: dict[Var, Atom] = dict(zip(flat.invars, [*eqn.invars[:n_consts], *carries, *values], strict=True))
     names |= {var: fresh_var(aval_of(var)) for var in flat.constvars}
     eqns = []
     for one in flat.eqns:
         names |= {var: fresh_var(aval_of(var)) for var in one.outvars}
-        eqns.append(_with_names(one, names, [names[var] for var in one.outvars]))
+        eqns.append(reading(one, names).replace(outvars=[names[var] for var in one.outvars]))
     results = _named(flat.outvars, names)
     return Body(
         eqn=eqn,
@@ -98,21 +97,15 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
 
 
 def with_rows(body: Body, rows: Sequence[tuple[Var, Var, Atom]]) -> Body:
-    """The body, reading rows of stacked arrays in the place of variables. rows: variable, row, stacked array."""
+    """The body with rows of stacked arrays in the place of variables. rows: variable, row, stacked array."""
     names: dict[Var, Atom] = {var: row for var, row, _ in rows}
     return replace(
         body,
         rows=(*body.rows, *((row, array) for _, row, array in rows)),
-        eqns=tuple(_with_names(eqn, names, eqn.outvars) for eqn in body.eqns),
+        eqns=tuple(reading(eqn, names) for eqn in body.eqns),
         new_carries=tuple(_named(body.new_carries, names)),
-        stacked=tuple((atom, var) for atom, (_, var) in zip(
-            _named([atom for atom, _ in body.stacked], names), body.stacked, strict=True)),
-    )  # fmt: skip
-
-
-def _with_names(eqn: JaxprEqn, names: Mapping[Var, Atom], outvars: Sequence[Any]) -> JaxprEqn:
-    new: JaxprEqn = eqn.replace(invars=_named(eqn.invars, names), outvars=list(outvars))
-    return new
+        stacked=tuple((_named([atom], names)[0], array) for atom, array in body.stacked),
+    )
 
 
 def _named(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
@@ -123,7 +116,7 @@ def _named(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
 
 
 def scan_of(body: Body) -> list[JaxprEqn]:
-    """The equations of a scan with this body, under the line of the old one."""
+    """The equations of a scan with this body, with the source line of the old scan."""
     _, n_carry = scan_counts(body.eqn)
     outer = _read_from_outside(body)
 
@@ -137,7 +130,6 @@ def scan_of(body: Body) -> list[JaxprEqn]:
 
 
 def _read_from_outside(body: Body) -> list[Var]:
-    """The variables of the program that a scan with this body reads."""
     made = body.own.keys() | body.consts.keys()
     stacked = [array for _, array in body.rows]
     captured = [var for var in body.read if var not in made]
@@ -150,7 +142,7 @@ def _first_carries(body: Body) -> list[Atom]:
 
 
 def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
-    """The results of a scan with this body, where variables have these values."""
+    """The results of a scan with this body; `env` has the values of outer variables."""
     params, n_carry = body.eqn.params, len(body.carries)
     read = body.read
     rows = [(row, array) for row, array in body.rows if row in read]
@@ -177,7 +169,7 @@ def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
 
 
 def run(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], env: Mapping[Var, Any]) -> list[Any]:
-    """The values of `outvars`, from those of the variables that the equations read."""
+    """The values of `outvars`, from the values of the variables in `env`."""
     values = dict(env)
     for eqn in eqns:
         results = eval_equation(eqn, [value_of(atom, values) for atom in eqn.invars])
@@ -190,5 +182,5 @@ def value_of(atom: Atom, env: Mapping[Var, Any]) -> Any:
 
 
 def _like(x: Any, other: Any) -> Any:
-    """A value of the dtype of another one, which is not weak."""
+    """A value in the dtype of another one, not weak."""
     return lax.convert_element_type(x, other.dtype)

@@ -1,4 +1,4 @@
-"""Attentions of a traced step become operations: `recognise` takes a `TracedStep` and returns one."""
+"""Attentions of a traced step as operations: `recognise` maps a `TracedStep` to a `TracedStep`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
 from minialpa.tracing.trace import TracedStep
 
-#: Query positions times key positions from which on scores are large: below, all scores of a head fit in a processor's
-#: cache or registers, and XLA fuses what is written better than a loop over blocks runs.
+#: Query positions times key positions of small attentions: the scores of a head fit into a cache or registers, and the
+#: written program, fused by XLA, is faster than a loop over blocks.
 _FEW_SCORES = 128 * 128
 
 
 def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
-    """The step with its attentions as `attention_p` and `attention_gradient_p`; the step itself if it has none.
+    """The step with its attentions as `attention_p` and `attention_gradient_p`.
 
-    everywhere: also attentions with few scores. An attention that a pipeline boundary cuts is left as it was written.
+    everywhere: includes small attentions. An attention that a pipeline boundary cuts stays as written.
     """
     flat = step.flat
 
@@ -40,9 +40,9 @@ def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
 
 
 def _with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
-    """The step with other equations, each of which has the origin of the one that it replaces."""
+    """The step with other equations, each with the origin of the equation that it replaces."""
     origins = [_origin(one, step.origins) for one in new]
-    # Groups are numbered without gaps, in the order in which they were.
+    # Number the groups without gaps, in the old order.
     groups = sorted({origin.group for origin in origins if origin.group is not None})
     number = {group: i for i, group in enumerate(groups)}
     origins = [origin if origin.group is None else replace(origin, group=number[origin.group]) for origin in origins]
@@ -55,5 +55,5 @@ def _origin(one: NewEquation, origins: Sequence[Origin]) -> Origin:
     own = origins[one.place]
     if one.forward is None or own.group is None or origins[one.forward].group is None:
         return own
-    # The gradient belongs to the forward group of its attention, and not to that of a product in it.
+    # The gradient belongs to the forward group of its attention, not to the group of a product in it.
     return replace(own, group=origins[one.forward].group)

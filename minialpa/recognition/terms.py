@@ -1,8 +1,8 @@
-"""What arrays are to an attention: terms, and the indices of their dimensions.
+"""Arrays as formulas of an attention.
 
-A `Form` is an array with a name for the index of each dimension, and what it is as a `Term`: a number, an array of the
-program that nothing more is known of (`Leaf`), scores before their softmax (`Scores`), or something that the softmax or
-its derivative computes (`Part`). `Kind` lists what these are.
+A `Form` has a name for the index of each dimension of an array, and its formula as a `Term`: a `Number`, an array of
+the program (`Leaf`), `Scores` before their softmax, or a `Part` of the softmax or its derivative. `Kind` lists the
+formulas. `find_role` tells which result of an attention a form is.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from minialpa.attention.kind import Step
 
 #: The name of an index.
 Label = Hashable
-#: The index that each dimension stands for; None where an array does not depend on it.
+#: The index of each dimension; None if the array does not depend on it.
 Axes = tuple[Label | None, ...]
 
 
 class NoFormula(Exception):
-    """A value is no part of an attention that the primitives compute. Never leaves `recognition`."""
+    """A value is no part of an attention of the primitives. Never leaves `recognition`."""
 
 
 class Kind(enum.Enum):
-    """What a term is, by its formula. Where a formula names no index, the array has those of the scores [.. t s].
+    """The formula of a term. Without brackets, it has the indices of the scores [.. t s].
 
     score = scale * sum_d query key + biases, under masks; s: key position, t: query position, d, e: features.
     """
@@ -55,15 +55,15 @@ class Kind(enum.Enum):
     VALUE_BAR = "sum_t p out_bar [s e]"
 
 
-#: Kinds that have no index of key positions.
+#: Kinds without an index of key positions.
 OF_QUERIES = frozenset({Kind.MAXIMUM, Kind.TOTAL, Kind.TOTAL_SQUARED, Kind.MEAN, Kind.MINUS_MEAN})
-#: What an attention is computed for.
+#: The results of an attention.
 RESULTS = frozenset({Kind.OUT, Kind.QUERY_BAR, Kind.KEY_BAR, Kind.VALUE_BAR})
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An array whose elements are all this number."""
+    """An array of one number."""
 
     value: float
 
@@ -79,7 +79,7 @@ class Leaf:
     Attributes:
         number: equal arrays have equal numbers.
         axes: the index of each dimension.
-        var: the variable; arrays with one number may be in several.
+        var: one variable that holds the array.
     """
 
     number: int
@@ -106,12 +106,12 @@ class Scores:
     Attributes:
         var: the variable of the product.
         left, right: the factors.
-        feature: the index that the product sums over.
-        scale: 1.0 if nothing scales the product.
-        biases: arrays that are added, in their order, each times 1.0 or -1.0.
-        masks: in their order, after the biases.
-        masked_score: the score of what is masked.
-        float16: which of "product" and "scale" are in float16.
+        feature: the index of the sum.
+        scale: a number.
+        biases: pairs (array, 1.0 or -1.0 as its factor), in order.
+        masks: in order, after the biases.
+        masked_score: the value of masked scores.
+        float16: "product", "scale" or both, if they are in float16.
     """
 
     var: Var
@@ -140,10 +140,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The softmax of scores over the index `key_position`, which exactly one of the two factors has: the key.
-
-    is_float16: whether it is computed in float16.
-    """
+    """The softmax of scores over the index `key_position`, which exactly one of the two factors has: the key."""
 
     scores: Scores
     key_position: Label
@@ -168,33 +165,32 @@ class Softmax:
 
     @property
     def labels(self) -> frozenset[Label]:
-        """All indices of a score."""
         return self.scores.labels
 
     @property
     def query_positions(self) -> frozenset[Label]:
-        """Indices of the queries that the keys do not have: positions, and heads that share keys."""
+        """Indices of the queries that the keys lack: positions, and heads that share keys."""
         return self.query.labels - self.key.labels
 
     @property
     def batch(self) -> frozenset[Label]:
-        """The indices that are neither positions of queries nor of keys."""
+        """The indices that are not positions."""
         return self.labels - self.query_positions - {self.key_position}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a softmax or its derivative computes.
+    """An array that a softmax or its derivative computes.
 
     Attributes:
         kind: the formula.
         softmax: the softmax.
-        labels: the indices that the term depends on; some are missing where a gradient was summed over them.
-        value: the array of values; None if the formula has none.
-        cotangent: the cotangent of the result; None if the formula has none.
+        labels: the indices on which the term depends, without indices over which a gradient was summed.
+        value: the array of values, if the formula has it.
+        cotangent: the cotangent of the result, if the formula has it.
         hidden: the masks where a SCORE_BAR is 0.
-        is_scaled: whether a SCORE_BAR is times the scale of the scores.
-        has_float16_bar: whether p_bar is in float16, if the formula has it.
+        is_scaled: whether a SCORE_BAR is multiplied by the scale of the scores.
+        has_float16_bar: whether p_bar, if the formula has it, is in float16.
     """
 
     kind: Kind
@@ -211,6 +207,11 @@ class Part:
         """Whether the term has all its indices."""
         own = {self.softmax.key_position} if self.kind in OF_QUERIES else set()
         return self.labels == self.softmax.labels - own
+
+    @property
+    def is_derivative(self) -> bool:
+        """Whether a SCORE_BAR is 0 wherever a mask hides the score."""
+        return self.hidden == frozenset(self.softmax.scores.masks)
 
 
 Term = Number | Leaf | Scores | Part
@@ -229,7 +230,7 @@ def kind_of(term: Term) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an array is. axes: the index of each dimension."""
+    """An array as a term, with the index of each dimension."""
 
     axes: Axes
     term: Term
@@ -279,3 +280,55 @@ def _renamed_mask(mask: Mask, names: Mapping[Label, Label]) -> Mask:
 def _check_apart(labels: frozenset[Label], names: Mapping[Label, Label]) -> None:
     if len({names.get(label, label) for label in labels}) < len(labels):
         raise NoFormula
+
+
+# ---- roles -----------------------------------------------------------------------------------------------------------
+
+
+_NAMES = {Kind.OUT: "out", Kind.QUERY_BAR: "query", Kind.KEY_BAR: "key", Kind.VALUE_BAR: "value"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """The result of an attention, or the gradient of one of its operands.
+
+    Attributes:
+        name: "out", or the operand of a gradient: "query", "key", "value" or "bias".
+        softmax: the attention's softmax.
+        value: the array of values; None if only its gradient is known.
+        cotangent: the cotangent of the result; None in the forward pass.
+        has_float16_bar: whether the formula has p_bar in float16.
+        bias: number of the bias.
+        axes: the index of each dimension.
+    """
+
+    name: str
+    softmax: Softmax
+    axes: Axes
+    value: Leaf | None = None
+    cotangent: Leaf | None = None
+    has_float16_bar: bool = False
+    bias: int = 0
+
+
+def find_role(form: Form) -> Role | None:
+    """The role of a value with this form; None if it is no result of an attention."""
+    part = form.term
+    if not isinstance(part, Part) or part.labels != frozenset(form.axes) - {None}:
+        return None
+    softmax = part.softmax
+    found = {name: getattr(part, name) for name in ("softmax", "value", "cotangent", "has_float16_bar")}
+    found["axes"] = form.axes
+    if part.kind is Kind.SCORE_BAR and part.is_derivative and not part.is_scaled:
+        biases = [i for i, (bias, sign) in enumerate(softmax.scores.biases) if sign == 1 and bias.labels == part.labels]
+        return Role(name="bias", bias=biases[0], **found) if biases else None
+    if part.kind not in _NAMES or not part.labels & softmax.labels <= _own_indices(part):
+        return None
+    return Role(name=_NAMES[part.kind], **found)
+
+
+def _own_indices(part: Part) -> frozenset[Label]:
+    """The indices of scores in the finished result or gradient."""
+    softmax = part.softmax
+    is_of_queries = part.kind in (Kind.OUT, Kind.QUERY_BAR)
+    return softmax.batch | (softmax.query_positions if is_of_queries else {softmax.key_position})

@@ -1,4 +1,4 @@
-"""Rules of named factors: which dimensions of an equation's operands and results are split together.
+"""Rules of named factors: the dimensions of an equation's arrays that are split together.
 
-Sharding (`intra`) and micro-batches (`inter.microbatch`) both use them. Imports: `tracing`.
+Sharding (`intra`) and micro-batches (`inter.microbatch`) use them. Imports: `tracing`.
 """

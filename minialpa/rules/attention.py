@@ -1,14 +1,23 @@
-"""Attention and its derivative as one operation each; `minialpa.attention.operation` says what they compute.
+"""Attention: `minialpa.attention.operation`, and the attention of cuDNN.
 
-Letters: b example, g key/value head, r query head of that group, t query position, s key position, d and e features of
-keys and values. Examples, heads and query positions may be split. The others are blocked:
+The primitives of `attention.operation`, with b example, g key/value head, r query head of that group, t query position,
+s key position, d and e features of keys and values. b, g, r and t may be split. The others are blocked:
 
-    s      the softmax runs over it. The gradient may have to compute the sum of the softmax again, where the rounded
-           `logsumexp` is too coarse, so it needs all keys as well.
+    s      the softmax runs over it. The gradient needs all keys, too: it recomputes the sum of the softmax if the
+           rounded `logsumexp` is too coarse.
     d, e   each shard would need whole scores: of d before the exponential, and of e to weigh its values.
 
-flops = 2 b g r t s (d + e) forward and 2 b g r t s (3 d + 2 e) backward, which computes the scores again; only scores
-that the window leaves count.
+flops = 2 b g r t s (d + e) forward and 2 b g r t s (3 d + 2 e) backward, which recomputes the scores. Only scores in
+the window count.
+
+`jax.nn.dot_product_attention(implementation="cudnn")`, with k: heads of keys and values, g: heads of queries for each:
+
+    q [b t (k g) h], k [b s k h], v [b s k e], bias [b (k g) t s], lengths [b]
+        -> out [b t (k g) e], softmax statistics [b (k g) t]
+
+The layout BNTH has heads before positions. b and k may be split. The gradient of a bias that all examples or all heads
+read is summed over their shards. Calls with dropout (one mask for the whole call), with packed sequences or with pages
+(offsets into all examples) are replicated. flops = 4 b t s (k g) h forward, and 2.5 times as many backward.
 """
 
 from __future__ import annotations
@@ -21,12 +30,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.attention.blockwise import SIDE
-from minialpa.ir.equations import shape_of
+from minialpa.ir.equations import Atom, shape_of
 from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors, Ramp
-from minialpa.rules.known_rules import rule
+from minialpa.rules.known_rules import replicated_factors, rule
 
-#: Dimensions of the scores, and of what is added to them.
+#: Dimensions of the scores.
 _SCORES = "bgrts"
 _BLOCKED = "sde"
 _QUERY, _KEY, _VALUE, _OUT, _STATISTICS = "btgrd", "bsgd", "bsge", "btgre", "btgr"
@@ -52,7 +61,7 @@ def _attention(eqn: JaxprEqn) -> Factors:
 
 @rule("minialpa_attention_gradient")
 def _attention_gradient(eqn: JaxprEqn) -> Factors:
-    """Linear in `out_bar`. A factor that a result lacks is summed over in it."""
+    """Linear in `out_bar`; a sum over each factor that the result lacks."""
     table, named = _letters(eqn)
     kind, wants_bias = eqn.params["kind"], eqn.params["wants_bias"]
     added = [_scores_like(named, shape_of(atom)) for atom in eqn.invars[6 + kind.n_positions :]]
@@ -80,7 +89,6 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
 
 
 def _letters(eqn: JaxprEqn) -> tuple[FactorTable, dict[str, Dim]]:
-    """A table with a factor for each letter."""
     b, t, g, r, d = shape_of(eqn.invars[0])
     s, e = shape_of(eqn.invars[1])[1], shape_of(eqn.invars[2])[-1]
     table = FactorTable()
@@ -102,7 +110,7 @@ def _size(table: FactorTable, named: Mapping[str, Dim], letters: str) -> int:
 
 
 def _n_scores(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> float:
-    """Scores that the window leaves, if queries and keys count their positions from 0."""
+    """Number of scores in the window, if queries and keys count their positions from 0."""
     t, s = _size(table, named, "t"), _size(table, named, "s")
     queries = np.arange(t, dtype=np.float64)
     first = np.zeros(t) if kind.left is None else np.clip(queries - kind.left, 0, s)
@@ -111,10 +119,104 @@ def _n_scores(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> float:
 
 
 def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int, Ramp]:
-    """A query that sees no position ahead has as much work as there are positions behind it, up to the window."""
+    """The work of a causal query grows with the number of earlier positions, up to the window."""
     t, s = _size(table, named, "t"), _size(table, named, "s")
     reach = [side for side in (kind.left, kind.right) if side != 0]
     if t != s or len(reach) != 1:
         return {}
     most = t if reach[0] is None else min(t, reach[0] + 1)
     return {named["t"][0]: Ramp(most, SIDE)}
+
+
+# ---- cuDNN -----------------------------------------------------------------------------------------------------------
+
+
+#: The number of the layout BNTH in the parameters of the primitives; BTNH is 0.
+_HEADS_FIRST = 1
+
+
+class _Attention:
+    """The factors of one call, by the roles of arrays. Cotangents have the factors of their arrays."""
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        self.is_heads_first = eqn.params["layout"] == _HEADS_FIRST
+        batch, positions, n_heads, features = self._ordered(shape_of(eqn.invars[0]))
+        _, key_positions, n_key_heads, _ = self._ordered(shape_of(eqn.invars[1]))
+        value_features = shape_of(eqn.invars[2])[3]
+
+        self.table = FactorTable()
+        self.examples = self.table.dim(batch)
+        self.key_heads = self.table.dim(n_key_heads)
+        sharing = self.table.dim(n_heads // n_key_heads, blocked=True)
+        self.heads: Dim = (*self.key_heads, *sharing)
+        self.positions, self.key_positions, self.features, self.value_features = (
+            self.table.dim(size, blocked=True) for size in (positions, key_positions, features, value_features)
+        )
+        self.lengths = (batch, n_heads, positions, key_positions)
+
+    def _ordered(self, dims: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """(examples, positions, heads, features) from the order of the layout, or to it."""
+        batch, first, second, features = dims
+        return (batch, second, first, features) if self.is_heads_first else (batch, first, second, features)
+
+    def arrays(self) -> list[Dims]:
+        """Queries, keys and values."""
+        return [
+            self._ordered((self.examples, self.positions, self.heads, self.features)),
+            self._ordered((self.examples, self.key_positions, self.key_heads, self.features)),
+            self._ordered((self.examples, self.key_positions, self.key_heads, self.value_features)),
+        ]
+
+    def output(self) -> Dims:
+        return self._ordered((self.examples, self.positions, self.heads, self.value_features))
+
+    def other(self, atom: Atom) -> Dims:
+        """A bias, softmax statistics or lengths: the first dimensions of [b (k g) t s], or 1 if they are shared."""
+        own = (self.examples, self.heads, self.positions, self.key_positions)
+        return tuple(
+            dim if size == length else self.table.dim(size, blocked=True)
+            for dim, size, length in zip(own, shape_of(atom), self.lengths, strict=False)
+        )
+
+
+def _is_whole(eqn: JaxprEqn) -> bool:
+    """Whether the examples or heads of a call depend on each other."""
+    query, key, _, bias, _, _, offsets, _, pages, _ = (shape_of(atom) for atom in eqn.invars[:10])
+    heads = 1 if eqn.params["layout"] == _HEADS_FIRST else 2
+    is_packed, is_paged = len(offsets) == 2, len(pages) == 4
+    is_odd = query[heads] % key[heads] > 0 or (
+        len(bias) == 4 and (bias[0] not in (1, query[0]) or bias[1] not in (1, query[heads]))
+    )
+    return eqn.params["dropout_rate"] > 0 or is_packed or is_paged or is_odd
+
+
+def _flops(eqn: JaxprEqn) -> float:
+    shape, keys = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    n_keys = keys[2] if eqn.params["layout"] == _HEADS_FIRST else keys[1]
+    return 4.0 * math.prod(shape) * n_keys
+
+
+@rule("dot_product_attention_fwd_wrapper", named=lambda eqn: "cuDNN attention")
+def _forward(eqn: JaxprEqn) -> Factors:
+    """q, k, v, bias, two lengths, two offsets, two tables of pages -> out, softmax statistics in training."""
+    if _is_whole(eqn):
+        return replicated_factors(eqn, _flops(eqn))
+    of = _Attention(eqn)
+    operands = [*of.arrays(), *map(of.other, eqn.invars[3:])]
+    results = [of.output(), *map(of.other, eqn.outvars[1:])]
+    return of.table.build(eqn, operands, results, flops=_flops(eqn))
+
+
+@rule("dot_product_attention_bwd_wrapper", named=lambda eqn: "derivative of cuDNN attention")
+def _backward(eqn: JaxprEqn) -> Factors:
+    """The forward pass's operands, statistics and result, and a cotangent -> cotangents of q, k, v, and of a bias."""
+    if _is_whole(eqn):
+        return replicated_factors(eqn, 2.5 * _flops(eqn))
+    of = _Attention(eqn)
+    operands = [*of.arrays(), *map(of.other, eqn.invars[3:-2]), of.output(), of.output()]
+    results = [*of.arrays(), *map(of.other, eqn.outvars[3:])]
+
+    for (factor,) in (of.examples, of.key_heads):
+        if any(not any(factor in dim for dim in dims) for dims in results):
+            of.table.reductions[factor] = "sum"
+    return of.table.build(eqn, operands, results, flops=2.5 * _flops(eqn))

@@ -1,7 +1,7 @@
-"""The factors of an equation of control flow, and the equation on shards, from the region that is inside it.
+"""The factors of an equation of control flow, and the equation on shards, from the region inside it.
 
-A region goes in. `body_splits` finds its groups and what splitting each of them does; `BoundaryTable` makes factors of
-them, one for each group that may be split; `local_params` and `started` give programs on shards.
+`body_splits` finds the groups of a region and their outcomes; `BoundaryTable` makes a factor of each group that may be
+split; `BodyShards` has the programs on shards, for `local_params` and `started`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.ir.equations import Atom, shape_of
-from minialpa.rules.body_groups import Groups, find_groups
+from minialpa.ir.equations import Atom, is_literal, shape_of
+from minialpa.rules.body_groups import Groups, Node, Region, find_groups, leading_nodes, node_of
 from minialpa.rules.body_outcomes import Outcome, follow, zero_arrays
-from minialpa.rules.body_region import Node, Region, node_of
-from minialpa.rules.body_shards import BodyShards
 from minialpa.rules.common import FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import Starts
+from minialpa.rules.shards import localize, part_of, run_from
+from minialpa.tracing.evaluation import eval_equation, eval_on_shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodySplits:
-    """A region, and what splitting each group of its inputs and results does.
+    """A region and the outcomes of its groups.
 
     Attributes:
         region: the equations inside.
         groups: the dimensions that are split together.
-        outcomes: for each group that may be split; all others are blocked.
+        outcomes: of each group that may be split; all others are blocked.
         part_flops: floating point operations of one run of each part of the region.
     """
 
@@ -42,7 +43,6 @@ class BodySplits:
 
 
 def body_splits(region: Region) -> BodySplits:
-    """What may be split in a region."""
     groups, zeros = find_groups(region), zero_arrays(region)
     at_boundary = dict.fromkeys(group for atom in (*region.inputs, *region.result_atoms) for group in groups.of(atom))
 
@@ -59,12 +59,12 @@ def body_splits(region: Region) -> BodySplits:
 
 @dataclass(slots=True)
 class BoundaryTable:
-    """Gives the dimensions of a control flow equation's operands and results their factors, one for each group.
+    """Makes the factors of a control flow equation, one for each group.
 
     Attributes:
         splits: the equation's region.
-        table: the factors of the equation.
-        factors: the factor of each group that has one so far.
+        table: the factors so far.
+        factors: the factor of each group, if it has one so far.
     """
 
     splits: BodySplits
@@ -81,22 +81,18 @@ class BoundaryTable:
         if outcome is None or size <= 1:
             return self.table.dim(size, blocked=size > 1)
 
-        # A group can be cut into at most `n_blocks`; what is left of the dimension stays together.
+        # A group has at most `n_blocks`; the rest of the dimension stays together.
         n_blocks = self.splits.groups.sizes[group]
         if group not in self.factors:
             is_positional = group in self.splits.groups.positional
-            reduction = self._reduction(outcome)
+            # A factor of operands on which no result depends counts as reduced, without partial results.
+            reduction = outcome.reduction or (None if "split" in outcome.results else "sum")
             (self.factors[group],) = self.table.dim(n_blocks, positional=is_positional, reduction=reduction)
         rest = self.table.dim(size // n_blocks, blocked=True) if size != n_blocks else ()
         return (self.factors[group], *rest)
 
-    @staticmethod
-    def _reduction(outcome: Outcome) -> Any:
-        # A factor of operands that no result depends on counts as reduced, without partial results.
-        return outcome.reduction or (None if "split" in outcome.results else "sum")
-
     def build(self, eqn: JaxprEqn, operands: Sequence[Dims], results: Sequence[Dims], flops: float) -> Factors:
-        """The factors of the equation, whose last operands are the inputs of the region."""
+        """The factors of the equation; its last operands are the inputs of the region."""
         n_before = len(operands) - len(self.splits.region.inputs)
         outcomes = {f: self.splits.outcomes[group] for group, f in self.factors.items()}
         reduced = {f: outcome for f, outcome in outcomes.items() if f in self.table.reductions}
@@ -107,8 +103,85 @@ class BoundaryTable:
         )
 
 
+# ---- on shards -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BodyShards:
+    """A region on shards.
+
+    Attributes:
+        region: the programs and their arrays.
+        groups: the dimensions that are split together; a group has `groups.sizes[group]` blocks.
+        n_splits: the number of parts of each group that is split.
+        starts: the number of the shard's first block for each positional group that is split; empty if unknown.
+    """
+
+    region: Region
+    groups: Groups
+    n_splits: Mapping[Node, int]
+    starts: Mapping[Node, Any]
+
+    def structs(self, atoms: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
+        return [self._struct(atom) for atom in atoms]
+
+    def _struct(self, atom: Any) -> jax.ShapeDtypeStruct:
+        parts = (self.n_splits.get(self.groups.find(node_of(atom, d)), 1) for d in range(len(shape_of(atom))))
+        shape = tuple(size // n for size, n in zip(shape_of(atom), parts, strict=True))
+        return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+
+    def program(self, part: int) -> Any:
+        """The part of this number on shards, as a closed jaxpr; it keeps sharding constraints for micro-batches."""
+        structs = self.structs(self.region.parts[part].invars)
+        return jax.make_jaxpr(lambda *args: self._run(part, args, eval_equation))(*structs)
+
+    def run(self, part: int, args: Sequence[Any]) -> list[Any]:
+        return self._run(part, args, eval_on_shards)
+
+    def _run(self, part: int, args: Sequence[Any], evaluate: Callable[..., list[Any]]) -> list[Any]:
+        program = self.region.parts[part]
+        consts = zip(program.constvars, program.consts, strict=True)
+        env: dict[Any, Any] = {var: self._own_part(var, value) for var, value in consts}
+        env.update(zip(program.invars, args, strict=True))
+
+        for eqn in program.eqns:
+            operands = [self._own_part(atom, atom.val) if is_literal(atom) else env[atom] for atom in eqn.invars]
+            env.update(zip(eqn.outvars, self._run_equation(eqn, operands, evaluate), strict=True))
+        return [self._literal_result(atom) if is_literal(atom) else env[atom] for atom in program.outvars]
+
+    def _run_equation(
+        self, eqn: JaxprEqn, operands: Sequence[Any], evaluate: Callable[..., list[Any]]
+    ) -> Sequence[Any]:
+        factors = self.region.factors[eqn]
+        groups = {f: self.groups.find(nodes[0]) for f, nodes in leading_nodes(eqn, factors).items()}
+        n_splits = {f: self.n_splits.get(group, 1) for f, group in groups.items()}
+
+        # A group may have fewer blocks than the factor has elements.
+        begins = {
+            f: self.starts[group] * (factors.sizes[f] // self.groups.sizes[group])
+            for f, group in groups.items()
+            if f in factors.blocked and group in self.starts
+        }
+        if begins:
+            return run_from(eqn, factors, operands, n_splits, begins)
+        return evaluate(eqn, operands, localize(eqn, factors, n_splits))
+
+    def _own_part(self, atom: Atom, value: Any) -> Any:
+        """The shard of an array which the device holds in full."""
+        for d, size in enumerate(shape_of(atom)):
+            group = self.groups.find(node_of(atom, d))
+            if size > 1 and group in self.starts:
+                start = self.starts[group] * (size // self.groups.sizes[group])
+                value = part_of(value, d, start, self.n_splits[group])
+        return value
+
+    def _literal_result(self, atom: Any) -> Any:
+        """The shard of a literal as an array; a literal may be a Python number."""
+        return self._own_part(atom, np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
+
+
 def _n_splits(splits: BodySplits, local: Shapes) -> dict[Node, int]:
-    """How many parts each group is cut into, from the local shapes of inputs, then results."""
+    """The number of parts of each group, from the local shapes of inputs and results."""
     atoms = (*splits.region.inputs, *(atoms[0] for atoms in splits.region.results))
     n_splits: dict[Node, int] = {}
     for atom, local_shape in zip(atoms, local, strict=True):
@@ -123,10 +196,10 @@ def local_params(
 ) -> dict[str, Any]:
     """The parameters of a control flow equation on shards of these shapes.
 
-    Programs that depend on where their shards begin are not known yet. A parameter `shards` says how they are cut; no
-    primitive has such a parameter, so the equation cannot run before `on_shards` has put programs in its place.
+    Programs that depend on positions are unknown until `on_shards` runs. Their parameter `shards` describes the cut; no
+    primitive has such a parameter, so the equation cannot run before.
 
-    named: from a function that gives the part of a number on shards to the parameters that hold these parts.
+    named: from `program(i)`, the function for part i on shards, to the parameters with the parts.
     """
     region, groups = splits.region, splits.groups
     n_splits = _n_splits(splits, (*inputs, *results))
@@ -136,16 +209,14 @@ def local_params(
     return dict(eqn.params, **named(shards.program))
 
 
-def started(shards: BodyShards, starts: Starts, n_before: int) -> BodyShards:
-    """The shards with the blocks at which they begin, as int32s.
-
-    n_before: number of operands before those that are inputs of the region.
-    """
+def started(shards: BodyShards, starts: Starts) -> BodyShards:
+    """The shards with their first blocks, as int32s."""
     groups, region = shards.groups, shards.region
+    n_before = len(starts.operands) - len(region.inputs)
     known: dict[Node, Any] = {}
     results = (atoms[0] for atoms in region.results)
     for atom, dims in zip((*region.inputs, *results), (*starts.operands[n_before:], *starts.results), strict=True):
-        # A stack has the dimension of the iterations before those of a slice.
+        # A stack has one dimension more than a slice, for the iterations.
         own = dims[len(dims) - len(shape_of(atom)) :]
         for d, start in enumerate(own):
             group = groups.find(node_of(atom, d))

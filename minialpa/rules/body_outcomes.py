@@ -1,8 +1,7 @@
-"""Outcomes: what a region computes on shards if one of its groups is split.
+"""Outcomes: the results of a region on shards if one of its groups is split.
 
-A region, its groups and one of these go in. What each result becomes comes out: split as well, a partial sum, or the
-same in every shard; or None if an equation on shards would compute anything else than the shards of what it computes on
-whole arrays.
+A region, its groups and one group in; for each result, whether it is split, a partial sum, or equal in all shards out.
+None if the equations on shards would not compute the shards of the whole results.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import Atom, dtype_name, is_literal, operand_vars, shape_of
-from minialpa.rules.body_groups import Groups, is_made_whole
-from minialpa.rules.body_region import Node, Region
+from minialpa.rules.body_groups import Groups, Node, Region, is_made_whole
 from minialpa.rules.endings import Ending, conditions, counters
 from minialpa.rules.factors import Factors, Reduction
 
-#: What an array is in each shard: a part of the array, the same in all shards, zeros in all shards, or a partial
-#: result of a reduction.
+#: An array in each shard: a part of the array, the same in all shards, zeros in all shards, or a partial result.
 State = Literal["split", "same", "zero"] | Reduction
 _REPLICATED = ("same", "zero")
-#: Primitives that pass each array unchanged, and so in any state.
+#: Primitives that pass each array unchanged, in any state.
 _TRANSPARENT = ("optimization_barrier", "minialpa_gradient")
 _LOGIC = ("and", "not", "or")
 
@@ -35,11 +32,11 @@ def _is_partial(state: State) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a region computes on shards when one group is split.
+    """The results of a region on shards when one group is split.
 
     Attributes:
         results: the state of each result.
-        sums: numbers of the inputs that carry partial sums, and count once over all shards.
+        sums: numbers of the inputs that carry partial sums: only one shard may have their initial values.
     """
 
     results: tuple[State, ...]
@@ -47,21 +44,19 @@ class Outcome:
 
     @property
     def replicated(self) -> tuple[int, ...]:
-        """Results that are the same in every shard."""
         return tuple(r for r, state in enumerate(self.results) if state in _REPLICATED)
 
     @property
     def reduction(self) -> Reduction | None:
-        """How the partial results are combined, if there are any."""
         found = {state for state in self.results if _is_partial(state)}
         return found.pop() if found else None  # type: ignore[return-value]
 
 
 def follow(region: Region, groups: Groups, group: Node, zeros: frozenset[Atom]) -> Outcome | None:
-    """Split one group, and nothing else. None if an equation on shards would compute anything else.
+    """The outcome of splitting one group; None if the equations on shards would compute other results.
 
-    Carried sums are found by iteration: an input whose next value is partial is partial itself. An equation may break
-    its rule in a round that does not know all of these inputs yet, so only the last round counts.
+    An input whose next value is partial is partial itself, so carried sums are found by iteration. Only the last round,
+    which knows all of them, checks the rules of equations.
 
     zeros: arrays that are zero by construction, see `zero_arrays`.
     """
@@ -77,7 +72,7 @@ def follow(region: Region, groups: Groups, group: Node, zeros: frozenset[Atom]) 
 
 
 def zero_arrays(region: Region) -> frozenset[Atom]:
-    """Arrays of a region that are zero by construction: what linear equations make of the literal 0."""
+    """Arrays of a region that are zero by construction: results of linear equations of the literal 0."""
     zeros: set[Atom] = set()
     for eqn in region.eqns:
         factors = region.factors[eqn]
@@ -89,22 +84,22 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
 
 
 def _are_carries_sums(outcome: Outcome, region: Region) -> bool:
-    """Whether all partial results have one reduction, and carries no other than a sum."""
+    """Whether all partial results have one reduction, and all partial carries are sums."""
     carried = {r for r, _ in region.carried}
     partial = {state for state in outcome.results if _is_partial(state)}
     return len(partial) <= 1 and all(outcome.results[r] in ("split", "sum", *_REPLICATED) for r in carried)
 
 
 def _ended(region: Region, followed: _Followed) -> Outcome | None:
-    """The outcome of all iterations, if every shard ends as the whole loop does. None if that is not known.
+    """The outcome of all iterations, if the shards end correctly; None if that is unknown.
 
-    A test for each example ends each of them by itself: `while` keeps the carries of an example whose test is false.
+    With a test for each example, `while` keeps the carries of an example whose test is false.
     """
     tests = {followed.states[test] for test in region.tests}
     if tests <= {"split", *_REPLICATED}:
         return followed.outcome
 
-    # One condition is true if it is true in any shard; all others are the same in every shard.
+    # One condition is true if it is true in any shard; all others are equal in all shards.
     (test,) = region.tests
     partial = [atom for atom in conditions(region.parts[0]) if _is_partial(followed.states[atom])]
     if len(partial) != 1 or followed.states[partial[0]] != "or" or followed.outcome.sums or is_literal(test):
@@ -114,13 +109,13 @@ def _ended(region: Region, followed: _Followed) -> Outcome | None:
 
 
 def _ended_apart(region: Region, outcome: Outcome, ending: Ending) -> Outcome | None:
-    """The outcome if each shard ends with its own part of a condition: what changes after that is a counter."""
+    """The outcome if each shard ends with its own part of a condition: later iterations change counters only."""
     raised = counters(region.parts[1], len(region.carried))
     results = list(outcome.results)
     for carry, (r, _) in enumerate(region.carried):
         if carry in ending.kept:
             continue
-        # The condition stays false only if nothing that it reads changes.
+        # The condition stays false only if its operands stay.
         if results[r] not in _REPLICATED or carry in ending.read or carry not in raised:
             return None
         results[r] = "max"
@@ -132,13 +127,9 @@ def _ended_apart(region: Region, outcome: Outcome, ending: Ending) -> Outcome | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
-    """The states of all arrays of a region when one group is split.
+    """The states of all arrays of a region when `group` is split.
 
-    Attributes:
-        groups: the groups of the region.
-        group: the one that is split.
-        zeros: arrays that are zero by construction.
-        partial: arrays that are partial results of a reduction; grows while the equations are followed.
+    `zeros` are zero by construction; `partial` are partial results, and grow while the equations are followed.
     """
 
     groups: Groups
@@ -156,13 +147,7 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """What one iteration makes of given states of its inputs.
-
-    Attributes:
-        outcome: the states of the results.
-        is_sound: whether the rules of all equations allow it, tests apart.
-        states: of all arrays.
-    """
+    """One iteration: the states of results and of all arrays, and whether the rules of all equations allow it."""
 
     outcome: Outcome
     is_sound: bool
@@ -172,7 +157,7 @@ class _Followed:
 def _follow_once(
     region: Region, groups: Groups, group: Node, zeros: frozenset[Atom], sums: frozenset[int]
 ) -> _Followed:
-    """The outcome when the inputs in `sums` are partial."""
+    """One iteration in which the inputs in `sums` are partial."""
     partial: dict[Atom, State] = {atom: "sum" for i, atom in enumerate(region.inputs) if i in sums}
     states = _States(groups=groups, group=group, zeros=zeros, partial=partial)
     is_sound = True
@@ -188,7 +173,7 @@ def _follow_once(
 
 
 def _joined(states: Sequence[State]) -> State | None:
-    """The state of a result that comes from one of several branches, or None if they differ. Zeros fit any state."""
+    """The common state of a result in all branches, or None if they differ. Zeros fit any state."""
     found = set(states)
     if len(found) > 1:
         found.discard("zero")
@@ -199,12 +184,12 @@ def _joined(states: Sequence[State]) -> State | None:
 
 
 def _follow_equation(eqn: JaxprEqn, factors: Factors, split: Collection[int], states: _States) -> bool:
-    """Note the results that are partial when the factors `split` are cut. Returns whether the rule allows that."""
+    """Note the partial results when the factors `split` are cut. Returns whether the rule allows it."""
     is_affected = bool(split) or any(var in states.partial for var in operand_vars(eqn))
     if not eqn.outvars or not is_affected:
         return True
 
-    # What is made in full needs its operands in full.
+    # A result that is made in full needs its operands in full.
     operands = [states[atom] for atom in eqn.invars]
     made_whole = any(is_made_whole(eqn, factors, f) for f in split)
     is_sound = not made_whole or all(state in _REPLICATED for state in operands)
@@ -220,10 +205,7 @@ def _follow_equation(eqn: JaxprEqn, factors: Factors, split: Collection[int], st
 def _result_state(
     eqn: JaxprEqn, factors: Factors, split: Collection[int], states: Sequence[State], result: int
 ) -> tuple[State, bool]:
-    """The state of one result of an equation whose factors `split` are cut; and whether the rule allows it.
-
-    states: of the operands.
-    """
+    """The state of one result when factors are cut, and whether the rule allows it. states: of operands."""
     if eqn.primitive.name in _TRANSPARENT:
         return states[result], True
 
@@ -231,7 +213,7 @@ def _result_state(
     affecting = [f for f in split if factors.affects(f, result)]
     if affecting:
         state, fits = _cut(factors, affecting[0], states, partial, result)
-        # Two factors that are cut together would leave out what part i of one and part j of the other make.
+        # Two factors cut together would leave out the products of part i of one and part j of the other.
         return state, fits and len(affecting) == 1
     if not partial:
         return "same", True
@@ -241,24 +223,23 @@ def _result_state(
 
 
 def _cut(factors: Factors, factor: int, states: Sequence[State], partial: set[int], result: int) -> tuple[State, bool]:
-    """The state of a result of an equation that is cut along a factor that affects it, and whether the rule allows it.
+    """The state of a result when a factor that affects it is cut, and whether the rule allows it.
 
     partial: numbers of the operands that are partial results.
     """
     if not factors.is_partial(factor, result):
         return "split", not partial
 
-    # Operands that count in one shard only may be zero, or partial by the same reduction; others may not be partial.
+    # Operands that count in one shard only must be zero, or partial by the same reduction. Others must not be partial.
     reduction = factors.reductions[factor]
     once = {k for k in range(len(states)) if factors.takes_part_once(factor, k)}
     return reduction, partial <= once and all(states[k] in ("zero", reduction) for k in once)
 
 
 def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
-    """The state of a result that only partial operands affect, and whether the equation is linear in them.
+    """The state of a result of partial operands, and whether the equation is linear in them.
 
-    A jointly linear equation, such as an addition, needs its other linear operands to be zero: they would be added
-    once in every shard.
+    In a jointly linear equation, such as an addition, the other linear operands must be zero: every shard adds them.
     """
     kinds = {states[k] for k in partial}
     state, *_ = kinds
@@ -270,9 +251,9 @@ def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tup
 
 
 def _passed_logic(eqn: JaxprEqn, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
-    """The state of what logic makes of partial booleans, and whether it is a partial result, too.
+    """The state of a logical function of partial booleans, and whether it is a partial result, too.
 
-    `any(p) or q` is the `any` of `p or q`, and so is `any(p) and q` if q is no partial result; as with `all`.
+    `any(p) or q` is `any(p or q)`, and `any(p) and q` is `any(p and q)` if q is no partial result. The same for `all`.
     """
     kinds = {states[k] for k in partial}
     kind, *_ = kinds

@@ -1,7 +1,7 @@
-"""What the rules share: a table that numbers factors while a rule describes the dimensions of its arrays.
+"""`FactorTable` numbers factors while a rule describes the dimensions of its arrays.
 
-A rule gets factors from `FactorTable.dim` or `dims`, puts the same `Dim` into every array that follows the factor, and
-ends with `FactorTable.build`, which drops `linear` if the values cannot be summed at all.
+A rule gets factors from `FactorTable.dim` or `dims`, puts the same `Dim` into every array with the factor, and ends
+with `FactorTable.build`, which drops `linear` for values without a sum.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class FactorTable:
         flops: float = 0.0,
         ramps: Mapping[int, Ramp] = MappingProxyType({}),
     ) -> Factors:
-        """The finished factors of `eqn`."""
-        # Booleans and keys cannot be summed, so nothing is linear in them.
+        # Booleans and keys have no sum.
         summed = [*(eqn.invars[i] for i in linear_operands), *eqn.outvars]
         if not linear_operands or not all(is_summable(atom) for atom in summed):
             linear, linear_operands = "none", ()
@@ -72,7 +71,7 @@ class FactorTable:
             # XLA computes products of matrices of booleans with `and` and `or`.
             if how == "sum" and all(map(is_boolean, eqn.outvars)):
                 reductions[f] = "or"
-            # Of two complex numbers with a NaN, the second is the larger one and the smaller one: the order decides.
+            # The maximum of complex numbers with a NaN depends on their order.
             if how in ("max", "min") and any(map(is_complex, eqn.outvars)):
                 self.blocked.add(f)
                 del reductions[f]
@@ -92,25 +91,16 @@ class FactorTable:
 
 
 def is_summable(atom: Any) -> bool:
-    """Whether the values of a jaxpr atom are numbers."""
     return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), np.number))
 
 
-def is_inexact(atom: Any) -> bool:
-    """Whether the values of a jaxpr atom are floating point or complex numbers."""
-    return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), np.inexact))
-
-
 def is_boolean(atom: Any) -> bool:
-    """Whether the values of a jaxpr atom are booleans."""
     return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), np.bool_))
 
 
 def is_complex(atom: Any) -> bool:
-    """Whether the values of a jaxpr atom are complex numbers."""
     return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), np.complexfloating))
 
 
 def n_elements(atom: Any) -> int:
-    """Number of elements of a jaxpr atom."""
     return math.prod(shape_of(atom))

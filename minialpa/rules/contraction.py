@@ -1,6 +1,6 @@
 """Contractions: `dot_general` and `conv_general_dilated`.
 
-All are linear in each of their first two operands, and splitting a contracted factor leaves partial sums.
+Both are linear in each of their two operands. Splitting a contracted factor leaves partial sums.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.ir.equations import shape_of
-from minialpa.rules.common import Dim, FactorTable, is_inexact, n_elements
+from minialpa.ir.equations import is_inexact, shape_of
+from minialpa.rules.common import Dim, FactorTable, n_elements
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import rule
 
 
 def _in_order(dims: dict[int, Dim]) -> Dims:
-    """Factors of an array, from a dict that has an entry for each of its dimensions."""
     return tuple(dims[i] for i in range(len(dims)))
 
 
@@ -30,7 +29,7 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
 
     batch = table.dims(lhs_shape[i] for i in lhs_batch)
-    # The sum of fractions is rounded to an integer, which parts of it are not.
+    # The sum of fractions is rounded to an integer; parts must not be rounded.
     is_rounded = is_inexact(eqn.invars[0]) and not is_inexact(eqn.outvars[0])
     contract = tuple(
         table.dim(lhs_shape[i], blocked=is_rounded, reduction=None if is_rounded else "sum") for i in lhs_contract
@@ -52,7 +51,7 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
 
 
 def _local_conv(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Numbers of groups on a shard, which has fewer if their factor is split.
+    """Numbers of groups on a shard:
 
     feature groups = channels of lhs / channels of one kernel; batch groups = batch of lhs / batch of the result.
     """
@@ -68,7 +67,7 @@ def _local_conv(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 def _spatial(table: FactorTable, eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> tuple[Dim, Dim, Dim]:
     """Factors of one spatial dimension, of lengths `sizes` in lhs, rhs and result.
 
-    A window of length 1 keeps positions (pointwise convolution); a window as long as its input sums over them (its
+    A window of length 1 keeps positions (pointwise convolution). A window as long as its input sums over positions (the
     weight gradient). Every other window mixes neighbours and is blocked.
     """
     lhs, rhs, out = sizes
@@ -88,7 +87,7 @@ def _spatial(table: FactorTable, eqn: JaxprEqn, axis: int, sizes: tuple[int, int
 
 
 def _n_products(eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> int:
-    """Pairs of result and window positions that meet an element of lhs, and neither padding nor a hole of dilation."""
+    """Pairs of result and window positions on elements of lhs, without padding and holes of a dilation."""
     lhs, rhs, out = sizes
     stride, dilation = eqn.params["window_strides"][axis], eqn.params["lhs_dilation"][axis]
     in_result, in_window = np.arange(out)[:, None] * stride, np.arange(rhs) * eqn.params["rhs_dilation"][axis]
@@ -109,7 +108,7 @@ def _conv_general_dilated(eqn: JaxprEqn) -> Factors:
         tuple(shape_of(atom)[i] for i in spec) for atom, spec in zip((*eqn.invars, *eqn.outvars), specs, strict=True)
     )
 
-    # The first two dimensions of each array: batch and features.
+    # Batch and features, the first two dimensions of each array.
     table = FactorTable()
     batch_groups = table.dim(eqn.params["batch_group_count"])
     groups = table.dim(eqn.params["feature_group_count"])
@@ -124,7 +123,7 @@ def _conv_general_dilated(eqn: JaxprEqn) -> Factors:
         for array, dim in zip((lhs, rhs, out), _spatial(table, eqn, axis, sizes), strict=True):
             array.append(dim)
 
-    # From the order of `specs` back to that of the arrays.
+    # From the order of `specs` to the order of the arrays.
     *operands, result = (
         _in_order(dict(zip(spec, dims, strict=True))) for spec, dims in zip(specs, (lhs, rhs, out), strict=True)
     )

@@ -1,22 +1,23 @@
 """Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them.
 
     scan   consts, carries, [T xs] -> carries, [T ys]   a carry keeps its factors over all iterations; T is blocked if
-                                                        an iteration reads what an earlier one has changed
-    while  consts, carries -> carries                   the test is the same in all shards, or each may end by itself
+                                                        iterations depend on each other
+    while  consts, carries -> carries                   the test is equal in all shards, or each may end by itself
     cond   index, operands -> results                   branches agree on the factors of their operands and results
 
-The equations inside are a region (`body_region`). Dimensions that are split together are a group (`body_groups`), and
-each group that may be split (`body_outcomes`) is a factor. What is made inside by position, such as random bits, makes
-a factor positional: the equation then runs through `on_shards`, whose positions are constants of the body.
+The equations inside are a region. Dimensions that are split together are a group (`body_groups`), and each group that
+may be split (`body_outcomes`) is a factor. Arrays that depend on positions, such as random bits, make a factor
+positional: the equation runs through `on_shards`, and positions are constants of the body.
 
-Gradients of weights that the body sums over examples, in a carry or for each iteration, are partial sums.
-Flops: those of the body for each iteration of scan, for one iteration of while; those of the largest branch of cond.
+Gradients of weights that the body sums over examples, in a carry or in each iteration, are partial sums. Flops: of the
+body times the iterations of scan, for one iteration of while, for the largest branch of cond.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,33 +26,42 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, fresh_var, is_literal, scan_counts, shape_of
-from minialpa.rules.body_factors import BodySplits, BoundaryTable, body_splits, local_params, started
-from minialpa.rules.body_region import Region
-from minialpa.rules.body_shards import BodyShards
-from minialpa.rules.body_sums import summed_carries
+from minialpa.ir.equations import Atom, fresh_var, is_literal, operand_vars, reading, scan_counts, shape_of
+from minialpa.rules.body_factors import BodyShards, BodySplits, BoundaryTable, body_splits, local_params, started
+from minialpa.rules.body_groups import Region
 from minialpa.rules.factors import Factors, Shapes
-from minialpa.rules.known_rules import Starts, cached, equal_operands, rule
+from minialpa.rules.known_rules import OnShards, Starts, cached, equal_operands, rule
 from minialpa.tracing.evaluation import eval_on_shards
 from minialpa.tracing.flattening import flatten_calls
 
 
 def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
-    """The program of a closed jaxpr with calls inlined, on `inputs` instead of its own variables if they are given."""
+    """The program of a closed jaxpr with calls inlined, on `inputs` in the place of its own if they are given."""
     flat = flatten_calls(getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ())))
     if inputs is None:
         return flat
     renamed = dict(zip(flat.invars, inputs, strict=True))
-
-    def read(atom: Atom) -> Atom:
-        return atom if is_literal(atom) else renamed.get(atom, atom)
-
-    flat = flat.with_eqns([eqn.replace(invars=[read(atom) for atom in eqn.invars]) for eqn in flat.eqns])
-    return replace(flat, invars=tuple(inputs), outvars=tuple(read(atom) for atom in flat.outvars))
+    outvars = tuple(atom if is_literal(atom) else renamed.get(atom, atom) for atom in flat.outvars)
+    renamed_eqns = [reading(eqn, renamed) for eqn in flat.eqns]
+    return replace(flat.with_eqns(renamed_eqns), invars=tuple(inputs), outvars=outvars)
 
 
-# Planning asks for the factors of an equation several times. Jaxprs are compared by identity.
+# Planning needs the factors of an equation several times. Jaxprs compare by identity.
 _remember = cached(maxsize=256)
+
+#: From shards of the operands and a region with known positions to shards of the results.
+_Run = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], BodyShards], Sequence[Any]]
+
+
+def _by_position(run: _Run) -> OnShards:
+    """`run` if the programs depend on positions; otherwise the parameters hold them already."""
+
+    def on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> Sequence[Any]:
+        if "shards" not in params:
+            return eval_on_shards(eqn, operands, params)
+        return run(eqn, operands, params, started(params["shards"], starts))
+
+    return on_shards
 
 
 # ---- scan -----------------------------------------------------------------------------------------------------------
@@ -59,7 +69,7 @@ _remember = cached(maxsize=256)
 
 @_remember
 def _scan_splits(body: Any, n_consts: int, n_carry: int) -> BodySplits:
-    """What may be split in the body of a scan, time apart."""
+    """The splits of the body of a scan, without time."""
     flat = _inlined(body)
     carried = tuple((i, n_consts + i) for i in range(n_carry))
     results = tuple((atom,) for atom in flat.outvars)
@@ -70,7 +80,7 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
     n_consts, n_carry = scan_counts(eqn)
     n_unstacked = n_consts + n_carry
 
-    # The body has slices of what the scan has stacks of.
+    # The body has slices of the scan's stacks.
     body_inputs = (*operands[:n_unstacked], *(shape[1:] for shape in operands[n_unstacked:]))
     body_results = (*results[:n_carry], *(shape[1:] for shape in results[n_carry:]))
     stacked = (*operands[n_unstacked:], *results[n_carry:])
@@ -81,12 +91,7 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
     return local_params(eqn, splits, body_inputs, body_results, named) | {"length": length}
 
 
-def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: BodyShards | None = params.get("shards")
-    if shards is None:
-        return eval_on_shards(eqn, operands, params)
-
-    shards = started(shards, starts, 0)
+def _run_scan(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:
     n_consts, n_carry = scan_counts(eqn)
     consts, stacks = operands[:n_consts], operands[n_consts + n_carry :]
 
@@ -100,7 +105,7 @@ def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str,
     return [*carry, *stacked]
 
 
-@rule("scan", localize=_local_scan, on_shards=_scan_on_shards)
+@rule("scan", localize=_local_scan, on_shards=_by_position(_run_scan))
 def _scan(eqn: JaxprEqn) -> Factors:
     n_consts, n_carry = scan_counts(eqn)
     length = eqn.params["length"]
@@ -109,7 +114,7 @@ def _scan(eqn: JaxprEqn) -> Factors:
     sums = _sums_over_time(eqn, splits)
     time = boundary.table.dim(length, blocked=sums is None, reduction="sum" if sums else None)
 
-    # The body has slices of what the scan has stacks of.
+    # The body has slices of the scan's stacks.
     slices = [boundary.dims(atom) for atom in splits.region.inputs]
     operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(slices)]
     made = [boundary.dims(atom) for (atom,) in splits.region.results]
@@ -118,7 +123,7 @@ def _scan(eqn: JaxprEqn) -> Factors:
     if not sums:
         return factors
 
-    # The initial value of a sum counts in one shard of the iterations only. The other carries pass unchanged.
+    # The initial value of a sum counts in one shard of the iterations only. Other carries pass unchanged.
     (f,) = time
     constant = {(f, r) for r in range(n_carry) if r not in sums}
     once = {(f, n_consts + i) for i in sums}
@@ -126,13 +131,12 @@ def _scan(eqn: JaxprEqn) -> Factors:
 
 
 def _sums_over_time(eqn: JaxprEqn, splits: BodySplits) -> frozenset[int] | None:
-    """The carries of a scan that are sums over its iterations, if these may run apart; None if they may not."""
+    """The carries of a scan that are sums over its iterations; None if the iterations depend on each other."""
     n_consts, n_carry = scan_counts(eqn)
-    # A scan may be a loop over the examples of a batch, as `lax.map` is. Nothing else has a position in time.
-    sums = summed_carries(splits.region)
+    sums = _summed_carries(splits.region)
     if sums is None or eqn.effects or len(eqn.invars) == n_consts + n_carry:
         return None
-    # A factor that no result has and that nothing sums would be lost.
+    # With neither sums nor stacks, no result would have the factor.
     return sums if sums or len(eqn.outvars) > n_carry else None
 
 
@@ -143,9 +147,9 @@ def _sums_over_time(eqn: JaxprEqn, splits: BodySplits) -> frozenset[int] | None:
 def _while_splits(
     condition: Any, body: Any, n_condition_consts: int, n_body_consts: int, equal: tuple[int, ...]
 ) -> BodySplits:
-    """What may be split in the test and the body of a loop; `equal` as in `Region`."""
+    """The splits of the test and the body of a loop; `equal` as in `Region`."""
     flat = _inlined(body)
-    # Condition and body have constants of their own, and share the carries.
+    # Test and body share the carries, not the constants.
     consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
     test = _inlined(condition, (*consts, *flat.invars[n_body_consts:]))
     n_consts = n_condition_consts + n_body_consts
@@ -163,10 +167,9 @@ def _while_splits(
 
 
 def _splits_of_while(eqn: JaxprEqn) -> BodySplits:
-    """What may be split in the test and the body of a `while`."""
     params = eqn.params
     n_consts = params["cond_nconsts"], params["body_nconsts"]
-    # Initial values of carries may be equal; carries are not.
+    # Equal initial values do not make carries equal.
     constants = equal_operands(eqn)[: sum(n_consts)]
     equal = (*constants, *range(len(constants), len(eqn.invars)))
     return _while_splits(params["cond_jaxpr"], params["body_jaxpr"], *n_consts, equal)
@@ -177,14 +180,10 @@ def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
     return local_params(eqn, _splits_of_while(eqn), operands, results, named)
 
 
-def _while_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: BodyShards | None = params.get("shards")
-    if shards is None:
-        return eval_on_shards(eqn, operands, params)
-
-    # The blocks at which shards begin are constants of the test and of the body. Under vmap, the test has a result for
-    # each example, which `lax.while_loop` does not take.
-    known = started(shards, starts, 0).starts
+def _run_while(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:
+    # Positions are constants of the test and of the body. Under vmap, the test has a result for each example, which
+    # `lax.while_loop` does not take.
+    known = shards.starts
     begins = list(known.values())
     n_consts, n_test = len(begins), params["cond_nconsts"]
 
@@ -201,7 +200,7 @@ def _while_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str
     return eval_on_shards(eqn, [*begins, *operands[:n_test], *begins, *operands[n_test:]], local)
 
 
-@rule("while", localize=_local_while, on_shards=_while_on_shards, by_equal_operands=True)
+@rule("while", localize=_local_while, on_shards=_by_position(_run_while), by_equal_operands=True)
 def _while(eqn: JaxprEqn) -> Factors:
     splits = _splits_of_while(eqn)
     boundary = BoundaryTable(splits)
@@ -215,7 +214,6 @@ def _while(eqn: JaxprEqn) -> Factors:
 
 @_remember
 def _cond_splits(branches: tuple[Any, ...]) -> BodySplits:
-    """What may be split in all branches alike."""
     first = _inlined(branches[0])
     parts = (first, *(_inlined(branch, first.invars) for branch in branches[1:]))
     results = tuple(zip(*(part.outvars for part in parts), strict=True))
@@ -229,19 +227,14 @@ def _local_cond(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
     return local_params(eqn, splits, operands[1:], results, named)
 
 
-def _cond_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: BodyShards | None = params.get("shards")
-    if shards is None:
-        return eval_on_shards(eqn, operands, params)
-
+def _run_cond(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:
     index, *inputs = operands
-    shards = started(shards, starts, 1)
     n_branches = len(shards.region.parts)
     branches = [functools.partial(lambda i, *args: shards.run(i, args), i) for i in range(n_branches)]
     return list(lax.switch(index, branches, *inputs))
 
 
-@rule("cond", localize=_local_cond, on_shards=_cond_on_shards)
+@rule("cond", localize=_local_cond, on_shards=_by_position(_run_cond))
 def _cond(eqn: JaxprEqn) -> Factors:
     splits = _cond_splits(eqn.params["branches"])
     boundary = BoundaryTable(splits)
@@ -249,3 +242,35 @@ def _cond(eqn: JaxprEqn) -> Factors:
     results = [boundary.dims(atoms[0]) for atoms in splits.region.results]
     index = boundary.table.dims(shape_of(eqn.invars[0]), blocked=True)
     return boundary.build(eqn, [index, *operands], results, max(splits.part_flops))
+
+
+def _summed_carries(region: Region) -> frozenset[int] | None:
+    """The carries of a body that are sums over iterations, if all others pass unchanged; else None.
+
+    No iteration reads these sums, so iterations may run apart and in any order.
+    """
+    (body,) = region.parts
+    readers: dict[Atom, list[JaxprEqn]] = defaultdict(list)
+    for eqn in body.eqns:
+        for atom in operand_vars(eqn):
+            readers[atom].append(eqn)
+
+    sums = set()
+    for r, i in region.carried:
+        if region.results[r][0] is region.inputs[i]:
+            continue
+        if not _is_summed(region.inputs[i], region.results[r][0], readers, [atom for (atom,) in region.results]):
+            return None
+        sums.add(r)
+    return frozenset(sums)
+
+
+def _is_summed(carry: Atom, new: Atom, readers: Mapping[Atom, list[JaxprEqn]], results: Sequence[Atom]) -> bool:
+    """Whether the next value of a carry is the carry plus summands."""
+    value = carry
+    while not any(value is result for result in results):
+        # Exactly one operand of one addition must read it.
+        if [eqn.primitive.name for eqn in readers.get(value, [])] not in (["add"], ["add_any"]):
+            return False
+        value = readers[value][0].outvars[0]
+    return value is new and value not in readers and sum(value is result for result in results) == 1

@@ -1,13 +1,13 @@
-"""`jax.experimental.custom_partitioning`: the factors of its sharding rule, as far as its `partition` agrees.
+"""`jax.experimental.custom_partitioning`: the factors of its sharding rule that its `partition` accepts.
 
-The rule is a text or an `SdyShardingRule`. jax takes it as a proposal: `partition` may answer with other shardings, and
-then the operation cannot be cut like that. So every factor is proposed to `partition`, on a mesh without devices, and
+The rule is a text or an `SdyShardingRule`. For jax it is a proposal: `partition` may return other shardings. So every
+factor is proposed to `partition`, on a mesh without devices, and
 
     stays          if `partition` accepts the shardings, and its function makes shards of the right shapes
-    is blocked     if it answers with others, fails, or its function communicates.
+    is blocked     if `partition` returns other shardings or fails, or its function communicates.
 
-What runs on a shard is the function that `partition` returns. A sum over the devices that split a reduction factor is
-left out at its end: the plan says where partial sums are added. Without a rule, every device computes all of it.
+A shard runs the function that `partition` returns, without final sums over the devices that split a reduction factor:
+the plan adds partial sums. Without a rule, every device computes the whole operation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def _name(eqn: JaxprEqn) -> str:
 
 
 def _text_of(eqn: JaxprEqn) -> ShardingRule | None:
-    """The sharding rule of an equation."""
     given = eqn.params["sharding_rule"]
     options: Mapping[str, Any] = {}
     if callable(given):
@@ -61,7 +60,7 @@ def _text_of(eqn: JaxprEqn) -> ShardingRule | None:
 
 
 def _type(atom: Atom) -> Any:
-    """What a rule reads of the type of an array."""
+    """The type of an array, for rules that are functions."""
     shape = tuple(aval_of(atom).shape)
     return SimpleNamespace(shape=shape, rank=len(shape), element_type=aval_of(atom).dtype)
 
@@ -90,17 +89,9 @@ def _of_shardy(given: SdyShardingRule) -> ShardingRule:
 
 
 def _without_outer_sizes(text: ShardingRule, sizes: Mapping[str, int]) -> ShardingRule:
-    """The rule with the lengths of inner factors; those of outermost ones follow from the arrays, also from shards."""
-    dims = [dim for array in (*text.operands, *text.results) for dim in array.dims]
-    inner = {name for dim in dims for name in dim[1:]}
-    return ShardingRule(
-        text=text.text,
-        operands=text.operands,
-        results=text.results,
-        reductions=text.reductions,
-        replicated=text.replicated,
-        sizes=tuple((name, size) for name, size in sizes.items() if name in inner),
-    )
+    """The rule with the lengths of inner factors; lengths of outermost factors follow from arrays and shards."""
+    inner = text.inner_names()
+    return replace(text, sizes=tuple((name, size) for name, size in sizes.items() if name in inner))
 
 
 # ---- proposals ------------------------------------------------------------------------------------------------------
@@ -157,7 +148,6 @@ class _Proposal:
         return closed
 
     def _whole(self, atom: Atom, local: Sequence[int], dims: Dims) -> Any:
-        """The type and sharding of the array whose shard has this shape."""
         leading = [self.factors.leading(dim) for dim in dims]
         axes = [None if f is None or f not in self.n_splits else _axis(f) for f in leading]
         shape = [
@@ -166,7 +156,7 @@ class _Proposal:
         return _struct(atom, shape, NamedSharding(_mesh(self.n_splits), PartitionSpec(*axes)))
 
     def _without_sums(self, flat: Block) -> Block:
-        """The function without final sums over the axes of reduction factors. Raises if it communicates besides."""
+        """The function without final sums over the axes of reduction factors. Raises for any other communication."""
         reduced = {_axis(f) for f in self.n_splits if self.factors.reductions.get(f) == "sum"}
         read = {atom for eqn in flat.eqns for atom in eqn.invars if not is_literal(atom)}
         summed: dict[Any, Atom] = {}
@@ -188,7 +178,6 @@ def _struct(atom: Atom, shape: Sequence[int], sharding: Any = None) -> Any:
 
 
 def _check_accepted(answered: Any, proposed: Sequence[Any]) -> None:
-    """Raise _RefusedError unless the shardings are those of the proposal."""
     leaves = jax.tree.leaves(answered, is_leaf=lambda leaf: leaf is None or isinstance(leaf, jax.sharding.Sharding))
     if len(leaves) != len(proposed):
         raise _RefusedError("`partition` returns another number of shardings")
@@ -200,7 +189,7 @@ def _check_accepted(answered: Any, proposed: Sequence[Any]) -> None:
 
 
 def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
-    """The axes of each dimension; None for shardings that do not say it."""
+    """The axes of each dimension; None for shardings without a spec."""
     spec = getattr(sharding, "spec", None)
     if spec is None:
         return None
@@ -209,7 +198,7 @@ def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
 
 
 def _named_axes(eqn: JaxprEqn) -> Iterable[str]:
-    """The mesh axes that an equation, or one inside it, is about."""
+    """The mesh axes in the parameters of an equation, or of one inside it."""
     for name in ("axes", "axis_name", "axis_names"):
         given = eqn.params.get(name, ())
         yield from (axis for axis in (given if isinstance(given, tuple | list) else (given,)) if isinstance(axis, str))
@@ -222,13 +211,13 @@ def _named_axes(eqn: JaxprEqn) -> Iterable[str]:
 
 
 def _of_rule(eqn: JaxprEqn) -> Factors | None:
-    """The factors that the rule proposes; None if there is no rule that can be read."""
+    """The factors that the rule proposes; None without a readable rule."""
     try:
         text = _text_of(eqn)
     except ShardingError:
         raise
     except Exception:
-        # A callable may look at its arguments in ways that only jax's own types allow.
+        # A callable may need attributes that only jax's own types have.
         return None
     if text is None:
         return None
@@ -261,14 +250,13 @@ def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[int, int]:
-    """Into how many parts each factor is cut, from the shapes of shards."""
     n_splits: dict[int, int] = {}
     for atom, dims, local in zip(atoms, (*factors.operands, *factors.results), shapes, strict=True):
         for dim, whole, size in zip(dims, aval_of(atom).shape, local, strict=True):
             if size != whole:
                 leading = factors.leading(dim)
                 assert leading is not None, (whole, size)
-                # Rows of a scan over layers may be any part; then the shape of the whole is that of two such parts.
+                # Rows of a scan over layers may be any part; then propose two such parts.
                 n_splits[leading] = whole // size if whole % size == 0 else 2
     return n_splits
 
@@ -279,22 +267,10 @@ def _custom_partitioning(eqn: JaxprEqn) -> Factors:
     if factors is None or eqn.effects:
         return replicated_factors(eqn, jaxpr_flops(eqn.params["call"]))
 
-    # Together with those before it, since `partition` may accept each of two factors alone, and not both.
+    # Together with the factors before it: `partition` may accept each of two factors, and not both.
     accepted: dict[int, int] = {}
     for f, n in factors.smallest_splits():
         if _accepts(eqn, factors, {**accepted, f: n}):
             accepted[f] = n
-    blocked = frozenset(range(len(factors.sizes))).difference(accepted)
-    return _blocked(factors, blocked)
-
-
-def _blocked(factors: Factors, blocked: frozenset[int]) -> Factors:
-    reductions = {f: how for f, how in factors.reductions.items() if f not in blocked}
-    return Factors(
-        sizes=factors.sizes,
-        operands=factors.operands,
-        results=factors.results,
-        reductions=reductions,
-        blocked=blocked,
-        flops=factors.flops,
-    )
+    reductions = {f: how for f, how in factors.reductions.items() if f in accepted}
+    return replace(factors, reductions=reductions, blocked=frozenset(range(len(factors.sizes))).difference(accepted))

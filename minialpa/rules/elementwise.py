@@ -1,6 +1,6 @@
 """Elementwise primitives: one factor for each dimension of the result, shared with every operand that has it.
 
-Operands are scalars, of the result's shape, or of length 1 where they are broadcast. Flops: one for each element.
+Operands are scalars, or have the result's shape, or length 1 in broadcast dimensions. Flops: one for each element.
 """
 
 from __future__ import annotations
@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.ir.equations import has_all, shape_of
-from minialpa.rules.common import FactorTable, is_inexact, is_summable, n_elements
+from minialpa.ir.equations import has_all, is_inexact, shape_of
+from minialpa.rules.common import FactorTable, is_complex, is_summable, n_elements
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import rule
 
 
 def _follow(atom: Any, shape: tuple[int, ...], result: Dims) -> Dims:
-    """Factors of an operand that is broadcast to a result of `shape`."""
     if not shape_of(atom):
         return ()
     return tuple(dim if size == n else () for size, n, dim in zip(shape_of(atom), shape, result, strict=True))
@@ -32,7 +29,7 @@ def elementwise(
     *,
     flops_per_element: float = 1.0,
 ) -> Factors:
-    """Factors of an equation whose results all have one shape and whose operands follow it."""
+    """Factors of an equation whose results have one shape, to which its operands are broadcast."""
     table = FactorTable()
     shape = shape_of(eqn.outvars[0])
     result = table.dims(shape)
@@ -47,7 +44,7 @@ def elementwise(
     )
 
 
-# In the order of the alphabet. `name` is `jax.ad_checkpoint.checkpoint_name`.
+# `name` is `jax.ad_checkpoint.checkpoint_name`.
 @rule("abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh")
 @rule("bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "cos", "cosh", "digamma")
 @rule("eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt")
@@ -87,15 +84,11 @@ def _select_n(eqn: JaxprEqn) -> Factors:
 
 
 def _conversion_is_linear(source: Any, target: Any) -> bool:
-    """Whether a conversion is linear: numbers to floats, or to complex numbers, that hold all floats of the source.
+    """Whether a conversion is linear: from numbers to floats or complex numbers with all floats of the source.
 
-    Integers may overflow, and so may parts of a sum whose total a narrower float holds. From complex to real numbers
-    the imaginary part is lost.
+    Integers may overflow. A narrower float may hold a total and not its parts. Real numbers lose imaginary parts.
     """
-    if not is_inexact(target) or not is_summable(source):
-        return False
-    is_complex = jnp.issubdtype(source.aval.dtype, np.complexfloating)
-    if is_complex and not jnp.issubdtype(target.aval.dtype, np.complexfloating):
+    if not is_inexact(target) or not is_summable(source) or (is_complex(source) and not is_complex(target)):
         return False
     return not is_inexact(source) or has_all(target.aval.dtype, source.aval.dtype)
 
@@ -107,7 +100,7 @@ def _convert_element_type(eqn: JaxprEqn) -> Factors:
 
 @rule("bitcast_convert_type")
 def _bitcast_convert_type(eqn: JaxprEqn) -> Factors:
-    """If the widths differ, the array of narrower elements has one more dimension, for the parts of one element."""
+    """If the widths differ, the array of narrower elements has one more dimension: the parts of one element."""
     (operand,), (result,) = eqn.invars, eqn.outvars
     table = FactorTable()
     n_common = min(len(shape_of(operand)), len(shape_of(result)))
@@ -120,7 +113,7 @@ def _bitcast_convert_type(eqn: JaxprEqn) -> Factors:
 
 @rule("device_put", "optimization_barrier", "minialpa_gradient")
 def _barrier(eqn: JaxprEqn) -> Factors:
-    """n arrays pass unchanged. All are linear if all are numbers, so partial sums may pass, too."""
+    """n arrays pass unchanged. If all are numbers, partial sums may pass, too."""
     table = FactorTable()
     arrays = [table.dims(shape_of(atom)) for atom in eqn.invars]
     numbers = [i for i, atom in enumerate(eqn.invars) if is_summable(atom)]

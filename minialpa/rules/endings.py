@@ -1,15 +1,14 @@
-"""Endings: what the iterations of a loop leave as it is once a condition of its test is false.
+"""Endings: the carries of a loop that stay constant after a condition of its test is false.
 
-A loop over a batch by hand, `while any(active): x = where(active, step(x), x)`, goes on until the last example has
-ended. A shard may end by itself if the iterations that it skips would leave its carries as they are. `endings` proves
-that by structure: it numbers the values of test and body, so that equal computations have equal numbers, and evaluates
-the body under what the false condition implies:
+A loop over a batch by hand, `while any(active): x = where(active, step(x), x)`, runs until the last example has ended.
+A shard may end earlier if the iterations that it skips would not change its carries. `endings` proves that by
+structure: it gives equal computations in test and body equal numbers, and evaluates the body with
 
     any(p) is false           -> p is false for each element
     not all(d) is false       -> d is true for each element
     where(p, new, old)        -> old, if p is false
 
-Nothing is concluded from computations that are equal by mathematics alone, or by the values that arrive.
+The proof uses neither equalities of mathematics nor values.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from minialpa.tracing.values import Values, producers_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What holds in every iteration that begins with a condition being false.
+    """Facts about every iteration that begins with a false condition.
 
     Attributes:
-        kept: numbers of the carries that the iteration leaves as they are.
-        read: numbers of the carries that the condition is computed from.
+        kept: numbers of the carries that the iteration does not change.
+        read: numbers of the carries from which the condition is computed.
     """
 
     kept: frozenset[int]
@@ -38,7 +37,7 @@ class Ending:
 
 
 def conditions(test: Block) -> list[Atom]:
-    """What has to hold for another iteration: the conditions that a test joins by `and`."""
+    """The conditions of another iteration, which a test joins by `and`."""
     producers = producers_of(test)
     found, todo = [], list(test.outvars)
     while todo:
@@ -55,8 +54,7 @@ def endings(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> d
     """The ending of each condition of a loop.
 
     n_carries: number of carries, the last inputs of `test` and of `body`.
-    equal: for each input, constants of the test before inputs of the body, the number of the first one that is the
-        same array.
+    equal: the number of the first input that is the same array, for each constant of the test and input of the body.
     """
     values = Values()
     n_own = len(test.invars) - n_carries
@@ -82,7 +80,7 @@ def endings(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> d
 
 
 def counters(body: Block, n_carries: int) -> frozenset[int]:
-    """Numbers of the carries that every iteration raises by one: the larger one is that of the later end."""
+    """Numbers of the carries that every iteration raises by 1: of two shards, the later to end has the larger one."""
     producers = producers_of(body)
     carries = body.invars[len(body.invars) - n_carries :]
     found = set()
@@ -90,7 +88,7 @@ def counters(body: Block, n_carries: int) -> frozenset[int]:
         eqn = None if is_literal(new) else producers.get(new)
         if eqn is None or eqn.primitive.name != "add" or not any(atom is carry for atom in eqn.invars):
             continue
-        # Narrow integers may begin again at their least value.
+        # Narrow integers may wrap around.
         is_wide = dtype_name(carry) in ("int32", "int64", "uint32", "uint64")
         if is_wide and any(is_literal(atom) and np.all(np.asarray(atom.val) == 1) for atom in eqn.invars):
             found.add(i)
@@ -98,7 +96,7 @@ def counters(body: Block, n_carries: int) -> frozenset[int]:
 
 
 def _inputs_of(atom: Atom, part: Block) -> set[Atom]:
-    """The inputs of a program that a value is computed from."""
+    """The variables, inputs included, from which a value is computed."""
     needed = {atom}
     for eqn in reversed(part.eqns):
         if not needed.isdisjoint(eqn.outvars):

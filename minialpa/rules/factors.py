@@ -1,19 +1,21 @@
-"""Named factors: which dimensions of an equation's arrays are split together, and what comes of splitting them.
+"""Named factors: the dimensions of an equation's arrays that are split together, and the effect of splitting them.
 
 `dot_general` on `[b i k],[b k j] -> [b i j]` has four factors. Splitting factor `i` splits dimension 1 of the first
-operand and dimension 1 of the result; splitting `k`, absent from the result, leaves partial sums. The same table serves
-the sharding strategies (a mesh axis is given to a factor) and micro-batches (the batch factor is split in time).
-The form is that of Shardy's sharding rules (openxla/shardy, RFC "sharding rules"). f stands for the number of a factor.
+operand and dimension 1 of the result. Splitting `k`, absent from the result, leaves partial sums. The same table serves
+sharding strategies (a mesh axis for a factor) and micro-batches (the batch factor is split in time). The form follows
+Shardy's sharding rules (openxla/shardy, RFC "sharding rules"). f is the number of a factor.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import is_control_flow
@@ -27,18 +29,18 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Work that grows with the position: position i, counted from one of the ends, has min(i + 1, most) parts of it.
+    """Work that grows with the position: position i, counted from one of the ends, has min(i + 1, most) units.
 
     Attributes:
-        most: parts of the work of a position far from that end.
-        block: positions that are computed together, so that only whole blocks are spared what their positions need not.
+        most: units of a position far from that end.
+        block: number of positions that are computed together.
     """
 
     most: int
     block: int
 
     def parts(self, n_positions: int) -> int:
-        """Parts of the work of the first positions."""
+        """Units of the first positions."""
         steep = min(n_positions, self.most)
         return steep * (steep + 1) // 2 + (n_positions - steep) * self.most
 
@@ -49,25 +51,24 @@ class Factors:
 
     Attributes:
         sizes: the length of each factor.
-        operands: for each operand and each of its dimensions, the factors that make it up, outermost first; the product
-            of their sizes is the dimension's length. Dimensions of length 1 may have none.
+        operands: the factors of each dimension of each operand, outermost first; the product of their sizes is the
+            dimension's length. Dimensions of length 1 may have no factors.
         results: the same for each result.
-        reductions: factors that some result lacks, and how the partial results of a split are combined. If the equation
-            is jointly linear, an operand of `linear_operands` that lacks the reduced factor takes part once:
-            scatter_add(operand, indices, updates) split over its indices keeps `operand` in one shard, zeros elsewhere.
-        blocked: factors that may not be split, because the operation mixes positions along them (sort, cumsum) or
+        reductions: factors that some result lacks, with the reduction of the partial results. If the equation is
+            jointly linear, an operand in `linear_operands` without the factor takes part once: scatter_add(operand,
+            indices, updates) split over its indices has `operand` in one shard, and zeros in the others.
+        blocked: factors that may not be split, because the operation mixes positions along them (sort, cumsum), or
             because a shard's result would depend on its position.
-        linear: `joint`: the results are linear in all operands listed in `linear_operands` taken together (add);
-            `each`: linear in each of them alone (mul, dot), so not in a variable that is listed twice; else `none`.
-        linear_operands: numbers of the operands that `linear` is about.
+        linear: `joint`: the results are linear in all `linear_operands` together (add); `each`: linear in each of them
+            (mul, dot), so not in a variable that is listed twice; else `none`.
+        linear_operands: numbers of operands.
         flops: floating point operations of the whole equation.
-        unaffected: pairs (factor, result) of a result that lacks a reduced factor and does not depend on arrays that
-            have it, so that every shard computes the same, such as the counter of a loop.
-        once: pairs (factor, operand) of additional operands that take part once: initial values of sums over a loop.
-        positional: blocked factors of the second kind that can be split if shards know their positions, as devices do:
-            see `on_mesh` and `known_rules.OnShards`. Micro-batches split those of loops and branches alone, see
-            `in_time`.
-        ramps: factors whose positions have unequal work, as under a causal mask.
+        unaffected: pairs (factor, result): the result lacks a reduced factor and does not depend on arrays with it, so
+            all shards compute the same, such as the counter of a loop.
+        once: pairs (factor, operand) of more operands that take part once: initial values of sums over a loop.
+        positional: blocked factors that may be split if shards know their positions, see `on_mesh`, `in_time` and
+            `known_rules.OnShards`.
+        ramps: factors with unequal work per position, as under a causal mask.
     """
 
     sizes: tuple[int, ...]
@@ -89,18 +90,16 @@ class Factors:
 
     @property
     def splittable(self) -> tuple[int, ...]:
-        """Factors that may be split, in order."""
         return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.blocked)
 
     def on_mesh(self) -> Factors:
-        """The factors as mesh axes may split them: with positional factors not blocked."""
+        """The factors for mesh axes, which may split positional factors: devices know their positions."""
         return replace(self, blocked=self.blocked - self.positional)
 
     def in_time(self, eqn: JaxprEqn) -> Factors:
-        """The factors of `eqn` as micro-batches may split them.
+        """The factors of `eqn` for micro-batches, which may split positional factors of loops and branches.
 
-        Positional factors of loops and branches are not blocked: what is made inside, such as random bits, is made for
-        each iteration anew, so there is no full-batch value of which a micro-batch could take its rows.
+        Each iteration makes its own random bits, so no full-batch value exists from which a micro-batch takes rows.
         """
         return self.on_mesh() if self.positional and is_control_flow(eqn) else self
 
@@ -109,20 +108,19 @@ class Factors:
         return self.leading(self.operands[operand][dim])
 
     def leading(self, dim: tuple[int, ...]) -> int | None:
-        """The factor that is split when a dimension that is made of these is cut: the first longer than 1, if any."""
+        """The factor that is split when a dimension with these factors is cut: the first longer than 1, if any."""
         return next((f for f in dim if self.sizes[f] > 1), None)
 
     def is_partial(self, factor: int, result: int) -> bool:
-        """Whether shards along `factor` leave partial values of a result, to be combined by `reductions[factor]`."""
+        """Whether shards along `factor` leave partial values of a result, for `reductions[factor]` to combine."""
         has_factor = any(factor in dim for dim in self.results[result])
         return factor in self.reductions and not has_factor and (factor, result) not in self.unaffected
 
     def affects(self, factor: int, result: int) -> bool:
-        """Whether a result depends on arrays that have `factor`."""
         return any(factor in dim for dim in self.results[result]) or self.is_partial(factor, result)
 
     def takes_part_once(self, factor: int, operand: int) -> bool:
-        """Whether, of all shards along `factor`, only one may see the value of an operand, and the others zero."""
+        """Whether only one shard along `factor` may have the value of an operand, and the others zero."""
         if factor not in self.reductions or any(factor in dim for dim in self.operands[operand]):
             return False
         return (self.linear == "joint" and operand in self.linear_operands) or (factor, operand) in self.once
@@ -137,30 +135,30 @@ class Factors:
         return operands, tuple(self.shape(dims, n_splits) for dims in self.results)
 
     def n_shares(self, factor: int, n: int) -> float:
-        """How many times less than the whole the busiest of n parts along a factor has to do; n, if all do the same."""
+        """The work of the whole over the work of the busiest of n parts along a factor; n if all work equally."""
         if factor not in self.ramps:
             return n
         size, work = self.sizes[factor], self.ramps[factor].parts
         return work(size) / (work(size) - work(size - size // n))
 
     def may_balance(self, factor: int, n: int) -> bool:
-        """Whether n parts along a factor may exchange halves with each other, so that they have about equal work.
+        """Whether n parts along a factor may exchange halves for about equal work.
 
-        Part i and part n - 1 - i exchange their second halves, each of which is some whole blocks.
+        Part i and part n - 1 - i exchange their second halves, which consist of whole blocks.
         """
         if factor not in self.ramps or factor in self.positional or n < 2:
             return False
         return self.sizes[factor] % (2 * n * self.ramps[factor].block) == 0
 
     def n_balanced_shares(self, factor: int, n: int) -> float:
-        """The same as `n_shares`, if parts exchange halves as `may_balance` says."""
+        """`n_shares` after the exchange of `may_balance`."""
         size, work = self.sizes[factor], self.ramps[factor].parts
         until = [work(half * size // (2 * n)) for half in range(2 * n + 1)]
         halves = [end - start for start, end in itertools.pairwise(until)]
         return work(size) / max(halves[2 * i] + halves[2 * (n - 1 - i) + 1] for i in range(n))
 
     def may_split(self, factor: int, n: int) -> bool:
-        """Whether splitting `factor` in `n` cuts every array into contiguous, equal blocks."""
+        """Whether splitting `factor` into `n` parts cuts every array into contiguous, equal blocks."""
         if factor in self.blocked or self.sizes[factor] % n:
             return False
         for dims in (*self.operands, *self.results):
@@ -171,8 +169,33 @@ class Factors:
         return True
 
     def smallest_splits(self) -> Iterator[tuple[int, int]]:
-        """Each factor that may be split, with the least number of parts that it may be split into."""
+        """Each factor that may be split, with its smallest number of parts."""
         for f in self.splittable:
             _, n, *_ = divisors(self.sizes[f])
             if self.may_split(f, n):
                 yield f, n
+
+
+# ---- combining partial results ---------------------------------------------------------------------------------------
+
+_COMBINED: Mapping[Reduction, tuple[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
+    {
+        "and": (lax.bitwise_and, lax.reduce_and),
+        "max": (lax.max, lax.reduce_max),
+        "min": (lax.min, lax.reduce_min),
+        "or": (lax.bitwise_or, lax.reduce_or),
+        "prod": (lax.mul, lax.reduce_prod),
+        "sum": (lax.add, lax.reduce_sum),
+        "xor": (lax.bitwise_xor, lax.reduce_xor),
+    }
+)
+
+
+def combine(how: Reduction, a: Any, b: Any) -> Any:
+    """a o b, in their dtype: integers wrap around as in one reduction, and NaN stays."""
+    return _COMBINED[how][0](a, b)
+
+
+def combine_along(how: Reduction, parts: Any) -> Any:
+    """x[0] o x[1] o ..., in the dtype of the parts."""
+    return _COMBINED[how][1](parts, (0,))

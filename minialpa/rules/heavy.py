@@ -1,4 +1,4 @@
-"""Which operations are expensive: the one list of their primitives, for all passes that treat such operations apart."""
+"""The lists of expensive primitives."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import sub_jaxprs
 
-#: Operations whose work grows faster than their operands and results: matrix products, and what is made of them.
+#: Operations whose work grows faster than their operands and results.
 _CONTRACTIONS = frozenset(
     ("conv_general_dilated", "dot_general", "minialpa_attention", "minialpa_attention_gradient"),
 )
-#: Operations that products take in: they read the operand where it lies, in another order.
+#: Operations that a product reads through: it reads their operand in another order.
 _VIEWS = frozenset(("reshape", "squeeze", "transpose"))
-#: Operations that run once, and not again for each equation or task that reads their results.
+#: Operations that run once, not for each equation or task that reads their results.
 _HEAVY = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}
 
 
 def is_contraction(eqn: JaxprEqn) -> bool:
-    """Whether the equation is a matrix product, a convolution or an attention."""
     return eqn.primitive.name in _CONTRACTIONS
 
 
 def is_attention(eqn: JaxprEqn) -> bool:
-    """Whether the equation is an attention in one operation, or the gradient of one."""
     return eqn.primitive.name.startswith("minialpa_attention")
 
 
@@ -37,10 +35,10 @@ def is_heavy(eqn: JaxprEqn) -> bool:
 
 
 def is_view(eqn: JaxprEqn) -> bool:
-    """Whether what reads the result of an equation can read its operand in place of it."""
+    """Whether a reader of the result can read the operand instead."""
     return eqn.primitive.name in _VIEWS
 
 
 def reads_in_place(eqn: JaxprEqn) -> bool:
-    """Whether kernels of an equation read an operand where it lies, when the others are there."""
+    """Whether kernels of an equation read an operand in its place when the other operands are there."""
     return has_contraction(eqn) or eqn.primitive.name == "gather"

@@ -1,12 +1,10 @@
-"""Gather and scatter: dimensions that are taken whole, batch dimensions of indices, and dimensions that are indexed.
-
-With `b` for index dimensions, `w` for window dimensions taken whole, and positional and blocked ones in capitals:
+"""Gather and scatter. b: index dimensions, w: window dimensions taken whole; capitals: positional or blocked.
 
     gather       [V w], [b I] -> [b w]            embedding; take_along_axis has some `b` in the operand too
     scatter-add  [V w], [b I], [b w] -> [V w]     its gradient; `b` is a reduction, of the updates only
 
-`V` is positional if one row is taken at a time. A shard of the table looks up the indices of its own rows and gives
-zeros for others, so gathered values are partial sums; it applies the updates of its own rows and drops the others.
+`V` is positional if a window has one row. A shard of the table looks up the indices of its own rows and gives zeros for
+the others, so gathered values are partial sums. It applies the updates of its own rows and drops the others.
 """
 
 from __future__ import annotations
@@ -21,34 +19,34 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
-from minialpa.ir.equations import shape_of
-from minialpa.rules.common import Dim, FactorTable, is_inexact, is_summable, n_elements
+from minialpa.ir.equations import is_inexact, shape_of
+from minialpa.rules.common import Dim, FactorTable, is_summable, n_elements
 from minialpa.rules.factors import Factors, Reduction, Shapes
 from minialpa.rules.known_rules import Starts, rule
 from minialpa.tracing.evaluation import eval_on_shards
 
 
 def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`n` dimensions: those of the window at the positions `placed`, and those of the batch at the others, in order."""
+    """`n` dimensions: the window's at the positions `placed`, the batch's at the others, both in order."""
     at_window = dict(zip(placed, window, strict=True))
     rest = iter(batch)
     return tuple(at_window[i] if i in at_window else next(rest) for i in range(n))
 
 
 def _shared(operand_dims: Sequence[int], index_dims: Sequence[int], batch: Sequence[Dim]) -> dict[int, Dim]:
-    """Dimensions of the operand that are batch dimensions of the indices as well."""
+    """Dimensions of the operand that are batch dimensions of the indices, too."""
     return {i: batch[j] for i, j in zip(operand_dims, index_dims, strict=True)}
 
 
 def _local_gather(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Window dimensions are split only if they are taken whole, so their slices are the shards."""
+    """Only window dimensions that are taken whole may be split: a slice is the shard."""
     sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["slice_sizes"], strict=True)
     return dict(eqn.params, slice_sizes=tuple(local if taken == size else taken for size, local, taken in sizes))
 
 
 def _fills_linearly(eqn: JaxprEqn) -> bool:
     """Whether values for positions out of bounds are linear in the operand: zero, NaN, or an element of it."""
-    if GatherScatterMode.from_any(eqn.params["mode"]) != GatherScatterMode.FILL_OR_DROP:
+    if _mode(eqn.params) != GatherScatterMode.FILL_OR_DROP:
         return True
     fill = eqn.params["fill_value"]
     return is_inexact(eqn.outvars[0]) if fill is None else bool(fill == 0 or np.isnan(fill))
@@ -56,12 +54,12 @@ def _fills_linearly(eqn: JaxprEqn) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LocalIndices:
-    """Where index vectors [b n] point to in a shard, after they were clamped to the whole array as mode CLIP does.
+    """Index vectors [b n], clamped to the whole array as in mode CLIP, in a shard.
 
     Attributes:
         local: [b n] int32, the clamped indices relative to the beginning of the shard.
         is_mine: [b] bool, whether the window is in this shard.
-        is_valid: [b] bool, whether clamping left the indices as they were.
+        is_valid: [b] bool, whether clamping did not change the indices.
     """
 
     local: Any
@@ -70,11 +68,11 @@ class _LocalIndices:
 
 
 def _local_indices(indices: Any, last: Sequence[int], last_here: Sequence[int], starts: Sequence[Any]) -> _LocalIndices:
-    """Find the windows of a shard. The arguments have one value for each of the n components of an index vector.
+    """The windows of a shard. The arguments have one value for each of the n components of an index vector.
 
     last: largest start of a window in the whole array.
-    last_here: largest start of a window in the shard, relative to its beginning.
-    starts: where the shard begins.
+    last_here: largest start of a window in the shard, relative to the beginning of the shard.
+    starts: the beginning of the shard.
     """
 
     def for_all(values: Sequence[Any], dtype: Any) -> Any:
@@ -95,7 +93,7 @@ def _mode(params: Mapping[str, Any]) -> GatherScatterMode:
 
 
 def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """The windows in this shard and zeros for the others; only the first shard fills in values for invalid indices."""
+    """The windows in this shard and zeros for the others; only the first shard has fill values for invalid indices."""
     table, indices = operands
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[0])
     dims = numbers.start_index_map
@@ -114,7 +112,7 @@ def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[st
     if _mode(params) != GatherScatterMode.FILL_OR_DROP:
         return [mine]
 
-    # Shards are summed, so a value that is filled in may come from one of them only.
+    # Shards are summed, so only one of them may have the fill value.
     is_first = np.bool_(True)
     for start in starts.operands[0]:
         is_first = is_first & (start == 0)
@@ -148,8 +146,8 @@ def _gather(eqn: JaxprEqn) -> Factors:
     return table.build(eqn, [tuple(operand), indices], [result], linear="joint", linear_operands=linear)
 
 
-#: How partial results of updates are combined. For all others, index dimensions are blocked: overwriting depends on
-#: the order of updates, and products of shards would count the operand once for each shard.
+#: Reductions of partial results of updates. Index dimensions of other scatters are blocked: overwriting depends on the
+#: order of updates, and a product of shards would have the operand once for each shard.
 _COMBINED: dict[str, Reduction] = {
     "scatter-add": "sum",
     "scatter-max": "max",
@@ -159,11 +157,11 @@ _COMBINED: dict[str, Reduction] = {
 
 
 def _scatter_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """Apply the updates of windows in this shard. Others get indices out of bounds, so that they are dropped."""
+    """Apply the updates of windows in this shard. Other windows get indices out of bounds, which drops them."""
     operand, indices, updates = operands
     numbers = params["dimension_numbers"]
 
-    # For each dimension of the operand, the dimension of the updates along which its window lies, if it has one.
+    # For each dimension of the operand, the window's dimension of the updates, if it has one.
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     update_dims = iter(numbers.update_window_dims)
     window_dims = [None if d in single else next(update_dims) for d in range(operand.ndim)]
@@ -189,7 +187,7 @@ def _scatter(eqn: JaxprEqn) -> Factors:
     shape, index_shape, update_shape = (shape_of(atom) for atom in eqn.invars)
     combine = _COMBINED.get(eqn.primitive.name)
 
-    # Index dimensions are reduced, except for those that the operand has as well.
+    # Index dimensions that the operand lacks are reduced.
     shared_indices = set(numbers.scatter_indices_batching_dims)
     batch = tuple(
         table.dim(size) if i in shared_indices else table.dim(size, blocked=combine is None, reduction=combine)

@@ -1,12 +1,12 @@
-"""What the body of a Pallas kernel does with the position of its block: may an axis of its grid be cut?
+"""Whether the body of a Pallas kernel allows cutting an axis of its grid.
 
-    computes_on_blocks(body)      the body communicates with nobody, and draws no random numbers of a device
-    positions_read(body)          the axes along which the body asks for its position
-    carries(body, ...)            scratch memory brings values from one position along an axis to the next
+    computes_on_blocks(body)      the body neither communicates nor draws random numbers of a device
+    positions_read(body)          the axes whose position the body reads
+    carries(body, ...)            scratch memory carries values from one position along an axis to the next
 
-Iterations of a grid run in order, the last axis fastest, and scratch memory lives through all of them. A part of a grid
-that is cut along an axis begins with the inner axes at 0. If at such a point the body writes scratch memory before it
-reads it, nothing is carried: `@pl.when(pl.program_id(2) == 0)` around the initialisation of a sum is the common case.
+Iterations of a grid run in order, the last axis fastest, and share scratch memory. A part of a grid that is cut along
+an axis begins with the inner axes at 0. If the body writes scratch memory there before it reads it, it carries no
+values: usually, `@pl.when(pl.program_id(2) == 0)` initialises a sum.
 """
 
 from __future__ import annotations
@@ -21,47 +21,43 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import is_literal, sub_jaxprs
-from minialpa.rules.known_integers import UNKNOWN, Value, compute, constant, read
+from minialpa.rules.known_integers import CALLS, UNKNOWN, Value, compute, constant, read
 
-#: Beginnings of the names of primitives that do more than compute on the blocks of one iteration.
+#: Prefixes of primitives that do more than compute on the blocks of one iteration.
 _BEYOND_BLOCKS = (
     "all_", "axis_index", "barrier", "debug", "delay", "device_id", "dma", "get_barrier", "io_callback", "ppermute",
     "prng", "psum", "pure_callback", "semaphore",
 )  # fmt: skip
 _MEMORY_EFFECTS = ("ReadEffect", "WriteEffect", "AccumEffect")
 _POSITIONS = ("program_id", "num_programs")
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 def _equations(jaxpr: Any) -> list[JaxprEqn]:
-    """All equations, those inside loops and branches included."""
     eqns = list(getattr(jaxpr, "jaxpr", jaxpr).eqns)
     return eqns + [inner for eqn in eqns for body in sub_jaxprs(eqn) for inner in _equations(body)]
 
 
 def computes_on_blocks(body: Any) -> bool:
-    """Whether the body does nothing but compute on its memory."""
     return all(type(effect).__name__ in _MEMORY_EFFECTS for effect in body.effects) and not any(
         eqn.primitive.name.startswith(_BEYOND_BLOCKS) for eqn in _equations(body)
     )
 
 
 def positions_read(body: Any) -> set[int]:
-    """The axes along which the body asks for its position, in its own numbering."""
     return {eqn.params["axis"] for eqn in _equations(body) if eqn.primitive.name in _POSITIONS}
 
 
 class _CarriedError(Exception):
-    """Scratch memory is read before it is written, or nothing is known of it."""
+    """The body may read scratch memory before it writes it."""
 
 
-#: The scratch memory behind the variables of a jaxpr, by number; and which elements of it have been written.
+#: The number of the scratch memory of each variable of a jaxpr; and a mask of written elements for each number.
 _Names = Mapping[Var, int]
 _Written = dict[int, np.ndarray]
 
 
 def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
-    """Whether scratch memory may bring in values, at an iteration whose positions along `inner_axes` are 0.
+    """Whether an iteration at position 0 of all `inner_axes` may read values of an earlier one from scratch memory.
 
     body: the jaxpr of the kernel, whose last `n_scratch` operands are the scratch memory.
     """
@@ -77,12 +73,12 @@ def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _FirstIteration:
-    """Follows a body in the order of its equations. Constants and positions along `inner_axes` are known."""
+    """Follows the equations of a body with known constants and positions along `inner_axes`."""
 
     inner_axes: frozenset[int]
 
     def body(self, jaxpr: Any, values: dict[Var, Value], names: _Names, written: _Written) -> list[Value]:
-        """The results of a jaxpr; notes in `written` what it surely writes."""
+        """The results of a jaxpr; marks elements in `written` that it surely writes."""
         uses = Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom))
         uses.update(atom for atom in jaxpr.outvars if not is_literal(atom))
         for eqn in jaxpr.eqns:
@@ -100,7 +96,6 @@ class _FirstIteration:
     def _touch(
         self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written, *, is_read: bool
     ) -> None:
-        """Follow an equation that has scratch memory among its operands."""
         match eqn.primitive.name:
             case "get":
                 self._read(eqn, values, names, written, n_before=1)
@@ -115,7 +110,7 @@ class _FirstIteration:
             case "scan":
                 (inner,) = sub_jaxprs(eqn)
                 self._inside(inner, eqn.invars, names, _copy(written))
-            case name if name in _CALLS:
+            case name if name in CALLS:
                 inner, *_ = sub_jaxprs(eqn)
                 self._inside(inner, eqn.invars, names, written, values)
             case _:
@@ -129,7 +124,7 @@ class _FirstIteration:
         written: _Written,
         values: Mapping[Var, Value] | None = None,
     ) -> None:
-        """Follow an inner jaxpr, whose operands are known only if `values` are given."""
+        """Follow an inner jaxpr; with `values`, its operands may be known."""
         jaxpr = getattr(closed, "jaxpr", closed)
         if len(jaxpr.invars) != len(operands):
             raise _CarriedError
@@ -157,7 +152,7 @@ class _FirstIteration:
     def _read(
         self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written, *, n_before: int
     ) -> None:
-        """Raise unless all that is read is written; `n_before`: operands in front of the indices."""
+        """Raise unless all elements that it reads are written. n_before: number of operands before the indices."""
         if any(not is_literal(atom) and atom in names for atom in eqn.invars[1:]):
             raise _CarriedError
         region = self._region(eqn, values, n_before)
@@ -173,7 +168,7 @@ class _FirstIteration:
             written[names[_variable(eqn)]][region] = True
 
     def _region(self, eqn: JaxprEqn, values: Mapping[Var, Value], n_before: int) -> tuple[Any, ...] | None:
-        """What a `get` or `swap` touches, as an index of NumPy; None if that is not known."""
+        """The elements of a `get` or `swap`, as an index of NumPy; None if unknown."""
         transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[n_before:])
         if not transforms:
             return (...,)
@@ -202,7 +197,6 @@ class _FirstIteration:
 
 
 def _variable(eqn: JaxprEqn) -> Var:
-    """The memory that a `get` or `swap` touches."""
     memory = eqn.invars[0]
     assert not is_literal(memory), eqn
     return memory

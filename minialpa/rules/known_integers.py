@@ -1,7 +1,7 @@
-"""Integers that a small program computes, where they are known: index maps of kernels and the tests of `pl.when`.
+"""Known integers of a small program: index maps of kernels and the tests of `pl.when`.
 
-`evaluate` runs a jaxpr of scalars in NumPy. A value is an array over the points of a grid, of length 1 along axes that
-it does not depend on, or unknown; then `axes` still says which axes it may depend on.
+`evaluate` runs a jaxpr of scalars in NumPy. A value is an array over the points of a grid, with length 1 along axes on
+which it does not depend; or it is unknown, with the axes on which it may depend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Value:
 
     Attributes:
         known: the value at each point of the grid, or None.
-        axes: the axes of the grid that it may depend on.
+        axes: the axes of the grid on which it may depend.
     """
 
     known: np.ndarray | None
@@ -30,16 +30,16 @@ class Value:
 
 
 def constant(value: Any) -> Value:
-    """A value that is the same everywhere; Python integers have 32 bits, as in kernels."""
+    """A constant value; Python integers have 32 bits, as in kernels."""
     return Value(np.asarray(value, np.int32) if isinstance(value, int) else np.asarray(value))
 
 
-#: An unknown value that depends on no position in the grid.
+#: An unknown value, independent of the grid.
 UNKNOWN = Value(None)
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    """Division of integers as lax has it, towards zero."""
+    """Division of integers towards zero, as in lax."""
     magnitude = np.abs(x) // np.maximum(np.abs(y), 1)
     return np.where((x < 0) != (y < 0), -magnitude, magnitude)
 
@@ -67,11 +67,10 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "sub": np.subtract,
 }
 #: Calls whose jaxpr has the operands of the equation.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 def evaluate(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
-    """The results of a jaxpr."""
     consts = getattr(jaxpr, "consts", ())
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     values: dict[Var, Value] = dict(zip(jaxpr.constvars, map(constant, consts), strict=False))
@@ -83,17 +82,16 @@ def evaluate(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
 
 
 def read(values: Mapping[Var, Value], atom: Atom) -> Value:
-    """The value of a variable or literal; unknown if `values` has none."""
+    """The value of a literal, or of a variable in `values`; else unknown."""
     return Value(np.asarray(atom.val, aval_of(atom).dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
 
 
 def compute(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
-    """The results of an equation."""
     axes = frozenset[int]().union(*(operand.axes for operand in operands))
     known = [operand.known for operand in operands]
     name = eqn.primitive.name
     is_scalar = all(not getattr(var.aval, "shape", ()) for var in eqn.outvars)
-    if name in _CALLS and is_scalar:
+    if name in CALLS and is_scalar:
         (inner, *_) = sub_jaxprs(eqn)
         if len(getattr(inner, "jaxpr", inner).invars) == len(operands):
             return evaluate(inner, operands)

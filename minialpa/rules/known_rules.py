@@ -1,7 +1,7 @@
-"""The rules that are known: `rule` registers the rule of a primitive, `factors_of` gives the `Factors` of an equation.
+"""The table of rules: `rule` registers the rule of a primitive, `factors_of` gives the `Factors` of an equation.
 
-With a rule comes what else is known of its primitive: what its parameters and results are on shards, which `shards`
-asks for, and what a kernel is called in messages. A primitive without a rule is replicated.
+An entry also has the parameters and results of its primitive on shards, for `shards`, and names of kernels for
+messages. A primitive without a rule is replicated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Where shards begin in the whole arrays: an int32 for each dimension, 0 if no positional factor of it is split."""
+    """The beginnings of shards in whole arrays: an int32 per dimension, 0 if no positional factor of it is split."""
 
     operands: tuple[tuple[Any, ...], ...]
     results: tuple[tuple[Any, ...], ...]
@@ -38,17 +38,24 @@ Localizer = Callable[[JaxprEqn, Shapes, Shapes], dict[str, Any]]
 OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
 Rule = Callable[[JaxprEqn], Factors]
 
-_RULES: dict[str, Rule] = {}
-_LOCALIZERS: dict[str, Localizer] = {}
-_ON_SHARDS: dict[str, OnShards] = {}
-_BY_EQUAL_OPERANDS: set[str] = set()
-#: Primitives of kernels: for each the name of what an equation runs.
-_OPERATION_NAMES: dict[str, Callable[[JaxprEqn], str]] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A rule with the keyword arguments of `rule`."""
+
+    rule: Rule
+    localize: Localizer | None
+    on_shards: OnShards | None
+    by_equal_operands: bool
+    named: Callable[[JaxprEqn], str] | None
+
+
+_RULES: dict[str, _Entry] = {}
 _CACHES: list[Any] = []
 
 
 def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """`functools.lru_cache` for what follows from rules: forgotten when a rule is added."""
+    """`functools.lru_cache` for functions of rules: emptied when a rule is added."""
 
     def decorate(fun: Callable[..., T]) -> Callable[..., T]:
         _CACHES.append(functools.lru_cache(maxsize)(fun))
@@ -59,7 +66,7 @@ def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def forget() -> None:
-    """Empty the caches of what follows from rules."""
+    """Empty the caches of functions of rules."""
     for cache in _CACHES:
         cache.cache_clear()
 
@@ -76,44 +83,34 @@ def rule(
     localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
     on_shards: computes the results on a shard if positional factors are split.
     by_equal_operands: whether the factors depend on which operands are the same array.
-    named: for primitives of kernels, what an equation runs, for messages.
+    named: for kernels, the name of an equation in messages.
     """
 
     def register(fun: Rule) -> Rule:
         for name in primitives:
             if name in _RULES:
                 raise VerifyError(f"Primitive `{name}` already has a rule.")
-            _RULES[name] = fun
+            _RULES[name] = _Entry(fun, localize, on_shards, by_equal_operands, named)
             keep(name)
-            if localize is not None:
-                _LOCALIZERS[name] = localize
-            if on_shards is not None:
-                _ON_SHARDS[name] = on_shards
-            if by_equal_operands:
-                _BY_EQUAL_OPERANDS.add(name)
-            if named is not None:
-                _OPERATION_NAMES[name] = named
         return fun
 
     return register
 
 
 def has_rule(primitive: str) -> bool:
-    """Whether a primitive has a rule."""
     return primitive in _RULES
 
 
 def known_primitives() -> tuple[str, ...]:
-    """Sorted names of all primitives with a rule."""
     return tuple(sorted(_RULES))
 
 
 def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
-    """Sorted names of the operations that make arrays and have no rule, those in loop bodies and branches included."""
+    """Sorted names of operations that make arrays and have no rule, including loop bodies and branches."""
     names: set[str] = set()
     for eqn in eqns:
         name = eqn.primitive.name
-        if name in _OPERATION_NAMES:
+        if is_kernel(eqn):
             if not factors_of(eqn).splittable and any(math.prod(shape_of(var)) > 1 for var in eqn.outvars):
                 names.add(operation_name(eqn))
         elif has_rule(name) or is_call(eqn):
@@ -125,18 +122,19 @@ def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
 
 
 def operation_name(eqn: JaxprEqn) -> str:
-    """The name of an equation for messages: that of the primitive, or of what a kernel's primitive calls."""
-    named = _OPERATION_NAMES.get(eqn.primitive.name)
-    return str(eqn.primitive.name) if named is None else named(eqn)
+    """The name of an equation in messages: its kernel, or its primitive."""
+    entry = _RULES.get(eqn.primitive.name)
+    return str(eqn.primitive.name) if entry is None or entry.named is None else entry.named(eqn)
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs code that the planner cannot look into, or need not."""
-    return eqn.primitive.name in _OPERATION_NAMES
+    """Whether the planner does not read the code of an equation."""
+    entry = _RULES.get(eqn.primitive.name)
+    return entry is not None and entry.named is not None
 
 
 def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
-    """Factors for primitives without a rule: every dimension is a blocked factor of its own, so nothing is split."""
+    """Factors for primitives without a rule: every dimension is a blocked factor of its own."""
     sizes: list[int] = []
 
     def fresh(atom: Any) -> Dims:
@@ -155,7 +153,7 @@ def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
 def factors_of(eqn: JaxprEqn) -> Factors:
     """Factors of an equation by its primitive's rule; `replicated_factors` without a rule, or with side effects.
 
-    One device runs an equation with side effects, for all others, and the same for loops and branches around it.
+    One device runs an equation with side effects for all others, and loops and branches around it.
     """
     try:
         return _factors(kind_of(eqn))
@@ -165,7 +163,7 @@ def factors_of(eqn: JaxprEqn) -> Factors:
 
 @dataclass(frozen=True, slots=True)
 class EquationKind:
-    """Equations with equal keys differ only in names and literals, which rules do not look at.
+    """Equations with equal keys differ only in names and literals, which rules do not read.
 
     Attributes:
         key: primitive, parameters, shapes, dtypes and jax context.
@@ -177,9 +175,10 @@ class EquationKind:
 
 
 def kind_of(eqn: JaxprEqn) -> EquationKind:
-    """The kind of an equation. It cannot be hashed if a parameter cannot be."""
+    """The kind of an equation, unhashable if a parameter is."""
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
-    equal = equal_operands(eqn) if eqn.primitive.name in _BY_EQUAL_OPERANDS else ()
+    entry = _RULES.get(eqn.primitive.name)
+    equal = equal_operands(eqn) if entry is not None and entry.by_equal_operands else ()
     return EquationKind((eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal), eqn)
 
 
@@ -203,18 +202,19 @@ def _array_key(atom: Any) -> Hashable:
 
 
 def _by_rule(eqn: JaxprEqn) -> Factors:
-    fun = _RULES.get(eqn.primitive.name)
-    if fun is None:
+    entry = _RULES.get(eqn.primitive.name)
+    if entry is None:
         return replicated_factors(eqn)
-    factors = fun(eqn)
+    factors = entry.rule(eqn)
     return replicated_factors(eqn, factors.flops) if eqn.effects else factors
 
 
 def localizer_of(eqn: JaxprEqn) -> Localizer | None:
-    """What gives an equation's parameters for local shapes, if its primitive has shapes among its parameters."""
-    return _LOCALIZERS.get(eqn.primitive.name)
+    entry = _RULES.get(eqn.primitive.name)
+    return None if entry is None else entry.localize
 
 
 def on_shards_of(eqn: JaxprEqn) -> OnShards:
-    """What computes an equation's results on a shard if positional factors are split."""
-    return _ON_SHARDS[eqn.primitive.name]
+    on_shards = _RULES[eqn.primitive.name].on_shards
+    assert on_shards is not None, eqn
+    return on_shards

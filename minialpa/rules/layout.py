@@ -1,11 +1,12 @@
-"""Rearrangements of dimensions: broadcast, transpose, concatenate, split and the like, and arrays without operands.
+"""Rearrangements and parts of arrays, reshapes, and arrays without operands.
 
-A dimension that is kept is one factor of operand and result; a dimension that is joined, cut or reversed is blocked,
-and one that `iota` counts along is positional. All are linear in the arrays they move, and cost no flops.
+A kept dimension is one factor of operand and result. A dimension that is joined, cut, padded or reversed is blocked.
+The dimension that `iota` counts is positional. All are linear in the arrays that they move, and cost no flops.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import shape_of
-from minialpa.rules.common import FactorTable
+from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import Starts, rule
 
@@ -24,13 +25,13 @@ def _moved(eqn: JaxprEqn, table: FactorTable, operand: Dims, result: Dims) -> Fa
     return table.build(eqn, [operand], [result], linear="joint", linear_operands=(0,))
 
 
-def _local_broadcast(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+def _local_shape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
     return dict(eqn.params, shape=results[0])
 
 
-@rule("broadcast_in_dim", localize=_local_broadcast)
+@rule("broadcast_in_dim", localize=_local_shape)
 def _broadcast_in_dim(eqn: JaxprEqn) -> Factors:
-    """New dimensions, and those that grow from length 1, are factors of the result alone."""
+    """New dimensions, and dimensions that grow from length 1, are factors of the result alone."""
     table = FactorTable()
     shape = shape_of(eqn.outvars[0])
     result = table.dims(shape)
@@ -79,7 +80,7 @@ def _tile(eqn: JaxprEqn) -> Factors:
 
 
 def _joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: int) -> list[Dims]:
-    """Dims of arrays that agree in all dimensions but `axis`, which is blocked."""
+    """Dims of arrays that agree in all dimensions except the blocked `axis`."""
     common = table.dims(shapes[0][:axis] + shapes[0][axis + 1 :])
     return [(*common[:axis], table.dim(shape[axis], blocked=True), *common[axis:]) for shape in shapes]
 
@@ -119,20 +120,15 @@ def _unstack(eqn: JaxprEqn) -> Factors:
     return table.build(eqn, [operand], [part for _ in eqn.outvars], linear="joint", linear_operands=(0,))
 
 
-def _local_shape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    return dict(eqn.params, shape=results[0])
-
-
 def _iota_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
     counted = params["dimension"]
-    # Counted as integers: added in 16-bit floats, a rounded start and a count need not be the rounded sum.
+    # Count in integers: in 16-bit floats, a rounded start plus a count may differ from the rounded sum.
     counts = lax.broadcasted_iota(np.int32, params["shape"], counted) + starts.results[0][counted]
     return [lax.convert_element_type(counts, params["dtype"])]
 
 
 @rule("iota", localize=_local_shape, on_shards=_iota_on_shards)
 def _iota(eqn: JaxprEqn) -> Factors:
-    """Values count along `dimension`, which is positional."""
     table = FactorTable()
     counted = eqn.params["dimension"]
     result = tuple(table.dim(size, positional=i == counted) for i, size in enumerate(shape_of(eqn.outvars[0])))
@@ -143,3 +139,129 @@ def _iota(eqn: JaxprEqn) -> Factors:
 def _empty(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     return table.build(eqn, [], [table.dims(shape_of(eqn.outvars[0]))])
+
+
+# ---- reshape ---------------------------------------------------------------------------------------------------------
+
+
+def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
+    """Factors of two shapes of one row-major array: from the outside, always the largest common divisor.
+
+    `[8 6] -> [4 12]` is `[(4 2) 6] -> [4 (2 6)]`. If the rests of two dimensions have no common divisor, both
+    shapes get blocked factors until their strides agree.
+    """
+    source_dims: list[Dim] = [() for _ in source]
+    target_dims: list[Dim] = [() for _ in target]
+    if math.prod(source) == 0:
+        return table.dims(source, blocked=True), table.dims(target, blocked=True)
+
+    # (length without factors so far, dimension), outermost first. Lengths of 1 need no factor.
+    left = [[size, i] for i, size in enumerate(source) if size > 1]
+    right = [[size, i] for i, size in enumerate(target) if size > 1]
+    while left and right:
+        divisor = math.gcd(left[0][0], right[0][0])
+        if divisor == 1:
+            _block_until_aligned(table, left, source_dims, right, target_dims)
+            continue
+
+        factor = table.dim(divisor)
+        for pending, dims in ((left, source_dims), (right, target_dims)):
+            dims[pending[0][1]] += factor
+            pending[0][0] //= divisor
+            if pending[0][0] == 1:
+                pending.pop(0)
+
+    assert not left and not right, (source, target)
+    return tuple(source_dims), tuple(target_dims)
+
+
+def _block_until_aligned(
+    table: FactorTable, left: list[list[int]], left_dims: list[Dim], right: list[list[int]], right_dims: list[Dim]
+) -> None:
+    """Give pending dimensions of both shapes blocked factors until both have equally many elements."""
+    n_left = n_right = 1
+    while n_left != n_right or n_left == 1:
+        pending, dims = (left, left_dims) if n_left <= n_right else (right, right_dims)
+        size, i = pending.pop(0)
+        dims[i] += table.dim(size, blocked=True)
+        n_left, n_right = (n_left * size, n_right) if pending is left else (n_left, n_right * size)
+
+
+def _local_reshape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    return dict(eqn.params, new_sizes=results[0])
+
+
+@rule("reshape", localize=_local_reshape)
+def _reshape(eqn: JaxprEqn) -> Factors:
+    """Common factors of both shapes; `dimensions`, where given, transposes the operand first."""
+    table = FactorTable()
+    shape = shape_of(eqn.invars[0])
+    order = eqn.params["dimensions"] or range(len(shape))
+    permuted, result = common_factors(table, [shape[i] for i in order], shape_of(eqn.outvars[0]))
+    placed = dict(zip(order, permuted, strict=True))
+    operand = tuple(placed[i] for i in range(len(shape)))
+    return table.build(eqn, [operand], [result], linear="joint", linear_operands=(0,))
+
+
+# ---- parts of arrays -------------------------------------------------------------------------------------------------
+
+
+def _whole_or_blocked(
+    table: FactorTable, source: Sequence[int], target: Sequence[int], is_whole: Sequence[bool]
+) -> tuple[Dims, Dims]:
+    """Factors of two arrays: a shared one for each whole dimension, blocked ones on both sides for the others."""
+    pairs = []
+    for source_size, target_size, whole in zip(source, target, is_whole, strict=True):
+        dim = table.dim(source_size, blocked=not whole)
+        pairs.append((dim, dim if whole else table.dim(target_size, blocked=True)))
+    return tuple(dim for dim, _ in pairs), tuple(dim for _, dim in pairs)
+
+
+def _are_equal(source: Sequence[int], target: Sequence[int]) -> list[bool]:
+    return [size == target_size for size, target_size in zip(source, target, strict=True)]
+
+
+@rule("pad")
+def _pad(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    is_whole = [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]
+    operand, result = _whole_or_blocked(table, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), is_whole)
+    return table.build(eqn, [operand, ()], [result], linear="joint", linear_operands=(0, 1))
+
+
+def _local_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    """Only whole dimensions are split; a shard's slice takes them up to its own end."""
+    sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["limit_indices"], strict=True)
+    return dict(eqn.params, limit_indices=tuple(limit if local == size else local for size, local, limit in sizes))
+
+
+@rule("slice", localize=_local_slice)
+def _slice(eqn: JaxprEqn) -> Factors:
+    """A dimension of equal length is whole: its stride is 1 or its length is at most 1."""
+    table = FactorTable()
+    source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    operand, result = _whole_or_blocked(table, source, target, _are_equal(source, target))
+    return table.build(eqn, [operand], [result], linear="joint", linear_operands=(0,))
+
+
+def _local_dynamic_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    return dict(eqn.params, slice_sizes=results[0])
+
+
+@rule("dynamic_slice", localize=_local_dynamic_slice)
+def _dynamic_slice(eqn: JaxprEqn) -> Factors:
+    """The start of a whole dimension is clamped to 0, on a shard, too."""
+    table = FactorTable()
+    source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    operand, result = _whole_or_blocked(table, source, target, _are_equal(source, target))
+    return table.build(eqn, [operand, *(() for _ in eqn.invars[1:])], [result], linear="joint", linear_operands=(0,))
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update_slice(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    source, part = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    operand, update = _whole_or_blocked(table, source, part, _are_equal(source, part))
+    return table.build(
+        eqn, [operand, update, *(() for _ in eqn.invars[2:])], [operand], linear="joint", linear_operands=(0, 1)
+    )

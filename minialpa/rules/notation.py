@@ -1,21 +1,23 @@
 """Rules as text: `"b q (k g) d, b s k d -> b q (k g) d"` in, a `ShardingRule` out.
 
-The notation is that of Shardy and of `jax.experimental.custom_partitioning`: operands before `->`, results behind it,
-arrays separated by commas, a name for each dimension. `(k g)` is one dimension made of two factors, the first
-outermost; `...` is any number of leading dimensions.
+The notation follows Shardy and `jax.experimental.custom_partitioning`: operands before `->`, results after it, arrays
+separated by commas, a name for each dimension. `(k g)` is one dimension with two factors, the first outermost; `...` is
+any number of leading dimensions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from minialpa.errors import ShardingError
 from minialpa.rules.factors import Reduction
-from minialpa.rules.sharding_rule import ArrayRule, Names, ShardingRule
+from minialpa.rules.sharding_rule import ArrayRule, ShardingRule
 
-_TOKEN = re.compile(r"\s*(\.\.\.\d*|[^\W\d]\w*|[()])")
+_NAME = r"[^\W\d]\w*\b"
+_DIMENSION = re.compile(rf"{_NAME}|\((?:\s*{_NAME})+\s*\)")
+_ARRAY = re.compile(rf"\s*(\.\.\.\d*)?((?:\s*(?:{_DIMENSION.pattern}))*)\s*")
 
 
 def parse_rule(
@@ -25,11 +27,11 @@ def parse_rule(
     need_replication: Iterable[str] = (),
     factor_sizes: Mapping[str, int] | None = None,
 ) -> ShardingRule:
-    """The rule that a text says. Raises ShardingError if it says none, or if a factor is not in it.
+    """The rule of a text. Raises ShardingError if the text is no rule, or lacks a factor of the arguments.
 
-    reductions: how the parts of results are combined, by factor; names alone mean "sum".
+    reductions: by factor, the reduction of the parts of results; names alone mean "sum".
     need_replication: factors that may not be split.
-    factor_sizes: the lengths of factors that follow from no dimension.
+    factor_sizes: the lengths of factors that do not follow from dimensions.
     """
     sides = text.split("->") if isinstance(text, str) else []
     if len(sides) != 2:
@@ -50,65 +52,29 @@ def parse_rule(
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
-    """Names in a tuple or, separated by spaces, in a text."""
+    """Names from an iterable, or from a text with spaces."""
     return tuple(names.split()) if isinstance(names, str) else tuple(names)
 
 
 def _arrays(side: str, text: str) -> tuple[ArrayRule, ...]:
-    # Nothing at all stands for no array, as on the left of an operation without operands.
+    # An empty side is an operation without operands or results.
     return tuple(_array(part, text) for part in side.split(",")) if side.strip() else ()
 
 
 def _array(part: str, text: str) -> ArrayRule:
-    """One array of a rule: `...` or nothing, then for each dimension a name, or several in parentheses.
-
-    Raises ShardingError, which quotes the `text` of the whole rule, at the first token that may not be there.
-    """
-    leading: str | None = None
-    dims: list[Names] = []
-    # The factors behind a `(` whose `)` has not come yet.
-    inside: list[str] | None = None
-
-    for token in _tokens(part, text):
-        if token.startswith("..."):
-            if dims or inside is not None or leading is not None:
-                raise ShardingError(f"In the sharding rule `{text}`, `...` may only be the first of an array.")
-            leading = token[3:] or "0"
-
-        elif token == "(":
-            if inside is not None:
-                raise ShardingError(f"The sharding rule `{text}` has `(` within parentheses.")
-            inside = []
-
-        elif token == ")":
-            if not inside:
-                raise ShardingError(f"The sharding rule `{text}` has `)` where no factors are in parentheses.")
-            dims.append(tuple(inside))
-            inside = None
-
-        else:
-            dims.append((token,)) if inside is None else inside.append(token)
-
-    if inside is not None:
-        raise ShardingError(f"The sharding rule `{text}` has `(` without `)`.")
-    return ArrayRule(leading, tuple(dims))
-
-
-def _tokens(part: str, text: str) -> Iterator[str]:
-    """The names, parentheses and `...` of an array, in order."""
-    place, part = 0, part.rstrip()
-    while place < len(part):
-        found = _TOKEN.match(part, place)
-        if found is None:
-            raise ShardingError(
-                f"The sharding rule `{text}` has {part[place:].strip()[:1]!r} where a name, `(`, `)` or `...` may be."
-            )
-        yield found[1]
-        place = found.end()
+    """One array of a rule: optionally `...`, then for each dimension a name, or several in parentheses."""
+    found = _ARRAY.fullmatch(part)
+    if found is None:
+        raise ShardingError(
+            f"The sharding rule `{text}` has `{part.strip()}` as an array. An array is a name for each dimension, or "
+            "several names in parentheses, after `...` for leading dimensions, as in `... b (h d)`."
+        )
+    leading = None if found[1] is None else found[1][3:] or "0"
+    return ArrayRule(leading, tuple(tuple(dim.strip("()").split()) for dim in _DIMENSION.findall(found[2])))
 
 
 def _check(rule: ShardingRule) -> None:
-    """Raise ShardingError for what no call can mean."""
+    """Raise ShardingError for arguments that contradict the text or each other."""
     names = rule.names()
     for what, given in (
         ("reductions", dict(rule.reductions)),
@@ -128,11 +94,11 @@ def _check(rule: ShardingRule) -> None:
 
 
 def _check_factor_sizes(rule: ShardingRule) -> None:
-    """Raise ShardingError unless lengths are given to inner factors only, and are lengths."""
+    """Raise ShardingError unless only inner factors have lengths, and all lengths are positive integers."""
     inner = rule.inner_names()
     whole = {dim[0] for array in rule.arrays for dim in array.dims if len(dim) == 1}
     for name, size in rule.sizes:
-        # The outermost factor of a dimension is shorter in shards, so its length is none of the operation's.
+        # The outermost factor of a dimension is shorter in shards, so the operation has no length for it.
         if name in whole or name not in inner:
             raise ShardingError(f"Leave `{name}` out of `factor_sizes`: it follows from the arrays of each call.")
         if not isinstance(size, int) or size < 1:
@@ -140,7 +106,7 @@ def _check_factor_sizes(rule: ShardingRule) -> None:
 
 
 def _check_diagonals(rule: ShardingRule) -> None:
-    """Raise ShardingError if an array has a factor twice that may be split."""
+    """Raise ShardingError if an array has a factor twice, and the factor may be split."""
     for i, array in enumerate(rule.arrays):
         names = [name for dim in array.dims for name in dim]
         twice = next((name for name in names if names.count(name) > 1 and name not in rule.replicated), None)

@@ -6,10 +6,9 @@ blocks along a dimension, and all positions g,
     b(g + s) = b(g)                              the dimension does not follow the axis, or
     b(g + s) = b(g) + D / U,  0 <= b(g < s) < D / U      it follows: part p of the grid has part p of the blocks.
 
-Every result follows each axis that is cut, so parts write to separate blocks. The maps are small programs of integers,
-which `known_integers` computes for the whole grid. Nothing else may tell a part from the whole: the body does not ask
-for its position along the axis, and carries nothing in scratch memory (`kernel_body`). On a shard runs the same body
-with the same index maps, on a shorter grid.
+Every result follows each axis that is cut, so parts write to separate blocks. `known_integers` computes the maps, small
+programs of integers, for the whole grid. The body must not read its position along the axis, nor carry values in
+scratch memory (`kernel_body`). A shard runs the same body with the same index maps on a shorter grid.
 
     [(u rest) ...], ... -> [(u rest) ...]        u: U parts of the grid, rest: elements of a part, which stay together
 """
@@ -34,19 +33,13 @@ from minialpa.rules.registered import jaxpr_flops
 from minialpa.support.divisors import divisors
 from minialpa.support.private_jax import KernelArray, KernelGrid, kernel_grid, local_kernel_params, written_operands
 
-#: Positions of a grid for which index maps are computed, at most.
+#: Most positions of a grid for which index maps are computed.
 _MOST_POSITIONS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """An axis of a grid that may be cut.
-
-    Attributes:
-        axis: its number.
-        parts: number of parts, at most.
-        dims: for each array, the dimension that follows the axis, or None.
-    """
+    """An axis of a grid, and its largest number of parts; `dims`: for each array, the dimension that follows it."""
 
     axis: int
     parts: int
@@ -56,9 +49,10 @@ class _Cut:
 def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
     """The axes that may be cut, in order."""
     body = eqn.params["jaxpr"]
-    if eqn.effects or not _does_only_compute(body, grid):
+    n_read = len(body.invars) - grid.n_scratch - grid.n_results
+    writes_operands = any(number < n_read for number in written_operands(body))
+    if eqn.effects or not grid.is_plain or not computes_on_blocks(body) or writes_operands:
         return []
-    # Index maps are computed at each position.
     if not 0 < math.prod(grid.sizes) <= _MOST_POSITIONS:
         return []
     indices = [_indices(array, grid) for array in grid.arrays]
@@ -69,30 +63,19 @@ def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
     return [cut for cut in found if cut is not None]
 
 
-def _does_only_compute(body: Any, grid: KernelGrid) -> bool:
-    """Whether a kernel does nothing but compute the blocks of its results from those of its operands."""
-    return grid.is_plain and computes_on_blocks(body) and not _writes_operands(body, grid)
-
-
 def _interchangeable_axes(body: Any, grid: KernelGrid) -> Iterator[int]:
-    """The axes along which the body does the same at each position: it neither asks where it is nor carries values."""
-    # The axes that vmap has added are not among those that the body counts.
+    """The axes with equal positions for the body: it neither reads its position nor carries values."""
+    # The body does not count the axes that vmap has added.
     own_axes = [axis for axis in range(len(grid.sizes)) if axis not in grid.vmapped]
     asked = {own_axes[axis] for axis in positions_read(body)}
 
     for axis, size in enumerate(grid.sizes):
         if size == 1 or axis in asked:
             continue
-        # A part begins where the axes that run faster are at 0. What scratch memory holds then is of the part before.
+        # A part begins with the inner axes at 0. Values in scratch memory are from the part before.
         inner = {i for i, own in enumerate(own_axes) if own > axis}
         if not (grid.n_scratch and carries(body, grid.n_scratch, inner)):
             yield axis
-
-
-def _writes_operands(body: Any, grid: KernelGrid) -> bool:
-    """Whether the body writes into the blocks of an operand."""
-    n_read = len(body.invars) - grid.n_scratch - grid.n_results
-    return any(number < n_read for number in written_operands(body))
 
 
 def _indices(array: KernelArray, grid: KernelGrid) -> list[Value]:
@@ -108,84 +91,58 @@ def _indices(array: KernelArray, grid: KernelGrid) -> list[Value]:
     return evaluate(array.index_map, [*positions, *[UNKNOWN] * n_other])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Division:
-    """An axis of a grid in equal parts, which may or may not be a cut.
-
-    Attributes:
-        axis: its number.
-        parts: number of parts.
-        part_size: positions of a part.
-        n_axes: number of axes of the grid.
-    """
-
-    axis: int
-    parts: int
-    part_size: int
-    n_axes: int
-
-
 def _largest_cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int) -> _Cut | None:
-    """The cut of an axis into the most parts, if there is any; `indices` as from `_indices`, for each array."""
-    size, n_axes = grid.sizes[axis], len(grid.sizes)
-    for parts in reversed(divisors(size)[1:]):
-        division = _Division(axis=axis, parts=parts, part_size=size // parts, n_axes=n_axes)
-        cut = _cut(grid, indices, division)
-        if cut is not None:
-            return cut
-    return None
+    """The cut of an axis into the most parts, if there is any. indices: for each array, from `_indices`."""
+    cuts = (_cut(grid, indices, axis, parts) for parts in reversed(divisors(grid.sizes[axis])[1:]))
+    return next((cut for cut in cuts if cut is not None), None)
 
 
-def _cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], division: _Division) -> _Cut | None:
-    """How the arrays follow an axis that is divided; None if some array does not."""
+def _cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int, parts: int) -> _Cut | None:
+    """The cut of an axis into this many parts; None if an array does not allow it."""
     dims: list[int | None] = []
+    part_size = grid.sizes[axis] // parts
     for array, values in zip(grid.arrays, indices, strict=True):
-        found = [_relation(array, d, value, division) for d, value in enumerate(values)]
+        n_blocks = [length // block if block and length % block == 0 else None
+                    for length, block in zip(array.shape, array.blocks, strict=True)]  # fmt: skip
+        found = [_relation(n, value, axis, part_size) for n, value in zip(n_blocks, values, strict=True)]
         # The blocks of a part along two dimensions would lie on the array's diagonal.
         if "other" in found or found.count("follows") > 1:
             return None
         dims.append(found.index("follows") if "follows" in found else None)
 
-    # A result that does not follow the axis is written again by every part.
+    # Every part would write a result that does not follow the axis.
     n_operands = len(dims) - grid.n_results
     if None in dims[n_operands:]:
         return None
     # An operand and a result in the same memory are cut alike.
     if any(dims[i - grid.n_index] != dims[n_operands + o] for i, o in grid.aliases):
         return None
-    return _Cut(axis=division.axis, parts=division.parts, dims=tuple(dims))
+    return _Cut(axis=axis, parts=parts, dims=tuple(dims))
 
 
 def _relation(
-    array: KernelArray, dim: int, value: Value, division: _Division
+    n_blocks: int | None, value: Value, axis: int, part_size: int
 ) -> Literal["follows", "independent", "other"]:
-    """What a dimension with the block index `value` has to do with an axis: see the two formulas above."""
-    step = _step(value, division)
-    if step == 0:
-        return "independent"
-    return "follows" if step is not None and _follows(array, dim, value, step, division) else "other"
+    """The relation of a dimension with the block index `value` to an axis: see the two formulas above.
 
-
-def _step(value: Value, division: _Division) -> int | None:
-    """By how much an index grows from each position to the same one of the next part; None if that is not known."""
+    n_blocks: number of blocks of the dimension; None if they do not divide it.
+    """
     known = value.known
     if known is None:
-        return None if division.axis in value.axes else 0
-    if known.ndim != division.n_axes or known.shape[division.axis] == 1:
-        return 0
-    along = np.moveaxis(known, division.axis, 0).astype(np.int64)
-    steps = along[division.part_size :] - along[: -division.part_size]
-    return int(steps.flat[0]) if np.all(steps == steps.flat[0]) else None
+        return "other" if axis in value.axes else "independent"
+    if known.ndim <= axis or known.shape[axis] == 1:
+        return "independent"
 
-
-def _follows(array: KernelArray, dim: int, value: Value, step: int, division: _Division) -> bool:
-    """Whether the blocks of a dimension are cut into as many equal parts as the axis, in the same order."""
-    block, length = array.blocks[dim], array.shape[dim]
-    if block is None or length % block or length // block != step * division.parts:
-        return False
-    assert value.known is not None
-    first = np.take(value.known, range(division.part_size), axis=division.axis)
-    return int(first.min()) >= 0 and int(first.max()) < step
+    along = np.moveaxis(known, axis, 0).astype(np.int64)
+    steps = along[part_size:] - along[:-part_size]
+    step = int(steps.flat[0])
+    if np.any(steps != step):
+        return "other"
+    if step == 0:
+        return "independent"
+    first = along[:part_size]
+    is_in_order = n_blocks == step * (len(along) // part_size) and first.min() >= 0 and first.max() < step
+    return "follows" if is_in_order else "other"
 
 
 def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -224,7 +181,7 @@ def _pallas_call(eqn: JaxprEqn) -> Factors:
 
 
 def _dims(table: FactorTable, array: KernelArray, a: int, cuts: Sequence[_Cut], factors: Mapping[int, Dim]) -> Dims:
-    """The factors of an array: the parts of an axis that a dimension follows, then what stays together."""
+    """The factors of an array: the parts of the axis that a dimension follows, then a blocked rest."""
     dims = []
     for d, length in enumerate(array.shape):
         cut = next((cut for cut in cuts if cut.dims[a] == d), None)

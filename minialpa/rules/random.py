@@ -1,8 +1,7 @@
-"""Random numbers: the dimensions of arrays of keys are factors, dimensions that are drawn are blocked.
+"""Random numbers: the dimensions of arrays of keys are factors, drawn dimensions are blocked.
 
-A drawn bit depends on its position in the array. For threefry, bits[i] = threefry(key, i) with i = 0, 1, ... in
-row-major order, so a shard that knows where it begins can draw its own part, and drawn dimensions are positional. For
-other generators, each shard draws the whole array and takes its part.
+For threefry, bits[i] = threefry(key, i) with i = 0, 1, ... in row-major order, so a shard at a known position draws its
+own part: drawn dimensions are positional. With other generators, each shard draws the whole array and takes its part.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from minialpa.support.private_jax import under_settings_of
 
 
 def _are_keys_independent(eqn: JaxprEqn) -> bool:
-    """Whether each of an array of keys draws what it would draw alone: RBG draws under `vmap` from the first key."""
+    """Whether each key of an array draws as if alone: RBG draws under `vmap` from the first key."""
     keys: Any = eqn.invars[0].aval
     return str(keys.dtype) == "key<fry>"
 
@@ -42,7 +41,7 @@ def _random_fold_in(eqn: JaxprEqn) -> Factors:
 
 
 def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
-    """All arrays begin with the dimensions of the keys; the dimensions after them are blocked or positional."""
+    """All arrays begin with the dimensions of the keys; later dimensions are blocked or positional."""
     table = FactorTable()
     shapes = [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
     keys = min(shapes, key=len)
@@ -53,7 +52,7 @@ def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
 
 @rule("random_unwrap", "random_wrap")
 def _wrap(eqn: JaxprEqn) -> Factors:
-    """Between keys and their integers, a row for each key."""
+    """Between keys and their integers: a row for each key."""
     return _led_by_keys(eqn)
 
 
@@ -62,11 +61,11 @@ def _local_bits(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _bits_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """Draw the bits of a shard, as jax's threefry does for the whole array."""
+    """The bits of a shard, equal to those of jax's threefry for the whole array."""
     (keys,) = operands
     lead, shape = tuple(range(keys.ndim)), (*keys.shape, *params["shape"])
 
-    # counts[i] is the row-major number of element i among those that its key draws in the whole array.
+    # counts[i] is the row-major number of element i among all elements of its key in the whole array.
     counts = jnp.zeros(shape, np.uint32)
     for d in range(len(lead), len(shape)):
         positions = lax.broadcasted_iota(np.uint32, shape, d) + jnp.asarray(starts.results[0][d], np.uint32)

@@ -1,12 +1,13 @@
-"""Reductions, scans along an axis, orderings, and transforms of whole axes (fft, linear algebra).
+"""Reductions, scans along an axis, orderings, transforms of whole axes (fft, linear algebra), and sliding windows.
 
-The axis that an operation works along is blocked, unless partial results can be combined.
+The axis of an operation is blocked, unless partial results can be combined. So is a dimension with a window, unless the
+window is trivial (length 1, stride 1, no padding, no dilation).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jax.extend.core import JaxprEqn
 
@@ -15,7 +16,6 @@ from minialpa.rules.common import FactorTable, n_elements
 from minialpa.rules.factors import Dims, Factors, Reduction
 from minialpa.rules.known_rules import rule
 
-#: How partial results of a reduction are combined.
 _COMBINED: dict[str, Reduction] = {
     "reduce_and": "and",
     "reduce_max": "max",
@@ -40,7 +40,7 @@ def _reduce(eqn: JaxprEqn) -> Factors:
 
 
 def _blocked_axes(table: FactorTable, shape: tuple[int, ...], axes: Iterable[int]) -> Dims:
-    """One new factor for each dimension; those of `axes` are blocked."""
+    """One new factor for each dimension, blocked in `axes`."""
     blocked = {axis % len(shape) for axis in axes}
     return tuple(table.dim(size, blocked=i in blocked) for i, size in enumerate(shape))
 
@@ -92,7 +92,7 @@ def _top_k(eqn: JaxprEqn) -> Factors:
 
 
 def _batched(table: FactorTable, eqn: JaxprEqn, batch: Dims) -> tuple[list[Dims], list[Dims]]:
-    """Factors of all operands and of all results: `batch`, then blocked dimensions."""
+    """Factors of all operands and all results: `batch`, then blocked dimensions."""
 
     def dims(shape: tuple[int, ...]) -> Dims:
         return batch + table.dims(shape[len(batch) :], blocked=True)
@@ -152,3 +152,57 @@ def _triangular_solve(eqn: JaxprEqn) -> Factors:
     flops = float(n_elements(eqn.invars[1]) * a[-1])
     operands = [(*batch, rows, columns), x]
     return table.build(eqn, operands, [x], linear="joint", linear_operands=(1,), flops=flops)
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def _is_trivial(eqn: JaxprEqn, i: int) -> bool:
+    """Whether dimension `i` passes unchanged. Gradients have no dilations."""
+    ones = ("window_dimensions", "window_strides", "base_dilation")
+    padding = tuple(eqn.params["padding"][i])
+    return padding == (0, 0) and all(eqn.params[name][i] == 1 for name in ones if name in eqn.params)
+
+
+def _windowed(table: FactorTable, eqn: JaxprEqn, large: Sequence[int], small: Sequence[int]) -> tuple[Dims, Dims]:
+    """Dims of the array under the windows, and of the array with one element per window."""
+    pairs = []
+    for i, (size, n_windows) in enumerate(zip(large, small, strict=True)):
+        is_trivial = _is_trivial(eqn, i)
+        dim = table.dim(size, blocked=not is_trivial)
+        pairs.append((dim, dim if is_trivial else table.dim(n_windows, blocked=True)))
+    return tuple(dim for dim, _ in pairs), tuple(dim for _, dim in pairs)
+
+
+def _window_flops(eqn: JaxprEqn, n_windows: int) -> float:
+    return float(n_windows * math.prod(eqn.params["window_dimensions"]))
+
+
+@rule("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
+def _reduce_window(eqn: JaxprEqn) -> Factors:
+    """n arrays, and for `reduce_window` their n scalar initial values."""
+    table = FactorTable()
+    n_arrays = len(eqn.outvars)
+    array, result = _windowed(table, eqn, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
+    operands = [array] * n_arrays + [()] * (len(eqn.invars) - n_arrays)
+    linear = (0,) if eqn.primitive.name == "reduce_window_sum" else ()
+    flops = _window_flops(eqn, n_elements(eqn.outvars[0]))
+    return table.build(eqn, operands, [result] * n_arrays, linear="joint", linear_operands=linear, flops=flops)
+
+
+@rule("select_and_scatter_add")
+def _select_and_scatter_add(eqn: JaxprEqn) -> Factors:
+    """Gradient of max pooling: (gradient of each window, array) -> gradient of the array; linear in the first."""
+    table = FactorTable()
+    array, windows = _windowed(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.invars[0]))
+    flops = _window_flops(eqn, n_elements(eqn.invars[0]))
+    return table.build(eqn, [windows, array], [array], linear="joint", linear_operands=(0,), flops=flops)
+
+
+@rule("select_and_gather_add")
+def _select_and_gather_add(eqn: JaxprEqn) -> Factors:
+    """Tangent of max pooling: (tangent of the array, array) -> tangent of each window; linear in the first."""
+    table = FactorTable()
+    array, windows = _windowed(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.outvars[0]))
+    flops = _window_flops(eqn, n_elements(eqn.outvars[0]))
+    return table.build(eqn, [array, array], [windows], linear="joint", linear_operands=(0,), flops=flops)

@@ -1,12 +1,12 @@
-"""Operations that get their rule from the user: primitives by name, foreign functions by target, Python functions.
+"""Operations with a rule of the user: primitives by name, foreign functions by target, Python functions.
 
     register_primitive("my_primitive", rule, localize=...)    parameters that hold shapes need `localize`
-    register_target("my_target", rule)                        `jax.ffi.ffi_call`; its result types are localised here
+    register_target("my_target", rule)                        `jax.ffi.ffi_call`
     OpaqueFunction(...)                                       one equation that holds the function, see `opaque_call`
 
-An opaque function is computed on shards by calling it on shards. Its derivative is one more opaque function, which
-computes the function again, with the rule that `derivative_rule` derives; under `vmap` it gets one more factor.
-What a rule says is checked for shapes as soon as it is used: every factor that may be split is cut once.
+A shard calls the opaque function on shards. Its derivative is another opaque function, which recomputes the function,
+with the rule from `derivative_rule`; under `vmap` it gets one more factor. The first use of a rule checks its shapes:
+every factor that may be split is cut once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from minialpa.errors import ShardingError
 from minialpa.ir.equations import aval_of, is_weak, sub_jaxprs
 from minialpa.rules.common import n_elements
-from minialpa.rules.derived_rules import batched_rule, derivative_rule
 from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import factors_of, forget, has_rule, is_kernel, replicated_factors, rule
-from minialpa.rules.sharding_rule import ShardingRule, shapes_of
+from minialpa.rules.sharding_rule import NamedFactors, ShardingRule, batched_rule, derivative_rule, shapes_of
 from minialpa.support.private_jax import (
     changed_aval,
     current_settings,
@@ -44,10 +43,10 @@ ParamsOf = Callable[[dict[str, Any], Shapes, Shapes], dict[str, Any]]
 
 
 def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operation: str, local: Any) -> None:
-    """Raise ShardingError unless the operation makes shards of the shapes that its rule says, for each factor cut once.
+    """Cut each factor once. Raise ShardingError unless the operation makes shards of the shapes of its rule.
 
     names: of the factors.
-    local: `local(eqn, operand shapes, result shapes)` gives the parameters for shards.
+    local: a `known_rules.Localizer`.
     """
     for f, n in factors.smallest_splits():
         operands, results = factors.local_shapes({f: n})
@@ -58,24 +57,24 @@ def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operatio
             raise
         except Exception as error:
             raise ShardingError(
-                f"The sharding rule of `{operation}` says that `{names[f]}` may be split, and the operation does not "
-                f"take shards of shapes {list(operands)}: {type(error).__name__}: {error}"
+                f"The sharding rule of `{operation}` allows splitting `{names[f]}`, and the operation does not take "
+                f"shards of shapes {list(operands)}: {type(error).__name__}: {error}"
             ) from error
         if made != results:
             raise ShardingError(
-                f"The sharding rule of `{operation}` says that `{names[f]}` may be split, and of shards of shapes "
+                f"The sharding rule of `{operation}` allows splitting `{names[f]}`, and from shards of shapes "
                 f"{list(operands)} the operation makes results of shapes {list(made)} instead of {list(results)}. "
                 "Correct the rule, or give `localize` if parameters of the operation hold shapes."
             )
 
 
 def elements_made(eqn: JaxprEqn) -> float:
-    """One operation for each element of the largest result: what is assumed of code that cannot be looked into."""
+    """The assumed operations of unknown code: one for each element of the largest result."""
     return float(max((n_elements(var) for var in eqn.outvars), default=0))
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
-    """Floating point operations of a jaxpr, by the rules of its equations, with those inside loops and branches."""
+    """Floating point operations of a jaxpr by the rules of its equations, including loops and branches."""
     return sum(_equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
@@ -94,14 +93,14 @@ def _equation_flops(eqn: JaxprEqn) -> float:
 # ---- primitives -----------------------------------------------------------------------------------------------------
 
 
-#: Rules of users by primitive, those that are to be checked.
+#: Rules of users by primitive, if they need a check.
 _PRIMITIVES: dict[str, ShardingRule] = {}
 
 
 def register_primitive(
     name: str, text: ShardingRule, *, localize: ParamsOf | None, flops: Flops | None, check: bool
 ) -> None:
-    """Give a primitive a rule. Raises ShardingError if it has one."""
+    """Give a primitive a rule. Raises ShardingError if it already has one."""
     if has_rule(name):
         raise ShardingError(f"The primitive `{name}` already has a sharding rule.")
 
@@ -109,9 +108,7 @@ def register_primitive(
         return dict(eqn.params) if localize is None else localize(dict(eqn.params), operands, results)
 
     def of_equation(eqn: JaxprEqn) -> Factors:
-        own = elements_made(eqn) if flops is None else float(flops(*_structs(eqn.invars)))
-        named = text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), name)
-        factors = named.factors(own)
+        named, factors = _factors_by(text, eqn, name, elements_made(eqn), flops)
         check_shards(eqn, factors, tuple(named.sizes), name, local)
         return factors
 
@@ -121,8 +118,13 @@ def register_primitive(
     forget()
 
 
-def _structs(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in atoms]
+def _factors_by(
+    text: ShardingRule, eqn: JaxprEqn, name: str, default_flops: float, flops: Flops | None
+) -> tuple[NamedFactors, Factors]:
+    """The factors of an equation by a user's rule, by name and by number."""
+    named = text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), name)
+    types = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
+    return named, named.factors(default_flops if flops is None else float(flops(*types)))
 
 
 # ---- foreign functions ----------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ _TARGETS: dict[str, _Target] = {}
 
 
 def register_target(name: str, text: ShardingRule, *, flops: Flops | None, check: bool) -> None:
-    """Give calls of a foreign function a rule. Raises ShardingError if it has one."""
+    """Give calls of a foreign function a rule. Raises ShardingError if they already have one."""
     if name in _TARGETS:
         raise ShardingError(f"The FFI target `{name}` already has a sharding rule.")
     _TARGETS[name] = _Target(text, flops, check)
@@ -158,14 +160,11 @@ def _target_name(eqn: JaxprEqn) -> str:
 
 @rule("ffi_call", localize=_local_call, named=_target_name)
 def _ffi_call(eqn: JaxprEqn) -> Factors:
-    """By the rule of the target. `vmap_method` does not say how many leading dimensions were added by `vmap`."""
+    """By the rule of the target. `vmap_method` does not tell how many leading dimensions `vmap` has added."""
     target = _TARGETS.get(eqn.params["target_name"])
     if target is None or eqn.effects:
         return replicated_factors(eqn, elements_made(eqn))
-    name = _target_name(eqn)
-    named = target.text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), name)
-    flops = elements_made(eqn) if target.flops is None else float(target.flops(*_structs(eqn.invars)))
-    return named.factors(flops)
+    return _factors_by(target.text, eqn, _target_name(eqn), elements_made(eqn), target.flops)[1]
 
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -174,8 +173,7 @@ def _ffi_call(eqn: JaxprEqn) -> Factors:
 class OpaqueFunction:
     """A function of arrays that runs as one equation. Compared by identity.
 
-    Keeps its jaxprs by the types of its operands, so that equal calls are equal equations, and the functions that are
-    its derivatives and batches.
+    Keeps its jaxprs by types of operands, its derivatives and its batches, so equal calls are equal equations.
     """
 
     def __init__(
@@ -187,10 +185,10 @@ class OpaqueFunction:
         *,
         check: bool = True,
     ) -> None:
-        """`fun` takes arrays and returns a list of arrays, also of shards; `text` is its rule.
+        """`fun` maps arrays, or shards of arrays, to a list of arrays; `text` is its rule.
 
-        flops: floating point operations, from the types of its operands; None: those of its jaxpr.
-        check: whether the rule is tried out before it is used.
+        flops: floating point operations, from the types of operands; by default, from its jaxpr.
+        check: whether the rule is tried out before use.
         """
         self.name, self.fun, self.text, self.flops, self.check = name, fun, text, flops, check
         self._traced: dict[Any, Any] = {}
@@ -207,14 +205,14 @@ class OpaqueFunction:
             closed = jax.make_jaxpr(self.fun)(*structs)
             if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
                 raise ShardingError(
-                    f"`{self.name}`, which has a sharding rule, reads a value of the step by closure. Its rule says "
-                    "nothing of that value: pass it as an argument."
+                    f"`{self.name}`, which has a sharding rule, reads a value of the step by closure. Its rule does "
+                    "not cover that value: pass it as an argument."
                 )
             self._traced[key] = closed
         return self._traced[key]
 
     def derivative(self, avals: Sequence[Any], made: Sequence[Any]) -> OpaqueFunction:
-        """Operands, and cotangents of the results in, cotangents of the operands out; those of floats only."""
+        """The function from operands and cotangents of results to cotangents of operands, for floats only."""
         inexact = tuple([i for i, a in enumerate(avs) if jnp.issubdtype(a.dtype, np.inexact)] for avs in (avals, made))
         text = derivative_rule(self.text, shapes_of(avals), shapes_of(made), inexact)  # type: ignore[arg-type]
         of_operands, of_results = inexact
@@ -264,7 +262,7 @@ function_p.multiple_results = True
 
 
 def opaque_call(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
-    """The results of an opaque function, which can be differentiated, as one equation.
+    """The results of an opaque function as one equation, which can be differentiated.
 
     Raises ShardingError if the rule does not fit the arrays, or if the function reads traced values by closure.
     """
@@ -273,7 +271,7 @@ def opaque_call(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(function: OpaqueFunction, *arrays: Any) -> Any:
-    # The line of the call is that of this error.
+    # Raises here, so the error has the line of the call.
     avals = [jax.typeof(array) for array in arrays]
     function.text.named_factors(shapes_of(avals), shapes_of(function.jaxpr(avals).out_avals), function.name)
     return tuple(_bind(function, arrays))
@@ -331,16 +329,14 @@ def _local_function(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[st
 @rule("minialpa_function", localize=_local_function, named=lambda eqn: eqn.params["function"].name)
 def _function(eqn: JaxprEqn) -> Factors:
     function: OpaqueFunction = eqn.params["function"]
-    named = function.text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), function.name)
-    flops = function.flops
-    own = jaxpr_flops(eqn.params["jaxpr"]) if flops is None else float(flops(*_structs(eqn.invars)))
-    factors = named.factors(own)
+    default_flops = 0.0 if function.flops is not None else jaxpr_flops(eqn.params["jaxpr"])
+    named, factors = _factors_by(function.text, eqn, function.name, default_flops, function.flops)
     check_shards(eqn, factors, tuple(named.sizes), function.name, _local_function)
     return factors
 
 
 def rule_to_check(eqn: JaxprEqn) -> ShardingRule | None:
-    """The rule that a user has registered for an equation; None if it needs no check."""
+    """The rule that a user has registered for an equation, if it needs a check."""
     match eqn.primitive.name:
         case "minialpa_function":
             function: OpaqueFunction = eqn.params["function"]

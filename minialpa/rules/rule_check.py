@@ -1,8 +1,8 @@
-"""The check of rules that users register: parts of an operation, computed one by one, give the results of the whole.
+"""The law of rules: parts of an operation along a factor, computed one by one, give the results of the whole.
 
 `check_parts` cuts the factors of an equation on given values. `check_registered_rules` does so for each kernel of a
-step on small arrays of random values. It shrinks factors in all arrays together, so that the rule still fits, and less
-so if the operation does not take such shapes. If the parts do not give the whole, the largest sizes decide.
+step on small arrays of random values. It shrinks each factor in all arrays together, so the rule still fits, and tries
+larger shapes if the operation does not take small ones. If the parts do not give the whole, the largest sizes decide.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,21 +29,52 @@ from minialpa.ir.equations import (
     sub_jaxprs,
     with_each_body,
 )
-from minialpa.rules.factors import Factors, Shapes
+from minialpa.rules.factors import Dims, Factors, Shapes, combine
 from minialpa.rules.known_rules import EquationKind, cached, factors_of, kind_of, localizer_of, operation_name
-from minialpa.rules.parts import Part, cut, wholes
 from minialpa.rules.registered import rule_to_check
-from minialpa.rules.sharding_rule import NamedFactors, Names, ShardingRule, shapes_of
+from minialpa.rules.sharding_rule import Names, ShardingRule, shapes_of
 from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval, result_avals, under_settings_of
 from minialpa.tracing.evaluation import eval_on_shards
 from minialpa.tracing.flattening import flatten_calls
 
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of n equal parts of an operation along a factor, by its number."""
+
+    factor: int
+    number: int
+    n: int
+
+
+def cut(x: Any, dims: Dims, part: Part) -> Any:
+    """The part of an array with these factors; the whole array if it lacks the factor of the part."""
+    for axis, dim in enumerate(dims):
+        if part.factor in dim:
+            size = x.shape[axis] // part.n
+            x = x[(slice(None),) * axis + (slice(part.number * size, (part.number + 1) * size),)]
+    return x
+
+
+def wholes(parts: Sequence[np.ndarray], factors: Factors, factor: int, result: int) -> list[np.ndarray]:
+    """The whole result according to its parts: one array, or each part if each claims to be the whole.
+
+    parts: the result of each part of the operation along `factor`, in order.
+    """
+    axes = [axis for axis, dim in enumerate(factors.results[result]) if factor in dim]
+    if axes:
+        return [np.concatenate(parts, axis=axes[0])]
+    if factors.is_partial(factor, result):
+        return [np.asarray(functools.reduce(functools.partial(combine, factors.reductions[factor]), parts))]
+    return list(parts)
+
+
 #: Largest difference of results, as a part of their largest element, by bytes of the dtype.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
-#: Lengths to which factors are shrunk, the smallest first; the last try is with the call's own lengths.
+#: Lengths to which factors are shrunk, the smallest first; the call's own lengths come last.
 _LENGTHS = (4, 16, 64, 256)
-#: Elements of all arrays together, and floating point operations, up to which an equation is computed for a check.
+#: Most elements of all arrays together, and floating point operations, of a check.
 _MOST_ELEMENTS, _MOST_FLOPS = 1 << 22, 4e9
 
 
@@ -51,9 +82,9 @@ _MOST_ELEMENTS, _MOST_FLOPS = 1 << 22, 4e9
 
 
 def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """Cut each factor that may be split into parts, whose results must be `results` together.
+    """Cut each factor that may be split into parts. Together, their results must be `results`.
 
-    Yields the dimensions that were cut and the number of parts. Raises ShardingError if the rule is wrong.
+    Yields the cut dimensions and the number of parts. Raises ShardingError if the rule is wrong.
     """
     factors = factors_of(eqn)
     for f, n in factors.smallest_splits():
@@ -64,13 +95,13 @@ def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) 
 
 
 def _claim(eqn: JaxprEqn, factors: Factors, factor: int) -> str:
-    """What the rule of an equation claims about a factor, by the user's name for it if the user has given the rule."""
+    """The claim of a rule about a factor, with the user's name of the factor if the user has given the rule."""
     dims, rule, operation = _dims_of(factors, factor), rule_to_check(eqn), operation_name(eqn)
     if rule is None:
-        return f"The sharding rule of `{operation}` says that it may be split along {dims} (array: dimension)"
+        return f"The sharding rule of `{operation}` allows splitting it along {dims} (array: dimension)"
     name = list(rule.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), operation).sizes)[factor]
-    how = f", and its parts combined by {factors.reductions[factor]}" if factor in factors.reductions else ""
-    return f"The sharding rule of `{operation}`, `{rule.text}`, says that `{name}` may be split ({dims}){how}"
+    how = f", with its parts combined by {factors.reductions[factor]}" if factor in factors.reductions else ""
+    return f"The sharding rule of `{operation}`, `{rule.text}`, allows splitting `{name}` ({dims}){how}"
 
 
 def _dims_of(factors: Factors, factor: int) -> str:
@@ -87,13 +118,11 @@ def _dims_of(factors: Factors, factor: int) -> str:
 def _problem_of(
     eqn: JaxprEqn, factors: Factors, split: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
 ) -> str:
-    """How the parts of an equation along a factor differ from its results; empty if they do not.
+    """The difference between parts of an equation along a factor and its results; empty if there is none.
 
-    split: the factor, and into how many parts it is cut.
+    split: the factor, and the number of its parts.
     """
     factor, n = split
-
-    # A kernel that takes the whole only, by its own check of shapes for example, fails on parts.
     shards = []
     for number in range(n):
         part = Part(factor, number, n)
@@ -119,7 +148,7 @@ def _as_numpy(array: Any) -> np.ndarray:
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:
-    """How an array differs from the expected one; empty if it does not."""
+    """The difference between two arrays in words; empty if there is none."""
     if found.shape != expected.shape:
         return f"its shape is {found.shape} instead of {expected.shape}"
     if found.dtype != expected.dtype:
@@ -138,7 +167,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> str:
 
 
 def _run(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation; on CPUs, where Pallas compiles no kernels, these are interpreted."""
+    """The results of an equation; on CPUs, Pallas interprets its kernels."""
     devices = [x.devices() for x in operands if isinstance(x, jax.Array)]
     if all(device.platform == "cpu" for some in devices for device in some):
         params = {name: _interpreted(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
@@ -147,7 +176,7 @@ def _run(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[Any]) -> l
 
 @functools.lru_cache(maxsize=256)
 def _interpreted(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with its Pallas kernels interpreted; the same program if it has no kernel."""
+    """The program with its Pallas kernels interpreted."""
     if not _has_kernel(program.jaxpr):
         return program
     flat = flatten_calls(program.jaxpr, tuple(program.consts))
@@ -169,10 +198,10 @@ def _has_kernel(program: Any) -> bool:
 
 
 def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool) -> None:
-    """Try out the rules that users have registered for equations, also for equations in loops and branches.
+    """Try out the rules that users have registered for equations, including loops and branches.
 
-    Each kind of equation is checked once, on the CPU. on_default_device: whether kernels that do not run there may run
-    on jax's default device. Raises ShardingError if a rule is wrong; warns if an operation runs nowhere here.
+    Each kind of equation is checked once, on the CPU; with `on_default_device`, kernels that fail there run on jax's
+    default device. Raises ShardingError if a rule is wrong; warns if an operation runs on neither device.
     """
     for eqn in eqns:
         if rule_to_check(eqn) is not None:
@@ -186,7 +215,7 @@ def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool)
 
 
 def _why_unchecked(kind: EquationKind, on_default_device: bool) -> str:
-    """Why a kind of equation cannot be checked here; empty if its rule holds. Raises ShardingError if it does not."""
+    """The reason why an equation cannot be checked here; empty if its rule holds. Raises ShardingError if it fails."""
     rule = rule_to_check(kind.eqn)
     assert rule is not None
     if not any(True for _ in factors_of(kind.eqn).smallest_splits()):
@@ -195,16 +224,16 @@ def _why_unchecked(kind: EquationKind, on_default_device: bool) -> str:
     failure = "it is too large"
     for device in _devices(on_default_device):
         with _undisturbed(device, kind.eqn):
-            outcome = _tried(kind.eqn, rule)
-        if outcome.wrong is not None:
+            has_run, problem = _tried(kind.eqn, rule)
+        if has_run and problem:
             raise ShardingError(
-                f"{outcome.wrong} This is what small arrays of random values show. Add the factor to "
-                "`need_replication`, or correct the rule or `reductions`. If the operation needs other values than "
-                "random ones, try it with `minialpa.check_sharding_rule` on yours, and register it with `check=False`."
+                f"{problem} Small arrays of random values show it. Add the factor to `need_replication`, or "
+                "correct the rule or `reductions`. If the operation does not take random values, try it with "
+                "`minialpa.check_sharding_rule` on your values, and register it with `check=False`."
             )
-        if outcome.has_run:
+        if has_run:
             return ""
-        failure = outcome.failure or failure
+        failure = problem or failure
     return (
         f"The sharding rule of `{operation_name(kind.eqn)}`, `{rule.text}`, is not checked, because the operation does "
         f"not run here: {failure}. Try it with `minialpa.check_sharding_rule` where it runs, and register it with "
@@ -230,45 +259,32 @@ def _devices(on_default_device: bool) -> Iterator[jax.Device]:
         yield jax.devices()[0]
 
 
-def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> ExitStack:
-    """A context for values on one device, in which the equation's settings hold, and no checks of the user's."""
-    stack = ExitStack()
-    for context in (
+@contextmanager
+def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
+    """A context for values on one device, with the equation's settings and without jax's optional checks."""
+    with (
         under_settings_of(eqn),
         jax.default_device(device),
         jax.transfer_guard("allow"),
         jax.debug_nans(False),
         jax.debug_infs(False),
     ):
-        stack.enter_context(context)
-    return stack
+        yield
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What came of trying a rule.
+def _tried(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str]:
+    """Whether an operation runs, and the fault of its rule; or why the operation does not run.
 
-    Attributes:
-        has_run: whether the operation ran at all.
-        wrong: how the rule fails, in words; None if it holds.
-        failure: why the operation does not run, if it does not.
+    The smallest sizes that run decide, unless the rule is wrong there: then the largest ones decide.
     """
-
-    has_run: bool = False
-    wrong: str | None = None
-    failure: str | None = None
-
-
-def _tried(eqn: JaxprEqn, rule: ShardingRule) -> _Outcome:
-    """The outcome of trying a rule at the smallest sizes that run and, if it is wrong there, at the largest."""
     sizes = _sizes_to_try(eqn, rule)
     first = _first_that_runs(eqn, sizes)
-    # Sizes may be too small for the parts, as a block that is computed at once may be.
-    return first if first.wrong is None else _first_that_runs(eqn, sizes[::-1])
+    # Small sizes may be too small for the parts, such as one block of a kernel.
+    return _first_that_runs(eqn, sizes[::-1]) if all(first) else first
 
 
-def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> _Outcome:
-    outcome = _Outcome()
+def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> tuple[bool, str]:
+    failure = ""
     for operands, results in sizes:
         try:
             small = _with_shapes(eqn, operands, results)
@@ -276,28 +292,28 @@ def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> _
                 continue
             values, whole = _computed(small)
         except Exception as error:
-            outcome = _Outcome(failure=f"{type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
             continue
 
         try:
             for _ in check_parts(small, values, whole):
                 pass
-            return _Outcome(has_run=True)
         except ShardingError as error:
-            return _Outcome(has_run=True, wrong=str(error))
-    return outcome
+            return True, str(error)
+        return True, ""
+    return False, failure
 
 
 def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shapes]]:
-    """Shapes of operands and results that the rule fits, the smallest first, the call's own last, if they are small."""
+    """Shapes of operands and results that fit the rule, the smallest first. Large shapes are left out."""
     named = rule.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), operation_name(eqn))
     given = {name for name, _ in rule.sizes}
     found: dict[tuple[Shapes, Shapes], int] = {}
     for most in (*_LENGTHS, max(named.sizes.values(), default=1)):
-        # An operation may need the full length of some factors, most likely of factors that are not split.
+        # An operation may need the full length of some factors, most likely of blocked ones.
         for kept in (given, given | named.blocked()):
             sizes = {name: n if name in kept else _shrunk(n, most) for name, n in named.sizes.items()}
-            shapes = _shapes(named, named.operands, sizes), _shapes(named, named.results, sizes)
+            shapes = _shapes(named.operands, sizes), _shapes(named.results, sizes)
             n_elements = sum(math.prod(shape) for some in shapes for shape in some)
             if n_elements <= _MOST_ELEMENTS:
                 found[shapes] = n_elements
@@ -305,20 +321,19 @@ def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shape
 
 
 def _shrunk(n: int, most: int) -> int:
-    """A length of at most `most` instead of n: its largest divisor, to which most blocks fit, or `most` itself."""
+    """A length of at most `most` in the place of n: its largest divisor, which most blocks fit, else `most`."""
     if n <= most:
         return n
     return next((d for d in range(most, 1, -1) if n % d == 0), most)
 
 
-def _shapes(named: NamedFactors, arrays: Sequence[tuple[Names, ...]], sizes: Mapping[str, int]) -> Shapes:
+def _shapes(arrays: Sequence[tuple[Names, ...]], sizes: Mapping[str, int]) -> Shapes:
     # Dimensions of length 1 have no factors.
     return tuple(tuple(math.prod(sizes[name] for name in dim) for dim in dims) for dims in arrays)
 
 
 def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
-    """The equation on arrays of these shapes. Raises if the operation does not take operands of such shapes, or makes
-    other results of them."""
+    """The equation on arrays of these shapes. Raises if the operation does not take them, or makes other results."""
     if (operands, results) == (shapes_of(eqn.invars), shapes_of(eqn.outvars)):
         return eqn
     local = localizer_of(eqn)
@@ -333,8 +348,10 @@ def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
 
 
 def _computed(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
-    """Random operands of an equation and its results: numbers of both signs, if these have finite results."""
-    for draw in (_any_numbers, _positive_numbers):
+    """Random operands of an equation and its results: numbers of both signs if the results are finite."""
+    signed = lambda rng, shape: rng.normal(size=shape)  # noqa: E731
+    positive = lambda rng, shape: rng.uniform(0.1, 0.9, shape)  # noqa: E731
+    for draw in (signed, positive):
         values = _drawn(eqn, draw)
         results = _run(eqn, eqn.params, values)
         if all(np.all(np.isfinite(x)) for x in results if jnp.issubdtype(x.dtype, np.inexact)):
@@ -342,16 +359,8 @@ def _computed(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
     return values, results
 
 
-def _any_numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.normal(size=shape)
-
-
-def _positive_numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.uniform(0.1, 0.9, shape)
-
-
 def _drawn(eqn: JaxprEqn, draw: Any) -> list[Any]:
-    """Values of the operands. Integers may be positions, so they are less than every length."""
+    """Values of the operands. Integers are less than every length, since they may be positions."""
     rng = np.random.default_rng(0)
     most = min((n for shape in shapes_of(eqn.invars) for n in shape if n > 1), default=2)
 
@@ -372,7 +381,7 @@ def _drawn(eqn: JaxprEqn, draw: Any) -> list[Any]:
 
 
 def _keys(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Random keys of a dtype, whose implementation only an array tells."""
+    """Random keys of a dtype. Only an array of keys tells their implementation."""
     found: list[Any] = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), jax.ShapeDtypeStruct(shape, dtype))
     key = jax.random.key(0, impl=found[0])

@@ -1,16 +1,16 @@
-"""Rules of named factors: what may be split in an operation, in terms of names, and in one call of it by number.
+"""Rules of named factors, for all calls of an operation.
 
-A `ShardingRule` has the factors of each dimension by name; it does not know how long they are. With the shapes of a
-call it gives `NamedFactors`, and these the `Factors` of an equation. A factor may be split if
+A `ShardingRule` has the factors of each dimension by name, without lengths. With the shapes of a call it gives
+`NamedFactors`, and these the `Factors` of an equation. A factor may be split if
 
-    some operand has it,  every result has it or its parts are combined,  and nobody said that it needs replication.
+    some operand has it,  every result has it or its parts are combined,  and it is not listed for replication.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minialpa.errors import ShardingError
@@ -33,14 +33,14 @@ class ArrayRule:
     dims: tuple[Names, ...]
 
     def named(self, shape: Sequence[int]) -> tuple[Names, ...] | None:
-        """The factors of each dimension of an array of this shape; None if the ranks do not fit."""
+        """The factors of each dimension of an array of this shape; None if its rank does not fit."""
         n_leading = len(shape) - len(self.dims)
         if n_leading < 0 or (n_leading and self.leading is None):
             return None
         return (*((f"...{self.leading}.{i}",) for i in range(n_leading)), *self.dims)
 
     def of_shape(self, shape: Sequence[int]) -> ArrayRule:
-        """The rule for arrays of this one shape, which must fit: `...` becomes a name for each leading dimension."""
+        """The rule for one rank: `...` becomes a name for each leading dimension."""
         dims = self.named(shape)
         assert dims is not None, (self, shape)
         return ArrayRule(None, dims)
@@ -48,14 +48,7 @@ class ArrayRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dimension:
-    """One dimension of an array of a call.
-
-    Attributes:
-        array: number of the array; results are counted on from the operands.
-        axis: number of the dimension in the array.
-        names: its factors.
-        length: number of elements.
-    """
+    """Dimension `axis` of array number `array` of a call, operands first, with the names of its factors."""
 
     array: int
     axis: int
@@ -65,15 +58,15 @@ class _Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingRule:
-    """What may be split in an operation, in terms of named factors.
+    """The named factors of an operation.
 
     Attributes:
-        text: the rule as it was written, for messages.
+        text: the written rule, for messages.
         operands: the dimensions of each operand.
         results: the dimensions of each result.
-        reductions: pairs (factor, how partial results are combined if it is split).
+        reductions: pairs (factor, reduction of partial results).
         replicated: factors that may not be split.
-        sizes: pairs (factor, length) of factors that no array has as a whole dimension.
+        sizes: pairs (factor, length) of factors that are no whole dimension.
     """
 
     text: str
@@ -85,28 +78,27 @@ class ShardingRule:
 
     @property
     def arrays(self) -> tuple[ArrayRule, ...]:
-        """The dimensions of each operand, then of each result."""
         return (*self.operands, *self.results)
 
     def names(self) -> dict[str, None]:
-        """The names of all factors but those that `...` stands for, in order."""
+        """The names of all factors, without those of `...`, in order."""
         return dict.fromkeys(name for array in self.arrays for dim in array.dims for name in dim)
 
     def inner_names(self) -> frozenset[str]:
-        """The names of the factors that some dimension has behind another one."""
+        """The names of the factors that come after another one in some dimension."""
         return frozenset(name for array in self.arrays for dim in array.dims for name in dim[1:])
 
     def array_name(self, i: int) -> str:
-        """What messages call an array; results are counted on from the operands."""
+        """The name of array i in messages, operands first."""
         return f"operand {i}" if i < len(self.operands) else f"result {i - len(self.operands)}"
 
     def named_factors(self, operands: Shapes, results: Shapes, operation: str) -> NamedFactors:
-        """The factors of a call with these shapes. Raises ShardingError that names `operation` if they do not fit."""
+        """The factors of a call with these shapes. Raises a ShardingError with `operation` if they do not fit."""
         named = self._named(operands, results, operation)
         shapes = (*operands, *results)
         sizes = self._sizes(named, shapes, operation)
 
-        # An array of length 1 in a dimension is used by all shards, as in a broadcast.
+        # All shards use an array of length 1 in a dimension, as in a broadcast.
         arrays = tuple(
             tuple(() if size == 1 else dim for dim, size in zip(dims, shape, strict=True))
             for dims, shape in zip(named, shapes, strict=True)
@@ -114,7 +106,7 @@ class ShardingRule:
         return NamedFactors(sizes=sizes, operands=arrays[: len(operands)], results=arrays[len(operands) :], rule=self)
 
     def _named(self, operands: Shapes, results: Shapes, operation: str) -> list[tuple[Names, ...]]:
-        """The factors of each dimension of each array. Raises ShardingError if ranks or numbers of arrays are wrong."""
+        """The factors of each dimension of each array. Raises ShardingError for wrong ranks or numbers of arrays."""
         for kind, rules, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(rules) != len(shapes):
                 raise ShardingError(
@@ -132,40 +124,40 @@ class ShardingRule:
                 )
             named.append(dims)
 
-            # `...` stands for the same factors in all arrays that have it, so for as many dimensions in each.
+            # `...` is the same factors in all arrays that have it, so the same number of dimensions.
             if array.leading is not None:
                 rank = len(dims) - len(array.dims)
                 if n_leading.setdefault(array.leading, rank) != rank:
                     raise ShardingError(
                         f"In the sharding rule of `{operation}`, `{self.text}`, `...{array.leading}` stands for "
                         f"{n_leading[array.leading]} dimensions, and for {rank} in {self.array_name(i)}. Write `...1` "
-                        "for other leading dimensions than those of `...`."
+                        "for leading dimensions that differ from `...`."
                     )
         return named
 
     def _sizes(self, named: Sequence[tuple[Names, ...]], shapes: Shapes, operation: str) -> dict[str, int]:
-        """The length of each factor. Raises ShardingError if the shapes do not say it, or not the same everywhere."""
+        """The length of each factor. Raises ShardingError if the shapes do not determine it, or contradict it."""
         dimensions = [
             _Dimension(array=i, axis=axis, names=names, length=length)
             for i, (dims, shape) in enumerate(zip(named, shapes, strict=True))
             for axis, (names, length) in enumerate(zip(dims, shape, strict=True))
         ]
-        sizes = _with_quotients(dimensions, _with_whole_lengths(dimensions, dict(self.sizes)))
+        sizes = _lengths(dimensions, dict(self.sizes))
         for dimension in dimensions:
             self._check_length(dimension, sizes, operation)
 
-        # A factor without a known length is in dimensions of length 1 only: `_check_length` raises for any other.
+        # A factor of unknown length is in dimensions of length 1 only: `_check_length` raises for others.
         return {name: sizes.get(name, 1) for dimension in dimensions for name in dimension.names}
 
     def _check_length(self, dimension: _Dimension, sizes: Mapping[str, int], operation: str) -> None:
-        """Raise ShardingError unless a dimension is as long as its factors together, or 1 as in a broadcast."""
+        """Raise ShardingError unless a length is the product of the dimension's factors, or 1 as in a broadcast."""
         if dimension.length == 1:
             return
         where = f"dimension {dimension.axis} of {self.array_name(dimension.array)}"
         unknown = [name for name in dimension.names if name not in sizes]
         if unknown:
             raise ShardingError(
-                f"In the sharding rule of `{operation}`, `{self.text}`, nothing says how long `{unknown[-1]}` is, in "
+                f"In the sharding rule of `{operation}`, `{self.text}`, the length of `{unknown[-1]}` is unknown, in "
                 f"{where}, of length {dimension.length}. Give `factor_sizes={{'{unknown[-1]}': ...}}`."
             )
         if math.prod(sizes[name] for name in dimension.names) != dimension.length:
@@ -176,23 +168,17 @@ class ShardingRule:
             )
 
 
-def _with_whole_lengths(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict[str, int]:
-    """The given lengths of factors, and those of factors that are a whole dimension by themselves."""
+def _lengths(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict[str, int]:
+    """The lengths of factors: given ones, of whole dimensions, and quotients: with k = 3, `(k g)` of 12 gives g = 4."""
     sizes = dict(given)
-    for dimension in dimensions:
-        # A length of 1 may be that of a broadcast, so any other comes before it.
-        if len(dimension.names) == 1 and sizes.get(dimension.names[0], 1) == 1:
-            sizes[dimension.names[0]] = dimension.length
-    return sizes
+    # A length of 1 may be a broadcast, so any other length wins.
+    whole = (dimension for dimension in dimensions if len(dimension.names) == 1)
+    for dimension in sorted(whole, key=lambda dimension: dimension.length == 1):
+        sizes.setdefault(dimension.names[0], dimension.length)
 
-
-def _with_quotients(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict[str, int]:
-    """The given lengths of factors, and those that follow: `(k g)` of length 12, where k has 3, says that g has 4."""
-    sizes = dict(given)
+    # A length from one dimension may complete another. Each dimension gives at most one length, so there are at most as
+    # many rounds as dimensions.
     compound = [dimension for dimension in dimensions if len(dimension.names) > 1 and dimension.length != 1]
-
-    # A length that is found in one round may be what another dimension lacks in the next one. A dimension gives one
-    # length at most, so as many rounds as dimensions are enough.
     for _ in compound:
         for dimension in compound:
             unknown = [name for name in dimension.names if name not in sizes]
@@ -208,9 +194,9 @@ class NamedFactors:
 
     Attributes:
         sizes: the length of each factor.
-        operands: for each operand and dimension the factors, outermost first; none where the length is 1.
+        operands: for each operand and dimension the factors, outermost first; empty if the length is 1.
         results: the same for each result.
-        rule: where they are from.
+        rule: the rule of the operation.
     """
 
     sizes: dict[str, int]
@@ -221,11 +207,11 @@ class NamedFactors:
     def blocked(self) -> frozenset[str]:
         """Factors that may not be split."""
         read = {name for dims in self.operands for dim in dims for name in dim}
-        # A result that lacks a factor is known to be the same in all shards only if its parts are combined.
+        # A result without a factor may differ between shards, unless its parts are combined.
         lost = self._absent_from_results().difference(dict(self.rule.reductions))
 
         def is_blocked(name: str) -> bool:
-            # Blocks along two dimensions of one array would lie on its diagonal.
+            # Blocks along two dimensions of an array would lie on its diagonal.
             is_twice = any(sum(name in dim for dim in dims) > 1 for dims in (*self.operands, *self.results))
             return name in self.rule.replicated or name not in read or name in lost or is_twice
 
@@ -257,3 +243,52 @@ class NamedFactors:
 def shapes_of(atoms: Iterable[Any]) -> Shapes:
     """The shapes of arrays, atoms or avals."""
     return tuple(tuple(getattr(getattr(atom, "aval", atom), "shape", ())) for atom in atoms)
+
+
+# ---- rules from rules ------------------------------------------------------------------------------------------------
+
+
+def batched_rule(rule: ShardingRule, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> ShardingRule:
+    """The rule under `vmap`: one more leading factor of the batched operands and of all results.
+
+    operands, results: the shapes without the new dimension.
+    """
+    named = rule.named_factors(operands, results, rule.text)
+    new = next(name for name in (f"batch{i}" for i in range(len(named.sizes) + 1)) if name not in named.sizes)
+
+    def array(own: ArrayRule, shape: Sequence[int], batched: bool) -> ArrayRule:
+        dims = own.of_shape(shape).dims
+        return ArrayRule(None, ((new,), *dims) if batched else dims)
+
+    return replace(
+        rule,
+        operands=tuple(map(array, rule.operands, operands, is_batched)),
+        results=tuple(array(own, shape, True) for own, shape in zip(rule.results, results, strict=True)),
+    )
+
+
+def derivative_rule(
+    rule: ShardingRule, operands: Shapes, results: Shapes, inexact: tuple[Sequence[int], Sequence[int]]
+) -> ShardingRule:
+    """The rule of the derivative of an operation: operands and cotangents of results in, cotangents of operands out.
+
+    If shards of the operands give shards or summands of the results, each shard computes the cotangents of its own
+    operands, and an operand of all shards has the sum of their cotangents. Other reductions have no such rule.
+
+    inexact: numbers of the operands and of the results with cotangents.
+    """
+    named = rule.named_factors(operands, results, rule.text)
+    how = dict(rule.reductions)
+    blocked = named.blocked() | {name for name in named.sizes if how.get(name, "sum") != "sum"}
+
+    read = tuple(map(ArrayRule.of_shape, rule.operands, operands))
+    made = tuple(map(ArrayRule.of_shape, rule.results, results))
+    of_operands, of_results = inexact
+    return ShardingRule(
+        text=f"derivative of {rule.text}",
+        operands=(*read, *(made[r] for r in of_results)),
+        results=tuple(read[k] for k in of_operands),
+        reductions=tuple((name, "sum") for name in named.sizes if name not in blocked),
+        replicated=tuple(sorted(blocked)),
+        sizes=rule.sizes,
+    )

@@ -1,6 +1,6 @@
-"""An equation on shards of its arrays: `localize` gives its parameters, and the others run it, by position if need be.
+"""An equation on shards of its arrays: `localize` gives its parameters, and the other functions run it.
 
-A shard is one part of each factor that is split. f stands for the number of a factor.
+A shard is one part of each factor that is split. f is the number of a factor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minialpa.tracing.evaluation import eval_on_shards
 
 
 def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> dict[str, Any]:
-    """Parameters of `eqn`'s primitive for the shards that splitting each factor into `n_splits[factor]` leaves."""
+    """Parameters of an equation on shards, for `n_splits[f]` parts of each factor."""
     fun = localizer_of(eqn)
     if fun is None:
         return dict(eqn.params)
@@ -34,8 +34,8 @@ def run_shard(
 ) -> list[Any]:
     """The shard of each result, from shards of the operands.
 
-    n_splits[f]: number of parts that a factor is split into.
-    parts[f]: number of this shard's part, for each positional factor that is split: an int32, which may be traced.
+    n_splits[f]: number of parts of a factor.
+    parts[f]: number of this shard's part, for each split positional factor: an int32, which may be traced.
     """
     params = localize(eqn, factors, n_splits)
     if not parts:
@@ -48,11 +48,11 @@ def run_shard(
 def run_from(
     eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], n_splits: Mapping[int, int], begins: Mapping[int, Any]
 ) -> list[Any]:
-    """The shard of each result, where blocked factors are split as well: positional ones, and those of results alone.
+    """The shard of each result if blocked factors are split, too: positional factors, and factors of results only.
 
-    begins[f]: the position at which the shard begins, for each blocked factor that is split.
+    begins[f]: the beginning of the shard, for each blocked factor that is split.
     """
-    # What is not positional is made in full, and cut.
+    # Results with other than positional factors are made in full, and cut.
     whole = begins.keys() - factors.positional
     params = localize(eqn, factors, {f: n for f, n in n_splits.items() if f not in whole})
     if len(whole) < len(begins):
@@ -71,17 +71,17 @@ def run_from(
 
 
 def _first_known(begins: Mapping[int, Any], dim: tuple[int, ...]) -> Any:
-    """Where a shard begins along a dimension with these factors; 0 if none of them is split by position."""
+    """The beginning of a shard along a dimension with these factors; 0 if no positional one is split."""
     return next((begins[f] for f in dim if f in begins), 0)
 
 
 def part_of(x: Any, dim: int, start: Any, n: int) -> Any:
-    """One n-th of an array along a dimension, from a position that may be traced."""
+    """One n-th of an array along a dimension, from a start that may be traced."""
     return lax.dynamic_slice_in_dim(x, start, np.shape(x)[dim] // n, dim)
 
 
 def run_rows(eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], factor: int, rows: tuple[int, int]) -> list[Any]:
-    """The results of an equation at the positions (start, stop) of one factor, from operands cut to these positions."""
+    """The results of an equation at the positions (start, stop) of one factor, from operands at these positions."""
     sizes = list(factors.sizes)
     sizes[factor] = rows[1] - rows[0]
     params = localize(eqn, replace(factors, sizes=tuple(sizes)), {})
@@ -97,7 +97,7 @@ def _on_shards_from(
     params: Mapping[str, Any],
     start: Callable[[tuple[int, ...]], Any],
 ) -> list[Any]:
-    """The results of an equation on a shard that knows where it begins; `start` says it of each dimension's factors."""
+    """The results of an equation on a shard. start: from the factors of a dimension to the beginning of the shard."""
 
     def starts(arrays: Iterable[Dims]) -> tuple[tuple[Any, ...], ...]:
         return tuple(tuple(start(dim) for dim in dims) for dims in arrays)

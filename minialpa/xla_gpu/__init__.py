@@ -1,6 +1,5 @@
-"""What XLA for GPUs makes of functions, on a machine that need not have one.
+"""A plan compiled by XLA for GPUs, on a machine without one.
 
-In: exported functions and their plan, and a target, the GPU that they are for. Out: the memory that they need, the
-collectives that they start, what runs beside these, and XLA's own times of the kernels.
-Imports: `attention`, `cluster`, `hlo`, `plan`, `programs` and `support`.
+In: exported functions, their plan, and the GPU as a target. Out: memory, collectives, kernels that run beside these,
+and XLA's estimates of kernels. Imports: `attention`, `cluster`, `hlo`, `plan`, `programs` and `support`.
 """

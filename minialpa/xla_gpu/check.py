@@ -1,31 +1,37 @@
-"""A plan beside what XLA for GPUs makes of it: programs and their plan in, a `PlanCheck` out.
+"""A plan beside the programs that XLA for GPUs makes of it: programs and their plan in, a `PlanCheck` out.
 
-For each stage: memory, communication and seconds as the plan has them, and as the compiled programs have them. Seconds
-of collectives are those of the plan's links on both sides; what differs is which of them the compiler made, joined and
-hid.
+A `PlanCheck` has memory, communication and seconds of each stage, by the plan and by the compiled programs. Both sides
+price collectives by the plan's links. They differ in the collectives that the compiler makes, joins and hides.
+
+Memory of a device:
+
+    peak = max over runs of (peak of the function + bytes of live buffers that are none of its arguments)   -> _peak_of
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
+
+import numpy as np
+from jax.sharding import NamedSharding
 
 from minialpa.cluster import DeviceSpec
 from minialpa.hlo import HloCollective, bytes_by_kind, collectives, seconds
 from minialpa.plan import Plan
 from minialpa.plan.check import FunctionCheck, PlanCheck, StageCheck
-from minialpa.programs.mesh_program import MeshProgram
-from minialpa.programs.program import Accumulate, Run
+from minialpa.programs.mesh_program import MeshProgram, Receive, Relayout, Send
+from minialpa.programs.program import Accumulate, Free, Run
+from minialpa.sharding import abstract_mesh
 from minialpa.xla_gpu.compile import compile_for_gpus
-from minialpa.xla_gpu.compiled import GpuProgram
-from minialpa.xla_gpu.residency import peak_of
 from minialpa.xla_gpu.targets import GpuTarget
 from minialpa.xla_gpu.timeline import timeline
-from minialpa.xla_gpu.worker import Request
+from minialpa.xla_gpu.worker import GpuProgram, Request
 
 
 def check_programs(
@@ -33,37 +39,32 @@ def check_programs(
     plan: Plan,
     target: GpuTarget,
     *,
-    n_processes: int | None = None,
     cache: Path | None = None,
 ) -> PlanCheck:
     """Compile the functions of all meshes of a plan for a GPU, and compare.
 
-    Args:
-        programs: of each mesh of the plan, with functions exported for "cuda".
-        plan: what they were made by.
-        target: the GPU.
-        n_processes: that compile at a time, see `compile_for_gpus`.
-        cache: a folder for compiled programs, see `compile_for_gpus`.
+    programs: of each mesh of the plan, with functions exported for "cuda".
+    cache: a folder for compiled programs, see `compile_for_gpus`.
     """
     requests = [
         [Request(function, stage.logical_shape, stage.submesh[0], target) for function in program.functions]
         for program, stage in zip(programs, plan.stages, strict=True)
     ]
-    made = iter(compile_for_gpus([r for each in requests for r in each], n_processes=n_processes, cache=cache))
+    made = iter(compile_for_gpus([r for each in requests for r in each], cache=cache))
     compiled = [[next(made) for _ in each] for each in requests]
     stages = [_stage_check(k, program, compiled[k], plan) for k, program in enumerate(programs)]
     return PlanCheck(target.name, tuple(stages))
 
 
 def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], plan: Plan) -> StageCheck:
-    stage, peak = plan.stages[k], peak_of(program, compiled)
+    stage, (peak_bytes, fullest) = plan.stages[k], _peak_of(program, compiled)
     times = Counter(i.function for i in program.instructions if isinstance(i, Run | Accumulate))
     functions = [_function_check(program, i, made, times[i], plan, k) for i, made in enumerate(compiled)]
     return StageCheck(
-        limit_bytes=stage.option.memory_limit_bytes or device_of(plan, k).memory_bytes,
+        limit_bytes=stage.option.memory_limit_bytes or _device_of(plan, k).memory_bytes,
         planned_bytes=stage.peak_bytes,
-        compiled_bytes=peak.n_bytes,
-        fullest=peak.function,
+        compiled_bytes=peak_bytes,
+        fullest=fullest,
         planned_collectives=_planned_collectives(plan, k),
         compiled_collectives=_compiled_collectives(compiled, times),
         planned_s=plan.n_micro_batches * (stage.compute_s + stage.communication_s)
@@ -74,8 +75,7 @@ def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], p
     )
 
 
-def device_of(plan: Plan, k: int) -> DeviceSpec:
-    """The device that stage `k` of a plan runs on."""
+def _device_of(plan: Plan, k: int) -> DeviceSpec:
     return plan.cluster.device_of(plan.stages[k].first_device // plan.cluster.devices_per_host)
 
 
@@ -88,7 +88,7 @@ def _function_check(
     def seconds_of(one: HloCollective) -> float:
         return seconds([dataclasses.replace(one, times=1)], mesh)
 
-    found = timeline(made.text, seconds_of, device_of(plan, k))
+    found = timeline(made.text, seconds_of, _device_of(plan, k))
     return FunctionCheck(
         name=program.functions[number].name,
         times_per_step=times,
@@ -102,9 +102,8 @@ def _function_check(
 
 def _planned_collectives(plan: Plan, k: int) -> dict[str, float]:
     total: defaultdict[str, float] = defaultdict(float)
-    for one in plan.collectives:
-        if one.stage == k:
-            total[one.kind] += one.times_per_step * one.n_bytes
+    for one in (one for one in plan.collectives if one.stage == k):
+        total[one.kind] += one.times_per_step * one.n_bytes
     return dict(total)
 
 
@@ -114,3 +113,46 @@ def _compiled_collectives(compiled: Sequence[GpuProgram], times: Counter[int]) -
         for kind, n_bytes in bytes_by_kind(collectives(made.text)).items():
             total[kind] += times[i] * n_bytes
     return dict(total)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _peak_of(program: MeshProgram, compiled: Sequence[GpuProgram]) -> tuple[int, str]:
+    """The most memory of a device of a mesh, and the function that runs then."""
+    live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
+    peak_bytes, fullest = sum(_buffer_bytes(program, b) for b in live), ""
+    for instruction in program.instructions:
+        match instruction:
+            case Run() | Accumulate():
+                function, inputs, outputs = _call(instruction)
+                held_bytes = sum(_buffer_bytes(program, b) for b in live.difference(inputs))
+                needed_bytes = held_bytes + compiled[function].peak_bytes
+                if needed_bytes > peak_bytes:
+                    peak_bytes, fullest = needed_bytes, program.functions[function].name
+                live.difference_update(inputs[k] for k in program.functions[function].donated)
+                live.update(outputs)
+            case Free(buffers):
+                live.difference_update(buffers)
+            case Receive(target, _) | Relayout(_, target, _):
+                live.add(target)
+            case Send():
+                pass
+            case _:
+                assert_never(instruction)
+    return peak_bytes, fullest
+
+
+def _call(instruction: Run | Accumulate) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    match instruction:
+        case Run(function, inputs, outputs):
+            return function, inputs, outputs
+        case Accumulate(function, totals, values):
+            return function, (*totals, *values), totals
+
+
+def _buffer_bytes(program: MeshProgram, buffer: int) -> int:
+    kind = program.types[buffer]
+    sharding = NamedSharding(abstract_mesh(program.shape.logical_shape), program.specs[buffer])
+    n_elements = math.prod(sharding.shard_shape(kind.data_shape))
+    return math.ceil(n_elements * np.dtype(kind.dtype).itemsize)

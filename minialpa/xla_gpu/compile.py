@@ -1,7 +1,4 @@
-"""Functions in, `GpuProgram`s out: XLA for GPUs in processes of their own.
-
-Equal functions are compiled once, and a folder may keep what has been compiled.
-"""
+"""Functions in, `GpuProgram`s out: XLA for GPUs in separate processes. Equal functions are compiled once."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,9 +23,8 @@ import jax
 from minialpa.errors import MinialpaError
 from minialpa.support.files import write_bytes
 from minialpa.support.progress import ProgressBar
-from minialpa.xla_gpu.compiled import GpuProgram
 from minialpa.xla_gpu.targets import GpuTarget
-from minialpa.xla_gpu.worker import Request, receive, send
+from minialpa.xla_gpu.worker import GpuProgram, Request, receive, send
 
 #: The oldest GPUs for which XLA with CUDA 13 has code: Turing.
 _OLDEST_OF_CUDA_13 = (7, 5)
@@ -40,20 +36,12 @@ class GpuCompileError(MinialpaError, RuntimeError):
     """XLA for GPUs is not installed, or does not compile a function."""
 
 
-def compile_for_gpus(
-    requests: Sequence[Request],
-    *,
-    n_processes: int | None = None,
-    cache: Path | None = None,
-) -> list[GpuProgram]:
-    """What XLA makes of each function, in their order.
+def compile_for_gpus(requests: Sequence[Request], *, cache: Path | None = None) -> list[GpuProgram]:
+    """Compile each function. The programs are in the order of the requests.
 
-    Args:
-        requests: the functions; equal ones are compiled once.
-        n_processes: that compile at a time; by default one for each processor, and 4 at most.
-        cache: a folder for programs that this jax has compiled. They are read from it, and added.
+    cache: a folder with compiled programs, which gets the new ones.
 
-    Raises GpuCompileError where the wheels of the extra `gpu-compile` are missing, and for a function that XLA refuses.
+    Raises GpuCompileError if the wheels of the extra `gpu-compile` are missing, or if XLA refuses a function.
     """
     keys = [_key(request) for request in requests]
     todo = dict(zip(keys, requests, strict=True))
@@ -62,8 +50,7 @@ def compile_for_gpus(
     for target in dict.fromkeys(request.target for request in missing.values()):
         _check_installed(target)
         of_target = {key: request for key, request in missing.items() if request.target == target}
-        n = n_processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
-        for key, program in _compiled(of_target, n, target.flags):
+        for key, program in _compiled(of_target, target.flags):
             done[key] = program
             _keep(cache, key, program)
     return [done[key] for key in keys]
@@ -96,50 +83,35 @@ def _key(request: Request) -> str:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _compiled(missing: dict[str, Request], n_processes: int, flags: Sequence[str]) -> Iterator[tuple[str, GpuProgram]]:
-    """Each program, as it is done. What is not done when the caller stops is given up."""
-    # Long functions first, so that none of them is left for the end.
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for key in sorted(missing, key=lambda key: -len(missing[key].function.code)):
-        waiting.put(key)
-    answers: queue.SimpleQueue[tuple[str, GpuProgram | Exception]] = queue.SimpleQueue()
+def _compiled(missing: dict[str, Request], flags: Sequence[str]) -> Iterator[tuple[str, GpuProgram]]:
+    """Each program when it is done. The processes end with the iterator."""
+    processes = [_Process(flags) for _ in range(min(_MOST_PROCESSES, os.cpu_count() or 1, len(missing)))]
+    free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+    for process in processes:
+        free.put(process)
 
-    processes = [_Process(flags) for _ in range(min(n_processes, len(missing)))]
-    threads = [threading.Thread(target=_serve, args=(each, missing, waiting, answers)) for each in processes]
-    for thread in threads:
-        thread.start()
+    def ask(key: str) -> tuple[str, GpuProgram]:
+        process = free.get()
+        try:
+            return key, process.ask(missing[key])
+        finally:
+            free.put(process)
+
+    # Long functions first: a long one at the end would run alone.
+    keys = sorted(missing, key=lambda key: -len(missing[key].function.code))
+    pool = ThreadPoolExecutor(len(processes))
     try:
         with ProgressBar() as bar:
-            for i in range(len(missing)):
-                key, answer = answers.get()
-                if isinstance(answer, Exception):
-                    raise answer
+            for i, done in enumerate(as_completed([pool.submit(ask, key) for key in keys])):
+                made = done.result()
                 bar.report("Compiling for GPUs", i + 1, len(missing))
-                yield key, answer
+                yield made
     finally:
         for process in processes:
             process.kill()
-        for thread in threads:
-            thread.join()
+        pool.shutdown(cancel_futures=True)
         for process in processes:
             process.close()
-
-
-def _serve(
-    process: _Process,
-    missing: dict[str, Request],
-    waiting: queue.SimpleQueue[str],
-    answers: queue.SimpleQueue[tuple[str, GpuProgram | Exception]],
-) -> None:
-    """Pass functions to a process until there are none left, or one fails."""
-    with suppress(queue.Empty):
-        while True:
-            key = waiting.get_nowait()
-            try:
-                answers.put((key, process.ask(missing[key])))
-            except Exception as error:
-                answers.put((key, error))
-                return
 
 
 class _Process:
@@ -147,7 +119,7 @@ class _Process:
 
     def __init__(self, flags: Sequence[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-        # Only the compiler of the plugin is wanted: without this, jax looks for GPUs.
+        # Only the plugin's compiler is needed: without `JAX_PLATFORMS`, jax looks for GPUs.
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TF_CPP_MIN_LOG_LEVEL": "2"}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
         self._process = subprocess.Popen(
@@ -159,7 +131,7 @@ class _Process:
         )
 
     def ask(self, request: Request) -> GpuProgram:
-        """The compiled function. Raises GpuCompileError where XLA refuses it, or ends the process."""
+        """The compiled function. Raises GpuCompileError if XLA refuses it, or ends the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             send(self._process.stdin, request)
@@ -170,15 +142,14 @@ class _Process:
             raise GpuCompileError(f"XLA broke off while it compiled `{request.function.name}`: {last}") from error
         if isinstance(answer, str):
             raise GpuCompileError(f"XLA for GPUs does not compile `{request.function.name}`: {answer}")
-        assert isinstance(answer, GpuProgram), answer
-        return answer
+        return GpuProgram(**answer)
 
     def kill(self) -> None:
-        """End the process, whatever it is doing. Who waits for an answer gets an error."""
+        """End the process. A thread that waits for an answer gets an error."""
         self._process.kill()
 
     def close(self) -> None:
-        """Give back what belongs to a process that was killed, when nobody waits for it any more."""
+        """Close the streams of a killed process, after the last thread has stopped waiting for it."""
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
@@ -190,7 +161,7 @@ class _Process:
 
 
 def _cached(folder: Path | None, key: str) -> GpuProgram | None:
-    """The program that a folder has for a key; None where it has none, or half of one."""
+    """The program of a key in a folder; None if its file is missing or incomplete."""
     if folder is None:
         return None
     try:

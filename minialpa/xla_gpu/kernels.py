@@ -1,16 +1,15 @@
-"""What one kernel of a compiled program takes: an instruction of the program in, seconds out.
+"""Seconds of one kernel of a compiled program: an instruction of the program in, seconds out.
 
-XLA writes estimates into a program: of products from tables that were measured on H100s, of all other kernels by a
-model of what they compute and read. Beside the bytes that a kernel moves and the operations that it does, some of them
-cannot be right:
+XLA writes estimates into a program: for products from tables that were measured on H100s, for all other kernels by a
+model of their operations and bytes. Some of them cannot be right:
 
-    products on GPUs without tables     8 to 16 times too long, as the model does not know tensor cores
-    products unlike those of the table  up to 40 times too long: lengths that are no power of two, sums in parts
-    sums along outer dimensions         up to 27 times the time of their bytes
-    softmaxes in Triton                 next to nothing
-    convolutions of cuDNN               no estimate
+    products on GPUs without tables   8 to 16 times too long: the model does not know tensor cores
+    products missing in the tables    up to 40 times too long: lengths that are no power of two, sums in parts
+    sums along outer dimensions       up to 27 times the time of their bytes
+    softmaxes in Triton               almost 0
+    convolutions of cuDNN             no estimate
 
-There the planner's formula for products counts, or the time in which the memory moves the bytes.   -> Kernels.seconds
+For these, the planner's formula for products counts, or the time in which the memory moves the bytes.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from minialpa.hlo.analysis import flops_of
 from minialpa.hlo.text import Computation, Instruction, Module, array_sizes
 
 _COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
-#: The estimates that count: from tables, and for want of that XLA's model of a roofline.
+#: Names of estimates: from tables, and by XLA's model of a roofline.
 _TABLE, _MODEL = "sol", ""
-#: A product that the table has as more than this multiple of the formula is unlike those in it: where the table has its
-#: like, both agree within a factor of two (`python -m benchmarks.gpu_products`).
+#: Above this multiple of the formula, the table does not have such a product: otherwise both agree within a factor of
+#: two (`python -m benchmarks.gpu_products`).
 _MOST_OF_PRODUCT = 3.0
-#: Most that a kernel without products takes, as a multiple of the time of its bytes: as if its loads used a quarter of
-#: each sector of memory.
+#: Longest time of a kernel without products, as a multiple of the time of its bytes: its loads use a quarter of each
+#: sector of memory.
 _MOST_OF_BYTES = 4.0
 #: Names of dtypes, and the rate of products of float32 in the precision that jax uses by default.
 _RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "float64"} | {
@@ -41,12 +40,7 @@ _RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix products and convolutions of a kernel.
-
-    Attributes:
-        flops: floating point operations of them.
-        rate: name of the rate at which a device computes them.
-    """
+    """The matrix products and convolutions of a kernel, and the name of the rate at which a device computes them."""
 
     flops: float
     rate: str
@@ -54,18 +48,13 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Prices of the kernels of a program.
-
-    Attributes:
-        module: the program.
-        device: the GPU; None to take all estimates as they are.
-    """
+    """Prices of the kernels of a program. Without a device, all estimates count."""
 
     module: Module
     device: DeviceSpec | None
 
     def seconds(self, instruction: Instruction, around: Computation) -> float:
-        """Seconds of an instruction of the computation `around`; 0 for what is no kernel."""
+        """Seconds of an instruction of the computation `around`; 0 if it is no kernel."""
         estimates, device = _estimates_s(instruction), self.device
         estimate_s = estimates.get(_TABLE, estimates.get(_MODEL, 0.0))
         if device is None or not (estimates or "__cudnn$conv" in instruction.attributes):
@@ -81,12 +70,12 @@ class Kernels:
         formula_s = device.product_s(product.flops, n_bytes, product.rate) + device.launch_s
         if not 0 < estimates.get(_TABLE, 0.0) <= _MOST_OF_PRODUCT * formula_s:
             return formula_s
-        # The table has next to nothing for tiny products, and times each by itself: under a power limit, many in a row
+        # The table has almost 0 for tiny products. It has times of single products: under a power limit, many in a row
         # take longer.
         return max(estimate_s / (1.0 if device.kernels is None else device.kernels.sustained), device.launch_s)
 
     def product(self, instruction: Instruction, around: Computation) -> Product | None:
-        """The products inside a kernel; None if there are none."""
+        """The products inside a kernel, if it has any."""
         shapes = self._shapes(around.name)
         if flops := flops_of(instruction, shapes):
             dtype = shapes[instruction.operands[0]].partition("[")[0]
@@ -101,7 +90,7 @@ class Kernels:
         return Product(sum(one.flops for one in inside), inside[0].rate) if inside else None
 
     def _bytes(self, instruction: Instruction, around: Computation) -> float:
-        """Bytes of the operands and results: what a kernel reads and writes, or more if it reads only slices."""
+        """Bytes of the operands and results: an upper bound, since a kernel may read slices of its operands."""
         shapes = self._shapes(around.name)
         texts = (instruction.shape, *(shapes[name] for name in instruction.operands if name in shapes))
         return sum(n_bytes for text in texts for _, n_bytes in array_sizes(text))
@@ -112,7 +101,6 @@ class Kernels:
 
 
 def _estimates_s(instruction: Instruction) -> dict[str, float]:
-    """XLA's estimates by their names."""
     found = _COSTS.search(instruction.attributes)
     costs = json.loads(found[1]) if found else []
     return {cost["name"]: float(cost["exec_time_us"]) * 1e-6 for cost in costs}

@@ -1,7 +1,7 @@
 """GPUs as XLA's compiler sees them: a name or a file in, a `GpuTarget` out, and the text by which XLA takes it.
 
-The figures are those that the driver reports for a device, as the specifications of openxla/xla have them
-(xla/backends/gpu/target_config/specs/*.txtpb, commits 4336d12 and 300ec95).
+The figures are from openxla/xla's specifications (xla/backends/gpu/target_config/specs/*.txtpb, commits 4336d12 and
+300ec95), which have them from the driver.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GpuTarget:
         l2_bytes: second-level cache.
         shared_bytes_per_core: shared memory of a core.
         shared_bytes_per_block: shared memory that one block can ask for.
-        cudnn: (major, minor) of the cuDNN that is there. Nothing of it has to be installed to compile.
+        cudnn: (major, minor) of cuDNN on the target. Compiling does not need it.
     """
 
     name: str
@@ -47,10 +47,10 @@ class GpuTarget:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """XLA's flags for it, besides the options that a plan compiles its functions with.
+        """XLA's flags for the target, besides the options with which a plan compiles its functions.
 
-        Nothing is tuned, which needs a GPU, and the compiler writes what it takes each kernel to cost into the program.
-        It has tables of measured kernels from Hopper on; without one, its scheduler guesses what overlaps.
+        Tuning is off, since it needs a GPU. The compiler writes its estimate for each kernel into the program. It has
+        tables of measured kernels from Hopper on; without tables, its scheduler guesses the overlap.
         """
         has_tables = self.compute_capability >= (9, 0)
         return (
@@ -61,7 +61,7 @@ class GpuTarget:
 
     @property
     def text(self) -> str:
-        """The target as text of XLA's `GpuTargetConfigProto`. The limits of blocks are those of CUDA on all targets."""
+        """The target as text of XLA's `GpuTargetConfigProto`. All targets have CUDA's limits of blocks."""
         major, minor = self.compute_capability
         # From Hopper on, XLA compiles for the features of exactly this generation.
         features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""

@@ -1,15 +1,15 @@
-"""How long a compiled program takes on a GPU by XLA's estimates (kernels.py), and what of its communication is hidden.
+"""Seconds of a compiled program on a GPU by XLA's estimates (kernels.py), and how much communication it hides.
 
-The text of a program lists its kernels in the order in which they start. Kernels run one after the other; a collective
-runs beside them from its `-start` to its `-done`, and one after the other, too:
+The text of a program lists its kernels in the order in which they start. Kernels run one after the other. Collectives
+run beside them, from `-start` to `-done`, one after the other:
 
     begins(c)  = max(now at its start, end of the collective before)
     exposed(c) = max(0, begins(c) + seconds(c) - now at its done)                        -> _Clock
 
-Example: an all-gather of 3 ms, started in front of two kernels of 1 ms and awaited behind them, is exposed for 1 ms.
+Example: an all-gather of 3 ms that starts before two kernels of 1 ms, and ends after them, is exposed for 1 ms.
 
-An attention that cuDNN has a kernel for takes as long as that kernel, whatever computes it in the text: a machine
-without cuDNN compiles a plain program for it, and one with cuDNN both, to choose while it runs. -> _attention_flops
+An attention with a cuDNN kernel has the price of that kernel. A machine without cuDNN compiles a plain program for it;
+a machine with cuDNN compiles both, and chooses at run time.                             -> _attention_flops
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from minialpa.hlo.text import Computation, Instruction, parse_module
 from minialpa.xla_gpu.kernels import Kernels
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-#: In the names of what is computed by the gradient of an attention in plain jax.
+#: In the names of operations in the gradient of an attention in plain jax.
 _GRADIENT_SCOPE = "jit(differentiate)"
-#: The call of cuDNN's kernel, and the rate at which it computes: there are only kernels for 16 bits.
+#: The call of cuDNN's kernel, and its rate: all kernels are for 16 bits.
 _KERNEL_CALL, _KERNEL_RATE = "__cudnn$fmha", "float16"
 
 
@@ -36,9 +36,9 @@ class Awaited:
     """One collective of a program.
 
     Attributes:
-        collective: what it does, and how often.
-        seconds: of one.
-        exposed_s: seconds of one in which no kernel runs beside it.
+        collective: the collective.
+        seconds: of one run.
+        exposed_s: seconds of one run in which no kernel runs beside it.
         has_work: whether any kernel runs beside it.
     """
 
@@ -49,18 +49,18 @@ class Awaited:
 
     @property
     def n_bytes(self) -> float:
-        """Of all runs of it."""
+        """Bytes of all runs."""
         return self.collective.times * self.collective.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a program does on a device.
+    """The times of a program on a device.
 
     Attributes:
         kernels_s: seconds of all kernels.
-        total_s: seconds from the first kernel to the last, with what is exposed of collectives.
-        awaited: the collectives, as they end.
+        total_s: seconds of all kernels and of the exposed parts of collectives.
+        awaited: the collectives, in the order of their ends.
     """
 
     kernels_s: float
@@ -80,8 +80,8 @@ class Timeline:
 def timeline(text: str, seconds_of: Callable[[HloCollective], float], device: DeviceSpec | None = None) -> Timeline:
     """The timeline of the program that XLA printed as `text`.
 
-    seconds_of: what one collective takes. XLA's own estimates begin with 0.1 ms, and some kinds have none.
-    device: the GPU, by which estimates are corrected; without it they count as they are.
+    seconds_of: seconds of one collective. XLA's estimates begin with 0.1 ms, and some kinds lack one.
+    device: the GPU, by which estimates are corrected, if it is given.
     """
     module = parse_module(text)
     awaited: list[Awaited] = []
@@ -91,13 +91,13 @@ def timeline(text: str, seconds_of: Callable[[HloCollective], float], device: De
 
 @dataclass(slots=True)
 class _Clock:
-    """Times of a computation since its start: of the kernels, and of the links.
+    """Times of a computation since its start.
 
     Attributes:
-        now: when the last kernel so far ends.
+        now: end of the last kernel so far.
         kernels_s: seconds of kernels so far.
-        links_free: when the last collective so far ends.
-        started: for each collective that is under way, by name: when it ends, and the kernel seconds at its start.
+        links_free: end of the last collective so far.
+        started: for each collective under way, by name: its end, and the kernel seconds at its start.
     """
 
     now: float = 0.0
@@ -114,7 +114,7 @@ class _Clock:
         self.started[name] = (self.links_free, self.kernels_s)
 
     def wait(self, name: str, seconds: float) -> tuple[float, bool]:
-        """Seconds of the collective that are exposed, and whether there were kernels beside it."""
+        """Exposed seconds of the collective, and whether kernels ran beside it."""
         ends, kernels_s = self.started.pop(name)
         exposed_s = max(0.0, ends - self.now)
         self.now += exposed_s
@@ -129,7 +129,7 @@ class _Reader:
         self._seconds_of, self._awaited = seconds_of, awaited
 
     def run(self, name: str, times: int, *, in_loop: bool = False) -> tuple[float, float]:
-        """Seconds of kernels, and from beginning to end, of one run of a computation that runs `times` times."""
+        """Seconds of kernels, and of all, in one run of a computation that runs `times` times."""
         computation, clock = self._module.computations[name], _Clock()
         pending: dict[str, HloCollective] = {}
         for instruction in computation.instructions:
@@ -151,7 +151,7 @@ class _Reader:
         self._awaited.append(Awaited(one, seconds, *clock.wait(name, seconds)))
 
     def _one(self, instruction: Instruction, around: Computation, times: int, in_loop: bool) -> tuple[float, float]:
-        """Seconds of the kernels, and of all, that an instruction runs which is no collective."""
+        """Seconds of kernels, and of all, of an instruction that is no collective."""
         device = self._kernels.device
         if device is not None and KERNEL_SCOPE in _op_name(instruction):
             flops = self._attention_flops(instruction, around, in_loop)
@@ -173,14 +173,14 @@ class _Reader:
         return seconds, seconds
 
     def _attention_flops(self, instruction: Instruction, around: Computation, in_loop: bool) -> float:
-        """Floating point operations of the products of an attention, without what computes them in another way."""
+        """Floating point operations of the products of an attention, by one of its alternative programs."""
         if instruction.opcode == "while":
             n_trips = instruction.n_trips
             return n_trips * sum(self._flops_inside(name, in_loop=True) for name in instruction.called("body"))
         if instruction.opcode == "conditional":
             names = _branches(instruction)
             each = [self._flops_inside(name, in_loop=in_loop) for name in names]
-            # The plain program beside cuDNN's kernel, whose own operations are not in the text.
+            # The plain program counts: the operations of cuDNN's kernel are not in the text.
             if any(self._calls_kernel(name) for name in names):
                 return max(each)
             return _branch(instruction, [(flops, flops) for flops in each], in_loop)[0]
@@ -205,10 +205,10 @@ def _branches(instruction: Instruction) -> tuple[str, ...]:
 
 
 def _branch(instruction: Instruction, each: Sequence[tuple[float, float]], in_loop: bool) -> tuple[float, float]:
-    """What a conditional takes, of which one branch runs that the text does not name: the longest.
+    """Seconds of a conditional: of its longest branch, since the text does not name the branch that runs.
 
-    In a loop, each iteration has a branch of its own, so the mean counts: a causal mask leaves half of the pairs of
-    blocks. The gradient of an attention computes its first pass again in rare cases only, so there the shortest counts.
+    In a loop, iterations take different branches, so the mean counts: a causal mask leaves half of the pairs of
+    blocks. In the gradient of an attention the shortest counts: it rarely recomputes its first pass.
     """
     if in_loop:
         kernels_s, total_s = (sum(column) / len(each) for column in zip(*each, strict=True))

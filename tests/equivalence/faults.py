@@ -99,7 +99,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "what a comparison of positions leaves out is one position less",
-        "recognition/positions.py",
+        "recognition/masks.py",
         "difference = combined(filled(shape, -1), difference, -1)",
         "difference = combined(filled(shape, 0), difference, -1)",
         ("infinite_band",),
@@ -252,7 +252,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "bitwise `and` is logical",
-        "rules/reductions.py",
+        "rules/factors.py",
         '"and": (lax.bitwise_and, lax.reduce_and),',
         '"and": (lambda a, b: ((a != 0) & (b != 0)).astype(a.dtype), lax.reduce_and),',
         ("counts",),
@@ -365,7 +365,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "windows do not look beyond their shard",
-        "rules/window.py",
+        "rules/reduction.py",
         "return padding == (0, 0) and all(",
         "return all(",
         _SPREAD,

@@ -19,14 +19,6 @@ SEEN = np.tril(np.ones((T, T), bool))
 Case = tuple[Callable[[Any, Any], Any], Any]
 
 
-def _linen(**options: Any) -> Case:
-    from flax import linen as nn
-
-    module = nn.MultiHeadDotProductAttention(num_heads=N, **options)
-    mask = nn.make_causal_mask(jnp.ones((B, T)))
-    return (lambda params, x: module.apply(params, x, x, mask=mask)), module.init(jax.random.key(0), X, X)
-
-
 def _linen_padding() -> Case:
     from flax import linen as nn
 
@@ -48,14 +40,6 @@ def _linen_function() -> Case:
         return nn.dot_product_attention(q, k, v, bias=params[3][None, None, :T, :T])
 
     return apply, array(1, 4, HIDDEN, HIDDEN)
-
-
-def _nnx() -> Case:
-    from flax import nnx
-
-    module = nnx.MultiHeadAttention(N, HIDDEN, decode=False, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(module)
-    return (lambda params, x: nnx.merge(graph, params)(x, mask=SEEN[None, None])), params
 
 
 def _equinox() -> Case:
@@ -85,21 +69,14 @@ def _haiku() -> Case:
 
 
 CASES = {
-    "flax.linen": _linen,
-    "flax.linen, upcast": lambda: _linen(force_fp32_for_softmax=True),
     "flax.linen, padding": _linen_padding,
     "flax.linen, function": _linen_function,
-    "flax.nnx": _nnx,
     "equinox": _equinox,
     "haiku": _haiku,
 }
 
 
-#: Cases that write attention as others do.
-LONG = ("flax.linen", "flax.linen, upcast", "flax.nnx")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_attentions_of_libraries(name: str) -> None:
     apply, params = CASES[name]()
 

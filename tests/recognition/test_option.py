@@ -67,7 +67,7 @@ def test_a_plan_is_for_the_step_of_its_method() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ShardingError, match="`attention` is 'auto', 'fused' or 'written'; got 'flash'"):
+    with pytest.raises(ShardingError, match="`attention` is 'auto', 'fused', or 'written'; got 'flash'"):
         AutoShardingOption(attention="flash")  # type: ignore[arg-type]
 
     fused = AutoShardingOption(attention="fused")
@@ -78,12 +78,3 @@ def test_wrong_options_are_refused() -> None:
     manual = ManualStageOption([[0], [1]], [(1, 1)] * 2, [(1,)] * 2, [{"attention": "fused"}, {}])
     with pytest.raises(ShardingError, match="holds for the whole step"):
         minialpa.PipeshardParallel(stage_option=manual).options()
-
-
-def test_stages_have_the_attention_of_the_method() -> None:
-    fused = AutoShardingOption(attention="fused")
-    uniform = UniformStageOption(2, submesh_autosharding_option=AutoShardingOption(force_data_parallel=True))
-    stages = minialpa.PipeshardParallel(stage_option=uniform, default_auto_sharding_option=fused).options().stages
-    assert isinstance(stages, UniformStageOption) and stages.submesh_autosharding_option is not None
-    assert stages.submesh_autosharding_option.attention == "fused"
-    assert stages.submesh_autosharding_option.force_data_parallel

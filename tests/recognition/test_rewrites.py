@@ -17,8 +17,7 @@ from minialpa.recognition.rewrites import REWRITES, Rewrite
 from minialpa.recognition.terms import Kind
 from minialpa.tracing.evaluation import eval_flat
 from tests.attention_calls import blocks_of
-from tests.recognition.compared import array, recognised
-from tests.recognition.special_floats import arrays, assert_same_floats, floats
+from tests.recognition.compared import array, arrays, assert_same_floats, floats, recognised
 
 DTYPES = [jnp.bfloat16, np.float16, np.float32, np.float64]
 Attention = Callable[[Any, Any, Any], Any]
@@ -70,7 +69,7 @@ ROWS = [rule for rule in REWRITES if Kind.LEAF not in rule.operands and rule.pri
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_each_row_holds_for_every_float(dtype: Any, data: st.DataObject) -> None:
     score, p_bar = (data.draw(arrays(dtype, 2, 4)) for _ in range(2))
@@ -91,7 +90,7 @@ def test_each_row_holds_for_every_float(dtype: Any, data: st.DataObject) -> None
             atol = 8 * float(info.eps) * (size + np.where(np.isfinite(expected), np.abs(expected), 0)) + float(
                 info.tiny
             )
-            assert_same_floats(APPLY[rule.primitive](*operands), expected, atol, rule.name)
+            assert_same_floats(APPLY[rule.primitive](*operands), expected, atol, str(rule))
 
 
 def _operand(rule: Rewrite, kind: Kind, of: Mapping[Kind, np.ndarray]) -> Any:
@@ -133,11 +132,9 @@ def _added(q: Any, k: Any, v: Any) -> Any:
 
 
 ATTENTIONS: dict[str, Attention] = {
-    "plain": lambda q, k, v: _mixed(_scores(q, k), v),
     "causal": _masked(CAUSAL, -np.inf),
     "seen": _masked(SEEN, -1e9),
     "window": _masked(SHORT_WINDOW, -5.0),
-    "nothing": _masked(SEEN, -np.inf),
     "added": _added,
 }
 
@@ -158,15 +155,6 @@ LONG = [(name, dtype) for name in ATTENTIONS for dtype in DTYPES if (name, dtype
 def test_attentions_are_the_same_for_every_float(name: str, dtype: Any) -> None:
     with jax.enable_x64(dtype == np.float64):
         _check_floats(ATTENTIONS[name], dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("softmax", [np.float16, np.float32])
-@pytest.mark.parametrize("name", [name for name in ATTENTIONS if name != "added"])
-@pytest.mark.usefixtures("_blocks_of_three")
-def test_scores_in_float16(name: str, softmax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "_scores", lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k).astype(softmax))
-    _check_floats(ATTENTIONS[name], np.float16)
 
 
 def _check_floats(fun: Attention, dtype: Any) -> None:

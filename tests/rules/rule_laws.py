@@ -1,9 +1,9 @@
-"""Laws that a rule must keep, and what they need: equations with the values of every array.
+"""Laws of rules, and equations with the values of every array to try them.
 
 Halving: splitting a factor in two, computing each half with local parameters, and joining the halves, changes nothing.
-Position: nor does splitting positional factors, also several at once, where each part is told which one it is.
-Linearity: where a rule says that an equation is linear, f(a + b) = f(a) + f(b).
-Structure: factors multiply to shapes, and none is lost between operands and results.
+Position: nor does splitting positional factors, also several at once, if each part knows its number.
+Linearity: if a rule calls an equation linear, f(a + b) = f(a) + f(b).
+Structure: factors multiply to shapes, and each factor is in operands and results, or reduced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.rules.parts import Part, cut, wholes
+from minialpa.rules.rule_check import Part, cut, wholes
 from minialpa.rules.shards import localize, run_shard
 
 
@@ -103,6 +103,16 @@ def _to_host(x: Any) -> Any:
     return x if is_key(x) else np.asarray(x)
 
 
+def equations_of(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of an inlined jaxpr, in order."""
+    for eqn in jaxpr.eqns:
+        inner = _inner_jaxpr(eqn)
+        if inner is None:
+            yield eqn
+        else:
+            yield from equations_of(getattr(inner, "jaxpr", inner))
+
+
 def _inner_jaxpr(eqn: JaxprEqn) -> Any | None:
     """The jaxpr of a call, which the planner inlines. `reduce_window` and the like have jaxprs and are no calls."""
     if eqn.primitive.name not in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"):
@@ -150,9 +160,9 @@ def cases_of(fun: Callable[..., Any], *arguments: Any) -> tuple[Case, ...]:
     return tuple(Case(case.eqn, *arrays) for case, arrays in zip(found.values(), values, strict=True))
 
 
-def only(fun: Callable[..., Any], *arguments: Any) -> Case:
-    """The case of the last equation of a function."""
-    return cases_of(fun, *arguments)[-1]
+def only(fun: Callable[..., Any], *arguments: Any) -> JaxprEqn:
+    """The last equation of a function."""
+    return list(equations_of(jax.make_jaxpr(fun)(*arguments).jaxpr))[-1]
 
 
 def vjp(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +215,7 @@ def check_halving(found: Sequence[Case]) -> None:
     for (case, factors, f), first, second in zip(todo, computed[::2], computed[1::2], strict=True):
         for r, (expected, *halves) in enumerate(zip(case.results, first, second, strict=True)):
             joined = _joined(factors, f, r, [_numbers(half) for half in halves])
-            message = f"factor {f} of {case.eqn}: {notation(case)}"
+            message = f"factor {f} of {case.eqn}: {notation(case.eqn)}"
             np.testing.assert_allclose(joined, _numbers(expected), rtol=2e-4, atol=2e-5, err_msg=message)
 
 
@@ -230,8 +240,7 @@ _MANY_PARTS = 24
 
 
 def _splits_by_position(factors: Factors) -> Iterator[dict[int, int]]:
-    """Each positional factor in as few parts as it can be and in many, all its elements if they are few; and all of
-    them in as few parts as they can be."""
+    """Each positional factor in its fewest parts and in many; and all of them in their fewest parts."""
     fewest = {}
     for f in sorted(factors.positional):
         counts = [n for n in range(2, factors.sizes[f] + 1) if factors.on_mesh().may_split(f, n)]
@@ -243,7 +252,7 @@ def _splits_by_position(factors: Factors) -> Iterator[dict[int, int]]:
 
 
 def check_positions(found: Sequence[Case]) -> int:
-    """Checks the law of positions for all positional factors, and says how many ways of splitting them there were."""
+    """Checks the law of positions for all positional factors. Returns the number of ways of splitting them."""
     todo = [(case, splits) for case in found for splits in _splits_by_position(factors_of(case.eqn))]
     jobs = [_parts_job(case, n_splits) for case, n_splits in todo]
     for (case, n_splits), parts in zip(todo, compute_parts(jobs) if jobs else [], strict=True):
@@ -252,7 +261,7 @@ def check_positions(found: Sequence[Case]) -> int:
             for i, results in enumerate(parts):
                 shards[i] = _numbers(results[r])
             whole = _assembled(factors_of(case.eqn), n_splits, shards.reshape(tuple(n_splits.values())), r)
-            np.testing.assert_array_equal(whole, _numbers(expected), err_msg=f"{n_splits} of {notation(case)}")
+            np.testing.assert_array_equal(whole, _numbers(expected), err_msg=f"{n_splits} of {notation(case.eqn)}")
     return len(todo)
 
 
@@ -316,12 +325,12 @@ def _linear_groups(factors: Factors) -> list[tuple[int, ...]]:
     return [factors.linear_operands] if factors.linear == "joint" else []
 
 
-def notation(case: Case) -> str:
+def notation(eqn: JaxprEqn) -> str:
     """Factors as text, `[a b], [b c] -> [a c] sum(b)`.
 
     Capitals are blocked, `A'` is blocked but positional, 1 is a dimension without a factor.
     """
-    factors, letters = factors_of(case.eqn), {}  # type: ignore[var-annotated]
+    factors, letters = factors_of(eqn), {}  # type: ignore[var-annotated]
 
     def letter(f: int) -> str:
         n = len(letters)
@@ -341,6 +350,7 @@ def notation(case: Case) -> str:
 
 
 def check_all(found: Sequence[Case]) -> None:
+    """Checks all laws but linearity."""
     check_halving(found)
     check_positions(found)
     for case in found:

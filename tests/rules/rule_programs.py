@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -26,7 +27,7 @@ from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
 from tests.attention_calls import causal, fused
 from tests.lapack_call import lu_by_lapack
 from tests.pallas_kernels import flash_attention, row_norm
-from tests.rules.rule_laws import Case, cases_of, vjp
+from tests.rules.rule_laws import Case, cases_of, equations_of, vjp
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,13 @@ def cases(name: str) -> tuple[Case, ...]:
     return cases_of(program.fun, *(_argument(x, seed=i) for i, x in enumerate(program.arguments)))
 
 
+def equations(name: str) -> list[JaxprEqn]:
+    """The equations of a program."""
+    program = PROGRAMS[name]
+    arguments = [_argument(x, seed=i) for i, x in enumerate(program.arguments)]
+    return list(equations_of(jax.make_jaxpr(program.fun)(*arguments).jaxpr))
+
+
 def _argument(argument: Any, seed: int) -> Any:
     if callable(argument):
         return argument()
@@ -86,11 +94,10 @@ _BITS = _available("bitwise_and", "bitwise_or", "bitwise_xor", "shift_left", "sh
 _BITS += _available("shift_right_logical", "mulhi", "div", "rem", "add", "max")
 
 _program("unary", lambda x: [f(x) for f in _UNARY] + [lax.acosh(x + 1), lax.integer_pow(x, 3)], (4,))
-_program("unary of a matrix", lambda x: [lax.sin(x), lax.reduce_precision(x, 5, 10), jnp.copy(x)], (4, 6))
+_program("unary of a matrix", lambda x: [lax.reduce_precision(x, 5, 10), jnp.copy(x)], (4, 6))
 _program("binary", lambda x, y: [f(x, y) for f in _BINARY], (4,), (4,))
-_program("binary of matrices", lambda x, y: [lax.add(x, y), lax.mul(x, y), x / y, lax.betainc(x, y, x)], (4, 6), (4, 6))
-_program("broadcast scalars", lambda x, y: [x * 2.0, lax.mul(y, x), lax.add(x, y), lax.sub(1.0, x)], (4, 6), ())
-_program("broadcast ones", lambda x, y, z: [lax.mul(x, y), lax.add(z, x), lax.max(y, z)], (4, 6), (1, 6), (4, 1))
+_program("binary of matrices", lambda x, y: [lax.mul(x, y), x / y, lax.betainc(x, y, x)], (4, 6), (4, 6))
+_program("broadcast", lambda x, y, z: [x * 2.0, lax.mul(x, y), lax.add(z, x), lax.max(y, z)], (4, 6), (1, 6), (4, 1))
 _program(
     "bits", lambda x, y: [f(x, y) for f in _BITS] + [~x, lax.clz(x), lax.population_count(x)], *[integers((4,), 9)] * 2
 )
@@ -127,7 +134,6 @@ _program(
     (4, 6),
 )
 _program("names", lambda x: checkpoint_name(x, "residual"), (4, 6))
-_program("gradients add up", vjp(lambda x: lax.sin(x) * x + lax.exp(x)), (4, 6))
 _program("minialpa_per_micro_batch", lambda x: per_micro_batch_p.bind(x, number=0, cotangent_of=False), (4, 6))
 if hasattr(lax, "polynomial"):
     _program("polynomial", lambda x: lax.polynomial(x, [1.0, 2.0, 3.0]), (4,))
@@ -137,14 +143,7 @@ _program("matmul", lambda x, y: x @ y, (4, 6), (6, 8))
 _program(
     "batched matmul and gradients", vjp(lambda x, y: jnp.einsum("bqhd,bkhd->bhqk", x, y)), (2, 4, 6, 8), (2, 8, 6, 8)
 )
-_program("two contracted dimensions", vjp(lambda x, w: jnp.einsum("bshd,hde->bse", x, w)), (2, 4, 6, 8), (6, 8, 10))
-_program("inner and outer product", lambda x, y: (jnp.vdot(x, y), jnp.outer(x, y), lax.dot(x, y)), (4,), (4,))
-_program(
-    "dot of bfloat16",
-    lambda x, y: lax.dot(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), preferred_element_type=jnp.float32),
-    (4, 6),
-    (6, 2),
-)
+_program("inner and outer product", lambda x, y: (jnp.vdot(x, y), jnp.outer(x, y)), (4,), (4,))
 
 
 def _conv(**options: Any) -> Callable[..., Any]:
@@ -159,15 +158,10 @@ def _conv_program(name: str, x: tuple[int, ...], w: tuple[int, ...], **options: 
 
 
 _conv_program("conv", (2, 6, 6, 4), (3, 3, 4, 8))
-_conv_program("conv, strided", (2, 8, 6, 4), (3, 3, 4, 6), strides=(2, 2))
 _conv_program("conv, dilated window", (2, 8, 6, 4), (3, 2, 4, 6), rhs_dilation=(2, 1), padding="VALID")
-_conv_program("conv, dilated input", (2, 4, 4, 4), (3, 3, 4, 6), lhs_dilation=(2, 2), padding=((1, 2), (2, 1)))
 _conv_program("conv, pointwise", (2, 4, 6, 8), (1, 1, 8, 2))
-_conv_program("conv, pointwise and strided", (2, 4, 4, 4), (1, 1, 4, 6), strides=(2, 2))
 _conv_program("conv, window as long as the input", (2, 4, 6, 4), (4, 6, 4, 8), padding="VALID")
 _conv_program("conv, grouped", (2, 4, 4, 8), (3, 3, 4, 12), feature_group_count=2)
-_conv_program("conv, depthwise", (2, 4, 4, 4), (3, 3, 1, 4), feature_group_count=4)
-_conv_program("conv, depthwise with multiplier", (2, 4, 4, 4), (3, 3, 1, 8), feature_group_count=4)
 _conv_program("conv, batch groups", (4, 4, 4, 6), (3, 3, 6, 8), batch_group_count=2)
 _program(
     "conv in one dimension, NCW",
@@ -178,15 +172,10 @@ _program(
 
 # Layout.
 _program(
-    "broadcast",
+    "new dimensions",
     lambda x, y: [lax.broadcast_in_dim(x, (4, 6, 2), (0, 2)), jnp.broadcast_to(y, (4, 6)), lax.full((2, 4), 3.0)],
     (4, 2),
     (1, 6),
-)
-_program(
-    "one-hot and its loss",
-    vjp(lambda x: (jax.nn.log_softmax(x) * jax.nn.one_hot(integers((4,), 6), 6)).sum(-1)),
-    (4, 6),
 )
 _program(
     "reshapes",
@@ -200,14 +189,6 @@ _program(
     lambda x: [lax.reshape(x, (6, 8), (2, 0, 1)), lax.reshape(x, (8, 6), (1, 0, 2))],
     (2, 4, 6),
 )
-_program(
-    "reshape to few",
-    lambda x, y: [x.reshape(()), x.reshape((1,)), x[0, 0].reshape((1, 1)), y.reshape((4, 0))],
-    (1, 1),
-    (0, 2),
-)
-_program("reshapes of 12", lambda x: [x.reshape(s) for s in [(4, 6), (12, 2), (6, 4), (2, 2, 6)]], (8, 3))
-_program("transposes", lambda x: [x.transpose(p) for p in [(1, 0, 2), (2, 1, 0), (0, 2, 1)]], (2, 4, 6))
 _program("squeeze and expand", lambda x: [x.squeeze((0, 2)), x[..., 0, :], jnp.expand_dims(x, 1)], (1, 4, 1, 6))
 _program("reverse", lambda x: lax.rev(x, (1,)), (4, 6, 2))
 _program("tile", lambda x: [jnp.tile(x, (1, 3)), jnp.tile(x, (2, 2)), jnp.tile(x, (2, 1))], (4, 6))
@@ -229,7 +210,6 @@ _program(
     (4, 6),
 )
 _program("slice", lambda x: [x[:, 1:5], x[::2], x[1:3, ::3], lax.slice(x, (0, 0), (4, 6))], (4, 6))
-_program("slice, gradients", vjp(lambda x: x[:, 1:5:2]), (4, 6))
 _program(
     "dynamic slice",
     lambda x, i: [lax.dynamic_slice(x, (0, i), (4, 2)), lax.dynamic_index_in_dim(x, i, 0)],
@@ -242,7 +222,6 @@ _program(
 
 # Reductions and whole axes.
 _program("reduce", lambda x: [f(x, axis=(0, 2)) for f in (jnp.sum, jnp.max, jnp.min, jnp.prod)], (4, 6, 2))
-_program("reduce all", lambda x: [jnp.sum(x), jnp.max(x, axis=1)], (4, 6))
 _program(
     "reduce bits",
     lambda x: (
@@ -328,23 +307,9 @@ _program("other pooling", lambda x: [_pool(x, np.inf, lax.min), _pool(x, 1, lax.
 # Gather and scatter.
 _IDS = integers((2, 6), 10)
 _program("embedding", vjp(lambda t: t[_IDS]), (10, 4))
-_program("embedding by take", vjp(lambda t: jnp.take(t, _IDS, axis=0)), (10, 4))
-_program("take of columns", vjp(lambda t: jnp.take(t, _IDS, axis=1, mode="clip")), (4, 10))
 _program("take along last axis", vjp(lambda x: jnp.take_along_axis(x, integers((4, 6, 1), 8), axis=-1)), (4, 6, 8))
-_program("take along first axis", vjp(lambda x: jnp.take_along_axis(x, integers((2, 6), 4), axis=0)), (4, 6))
-_program("advanced indices", vjp(lambda x: x[integers((4,), 6), integers((4,), 8, seed=1)]), (6, 8, 2))
 _program("advanced indices apart", vjp(lambda x: x[integers((4,), 6), :, integers((4,), 2)]), (6, 8, 2))
 _program("one index", vjp(lambda x: [x[2], x[:, -1]]), (4, 6))
-_program("rows by vmap", vjp(jax.vmap(lambda x: x[integers((2,), 6)])), (4, 6, 8))
-_program(
-    "windows by vmap", lambda x, i: jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, 2))(i), (8, 6), integers((4,), 6)
-)
-_program(
-    "windows of batches",
-    lambda x, i: jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2))(x, i),
-    (4, 8, 6),
-    integers((4,), 6),
-)
 _program(
     "updates of batches",
     jax.vmap(lambda x, u, i: lax.dynamic_update_slice_in_dim(x, u, i, 0)),
@@ -353,19 +318,10 @@ _program(
     integers((4,), 6),
 )
 _program(
-    "out of bounds",
-    lambda x: [x.at[integers((4,), 9)].get(mode="fill", fill_value=f) for f in (0.0, 5.0, np.nan)],
-    (6, 2),
-)
-_program(
     "scatters",
     lambda x, u: [getattr(x.at[integers((4,), 6)], f)(u) for f in ("add", "subtract", "max", "min", "multiply", "set")],
     (6, 2),
     (4, 2),
-)
-_program("scatter to columns", lambda x, u: x.at[:, integers((4,), 6)].add(u), (2, 6), (2, 4))
-_program(
-    "mixture of experts", vjp(lambda x: jnp.zeros((2, 4, 8)).at[integers((6,), 2), integers((6,), 4)].add(x)), (6, 8)
 )
 
 
@@ -398,8 +354,6 @@ _program(
 
 # Attention: query [b t g r d], key [b s g d], value [b s g e], with b = 2, t = 4, g = 2, r = 6, s = 8, d = 3, e = 5.
 _QUERY, _KEY, _VALUE = (2, 4, 2, 6, 3), (2, 8, 2, 3), (2, 8, 2, 5)
-_program("attention", vjp(lambda q, k, v: fused(Attention(scale=0.5), q, k, v)), _QUERY, _KEY, _VALUE)
-_program("causal attention", vjp(lambda q, k, v: fused(causal(3), q, k, v)), _QUERY, (2, 4, 2, 3), (2, 4, 2, 5))
 _program("windows of attention", vjp(lambda q, k, v: fused(causal(3, left=2, right=1), q, k, v)), _QUERY, _KEY, _VALUE)
 
 

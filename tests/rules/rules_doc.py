@@ -12,7 +12,7 @@ import jax
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.rules.known_rules import known_primitives
 from tests.rules.rule_laws import notation
-from tests.rules.rule_programs import PROGRAMS, cases
+from tests.rules.rule_programs import PROGRAMS, equations
 
 PATH = Path(__file__).parents[2] / "docs" / "rules.md"
 _HEAD = f"""# Rules
@@ -38,7 +38,7 @@ warning that names them.
 
 def table() -> str:
     """The whole document."""
-    # Attention of cuDNN, which no CPU computes: examples, and heads of keys and values (`rules/cudnn_attention.py`).
+    # Attention of cuDNN, which no CPU computes: examples, and heads of keys and values (`rules/attention.py`).
     q, k, v, bias = "[a B (c D) E]", "[a F c E]", "[a F c G]", "[a (c D) B F]"
     out, statistics = "[a B (c D) G]", "[a (c D) B]"
     first: dict[str, str] = {
@@ -46,9 +46,8 @@ def table() -> str:
         "dot_product_attention_bwd_wrapper": f"{q}, {k}, {v}, {bias}, ..., {out} -> {q}, {k}, {v}",
     }
     for program in PROGRAMS:
-        for case in cases(program):
-            text = notation(case).strip()
-            name = case.eqn.primitive.name
+        for eqn in equations(program):
+            text, name = notation(eqn).strip(), eqn.primitive.name
             if (len(text) > len(first.get(name, "")) and len(text) <= 90) or name not in first:
                 first[name] = text if len(text) <= 90 else text[:87] + "..."
     return _HEAD + "".join(f"| `{name}` | {_code(first.get(name, ''))} |\n" for name in known_primitives())

@@ -5,6 +5,7 @@ What jax asks of the machine (the version of cuDNN, the device) is replaced here
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval, result_avals
 from minialpa.tracing.flattening import trace_flat
-from tests.rules.rule_laws import Case, notation
+from tests.rules.rule_laws import notation
 
 B, T, S, N, K, H = 4, 8, 6, 4, 2, 16
 
@@ -59,7 +60,7 @@ def _qkv() -> tuple[Any, Any, Any]:
 
 
 def _texts(eqns: list[JaxprEqn]) -> list[str]:
-    return [notation(Case(eqn, (), ())) for eqn in eqns]
+    return list(map(notation, eqns))
 
 
 def test_examples_and_heads_are_split_forward_and_backward() -> None:
@@ -69,29 +70,18 @@ def test_examples_and_heads_are_split_forward_and_backward() -> None:
     assert "-> [a B (c D) E], [a F c E], [a F c G]" in backward, backward
 
 
-@pytest.mark.parametrize("shape", [(B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S)])
-def test_the_gradient_of_a_shared_bias_is_summed(shape: tuple[int, ...]) -> None:
-    _, backward = _both(_attention(), *_qkv(), _half(*shape, seed=3))
-    factors = factors_of(backward)
-    examples, heads = factors.operands[0][0][0], factors.operands[0][2][0]
-    assert factors.is_partial(examples, 3) == (shape[0] == 1)
-    assert factors.is_partial(heads, 3) == (shape[1] == 1)
-    assert not any(factors.is_partial(f, r) for f in (examples, heads) for r in range(3))
-
-
 @pytest.mark.parametrize(
-    ("options", "is_split"),
+    "options",
     [
-        ({}, True),
-        ({"is_causal": True}, True),
-        ({"local_window_size": (2, 0), "is_causal": True}, True),
-        ({"query_seq_lengths": np.full(B, 5, np.int32), "key_value_seq_lengths": np.full(B, 3, np.int32)}, True),
+        {"local_window_size": (2, 0), "is_causal": True},
+        {"query_seq_lengths": np.full(B, 5, np.int32), "key_value_seq_lengths": np.full(B, 3, np.int32)},
     ],
+    ids=["window", "lengths"],
 )
-def test_masks_and_lengths_do_not_stop_it(options: dict[str, Any], is_split: bool) -> None:
+def test_masks_and_lengths_do_not_stop_it(options: dict[str, Any]) -> None:
     for eqn in _both(_attention(**options), *_qkv()):
         factors = factors_of(eqn)
-        assert [factors.sizes[f] for f in factors.splittable] == ([B, K] if is_split else [])
+        assert [factors.sizes[f] for f in factors.splittable] == [B, K]
 
 
 @pytest.mark.parametrize("change", ["dropout", "packed"])
@@ -108,18 +98,13 @@ def test_what_depends_on_the_whole_call_is_not_split(change: str) -> None:
         assert factors_of(eqn).splittable == ()
 
 
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-def test_shards_have_the_shapes_that_the_rule_says(layout: str) -> None:
-    arrays = _qkv() if layout == "BTNH" else tuple(jnp.swapaxes(x, 1, 2) for x in _qkv())
+def test_shards_of_arrays_with_heads_first_have_the_shapes_of_the_rule() -> None:
+    arrays = tuple(jnp.swapaxes(x, 1, 2) for x in _qkv())
     bias = _half(1, N, T, S, seed=3)
-    call = lambda q, k, v, bias: cudnn.dot_product_attention(q, k, v, bias, qkv_layout=layout)  # noqa: E731
+    call = lambda q, k, v, bias: cudnn.dot_product_attention(q, k, v, bias, qkv_layout="BNTH")  # noqa: E731
     for eqn in _both(call, *arrays, bias):
         factors = factors_of(eqn)
-        for n_splits in [
-            {},
-            *({f: factors.sizes[f]} for f in factors.splittable),
-            dict.fromkeys(factors.splittable, 2),
-        ]:
+        for n_splits in [*({f: factors.sizes[f]} for f in factors.splittable), dict.fromkeys(factors.splittable, 2)]:
             local = [
                 changed_aval(aval_of(atom), shape=factors.shape(dims, n_splits))
                 for atom, dims in zip(eqn.invars, factors.operands, strict=True)
@@ -132,12 +117,13 @@ def test_shards_have_the_shapes_that_the_rule_says(layout: str) -> None:
 
 
 def _plain(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
-    """Results and softmax statistics, in float64."""
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    """Results and softmax statistics."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v), jax.nn.logsumexp(logits, -1)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _compute(name: str, operands: list[Any]) -> list[Any]:
     q, k, v, bias, *_ = operands
     if name.endswith("fwd_wrapper"):
@@ -153,7 +139,7 @@ def _compute(name: str, operands: list[Any]) -> list[Any]:
 
 
 def _cases() -> Iterator[Any]:
-    for shape in ((B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S)):
+    for shape in ((1, N, T, S), (B, 1, T, S)):
         yield from _both(_attention(), *_qkv(), _half(*shape, seed=3))
 
 
@@ -183,16 +169,3 @@ def _cut(x: Any, dims: Any, factor: int, half: int) -> Any:
         if factor in dim:
             x = np.split(x, 2, axis)[half]
     return x
-
-
-def test_a_shard_is_lowered_for_gpus() -> None:
-    (forward, _) = _both(_attention(), *_qkv())
-    factors = factors_of(forward)
-    structs = [
-        jax.ShapeDtypeStruct(factors.shape(dims, dict.fromkeys(factors.splittable, 2)), atom.aval.dtype)
-        for atom, dims in zip(forward.invars, factors.operands, strict=True)
-    ]
-    call = jax.jit(lambda *xs: forward.primitive.bind(*xs, **forward.params))
-    text = call.trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
-    assert "cudnn$fmha" in text, text
-    assert f"tensor<{B // 2}x{T}x{N // 2}x{H}xbf16>" in text

@@ -44,14 +44,6 @@ def _powers(x: Any, n: Any) -> Any:
     return lax.fori_loop(0, n, lambda i, x: jnp.sin(x) + i.astype(jnp.float32), x)
 
 
-def _nested(x: Any) -> Any:
-    def body(c: Any) -> Any:
-        i, x = c
-        return i + 1, _halved(x + 3) + 0.1 * x
-
-    return lax.while_loop(lambda c: (jnp.sum(c[1]) > 0.5) & (c[0] < 5), body, (0, x))
-
-
 def _rejected(x: Any, key: Any) -> Any:
     def body(c: Any) -> Any:
         key, draw = jax.random.split(c[1])
@@ -61,12 +53,9 @@ def _rejected(x: Any, key: Any) -> Any:
 
 
 PER_EXAMPLE: dict[str, Callable[[], list[Case]]] = {
-    "a limit that all share": lambda: _loops(jax.vmap(_halved, (0, None)), X, np.float32(2)),
     "a limit of its own": lambda: _loops(jax.vmap(_halved), X, np.arange(1, B + 1, dtype=np.float32)),
     "bounds of its own": lambda: _loops(jax.vmap(_powers), X, np.arange(B, dtype=np.int32)),
-    "a loop in a loop": lambda: _loops(jax.vmap(_nested), X),
     "a key of its own": lambda: _loops(jax.vmap(_rejected), X, jax.random.split(jax.random.key(0), B)),
-    "examples and heads": lambda: _loops(jax.vmap(jax.vmap(_halved)), np.stack([X, X + 1], 1)),
     "in a scan": lambda: _loops(
         jax.vmap(lambda xs: lax.scan(lambda c, x: (_halved(c + x), c), jnp.zeros(H), xs)), np.stack([X, X], 1)
     ),
@@ -76,11 +65,6 @@ PER_EXAMPLE: dict[str, Callable[[], list[Case]]] = {
 @pytest.mark.parametrize("name", PER_EXAMPLE)
 def test_a_loop_that_each_example_ends_by_itself_is_split(name: str) -> None:
     assert all(_splits_examples(case) for case in PER_EXAMPLE[name]())
-
-
-def test_examples_and_heads_are_both_split() -> None:
-    (case,) = _loops(jax.vmap(jax.vmap(_halved)), np.stack([X, X + 1], 1))
-    assert notation(case) == "[a b C] -> [a b D]"
 
 
 def test_examples_that_meet_in_the_body_are_not_split() -> None:
@@ -133,8 +117,7 @@ BY_HAND: dict[str, Callable[[], list[Case]]] = {
     "kept by the condition": lambda: _loops(lambda x: lax.while_loop(_any_above, _kept, x), X),
     "kept by a flag, with counters": lambda: _loops(_with_counters, X),
     "decoding": lambda: _loops(_decoded, X),
-    "a limit from outside": lambda: _loops(lambda x, limit: _two_limits(x, limit, limit), X, np.float32(2)),
-    "a limit for each feature": lambda: _loops(lambda x, limit: _two_limits(x, limit, limit), X, X[:1]),
+    "a limit from outside": lambda: _loops(lambda x, limit: _two_limits(x, limit, limit), X, X[:1]),
     "or a flag": lambda: _loops(
         lambda x, flag: lax.while_loop(lambda c: _any_above(c) | (flag & _any_above(c)), _kept, x), X, np.bool_(True)
     ),
@@ -148,7 +131,7 @@ def test_a_loop_that_leaves_ended_examples_as_they_are_is_split(name: str) -> No
 
 def test_the_counter_of_a_loop_is_that_of_the_last_shard() -> None:
     (case,) = _loops(_with_counters, X)
-    assert notation(case) == "[], [a], [a], [a B] -> [], [a], [a], [a C] max(a)"
+    assert notation(case.eqn) == "[], [a], [a], [a B] -> [], [a], [a], [a C] max(a)"
 
 
 def _while(test: Callable[..., Any], body: Callable[..., Any], *start: Any) -> Case:
@@ -162,7 +145,6 @@ ZERO, KEY = np.int32(0), jax.random.key(0)
 TOGETHER: dict[str, Callable[[], Case]] = {
     "nothing is kept": lambda: _while(_any_above, lambda x: (0.5 * x,), X),
     "kept by another limit": lambda: _while(_any_above, lambda x: (_kept(x, 0.5),), X),
-    "kept the other way round": lambda: _while(_any_above, lambda x: (jnp.where(x > 1, x - 0.1, x - 0.2),), X),
     "one of two is kept": lambda: _while(lambda x, y: _any_above(x), lambda x, y: (_kept(x), y + x), X, X),
     "equal limits that are not the same": lambda: _loops(_two_limits, X, np.float32(2), np.float32(2))[0],
     "until the first has ended": lambda: _while(
@@ -173,7 +155,6 @@ TOGETHER: dict[str, Callable[[], Case]] = {
     ),
     # The largest of values among which one is not a number is none either.
     "the largest": lambda: _while(lambda x: jnp.max(x) > 1, lambda x: (_kept(x),), X),
-    "a mean": lambda: _while(lambda x: jnp.mean(x) > 1, lambda x: (_kept(x),), X),
     "a limit that changes": lambda: _while(
         lambda i, x: jnp.any(x > i.astype(jnp.float32)),
         lambda i, x: (i + 1, jnp.where(x > i.astype(jnp.float32), 0.9 * x, x)),
@@ -190,7 +171,6 @@ TOGETHER: dict[str, Callable[[], Case]] = {
     "a narrow counter": lambda: _while(
         lambda i, x: _any_above(x), lambda i, x: (i + jnp.int8(1), _kept(x)), np.int8(0), X
     ),
-    "counting down": lambda: _while(lambda i, x: _any_above(x), lambda i, x: (i - 1, _kept(x)), ZERO, X),
     "a total": lambda: _while(
         lambda total, x: _any_above(x), lambda total, x: (total + jnp.sum(x), _kept(x)), np.float32(0), X
     ),
@@ -227,18 +207,12 @@ def _scan(step: Callable[..., Any], start: Any, *, reverse: bool = False) -> Cas
 
 def test_map_over_the_examples_is_split() -> None:
     (case,) = _loops(_mapped, W, X)
-    assert notation(case) == "[A b], [c D] -> [c b]"
-
-
-def test_its_gradient_sums_over_the_examples() -> None:
-    _, backward = _loops(vjp(_mapped), W, X)
-    assert _splits_examples(backward)
-    assert set(factors_of(backward.eqn).reductions.values()) == {"sum"}
+    assert notation(case.eqn) == "[A b], [c D] -> [c b]"
 
 
 def test_what_examples_add_to_is_a_sum() -> None:
     case = _scan(lambda total, row: (jnp.sum(row) + (total + 1.0), jnp.sin(row)), np.float32(3))
-    assert notation(case) == "[], [a B] -> [], [a C] sum(a)"
+    assert notation(case.eqn) == "[], [a B] -> [], [a C] sum(a)"
     assert factors_of(case.eqn).once == {(0, 0)}
 
 
@@ -248,10 +222,8 @@ IN_TURN: dict[str, Callable[[], Case]] = {
     "a product": lambda: _scan(lambda c, row: (c * jnp.sum(row), row), START),
     "a sum that is read": lambda: _scan(lambda c, row: (c + jnp.sum(row), row * c), START),
     "a sum that is a result": lambda: _scan(lambda c, row: (c + jnp.sum(row), c), START),
-    "a sum so far": lambda: _scan(lambda c, row: ((c + jnp.sum(row)),) * 2, START),
     "twice the sum": lambda: _scan(lambda c, row: (c + c + jnp.sum(row), row), START),
     "a sum of the other": lambda: _scan(lambda c, row: ((c[1] + 1, c[0] + 1), row), (START, START)),
-    "the last": lambda: _scan(lambda c, row: (row[0], row), START),
     "a difference": lambda: _scan(lambda c, row: (jnp.sum(row) - c, row), START),
     "a position": lambda: _scan(lambda i, row: (i + 1, row * i.astype(jnp.float32)), ZERO),
 }
@@ -262,29 +234,14 @@ def test_a_scan_that_passes_something_on_is_not_split(name: str) -> None:
     assert not _splits_examples(IN_TURN[name]())
 
 
-def test_a_scan_in_reverse_is_split() -> None:
-    assert _splits_examples(_scan(lambda c, row: (c + jnp.sum(row), jnp.sin(row)), START, reverse=True))
-
-
 # ---- linear solves --------------------------------------------------------------------------------------------------
 
 
-def test_a_linear_solve_is_the_equations_of_its_solver() -> None:
-    def solve(x: Any) -> Any:
-        return jnp.linalg.solve(jnp.expand_dims(x, 1) * jnp.expand_dims(x, 2) + jnp.eye(H)[None], x[..., None])
-
-    flat, _ = trace_flat(solve, X)
-    names = [eqn.primitive.name for eqn in flat.eqns]
-    assert "custom_linear_solve" not in names
-    assert names.count("triangular_solve") == 2
-
-
-@pytest.mark.parametrize("derivative", [lambda fun: fun, vjp], ids=["solver", "gradient"])
-def test_an_iterative_solver_for_each_example_is_split(derivative: Any) -> None:
+def test_the_gradient_of_an_iterative_solver_for_each_example_is_split() -> None:
     def solve(x: Any) -> Any:
         return jax.scipy.sparse.linalg.cg(lambda v: v * (1 + x**2), x)[0]
 
-    flat, _ = trace_flat(derivative(jax.vmap(solve)), X)
+    flat, _ = trace_flat(vjp(jax.vmap(solve)), X)
     loops = [factors_of(eqn) for eqn in flat.eqns if eqn.primitive.name == "while"]
     assert loops
     assert all(any(factors.sizes[f] == B for f in factors.splittable) for factors in loops)

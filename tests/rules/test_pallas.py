@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.gpu import attention as gpu_attention
-from jax.experimental.pallas.ops.gpu import rms_norm, softmax
 from jax.experimental.pallas.ops.tpu import flash_attention as tpu_attention
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.rules.known_rules import factors_of, primitives_without_rule
 from minialpa.tracing.flattening import trace_flat
-from tests.pallas_kernels import flash_attention, row_norm
 from tests.rules.rule_laws import Case, cases_of, check_all, notation, vjp
 from tests.rules.rule_programs import floats
 
@@ -53,7 +50,7 @@ def _texts(fun: Callable[..., Any], *arrays: Any) -> list[str]:
     kernels = [case for case in cases_of(fun, *arrays) if case.eqn.primitive.name == "pallas_call"]
     assert kernels
     check_all(kernels)
-    return [notation(case) for case in kernels]
+    return [notation(case.eqn) for case in kernels]
 
 
 def _text(fun: Callable[..., Any], *arrays: Any) -> str:
@@ -109,17 +106,6 @@ def test_vmap_adds_a_factor() -> None:
     assert _text(jax.vmap(lambda x: _call(_asks_for_row, x)), x) == "[a B C] -> [a D E]"
 
 
-def test_aliases_that_follow_alike_are_cut() -> None:
-    assert _text(lambda x: _call(_double, x, input_output_aliases={0: 0})) == "[(a B) C] -> [(a D) E]"
-
-
-def test_number_of_programs_is_that_of_the_whole() -> None:
-    def kernel(x_ref: Ref, out_ref: Ref) -> None:
-        out_ref[...] = x_ref[...] * pl.num_programs(0)
-
-    _text(lambda x: _call(kernel, x))  # whether or not it is cut, it keeps the law
-
-
 def _sum_of_columns(x_ref: Ref, out_ref: Ref, total_ref: Ref, *, starts: bool = True) -> None:
     """The sum over the inner axis of the grid, in scratch memory."""
 
@@ -145,30 +131,6 @@ def test_scratch_that_starts_anew_is_not_carried() -> None:
     assert _text(lambda x: _call(_sum_of_columns, x, **_INNER, **_SCRATCH)) == "[(a B) C] -> [(a D) 1]"
 
 
-@pytest.mark.slow
-def test_real_kernels_are_cut_by_examples_and_heads() -> None:
-    blocks = gpu_attention.BlockSizes(
-        block_q=16, block_k=16, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16
-    )
-    attention = functools.partial(
-        gpu_attention.mha, segment_ids=None, causal=True, block_sizes=blocks, interpret=True,
-        backward_pass_impl="triton",
-    )  # fmt: skip
-    q = floats((2, 32, 2, 16), 0)
-    for text in _texts(vjp(lambda q, k, v: attention(q, k, v, sm_scale=1.0)), q, q + 1, q - 1):
-        first, *_ = text.split("]")
-        assert first.replace("(b C)", "B") in ("[a B c D", "[a B d E"), text
-
-    norm = functools.partial(rms_norm.rms_norm, interpret=True)
-    weight = floats((16,), 1)
-    texts = _texts(vjp(norm), floats((2, 4, 16), 0), weight, weight)
-    assert texts[0] == "[a b C], [D], [E] -> [a b F], [a b]"
-
-
-def test_softmax_of_jax_is_cut_by_rows() -> None:
-    assert _text(lambda x: softmax.softmax(x, interpret=True)) == "[a B] -> [a C]"
-
-
 def test_flash_attention_of_tpus_is_cut_by_examples_and_heads() -> None:
     """It cannot run here, so this looks at the factors only. Sums over blocks of keys are in scratch memory."""
     blocks = tpu_attention.BlockSizes(
@@ -185,12 +147,6 @@ def test_flash_attention_of_tpus_is_cut_by_examples_and_heads() -> None:
         assert [factors.sizes[f] for f in factors.splittable] == [2, 4]
         assert all([dim[0] for dim in dims[:2]] == [0, 1] for dims in (*factors.operands, *factors.results))
         assert factors.flops > 2 * 2 * 4 * 256 * 256 * 128
-
-
-def test_own_kernels_are_cut_forward_and_backward() -> None:
-    q = floats((2, 8, 2, 4), 0)
-    assert len(_texts(vjp(flash_attention), q, q + 1, q - 1)) == 3
-    assert len(_texts(vjp(row_norm), floats((8, 4), 0))) == 2
 
 
 # ---- what may not ----------------------------------------------------------------------------------------------------
@@ -271,11 +227,9 @@ _SHORT = {"made": (2, COLUMNS)}
     [
         pytest.param(_asks_for_row, {}, id="asks for its position"),
         pytest.param(_asks_in_a_branch, {}, id="asks for its position in a branch"),
-        pytest.param(_double, {**_reads(lambda i: (jnp.minimum(i + 1, 3), 0))}, id="next block"),
         pytest.param(_double, {**_reads(lambda i: ((i + 1) % 4, 0))}, id="next block, in a ring"),
         pytest.param(_double, {**_reads(lambda i: (3 - i, 0))}, id="reversed"),
         pytest.param(_double, {**_reads(lambda i: (0, 0)), **_writes(lambda i: (i * i % 4, 0))}, id="squares"),
-        pytest.param(_double, {"grid": (3,), **_reads(lambda i: (i + 1, 0))}, id="all but the first"),
         pytest.param(_double, {"grid": (3,)}, id="not all blocks"),
         pytest.param(
             _double,
@@ -286,7 +240,6 @@ _SHORT = {"made": (2, COLUMNS)}
         pytest.param(_double, {**_reads(lambda i: (i * 1431655766 // 2**30 % 4, 0))}, id="overflow"),
         pytest.param(_prints, {}, id="prints"),
         pytest.param(_adds, {**_writes(lambda i: (0, 0)), **_SHORT}, id="a result that all write"),
-        pytest.param(_double, {**_writes(lambda i: (i // 4, 0)), **_SHORT}, id="a result that the last writes"),
         pytest.param(_carries, {**_INNER, **_SCRATCH}, id="scratch that never starts"),
         pytest.param(_starts_in_part, {**_INNER, **_SCRATCH}, id="scratch that starts in part"),
         pytest.param(_starts_later, {**_INNER, **_SCRATCH}, id="scratch that starts later"),

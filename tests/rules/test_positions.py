@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
-from minialpa import LogicalMesh, ShardParallel, hlo, models, parallelize, value_and_grad
+from minialpa import LogicalMesh, ShardParallel, models, parallelize, value_and_grad
 from minialpa.intra.shard_arrays import shard_program
 from minialpa.intra.spmd import EquationSpecs, ShardedEquations
 from minialpa.ir.equations import is_literal, shape_of
@@ -23,7 +23,7 @@ from minialpa.sharding import Spec
 from minialpa.tracing.evaluation import eval_equation
 from tests.helpers import strategies_of
 from tests.rules.rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
-from tests.rules.rule_programs import PROGRAMS, cases
+from tests.rules.rule_programs import PROGRAMS, equations
 
 _MODES = ["clip", "fill", "promise_in_bounds"]
 _UPDATES = ["add", "max", "min", "multiply", "set"]
@@ -41,22 +41,16 @@ def _checked(found: tuple[Case, ...], *primitives: str) -> None:
     check_all(found)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_parts_of_a_program_by_position_make_the_whole(program: str) -> None:
-    check_positions(cases(program))
-
-
 def test_programs_have_positional_factors() -> None:
-    found = [case.eqn for program in PROGRAMS for case in cases(program)]
+    found = [eqn for program in PROGRAMS for eqn in equations(program)]
     split = {eqn.primitive.name for eqn in found if factors_of(eqn).positional}
     scatters = {f"scatter{suffix}" for suffix in ("", "-add", "-max", "-min", "-mul", "-sub")}
     assert split == {"gather", "iota", "random_bits", *scatters}
 
 
 @pytest.mark.parametrize("mode", _MODES)
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "uint32", "int64"])
-@pytest.mark.parametrize("wrap", [True, False])
-def test_indices_out_of_bounds(mode: Any, dtype: str, wrap: bool) -> None:
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "int64"])
+def test_indices_out_of_bounds(mode: Any, dtype: str) -> None:
     with jax.enable_x64(dtype == "int64"):
         values = np.array([[0, 5, 6, -1], [3, 100, -7, 2]])
         if dtype == "int64":
@@ -65,29 +59,25 @@ def test_indices_out_of_bounds(mode: Any, dtype: str, wrap: bool) -> None:
 
         def look_up(t: Any, i: Any) -> list[Any]:
             at = t.at[i]
-            fills = [None, 0.0, 5.0] if mode == "fill" else [None]
-            return [at.get(mode=mode, fill_value=fill, wrap_negative_indices=wrap) for fill in fills]
+            fills = [None, 5.0] if mode == "fill" else [None]
+            return [at.get(mode=mode, fill_value=fill, wrap_negative_indices=False) for fill in fills]
 
         _checked(cases_of(look_up, _table(6, 4), indices), "gather")
 
 
 @pytest.mark.parametrize("mode", _MODES)
-@pytest.mark.parametrize("update", _UPDATES)
-@pytest.mark.parametrize("wrap", [True, False])
-def test_updates_out_of_bounds(mode: Any, update: str, wrap: bool) -> None:
+def test_updates_out_of_bounds(mode: Any) -> None:
     indices = np.array([0, 5, 6, -1, 3, 100, -7, 2, 3, 0], np.int32)
 
     def change(t: Any, u: Any) -> Any:
-        return getattr(t.at[indices], update)(u, mode=mode, wrap_negative_indices=wrap)
+        at = t.at[indices]
+        return [getattr(at, update)(u, mode=mode, wrap_negative_indices=False) for update in _UPDATES]
 
-    _checked(cases_of(change, _table(6, 4), _table(10, 4)), "scatter-mul" if update == "multiply" else _name(update))
-
-
-def _name(update: str) -> str:
-    return "scatter" if update == "set" else f"scatter-{update}"
+    names = ("scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter")
+    _checked(cases_of(change, _table(6, 4), _table(10, 4)), *names)
 
 
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_several_indexed_dimensions(mode: Any) -> None:
     i, j = np.array([0, 5, 6, -1], np.int32), np.array([7, -9, 3, 8], np.int32)
 
@@ -98,13 +88,7 @@ def test_several_indexed_dimensions(mode: Any) -> None:
     _checked(found, "gather", "scatter-add")
 
 
-def test_batches_of_indices() -> None:
-    indices = np.array([[0, 7, 8], [-1, -9, 3], [2, 2, 2], [100, 1, 0]], np.int32)
-    found = cases_of(vjp(lambda x: jnp.take_along_axis(x, indices, axis=1)), _table(4, 8))
-    _checked(found, "gather", "scatter-add")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8", "complex64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "complex64"])
 def test_tables_of_other_dtypes(dtype: Any) -> None:
     indices = np.array([0, 5, 6, -1, 3, 100, -7, 2], np.int32)
     updates = jnp.ones((8, 4), dtype)
@@ -138,19 +122,13 @@ def test_narrow_indices_of_a_long_table(mode: str, dtype: Any) -> None:
     _checked(found, "gather", "scatter-add")
 
 
-def test_no_indices_at_all() -> None:
-    found = cases_of(lambda t: _rows(t, np.zeros((0,), np.int32), "fill"), _table(6, 4))
-    _checked(found, "gather", "scatter-add")
-
-
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bfloat16"])
 def test_counts(dtype: Any) -> None:
     # Counts that 8 and 16 bits do not hold.
     _checked(cases_of(lambda: lax.broadcasted_iota(dtype, (2, 600), 1)), "iota")
 
 
-@pytest.mark.parametrize("width", [8, pytest.param(16, marks=pytest.mark.slow), 32, 64])
-@pytest.mark.parametrize("n_keys", [None, 4])
+@pytest.mark.parametrize(("width", "n_keys"), [(8, None), (32, 4), (64, 4)])
 def test_bits(width: int, n_keys: int | None) -> None:
     with jax.enable_x64(width == 64):
         draw = lambda key: jax.random.bits(key, (4, 6, 2), f"uint{width}")  # noqa: E731
@@ -163,7 +141,7 @@ def test_bits_that_are_not_counted_are_drawn_whole() -> None:
         eqn = jax.make_jaxpr(lambda key: jax.random.bits(key, shape))(jax.random.key(0, impl=impl)).eqns[-1]
         while "jaxpr" in eqn.params:
             eqn = eqn.params["jaxpr"].eqns[-1]
-        return notation(Case(eqn, (), ()))
+        return notation(eqn)
 
     assert notation_of_bits((4, 6)) == "[] -> [A' B']"
     assert notation_of_bits((4, 6), "rbg").replace("[1]", "[]") == "[] -> [A B]"
@@ -171,8 +149,8 @@ def test_bits_that_are_not_counted_are_drawn_whole() -> None:
     assert notation_of_bits((2**16, 2**16)) == "[] -> [A B]"
     with jax.threefry_partitionable(False):
         assert notation_of_bits((4, 6)) == "[] -> [A B]"
-        case = only(lambda key: jax.random.bits(key, (4, 6)), jax.random.key(0))
-    assert notation(case) == "[] -> [A B]", "what counts is how the equation was traced"
+        eqn = only(lambda key: jax.random.bits(key, (4, 6)), jax.random.key(0))
+    assert notation(eqn) == "[] -> [A B]", "the settings of the trace count"
 
 
 _DROPPED = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -199,8 +177,7 @@ def _until(h: Any, key: Any) -> Any:
     return lax.while_loop(lambda carry: carry[0] < key.ndim + 2, body, (jnp.int32(key.ndim), h))
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-@pytest.mark.parametrize("fun", [_scanned, _chosen, _until])
+@pytest.mark.parametrize(("fun", "impl"), [(_scanned, "rbg"), (_chosen, "threefry2x32"), (_until, "threefry2x32")])
 def test_loops_and_branches_that_make_arrays_by_position(fun: Any, impl: Any) -> None:
     """Bits that are not counted, and captured arrays, are there in full, and a shard takes its part."""
     found = cases_of(fun, _DROPPED, jax.random.key(3, impl=impl))
@@ -214,15 +191,15 @@ def test_a_loop_that_mixes_what_it_makes_by_position_is_not_split() -> None:
     def body(h: Any, key: Any) -> Any:
         return h + jnp.sort(jax.random.uniform(key, h.shape), 0), None
 
-    case = only(lambda h, keys: lax.scan(body, h, keys), _DROPPED, jax.random.split(jax.random.key(0), 2))
-    factors = factors_of(case.eqn)
+    eqn = only(lambda h, keys: lax.scan(body, h, keys), _DROPPED, jax.random.split(jax.random.key(0), 2))
+    factors = factors_of(eqn)
     assert 8 not in {factors.sizes[f] for f in factors.positional}
-    assert factors.in_time(case.eqn).leading_factor(0, 0) in factors.blocked
+    assert factors.in_time(eqn).leading_factor(0, 0) in factors.blocked
 
 
 def test_an_equation_on_a_part_needs_to_be_told_which_one() -> None:
     """Parameters of a part of a loop that makes arrays by position do not make a program."""
-    case = only(lambda h, key: _until(h, key), _DROPPED, jax.random.key(3))
+    case = cases_of(_until, _DROPPED, jax.random.key(3))[-1]
     factors = factors_of(case.eqn)
     (rows,) = (f for f in factors.positional if factors.sizes[f] == 8)
     with pytest.raises(TypeError, match="shards"):
@@ -230,7 +207,7 @@ def test_an_equation_on_a_part_needs_to_be_told_which_one() -> None:
 
 
 def test_loops_and_micro_batches_do_not_split_by_position() -> None:
-    factors = factors_of(only(lambda t: t[np.array([1, 2], np.int32)], _table(6, 4)).eqn)
+    factors = factors_of(only(lambda t: t[np.array([1, 2], np.int32)], _table(6, 4)))
     (rows,) = factors.positional
     assert rows not in factors.splittable
     assert not factors.may_split(rows, 2)
@@ -286,11 +263,9 @@ def test_a_large_vocabulary_is_split_and_never_gathered(key: jax.Array) -> None:
     case = models.build("gpt", n_heads=8, **sizes)
     state, batch = jax.eval_shape(case.init, key), case.make_batch(0, n_examples)
     step = parallelize(case.train_step(value_and_grad), method=ShardParallel(devices=LogicalMesh((8,))))
-    executable = step.get_executable(state, batch)
-    table = executable.get_input_placement_specs()[0].params["tokens"]["embedding"]
-    assert table.partition_specs == (P("x"),)
-    (text,) = executable.get_hlo_text()
+    plan = step.plan(state, batch)
+    (table,) = (value for value in plan.inputs if "'tokens'" in value.path and "params" in value.path)
+    assert table.specs[0].dims[0], table
     activations, shard = n_examples * seq_len * hidden * 4, n_rows * hidden * 4 // 8
-    found = hlo.collectives(text)
-    assert max(one.n_bytes for one in found if one.kind != "all-reduce") < 2 * activations < shard
-    assert max(one.n_bytes for one in found) < shard / 4  # small gradients together
+    assert max(one.n_bytes for one in plan.collectives if one.kind != "all-reduce") < 2 * activations < shard
+    assert max(one.n_bytes for one in plan.collectives) < shard / 4  # small gradients together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,23 +14,21 @@ import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.attention.operation import Attention
 from minialpa.rules.known_rules import factors_of
 from tests.attention_calls import causal, fused
-from tests.rules.rule_laws import cases_of, notation, vjp
+from tests.rules.rule_laws import equations_of, notation, vjp
 
 
 def _equations(kind: Attention, *, t: int, s: int, d: int = 4, e: int = 2) -> tuple[JaxprEqn, JaxprEqn]:
     """Attention and its gradient, of 2 examples, 3 key/value heads and 5 query heads for each."""
     shapes = ((2, t, 3, 5, d), (2, s, 3, d), (2, s, 3, e))
-    cases = cases_of(vjp(lambda q, k, v: fused(kind, q, k, v)), *(jnp.ones(shape) for shape in shapes))
-    eqns = {case.eqn.primitive.name: case.eqn for case in cases}
+    closed = jax.make_jaxpr(vjp(lambda q, k, v: fused(kind, q, k, v)))(*(jnp.ones(shape) for shape in shapes))
+    eqns = {eqn.primitive.name: eqn for eqn in equations_of(closed.jaxpr)}
     return eqns["minialpa_attention"], eqns["minialpa_attention_gradient"]
 
 
 def test_factors_are_as_written() -> None:
-    shapes = ((2, 8, 3, 5, 4), (2, 6, 3, 4), (2, 6, 3, 7))
-    cases = cases_of(vjp(lambda q, k, v: fused(Attention(scale=1.0), q, k, v)), *(jnp.ones(s) for s in shapes))
-    found = {case.eqn.primitive.name: notation(case) for case in cases}
-    assert found["minialpa_attention"] == "[a b c d E], [a F c E], [a F c G] -> [a b c d G], [a b c d]"
-    assert found["minialpa_attention_gradient"] == (
+    forward, backward = map(notation, _equations(Attention(scale=1.0), t=8, s=6, e=7))
+    assert forward == "[a b c d E], [a F c E], [a F c G] -> [a b c d G], [a b c d]"
+    assert backward == (
         "[a b c d E], [a F c E], [a F c G], [a b c d G], [a b c d], [a b c d G] -> "
         "[a b c d E], [a F c E], [a F c G] sum(d) sum(b)"
     )
@@ -39,7 +38,6 @@ _KINDS = [
     Attention(scale=1.0),
     causal(4),
     causal(4, left=5),
-    causal(4, left=0),
     causal(4, left=100),
     causal(4, left=0, right=None),
     causal(4, left=0, right=3),
@@ -54,16 +52,15 @@ def _visible(kind: Attention, t: int, s: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, causal(4, left=2, right=1)], ids=str)
-@pytest.mark.parametrize("s", [8, 12])
-def test_flops_are_those_of_the_scores_that_are_seen(kind: Attention, s: int) -> None:
-    n_scores = 2 * 3 * 5 * int(np.sum(_visible(kind, 8, s)))
-    forward, backward = (factors_of(eqn).flops for eqn in _equations(kind, t=8, s=s))
+def test_flops_count_the_scores_in_the_window(kind: Attention) -> None:
+    n_scores = 2 * 3 * 5 * int(np.sum(_visible(kind, 8, 12)))
+    forward, backward = (factors_of(eqn).flops for eqn in _equations(kind, t=8, s=12))
     assert forward == n_scores * 2 * (4 + 2)
     assert backward == n_scores * 2 * (3 * 4 + 2 * 2)
 
 
 @pytest.mark.parametrize("kind", _KINDS, ids=str)
-@pytest.mark.parametrize("n", [2, 4, 24])
+@pytest.mark.parametrize("n", [2, 24])
 def test_price_of_a_split_is_the_work_of_the_busiest_part(kind: Attention, n: int) -> None:
     visible = _visible(kind, 24, 24)
     forward, backward = (factors_of(eqn) for eqn in _equations(kind, t=24, s=24))

@@ -39,9 +39,8 @@ from minialpa.ir.equations import (
     shape_of,
 )
 from minialpa.ir.op import Op, Origin
-from minialpa.rules.factors import Reduction
+from minialpa.rules.factors import Reduction, combine
 from minialpa.rules.known_rules import factors_of
-from minialpa.rules.reductions import combine
 from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flatten_calls

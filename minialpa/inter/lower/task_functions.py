@@ -18,8 +18,7 @@ from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, aval_of, is_weak
 from minialpa.programs.mesh_program import STAND_INS
 from minialpa.programs.program import Function
-from minialpa.rules.factors import Reduction
-from minialpa.rules.reductions import combine
+from minialpa.rules.factors import Reduction, combine
 from minialpa.sharding import Spec
 
 #: The stored form and the spec of each of several arrays.

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from minialpa.rules.factors import Reduction
-from minialpa.rules.reductions import combine_along
+from minialpa.rules.factors import Reduction, combine_along
 
 #: Of booleans, the reductions that are a minimum or a maximum.
 _OF_BOOLEANS: dict[Reduction, Reduction] = {"and": "min", "max": "max", "min": "min", "or": "max"}

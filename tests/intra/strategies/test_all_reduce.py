@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from minialpa.intra.strategies.all_reduce import all_reduce, is_gathered
-from minialpa.rules.factors import Reduction
-from minialpa.rules.reductions import combine, combine_along
+from minialpa.rules.factors import Reduction, combine, combine_along
 
 N = 4
 OF_BITS = ("and", "or", "xor")
