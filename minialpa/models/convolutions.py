@@ -12,8 +12,7 @@ import numpy as np
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from minialpa.models.base import Batch, Metrics, Model, Network
-from minialpa.models.tasks import classification, labelled_images, squared_error
+from minialpa.models.base import Batch, Metrics, Model, Network, classification, labelled_images, squared_error
 
 BlockKind = Literal["basic", "bottleneck"]
 

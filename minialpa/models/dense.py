@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from minialpa.models.base import Batch, Metrics, Model, Network
-from minialpa.models.tasks import squared_error
+from minialpa.models.base import Batch, Metrics, Model, Network, squared_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,29 +1,50 @@
-"""Loops on numbers and NumPy arrays that run as machine code: marked where they are written, compiled when called.
+"""Loops on numbers and NumPy arrays that run as machine code: marked by `compiled`, compiled at the first call.
 
-`support/machine_code.py` compiles them. Loading it takes half a second, with numba and the machine code of the first
-loop, and most small steps are planned without any of these loops.
+`support/machine_code.py` compiles them. Loading it takes half a second, and most small steps run without these loops.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
-# Imported with the sources, whose text it reads.
-from minialpa.support import loop_sources  # noqa: F401
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: The modules of compiled functions and of the classes of their arguments. Machine code includes the code of functions
+#: that it calls, so a change of one module is a change of all.
+SOURCES = (
+    "inter/search/stage_kernels.py",
+    "intra/solver/csr_graph.py",
+    "intra/solver/dominance.py",
+    "intra/solver/local_search.py",
+    "intra/solver/trws.py",
+)
+
+
+def _digest() -> str | None:
+    """The digest of the sources; None if they cannot be read, as in a packed program."""
+    with suppress(OSError):
+        sources = [(Path(__file__).parents[1] / name).read_bytes() for name in SOURCES]
+        return hashlib.sha256(b"\0".join(sources)).hexdigest()
+    return None
+
+
+#: Read at import: sources that are edited later must not give old code a new name.
+SOURCES_DIGEST = _digest()
 
 
 def compiled(function: _Function) -> _Function:
-    """`function` as machine code, which is compiled or read from a file when it is called first."""
+    """`function` as machine code, which is compiled or read from a file at its first call."""
     return cast(_Function, _Loop(function))
 
 
 class _Loop:
-    """A function whose calls go to its machine code. Other attributes are those of numba's dispatcher."""
+    """A function whose calls go to its machine code. Other attributes come from numba's dispatcher."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -33,13 +54,13 @@ class _Loop:
 
     @functools.cached_property
     def dispatcher(self) -> Any:
-        """What numba calls a function that it compiles."""
+        """numba's compiled function."""
         from minialpa.support.machine_code import dispatcher_of
 
         return dispatcher_of(self._with_dispatchers())
 
     def _with_dispatchers(self) -> Callable[..., Any]:
-        """The function with numba's dispatchers, which it knows, in the place of the loops that the function calls."""
+        """The function with numba's dispatchers in place of the loops that it calls."""
         function = self.function
         assert isinstance(function, FunctionType), function
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}

@@ -11,9 +11,8 @@ import pytest
 
 import minialpa
 from minialpa.errors import MinialpaError, VerifyError
-from minialpa.ir.block import Block
+from minialpa.ir.block import Block, verify_block
 from minialpa.ir.op import Op
-from minialpa.ir.verify import verify_block
 from tests.equivalence.drawing import example_of
 from tests.equivalence.steps import batch_argnums, make_args, make_step
 from tests.equivalence.ways import make_method

@@ -1,7 +1,7 @@
 """Alpa's parallel methods: minialpa's, with Alpa's arguments and defaults.
 
-Alpa reads options and the global mesh when it compiles a step, so scripts may change them until then. A method here
-keeps what the script gave and reads it whenever the planner asks.
+Alpa reads options and the global mesh when it compiles a step, so scripts may change them until then. A method keeps
+the script's objects and converts them at each read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 import minialpa
 from minialpa.compat.alpa.device_mesh import read_devices
 from minialpa.compat.alpa.manual_sharding import ManualShardingOption, with_axes, with_specs
-from minialpa.compat.alpa.options import AutoShardingOption, read_option
-from minialpa.compat.alpa.settings import Setting, check_setting
+from minialpa.compat.alpa.options import AutoShardingOption, Setting, check_setting, read_option
 from minialpa.errors import ShardingError
 from minialpa.session import current_session, describe_devices
 
 
 class Late:
-    """A field of a method that keeps what a script gave, and converts it each time that it is read."""
+    """A field of a method that keeps a script's object and converts it at each read."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -37,18 +36,15 @@ class Late:
 
 
 class _Manual:
-    """A method that may have shardings by hand."""
-
     manual_sharding_option: ManualShardingOption | None
 
     def options_for(self: Any, step: Any) -> Any:
-        """The options for a step whose pytrees are known."""
         manual, options = self.manual_sharding_option, self.options()
         return options if manual is None else with_specs(options, manual, step)
 
 
 def _set_attribute(method: Any, name: str, value: Any) -> None:
-    """Scripts change methods until a step is planned by them."""
+    """`__setattr__` of methods, which scripts change until a step is planned."""
     names = [field.name for field in dataclasses.fields(method)]
     if name not in (*names, "as_option"):
         raise AttributeError(f"`{type(method).__name__}` has no attribute `{name}`. It has {', '.join(names)}.")
@@ -101,7 +97,7 @@ class ShardParallel(_Manual, minialpa.ShardParallel):
 
 
 def _shape_of(devices: Any) -> tuple[int, int]:
-    """(hosts, devices per host) of a cluster, of jax devices, or with None of the session."""
+    """(hosts, devices per host) of a cluster, of jax devices, or for None of the session."""
     if devices is not None and not isinstance(devices, minialpa.ClusterSpec):
         devices = describe_devices(tuple(devices))
     cluster = current_session().cluster if devices is None else devices
@@ -176,7 +172,7 @@ class PipeshardParallel(_Manual, minialpa.PipeshardParallel):
         return options if manual is None else with_axes(options, manual)
 
 
-# Dataclasses that are frozen, as minialpa's methods are, set this one themselves.
+# A frozen dataclass defines it itself.
 ShardParallel.__setattr__ = PipeshardParallel.__setattr__ = _set_attribute  # type: ignore[method-assign]
 
 
