@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import minialpa
 import minialpa.compat.alpa as alpa
 from minialpa.compat.alpa import AutoShardingOption, PipeshardParallel, ShardParallel
-from tests.runtime.cluster.in_process_session import in_process_session
 
 AXES = ("data", "model")
 MANUAL = AutoShardingOption(enable_auto_sharding=False)
@@ -163,20 +162,6 @@ def test_equal_stages_have_the_shape_of_hosts_and_devices() -> None:
     method = pipeline_method(alpa.ManualShardingOption(AXES, in_axis_resources=MEGATRON), stages)
     plan = alpa.parallelize(two_layers(alpa.grad, constrained=True), method=method).plan(*weights_and_batch())
     assert [stage.logical_shape for stage in plan.stages] == [(1, 4)] * 2
-
-
-@pytest.mark.slow  # shardings by hand in one process are the short relatives
-def test_shardings_by_hand_on_workers() -> None:
-    with in_process_session(1, 4):
-        option = alpa.ManualShardingOption(AXES, in_axis_resources=MEGATRON)
-        stages = alpa.ManualStageOption([[0], [1]], [(1, 2)] * 2, [(1, 2), (2, 1)], [{}] * 2)
-        methods = (
-            ShardParallel(logical_shape=(2, 2), manual_sharding_option=option),
-            pipeline_method(option, stages),
-        )
-        for method in methods:
-            step = alpa.parallelize(two_layers(alpa.grad, constrained=True), method=method)
-            assert_like_one_device(step(*weights_and_batch()))
 
 
 def test_3d_methods_take_shardings_by_hand() -> None:

@@ -241,7 +241,8 @@ def classify(weights: Any, images: Any, labels: Any) -> tuple[Any, jax.Array]:
     return weights - 0.1 * grad, value
 
 
-def _train_on(in_process: bool) -> None:
+def test_epochs_of_a_loader_that_takes_placement_specs() -> None:
+    alpa.init("local")
     step, weights = alpa.parallelize(classify), jnp.zeros((16, 10))
     batch = (jax.core.ShapedArray((32, 4, 4), jnp.float32), jax.core.ShapedArray((32,), jnp.int32))
     specs = step.get_executable(weights, *batch).get_input_placement_specs()[1:3]
@@ -251,25 +252,12 @@ def _train_on(in_process: bool) -> None:
     for _ in range(2):
         n = 0
         for n, (images, labels) in enumerate(loader, 1):
-            assert not isinstance(images, np.ndarray)
-            if in_process:
-                assert len(images.sharding.device_set) == 8
+            assert len(images.sharding.device_set) == 8
             weights, value = step(weights, images, labels)
             rows = slice(32 * (n - 1), 32 * n)
             expected, expected_value = jax.jit(classify)(expected, IMAGES[rows], LABELS[rows])
             alpa.testing.assert_allclose(value, expected_value)
         assert n == 4
-
-
-def test_epochs_of_a_loader_that_takes_placement_specs() -> None:
-    alpa.init("local")
-    _train_on(in_process=True)
-
-
-@pytest.mark.slow  # the epochs above are the short relative
-def test_workers_read_for_a_loader_that_takes_placement_specs() -> None:
-    with in_process_session(1, 4):
-        _train_on(in_process=False)
 
 
 def test_a_loader_takes_specs_of_whole_arguments_and_the_step() -> None:

@@ -7,12 +7,6 @@ import sys
 from typing import Any
 
 from minialpa import __version__ as __version__
-from minialpa import get_last_dp_result as get_last_dp_result
-from minialpa import grad as grad
-from minialpa import mark_pipeline_boundary as mark_pipeline_boundary
-from minialpa import plan_to_method as plan_to_method
-from minialpa import prefetch as prefetch
-from minialpa import value_and_grad as value_and_grad
 from minialpa.compat.alpa import data_loader as data_loader
 from minialpa.compat.alpa import device_mesh as device_mesh
 from minialpa.compat.alpa import global_env as global_env

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import minialpa
 from minialpa.compat.alpa.device_mesh import read_devices
@@ -35,10 +35,30 @@ class Late:
         return self if method is None else self._convert(vars(method)[self._name])
 
 
-class _Manual:
+class _Method:
+    """Attributes of both methods. `SHARDING` is the field of the options that Alpa calls `as_option`."""
+
+    SHARDING: ClassVar[str]
     manual_sharding_option: ManualShardingOption | None
 
-    def options_for(self: Any, step: Any) -> Any:
+    @property
+    def as_option(self) -> Any:
+        """The sharding options, which may be changed."""
+        return vars(self)[f"given_{self.SHARDING}"]
+
+    @as_option.setter
+    def as_option(self, option: Any) -> None:
+        _set_attribute(self, self.SHARDING, option)
+
+    def options(self) -> Any:
+        options: Any = super().options()  # type: ignore[misc]
+        manual = self.manual_sharding_option
+        return options if manual is None else with_axes(self._with_shape(options, manual), manual)
+
+    def _with_shape(self, options: Any, manual: ManualShardingOption) -> Any:
+        return options
+
+    def options_for(self, step: Any) -> Any:
         manual, options = self.manual_sharding_option, self.options()
         return options if manual is None else with_specs(options, manual, step)
 
@@ -54,9 +74,10 @@ def _set_attribute(method: Any, name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, init=False)
-class ShardParallel(_Manual, minialpa.ShardParallel):
+class ShardParallel(_Method, minialpa.ShardParallel):
     """`minialpa.ShardParallel` with Alpa's arguments; the options may change until a step is planned."""
 
+    SHARDING = "auto_sharding_option"
     manual_sharding_option: ManualShardingOption | None = None
 
     devices = Late(read_devices)
@@ -75,25 +96,13 @@ class ShardParallel(_Manual, minialpa.ShardParallel):
         super().__init__(devices, num_micro_batches, option, **others)
         _set_attribute(self, "manual_sharding_option", manual_sharding_option)
 
-    @property
-    def as_option(self) -> Any:
-        """The sharding options, which may be changed."""
-        return vars(self)["given_auto_sharding_option"]
-
-    @as_option.setter
-    def as_option(self, option: Any) -> None:
-        _set_attribute(self, "auto_sharding_option", option)
-
-    def options(self) -> Any:
-        options, manual = super().options(), self.manual_sharding_option
-        if manual is None:
-            return options
-        devices = read_devices(vars(self)["given_devices"])
+    def _with_shape(self, options: Any, manual: ManualShardingOption) -> Any:
+        """With several axes, the logical shape of Alpa by default: (hosts, devices per host)."""
+        devices = self.devices
         has_shape = options.logical_shape is not None or isinstance(devices, minialpa.LogicalMesh)
-        if not has_shape and len(manual.names[0]) > 1:
-            # Alpa's default, unlike minialpa's.
-            options = dataclasses.replace(options, logical_shape=options.submesh or _shape_of(devices))
-        return with_axes(options, manual)
+        if has_shape or len(manual.names[0]) == 1:
+            return options
+        return dataclasses.replace(options, logical_shape=options.submesh or _shape_of(devices))
 
 
 def _shape_of(devices: Any) -> tuple[int, int]:
@@ -120,9 +129,10 @@ _OVERLAP = Setting("Transfers overlap with compute in every schedule; this one i
 
 
 @dataclass(frozen=True, init=False)
-class PipeshardParallel(_Manual, minialpa.PipeshardParallel):
+class PipeshardParallel(_Method, minialpa.PipeshardParallel):
     """`minialpa.PipeshardParallel` with Alpa's arguments and defaults; options may change until a step is planned."""
 
+    SHARDING = "default_auto_sharding_option"
     manual_sharding_option: ManualShardingOption | None = None
 
     devices = Late(read_devices)
@@ -157,19 +167,6 @@ class PipeshardParallel(_Manual, minialpa.PipeshardParallel):
             option = AutoShardingOption(prefer_reduce_scatter=True)
         super().__init__(devices, num_micro_batches, pipeline_schedule, layer_option, stage_option, option, **others)
         _set_attribute(self, "manual_sharding_option", manual_sharding_option)
-
-    @property
-    def as_option(self) -> Any:
-        """The sharding options of all stages, which may be changed."""
-        return vars(self)["given_default_auto_sharding_option"]
-
-    @as_option.setter
-    def as_option(self, option: Any) -> None:
-        _set_attribute(self, "default_auto_sharding_option", option)
-
-    def options(self) -> Any:
-        options, manual = super().options(), self.manual_sharding_option
-        return options if manual is None else with_axes(options, manual)
 
 
 # A frozen dataclass defines it itself.
