@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import minialpa
 from minialpa.compat.alpa.device_mesh import read_devices
@@ -36,9 +36,9 @@ class Late:
 
 
 class _Method:
-    """Attributes of both methods. `SHARDING` is the field of the options that Alpa calls `as_option`."""
+    """Attributes of both methods. `SHARDING` names the field that is also `as_option`."""
 
-    SHARDING: ClassVar[str]
+    SHARDING = ""
     manual_sharding_option: ManualShardingOption | None
 
     @property
