@@ -94,7 +94,7 @@ class DeviceMesh:
         """The same devices, in Alpa's class for them."""
         if self._session.devices and self.num_hosts == 1:
             return LocalPhysicalDeviceMesh([self._session.devices[i] for i in self._numbers])
-        return DistributedPhysicalDeviceMesh(self._session, self.host_ids, self.num_devices_per_host)
+        return self
 
     def target(self) -> Any:
         """The `devices` of minialpa's methods for this mesh."""
@@ -124,11 +124,7 @@ class DeviceMesh:
         """No effect: the session ends with `shutdown()`."""
 
 
-VirtualPhysicalMesh = PhysicalDeviceMesh = DeviceMesh
-
-
-class DistributedPhysicalDeviceMesh(DeviceMesh):
-    """A mesh of several hosts, or with devices of workers."""
+VirtualPhysicalMesh = PhysicalDeviceMesh = DistributedPhysicalDeviceMesh = DeviceMesh
 
 
 class LocalPhysicalDeviceMesh(DeviceMesh):
