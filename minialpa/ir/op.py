@@ -36,12 +36,10 @@ OTHER = Origin(direction="other", group=None, layer=0)
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation.
+    """An equation with its facts.
 
     Attributes:
-        eqn: its equation.
-        scope: the name scopes that it was traced in.
-        origin: where it came from.
+        scope: the name scopes of its trace.
         source: number of the traced operation that it is, or is written for, or -1.
         segment: when it runs, see `SplitStep`; -1 before micro-batches are split.
     """

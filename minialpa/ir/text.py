@@ -30,11 +30,10 @@ Fact = Callable[[int, Op], str]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One operation as text.
+    """Operation `number` as text.
 
     Attributes:
-        number: of the operation.
-        cells: its columns: number, types, computation, and facts.
+        cells: its columns.
         kind: equal for lines that repeat: the cells without numbers of operations.
         reads: for each operand the number of the operation that makes it, or its text.
         body: the lines of the programs inside, such as the body of a loop.

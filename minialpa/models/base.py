@@ -36,7 +36,6 @@ class ModelCase:
     """One model to train.
 
     Attributes:
-        name: of the model.
         batch_size: number of examples in a batch by default.
         init: from a PRNG key to the initial state.
         make_batch: from a seed and a number of examples to a batch.
@@ -59,13 +58,7 @@ class ModelState(TrainState):
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Pipeline boundaries of a model: `after` calls `hook` in `count` of the gaps between blocks, evenly spread.
-
-    Attributes:
-        hook: such as `minialpa.mark_pipeline_boundary`; None for no boundaries.
-        count: number of boundaries.
-        n_blocks: number of blocks of the model.
-    """
+    """Pipeline boundaries: `after` calls `hook`, if any, in `count` evenly spread gaps between `n_blocks` blocks."""
 
     hook: Hook | None = None
     count: int = 1

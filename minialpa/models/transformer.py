@@ -143,8 +143,7 @@ class Moe(Tokens):
     """A GPT with experts in blocks 0, 2, ...; tokens [b s] -> logits [b s vocab_size] and the summed imbalance.
 
     Loss = cross-entropy + `balance` * imbalance, which is also a metric. An expert has `factor` times as many hidden
-    features, and capacity * 2 * seq_len / n_experts slots for each row of the batch. Adafactor (arXiv:1804.04235) keeps
-    sums of rows and columns where Adam has moments: experts have many weights for little work.
+    features, and capacity * 2 * seq_len / n_experts slots for each row of the batch.
     """
 
     n_experts: int = 8

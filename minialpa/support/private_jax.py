@@ -293,7 +293,6 @@ class KernelArray:
     """An operand or result of a kernel.
 
     Attributes:
-        shape: of the whole array.
         blocks: the length of a block in each dimension; None where blocks are no multiples of it.
         index_map: a closed jaxpr, from positions in the grid (and the index operands) to block indices.
     """
@@ -437,13 +436,7 @@ def unused_parameters(compute: Callable[..., Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudnnAttention:
-    """The parameters of an attention.
-
-    Attributes:
-        scale: factor of the products of queries and keys.
-        is_causal: whether query i sees only keys j <= i.
-        window: query i sees only keys j > i - window; None for all.
-    """
+    """An attention whose query i sees keys j <= i if causal, and with a window only keys j > i - window."""
 
     scale: float
     is_causal: bool

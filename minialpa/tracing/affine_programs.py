@@ -21,12 +21,7 @@ from minialpa.tracing.affine_rules import RULES
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """The operand of a loop, branch or call for an input of the program inside.
-
-    Attributes:
-        atom: the operand.
-        is_stacked: whether each iteration reads another slice of it.
-    """
+    """The operand of a loop, branch or call for an input inside; if stacked, each iteration reads another slice."""
 
     atom: Atom
     is_stacked: bool = False

@@ -1,8 +1,7 @@
 """Fingerprints of traced programs: whether two programs are equal, and where they first differ.
 
-A program becomes lines of text without names: inputs, equations, outputs. Equal programs have equal lines in every
-process. A `Fingerprint` holds a digest of all lines, and for `first_change` digests of the first n/32, 2n/32, ... of
-the n equations.
+A program becomes lines of text without names, equal in every process. A `Fingerprint` holds a digest of all lines, and
+for `first_change` digests of the first n/32, 2n/32, ... of the n equations.
 """
 
 from __future__ import annotations

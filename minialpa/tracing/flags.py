@@ -71,14 +71,7 @@ def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """A `while` whose test is `any` of a condition for each example.
-
-    Attributes:
-        eqn: the loop.
-        test: its test; constants come before the carries.
-        body: its body; constants come before the carries.
-        condition: the equation of the test that reduces by `or`.
-    """
+    """A `while` whose test is `any` of a condition for each example; `condition` is the equation with this `any`."""
 
     eqn: JaxprEqn
     test: Block

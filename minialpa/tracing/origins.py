@@ -21,13 +21,7 @@ from minialpa.tracing.gradients import boundary_p, gradient_p
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A program without its marks.
-
-    Attributes:
-        flat: the program; the layer in an origin is the number of marked boundaries before the operation.
-        gradients: the marked gradients.
-        n_boundaries: number of marked pipeline boundaries.
-    """
+    """A program without its marks; the layer in an origin counts the marked boundaries before the operation."""
 
     flat: Block
     gradients: tuple[Var, ...]

@@ -33,10 +33,9 @@ _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mu
 class _Fields(NamedTuple):
     """Names of fields of dimension numbers.
 
-    Attributes:
-        single: dimensions of the operand that are indexed by one position and in no window.
-        places: for each component of the index vectors its dimension of the operand.
-        taken: batch dimensions of the indices.
+    single: for the dimensions of the operand that are indexed by one position and in no window.
+    places: for the operand's dimension of each component of the index vectors.
+    taken: for the batch dimensions of the indices.
     """
 
     single: str
@@ -114,10 +113,7 @@ def _body(
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Component number `component` of the index vectors is the position along `index_dim` of the indices.
-
-    operand_dim: the dimension of the operand that it indexes.
-    """
+    """A component of the index vectors, for `operand_dim`, is the position along `index_dim` of the indices."""
 
     component: int
     operand_dim: int

@@ -8,8 +8,7 @@ of each group, and multiply all rows with the weights of all groups: n times the
     [m k], [m n] -> [g k n]      masked [g m k], masked [g m n]               ragged rows that are summed over
     ragged batches               a plain product
 
-Masks and products have the planner's rules: groups, rows and features may all be split. `ragged_products` finds a mark
-on the sizes of the groups.
+Groups, rows and features may all be split. `ragged_products` finds a mark on the sizes of the groups.
 """
 
 from __future__ import annotations

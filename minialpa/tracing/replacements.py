@@ -20,14 +20,7 @@ from minialpa.support.private_jax import name_stack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepValues:
-    """The arguments and results of a traced program.
-
-    Attributes:
-        flat: the program; its invars are the argument leaves.
-        arg_of_leaf: for each leaf, the number of its argument.
-        batch_dims: for each leaf, the dimension that holds the examples, or None.
-        gradients: the marked gradients.
-    """
+    """The arguments and results of a program whose invars are the argument leaves; fields as in `trace_step`."""
 
     flat: Block
     arg_of_leaf: Sequence[int]

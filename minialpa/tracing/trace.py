@@ -43,12 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class NoBatch:
-    """Why no argument is a batch, without batch arguments from the user.
-
-    Attributes:
-        reason: the candidates, and how to name one.
-        ambiguous: whether there are several candidates.
-    """
+    """Why no argument is a batch if the user names none; `ambiguous`: there are several candidates."""
 
     reason: str
     ambiguous: bool

@@ -40,8 +40,7 @@ class Values:
     """The values of a program by number: equal numbers are equal values.
 
     Attributes:
-        numbers: the number of each computation.
-        of: the number of each variable.
+        numbers, of: the numbers of computations and of variables.
         constants: for values that are the same number everywhere, this number.
         scalars: for values that are the same scalar everywhere, the number of the scalar.
     """

@@ -131,10 +131,7 @@ class Invocation(NamedTuple):
 
 
 class Executable:
-    """minialpa's executable with Alpa's attributes, beside its own.
-
-    runtime: the executable. costs: seconds of timed steps.
-    """
+    """minialpa's executable with Alpa's attributes, beside its own. costs: seconds of timed steps."""
 
     def __init__(self, runtime: Any, costs: list[float]) -> None:
         self._runtime, self._costs = runtime, costs

@@ -1,7 +1,6 @@
 """Alpa's clusters and meshes: views of the session's devices, which methods take as `devices`.
 
-A mesh holds neither workers nor memory: the session starts the workers. So one class serves as physical and as virtual
-mesh.
+The session starts all workers, so one class serves as physical and as virtual mesh.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ ReplicatedDistributedArray = RemoteArray
 
 
 class DeviceMesh:
-    """Some hosts of a session, each with its first devices.
-
-    Attributes:
-        host_ids: numbers of the hosts.
-        num_devices_per_host: number of devices of each.
-    """
+    """Some hosts of a session, by their numbers, with the first `num_devices_per_host` devices of each."""
 
     def __init__(self, session: Session, host_ids: Sequence[int], num_devices_per_host: int) -> None:
         self._session = session
@@ -73,8 +67,8 @@ class DeviceMesh:
     ) -> minialpa.LogicalMesh:
         """These devices as an array of `mesh_shape`; without one, (hosts, devices per host).
 
-        With `mesh_alpha` and `mesh_beta`, only communication has a price, as in Alpa: seconds, and seconds per byte, or
-        any other units. Without them, compute and links have the prices of the session's devices.
+        With `mesh_alpha` and `mesh_beta`, only communication has a price, as in Alpa: seconds and seconds per byte, or
+        other units. Without them, the session's devices and links have their prices.
         """
         n, own, current = self.num_devices, self._session.devices, current_session().devices
         if not self._is_first or own[:n] != current[:n]:

@@ -17,12 +17,7 @@ from minialpa.errors import ShardingError
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The consequence of another value than Alpa's default.
-
-    Attributes:
-        sentence: why the setting is not needed, or what to use instead.
-        is_refused: an error, and not a warning.
-    """
+    """A setting without an equal: why it is not needed or what to use instead; refused by an error or warned of."""
 
     sentence: str
     is_refused: bool = False
@@ -112,8 +107,8 @@ class ManualLayerOption(Adjustable):
     """Layers end at `mark_pipeline_boundary()`.
 
     Attributes:
-        remat_layer: whether the backward pass of each layer recomputes its forward pass.
-        static_argnums: accepted; tracing finds static values by itself.
+        remat_layer: whether the backward pass recomputes each layer.
+        static_argnums: accepted; tracing finds static values.
     """
 
     remat_layer: bool = False
@@ -139,9 +134,8 @@ class AutoLayerOption(Adjustable):
 
     Attributes:
         layer_num: number of layers, or "auto".
-        remat_mode: "none"; with "coarse_grained_remat" and "fine_grained_remat", the backward pass of each layer
-            recomputes its forward pass.
-        static_argnums: accepted; tracing finds static values by itself.
+        remat_mode: "none", or "coarse_grained_remat" or "fine_grained_remat": the backward pass recomputes each layer.
+        static_argnums: accepted; tracing finds static values.
         eps: how far the work of a layer may differ from an equal share.
         remat_layer: the older spelling of `remat_mode="coarse_grained_remat"`.
     """

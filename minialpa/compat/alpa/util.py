@@ -33,9 +33,8 @@ def benchmark_func(
     """Seconds of one call of `run_func`, measured `repeat` times.
 
     sync_func: waits for the work of `run_func`; called before and after each measurement.
-    warmup: calls before the first measurement.
-    number: calls in each measurement, whose average counts.
-    min_repeat_second: if given, `number` is chosen so that a measurement takes about this long.
+    warmup: calls before the first measurement. number: calls in each measurement.
+    min_repeat_second: about the seconds of a measurement, in place of `number`.
     """
 
     def measure(n: int) -> float:
@@ -154,10 +153,7 @@ def count_communication_primitives(
 
 
 class Timer:
-    """Measures intervals; each method calls `sync_func` before it reads the clock.
-
-    costs: seconds of each interval.
-    """
+    """Measures the seconds of intervals, `costs`. `sync_func` is called before the clock is read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
