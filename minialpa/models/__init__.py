@@ -13,8 +13,7 @@ from typing import Any
 
 from minialpa.errors import TraceError
 from minialpa.models.base import GradFn, Model, ModelCase, ModelState, make_case
-from minialpa.models.convolutions import ResNet, UNet
-from minialpa.models.dense import Mlp, TwoTower
+from minialpa.models.feedforward import Mlp, ResNet, TwoTower, UNet
 from minialpa.models.sizes import SIZES, Size
 from minialpa.models.transformer import T5, Bert, Gpt, Llama, Moe, Vit
 
