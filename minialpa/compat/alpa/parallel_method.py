@@ -98,7 +98,7 @@ class ShardParallel(_Method, minialpa.ShardParallel):
 
     def _with_shape(self, options: Any, manual: ManualShardingOption) -> Any:
         """With several axes, the logical shape of Alpa by default: (hosts, devices per host)."""
-        devices = self.devices
+        devices = read_devices(vars(self)["given_devices"])
         has_shape = options.logical_shape is not None or isinstance(devices, minialpa.LogicalMesh)
         if has_shape or len(manual.names[0]) == 1:
             return options
