@@ -20,7 +20,7 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
-from minialpa.support.loops import SOURCES_DIGEST
+from minialpa.support.loop_sources import SOURCES_DIGEST
 
 
 def dispatcher_of(function: Callable[..., Any]) -> Any:

@@ -16,7 +16,8 @@ import pytest
 
 import minialpa
 from minialpa.support import machine_code
-from minialpa.support.loops import SOURCES, compiled
+from minialpa.support.loop_sources import SOURCES
+from minialpa.support.loops import compiled
 from minialpa.support.machine_code import cache_folder
 
 PACKAGE = Path(minialpa.__file__).parent
