@@ -17,6 +17,7 @@ import jax
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
+from minialpa.field_types import Count, Within, check_fields, check_value
 from minialpa.inter.schedule.schedules import PipelineSize, make_schedule
 from minialpa.inter.staging.replan import logical_mesh_of, options_of
 from minialpa.options import (
@@ -34,7 +35,6 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
-from minialpa.support.field_types import Count, Within, check_fields, check_value
 from minialpa.tracing.trace import TracedStep
 
 #: A number of micro-batches. Schedules list them, so there are no more than take seconds.

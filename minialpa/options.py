@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from minialpa.cluster import DeviceSpec
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.field_types import Count, NotNegative, check_fields
 from minialpa.sharding import AXIS_NAMES
 from minialpa.support.divisors import divisors
-from minialpa.support.field_types import Count, NotNegative, check_fields
 
 #: The treatment of the attentions of a step.
 Attention = Literal["auto", "fused", "written"]
