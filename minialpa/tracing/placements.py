@@ -97,22 +97,27 @@ def refuse_programs_of_devices(jaxpr: Jaxpr) -> None:
     for eqn in jaxpr.eqns:
         if any(is_ref(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
             raise TraceError(
-                f"The step uses a mutable array (a Ref, as `jax.new_ref` makes them) at {source_line(eqn)}. Plans have "
+                f"The step uses a mutable array (a Ref, as `jax.new_ref` makes them){_place(eqn)}. Plans have "
                 "arrays only: pass its value as an argument, `ref[...]`, and return the new value."
             )
     for eqn in _all_equations(jaxpr):
         if eqn.primitive.name == "shard_map":
             name = "pmap" if "pmap" in str(eqn.params.get("mesh")) else "shard_map"
             raise TraceError(
-                f"`jax.{name}` at {source_line(eqn)} is a program for the devices of its own mesh. {_PLANNER}: write "
+                f"`jax.{name}`{_place(eqn)} is a program for the devices of its own mesh. {_PLANNER}: write "
                 "the step for one device, as on whole arrays, with sums and means in the place of `psum` and `pmean`."
             )
         if any(AxisType.Explicit in mesh.axis_types for mesh in _meshes(eqn)):
             raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} is on a mesh with Explicit axes. {_PLANNER}: leave the "
+                f"`{eqn.primitive.name}`{_place(eqn)} is on a mesh with Explicit axes. {_PLANNER}: leave the "
                 "mesh out, or make it with `axis_types=(jax.sharding.AxisType.Auto, ...)` for "
                 "`jax.lax.with_sharding_constraint`."
             )
+
+
+def _place(eqn: JaxprEqn) -> str:
+    line = source_line(eqn)
+    return f" at {line}" if line else ""
 
 
 # ---- meshes ----------------------------------------------------------------------------------------------------------
