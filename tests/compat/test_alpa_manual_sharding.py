@@ -111,17 +111,6 @@ def test_gradients_are_accumulated_under_shardings_by_hand() -> None:
     assert_like_one_device(minialpa.parallelize(two_layers(minialpa.grad, True), method=plan)(*weights_and_batch()))
 
 
-def test_a_bare_partition_spec_decides_the_sharding_inside() -> None:
-    def step(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x * 2, P("data", "model")) + 1
-
-    option = alpa.ManualShardingOption(AXES, in_axis_resources=(None,))
-    executable = alpa.parallelize(step, method=shard_method(option), batch_argnums=()).get_executable(jnp.ones((8, 4)))
-    text = executable.get_hlo_text()
-    assert isinstance(text, str) and "f32[4,2]" in text
-    np.testing.assert_array_equal(executable(jnp.ones((8, 4))), np.full((8, 4), 3.0))
-
-
 def pipeline_method(option: alpa.ManualShardingOption, stages: Any, **others: Any) -> PipeshardParallel:
     return PipeshardParallel(
         num_micro_batches=2,

@@ -107,21 +107,6 @@ def test_a_script_runs_on_workers() -> None:
 # ---- states and followers -------------------------------------------------------------------------------------------
 
 
-def test_a_state_is_created_where_the_step_reads_it() -> None:
-    alpa.init("local")
-    state, batch = make_state_and_batch()
-    step = alpa.parallelize(step_with(alpa.value_and_grad), method=alpa.ShardParallel(num_micro_batches=2))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    create = alpa.parallelize(lambda: make_state_and_batch()[0], method=alpa.CreateStateParallel(step, shapes))
-    created = create()
-    alpa.testing.assert_allclose(created.params, state.params)
-
-    actual = jax.tree.leaves(create.get_last_executable().get_output_placement_specs())
-    expected = jax.tree.leaves(step.get_last_executable().get_input_placement_specs()[0])
-    assert actual == expected and list(map(hash, actual)) == list(map(hash, expected))
-    step(created, batch)
-
-
 def test_a_follower_has_the_placement_specs_of_the_step() -> None:
     alpa.init("local")
     state, batch = make_state_and_batch()
