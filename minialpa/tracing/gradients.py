@@ -60,7 +60,7 @@ define_lowering(per_micro_batch_p, lambda ctx, x, **_: [x])
 
 
 def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent_of: bool) -> list[Any]:
-    # The cotangent belongs to one micro-batch as well, and has the value's weight: see `partial_sums`.
+    # The cotangent belongs to one micro-batch as well, and is weighted as the value was: see `partial_sums`.
     return [per_micro_batch_p.bind(cotangent, number=number, cotangent_of=not cotangent_of)]
 
 
