@@ -33,7 +33,7 @@ from minialpa.pytrees import (
 )
 from minialpa.support.private_jax import ArrayImpl, UsersMesh, current_settings, under_mesh, users_mesh
 from minialpa.tracing.arguments import leaf_type
-from minialpa.tracing.host_memory import host_kind
+from minialpa.tracing.placements import host_kind
 
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray

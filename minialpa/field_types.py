@@ -1,4 +1,4 @@
-"""A dataclass of options in; an error out for the first field whose value is not of the type that it is annotated with.
+"""Checks the fields of a dataclass of options by their annotations, and raises an error for the first wrong value.
 
 Annotations may be classes, unions, literals, pairs, sequences and mappings of them, and numbers within limits:
 `Annotated[int, Within(1)]`.
@@ -28,12 +28,12 @@ class Within:
     most: float = math.inf
 
 
-#: A number of things, one at least.
+#: A number of things, at least 1.
 Count = Annotated[int, Within(1)]
 #: A number that is not negative.
 NotNegative = Annotated[float, Within(0)]
 
-#: Types whose values need not be of that class, and the words for one value and for several.
+#: For types of numbers the class of their values, and the words for one value and for several.
 _NUMBERS: Mapping[Any, tuple[type, str, str]] = {
     int: (Integral, "an integer", "integers"),
     float: (Real, "a number", "numbers"),
@@ -47,17 +47,14 @@ _WORDS: Mapping[Any, tuple[str, str]] = {
 
 
 def check_fields(options: Any, *, but: Sequence[str] = ()) -> None:
-    """Raise ShardingError for the first field of a dataclass whose value does not fit its annotation.
-
-    but: names of fields that are not checked.
-    """
+    """Raise ShardingError for the first field whose value does not fit its annotation, except the fields `but`."""
     for name, hint in _hints(cast(Hashable, type(options))).items():
         if name not in but:
             check_value(name, getattr(options, name), hint)
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Raise ShardingError if the value of the option `name` is not of a type."""
+    """Raise ShardingError unless the value of the option `name` has this type."""
     if not _fits(value, hint):
         raise ShardingError(f"`{name}` is {_words(hint)}; got {value!r}.{_advice(value, hint)}")
 
@@ -90,7 +87,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any, several: bool = False) -> str:
-    """What values of a type are, such as "an integer >= 1, or None"; the plural for `several` of them."""
+    """The values of a type in words, such as "an integer >= 1, or None"; in the plural for `several`."""
     *most, last = _alternatives(hint, several)
     match most:
         case []:
@@ -134,7 +131,7 @@ def _alternatives(hint: Any, several: bool) -> list[str]:
 
 
 def _advice(value: Any, hint: Any) -> str:
-    """How to write a dict of fields as the dataclass that the annotation names, if it is one."""
+    """For a dict of fields, how to write it as the dataclass in the annotation; else empty."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if is_dataclass(kind)]
     if not isinstance(value, dict) or len(kinds) != 1 or not all(isinstance(name, str) for name in value):
         return ""

@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import minialpa
+from minialpa.models.base import cross_entropies
 from minialpa.models.layers import attend, rotate
-from minialpa.models.tasks import cross_entropies
 
 Family = Literal["gpt", "llama"]
 #: What the backward pass of a block computes again: nothing; all but the attention and every second product, as

@@ -17,10 +17,9 @@ from minialpa.inter.staging.split_values import combined_values, step_inputs
 from minialpa.inter.staging.staged_step import RealisedStep, mesh_problems, realise
 from minialpa.inter.staging.verify_fit import verify_staged
 from minialpa.intra.graph.problem import MeshEquations
-from minialpa.ir.block import Block
+from minialpa.ir.block import Block, verify_block
 from minialpa.ir.op import Op
 from minialpa.ir.text import Fact, ProgramText, direction, modules, type_text, where
-from minialpa.ir.verify import verify_block
 from minialpa.plan import Plan
 from minialpa.programs.program import Accumulate, Instruction, Program, Run, Transfer
 from minialpa.sharding import EquationSpecs, Spec

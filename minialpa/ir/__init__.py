@@ -1,4 +1,4 @@
-"""Programs as blocks: equations of jax in; operations with the facts that phases find, rewritten and printed, out.
+"""Programs as blocks of operations: jax equations with the facts that phases find, rewritten, checked and printed.
 
-Every value of a block is defined once. Imports: `errors` and `support`.
+Each value of a block is defined once. Imports: `errors` and `support`.
 """

@@ -1,18 +1,21 @@
-"""Blocks: operations in an order in which they can run, with the operands and the results of all of them."""
+"""Blocks: operations in an order in which they can run, with operands and results; `verify_block` checks one."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from minialpa.ir.equations import Atom, live_equations, operand_vars
+from minialpa.errors import VerifyError
+from minialpa.ir.equations import Atom, aval_of, is_literal, live_equations
 from minialpa.ir.op import Op, Origin
 from minialpa.ir.text import ProgramText, direction, modules
+from minialpa.support.private_jax import result_avals
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,13 +23,11 @@ class Block:
     """A program in which every variable is defined once.
 
     Attributes:
-        constvars: variables for the arrays that the program captured by closure.
+        constvars: variables for captured arrays.
         consts: their values.
         invars: operands.
-        ops: the operations.
+        ops: operations; `eqns` and `origins` hold their fields by the same numbers.
         outvars: results.
-        eqns: the equations of the operations, by the same numbers.
-        origins: where each operation came from, likewise.
     """
 
     constvars: tuple[Var, ...] = ()
@@ -43,20 +44,11 @@ class Block:
 
     @functools.cached_property
     def made_by(self) -> Mapping[Var, int]:
-        """The number of the operation that makes each value; inputs are not in it."""
+        """The number of the operation that makes each value, without inputs."""
         return {value: i for i, eqn in enumerate(self.eqns) for value in eqn.outvars}
 
-    @functools.cached_property
-    def read_by(self) -> Mapping[Var, tuple[int, ...]]:
-        """The numbers of the operations that read each value that any reads, in order."""
-        readers: dict[Var, list[int]] = {}
-        for i, eqn in enumerate(self.eqns):
-            for value in dict.fromkeys(operand_vars(eqn)):
-                readers.setdefault(value, []).append(i)
-        return {value: tuple(numbers) for value, numbers in readers.items()}
-
     def text(self, names: Mapping[Var, str]) -> ProgramText:
-        """What prints the block. names: of its operands; an operand without a name gets a number."""
+        """Prints the block. names: of operands; an operand without a name gets a number."""
         return ProgramText((*self.constvars, *self.invars), self.ops, names)
 
     def __str__(self) -> str:
@@ -70,12 +62,12 @@ class Block:
         return replace(self, ops=tuple(op if op.eqn is eqn else replace(op, eqn=eqn) for op, eqn in ops))
 
     def with_each_written_as(self, written: Iterable[Sequence[JaxprEqn]]) -> Block:
-        """The block with any number of equations in the place of each operation, which have its facts."""
+        """The block with any number of equations in place of each operation, with its facts."""
         pairs = zip(self.ops, written, strict=True)
         return replace(self, ops=tuple(replace(op, eqn=eqn) for op, eqns in pairs for eqn in eqns))
 
     def without_dead_operations(self) -> Block:
-        """The block without operations that no result depends on; side effects stay."""
+        """The block without operations that no result needs; side effects stay."""
         is_live = live_equations(self.eqns, self.outvars)
         return self if all(is_live) else replace(self, ops=tuple(itertools.compress(self.ops, is_live)))
 
@@ -89,3 +81,37 @@ def block_of(closed: ClosedJaxpr) -> Block:
         ops=tuple(map(Op, closed.jaxpr.eqns)),
         outvars=tuple(closed.jaxpr.outvars),
     )
+
+
+def verify_block(block: Block, known: AbstractSet[Var] = frozenset(), *, later: Mapping[Var, int] = {}) -> None:
+    """Raise VerifyError, with the number of the operation, unless
+
+    - every value is an operand of the block, in `known`, or made once before it is read;
+    - every operation makes the types that its primitive computes from its operands.
+
+    later: values that exist from the operation of this number on, though no operation makes them.
+    """
+    there = {*block.constvars, *block.invars, *known}
+
+    def require(atom: Atom, i: int, what: str) -> None:
+        if not is_literal(atom) and atom not in there and later.get(atom, i + 1) > i:
+            raise VerifyError(f"{what} reads a value of type {aval_of(atom)} that is not there.")
+
+    for i, eqn in enumerate(block.eqns):
+        what = f"Operation %{i}, `{eqn.primitive.name}`,"
+        for atom in eqn.invars:
+            require(atom, i, what)
+        for value in eqn.outvars:
+            if value in there:
+                raise VerifyError(f"{what} makes a value that is there already.")
+            there.add(value)
+        _verify_types(eqn, what)
+    for atom in block.outvars:
+        require(atom, len(block.eqns), "A result of the block")
+
+
+def _verify_types(eqn: JaxprEqn, what: str) -> None:
+    made = result_avals(eqn, tuple(map(aval_of, eqn.invars)), eqn.params)
+    for expected, found in zip(made, map(aval_of, eqn.outvars), strict=True):
+        if any(getattr(expected, name, None) != getattr(found, name, None) for name in ("shape", "dtype")):
+            raise VerifyError(f"{what} makes {expected}, and its result is {found}.")

@@ -1,7 +1,4 @@
-"""Equations of jax, and programs as flat lists of them: what an equation reads, makes, wraps or has inside.
-
-Everything builds on `jax.extend.core`, and on `support.private_jax` for the source line of an equation.
-"""
+"""Equations of jax: their operands, results, types, source lines and inner programs."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 Atom = Any  # Var | Literal
 
 _LINEAR_SOLVE = "custom_linear_solve"
-#: Primitives that only wrap other equations, and the parameter that holds them.
+#: Primitives that only wrap other equations, with the parameter that holds these.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -37,12 +34,11 @@ CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "custom_lin": "call_jaxpr",
-    _LINEAR_SOLVE: "jaxprs",  # those of four functions, of which only `solve` computes anything
+    _LINEAR_SOLVE: "jaxprs",  # four functions, of which only `solve` computes anything
 }
 
 
 def aval_of(atom: Atom) -> Any:
-    """The aval of an atom, which for an array has a shape and a dtype."""
     return atom.aval
 
 
@@ -51,7 +47,7 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
 
 
 def operand_vars(eqn: JaxprEqn) -> list[Var]:
-    """The operands of an equation that are not literals."""
+    """The operands of an equation, without literals."""
     return [atom for atom in eqn.invars if not is_literal(atom)]
 
 
@@ -60,7 +56,7 @@ def fresh_var(aval: Any) -> Var:
 
 
 def reading(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
-    """A copy of an equation that reads `names[v]` in place of each operand `v` that has such a name."""
+    """A copy of an equation that reads `names[v]` in place of each operand `v` in `names`."""
     copy: JaxprEqn = eqn.replace(invars=[v if is_literal(v) else names.get(v, v) for v in eqn.invars])
     return copy
 
@@ -88,12 +84,12 @@ def _itemsize(dtype: Any) -> int:
 
 
 def is_extended(dtype: Any) -> bool:
-    """Whether this is one of jax's own dtypes, such as that of typed PRNG keys."""
+    """Whether this is one of jax's own dtypes, as typed PRNG keys have."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def is_weak(aval: Any) -> bool:
-    """Whether a value takes on the dtype of what it is combined with, as Python numbers do."""
+    """Whether a value takes on the dtype of the other operand, as Python numbers do."""
     return bool(getattr(aval, "weak_type", False))
 
 
@@ -107,18 +103,18 @@ def is_inexact(atom: Atom) -> bool:
 
 
 def has_all(wide: Any, narrow: Any) -> bool:
-    """Whether a dtype of floats has all numbers of another one."""
+    """Whether the floats of `wide` include all floats of `narrow`."""
     a, b = jnp.finfo(wide), jnp.finfo(narrow)
     return bool(a.nmant >= b.nmant and a.nexp >= b.nexp)
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Jaxprs that the equation carries in its parameters (bodies of scan, while, cond)."""
+    """Jaxprs in the parameters of an equation, such as bodies of scan, while and cond."""
     return tuple(jex.jaxprs_in_params(eqn.params))
 
 
 def count_equations(eqns: Iterable[JaxprEqn]) -> int:
-    """The number of equations, with those of loops and branches."""
+    """The number of equations, also inside loops and branches."""
     return sum(1 + sum(count_equations(body.eqns) for body in sub_jaxprs(eqn)) for eqn in eqns)
 
 
@@ -133,19 +129,18 @@ def is_control_flow(eqn: JaxprEqn) -> bool:
 
 
 def called(eqn: JaxprEqn) -> tuple[Any, list[Atom]]:
-    """The program that a call runs, and the operands that it runs it on."""
+    """The program inside a call, and its operands."""
     inner = eqn.params[CALLS[eqn.primitive.name]]
     if eqn.primitive.name != _LINEAR_SOLVE:
         return inner, list(eqn.invars)
 
-    # The operands are the constants of each function, then the right-hand sides. The other functions are derivatives.
+    # Operands: the constants of each function, then the right-hand sides.
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     return inner.solve, [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
 
 
 def with_called(eqn: JaxprEqn, inner: Any) -> JaxprEqn:
-    """A call of another program of the same type."""
     name = eqn.primitive.name
     held = eqn.params[CALLS[name]]._replace(solve=inner) if name == _LINEAR_SOLVE else inner
     new: JaxprEqn = eqn.replace(params={**eqn.params, CALLS[name]: held})
@@ -153,9 +148,9 @@ def with_called(eqn: JaxprEqn, inner: Any) -> JaxprEqn:
 
 
 def with_bodies(eqn: JaxprEqn, bodies: Mapping[str, Any]) -> JaxprEqn:
-    """The equation with these programs, or tuples of programs, as parameters; itself, if they are its own.
+    """The equation with these programs, or tuples of programs, as parameters.
 
-    Planning knows equations and bodies by identity.
+    Returns the same object if no program changes: planning knows equations and bodies by identity.
     """
 
     def is_own(name: str) -> bool:
@@ -169,7 +164,7 @@ def with_bodies(eqn: JaxprEqn, bodies: Mapping[str, Any]) -> JaxprEqn:
 
 
 def with_each_body(fun: Callable[[ClosedJaxpr], ClosedJaxpr], eqn: JaxprEqn) -> JaxprEqn:
-    """A loop or branches with `fun(program)` for each program inside; itself, if these are the same programs."""
+    """A loop or branches with `fun(program)` for each program inside; the same object if no program changes."""
     bodies: dict[str, Any] = {}
     for name, value in eqn.params.items():
         if isinstance(value, ClosedJaxpr):
@@ -187,16 +182,13 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-#: Appears in tracebacks between the frames of the user, whose functions it wraps.
+#: This module wraps functions of the user, so it has frames between frames of the user.
 _MARKS_FILE = str(Path(__file__).parents[1] / "tracing" / "gradients.py")
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the user's code that made this equation; frames of installed libraries only if there are no other.
-
-    Libraries of layers are called by the user's code, which is the place that a message should name.
-    """
+    """`file:line` of the user's code that made this equation; a line of an installed library only without one."""
     frames = [frame for frame in frames_of(eqn) if frame.file_name != _MARKS_FILE]
     own = (frame for frame in frames if not any(name in frame.file_name for name in _LIBRARIES))
     found = next(own, next(iter(frames), None))
@@ -211,12 +203,11 @@ def is_gradient_marker(eqn: JaxprEqn) -> bool:
 
 
 def is_constraint(eqn: JaxprEqn) -> bool:
-    """Whether this is `jax.lax.with_sharding_constraint`."""
     return eqn.primitive.name == "sharding_constraint"
 
 
 def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[bool]:
-    """Which equations are needed for `outputs`; equations with side effects always are."""
+    """For each equation, whether `outputs` need it or it has side effects."""
     needed = {atom for atom in outputs if not is_literal(atom)}
     is_live = [False] * len(eqns)
     for i in range(len(eqns) - 1, -1, -1):

@@ -1,7 +1,8 @@
-"""One operation of a program: an equation of jax, and the facts that phases have found about it."""
+"""One operation of a program: an equation of jax with its facts, and the name scopes that tell its origin."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +16,10 @@ class Origin:
     """Where an equation came from.
 
     Attributes:
-        direction: the part of the step that the equation belongs to; "other" includes the update.
-        group: number of the forward equation that it is, or whose derivative it is; None if that is not known.
+        direction: the part of the step; "other" includes the update.
+        group: number of the forward equation that it is or is a derivative of; None if unknown.
         layer: number of pipeline boundaries before that forward equation.
-        call: number of the gradient call of the step that it belongs to, from 0.
+        call: number of the gradient call in the step, from 0.
         is_second: whether it is a derivative of a backward pass, as in a plain `jax.grad` of `jax.grad`.
     """
 
@@ -29,19 +30,17 @@ class Origin:
     is_second: bool = False
 
 
-#: What is known of an equation that no user wrote and no derivative is.
+#: The origin of equations outside both passes.
 OTHER = Origin(direction="other", group=None, layer=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation.
+    """An equation with its facts.
 
     Attributes:
-        eqn: what it computes, on which values.
-        scope: the name scopes that it was traced in, as text.
-        origin: where it came from.
-        source: number of the traced operation that it is, or that it was written for; -1 for none.
+        scope: the name scopes of its trace.
+        source: number of the traced operation that it is, or is written for, or -1.
         segment: when it runs, see `SplitStep`; -1 before micro-batches are split.
     """
 
@@ -50,3 +49,39 @@ class Op:
     origin: Origin = OTHER
     source: int = -1
     segment: int = -1
+
+
+# ---- name scopes -----------------------------------------------------------------------------------------------------
+
+_TAG = re.compile(r"minialpa\.(\d+)\.(\d+)\.(\d+)")
+
+#: Names that jax adds to scopes: transformations and places in loops.
+_OF_JAX = frozenset(("jvp", "transpose", "vmap", "jit", "pjit", "remat", "checkpoint", "while", "body", "cond", ""))
+
+
+def tag_scope(modules: str, call: int, layer: int, index: int) -> str:
+    """Name scope for forward equation `index` of these modules, in `layer`, of gradient call `call` of a step."""
+    tag = f"minialpa.{call}.{layer}.{index}"
+    return f"{modules}/{tag}" if modules else tag
+
+
+def module_path(scope: str) -> str:
+    """The names in a scope from the user or a library of modules, such as `GPT/blocks_3/attn`."""
+    names = re.split(r"[/()]", scope)
+    return "/".join(name for name in names if name not in _OF_JAX and not _TAG.fullmatch(name))
+
+
+def read_tag(scope: str) -> tuple[int, int, int] | None:
+    """(call, layer, index) of the innermost tag of a scope. Autodiff keeps scopes, also in backward equations."""
+    found = _TAG.findall(scope)
+    return (int(found[-1][0]), int(found[-1][1]), int(found[-1][2])) if found else None
+
+
+def is_transposed(scope: str) -> bool:
+    """Whether autodiff made this equation in the backward pass."""
+    return "transpose(" in scope
+
+
+def is_second_derivative(scope: str) -> bool:
+    """Whether autodiff made this equation from a backward pass."""
+    return "(transpose(" in scope

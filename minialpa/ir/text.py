@@ -1,34 +1,56 @@
-"""Programs as text: one line per operation.
+"""Programs as text: one line per operation, columns of one width, and each repetition once under its count.
 
 A value is the path of an argument, such as `state.params['w']`, or `%12`, the result of operation 12; `%12.1` is its
-second result. Columns of facts follow, and a column in which nothing is known is left out.
+second result. Columns of facts follow; an empty column is left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax.extend.core import Var
 
 from minialpa.ir.equations import Atom, aval_of, is_literal, source_line, sub_jaxprs
-from minialpa.ir.op import Op
-from minialpa.ir.repetitions import Line, aligned, without_numbers
-from minialpa.ir.scopes import module_path
+from minialpa.ir.op import Op, module_path
 
-#: A literal, or a parameter of an operation, that takes more letters than this is left out.
+#: Longer literals and parameters are left out.
 _MOST_LETTERS = 32
+#: A repetition that saves fewer lines is printed in full.
+_LEAST_SAVED = 4
+#: The greatest width of a column, by number; a longer cell shifts the rest of its line.
+_WIDEST = {1: 16, 2: 56}
 
-#: What to print of an operation, by its number and itself.
+#: A column: the text for an operation and its number.
 Fact = Callable[[int, Op], str]
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Operation `number` as text.
+
+    Attributes:
+        cells: its columns.
+        kind: equal for lines that repeat: the cells without numbers of operations.
+        reads: for each operand the number of the operation that makes it, or its text.
+        body: the lines of the programs inside, such as the body of a loop.
+    """
+
+    number: int
+    cells: tuple[str, ...]
+    kind: tuple[str, ...]
+    reads: tuple[int | str, ...]
+    body: tuple[str, ...] = ()
+
+
 class ProgramText:
-    """Operations whose values have names, all of them or some as text."""
+    """Operations whose values have names."""
 
     def __init__(self, inputs: Sequence[Var], ops: Sequence[Op], names: Mapping[Var, str]) -> None:
-        """names: of what no operation makes; inputs without one are numbered."""
+        """names: of values that no operation makes; inputs without one are numbered."""
         self._ops = ops
         self._made_by = {value: i for i, op in enumerate(ops) for value in op.eqn.outvars}
         self._given = {value: f"input{k}" for k, value in enumerate(inputs)} | dict(names)
@@ -47,7 +69,7 @@ class ProgramText:
     def lines(self, facts: Sequence[Fact], numbers: Sequence[int] | None = None) -> list[str]:
         """One line for each operation. facts: further columns. numbers: of the operations; all by default."""
         chosen = range(len(self._ops)) if numbers is None else numbers
-        return aligned([self._line(i, facts) for i in chosen])
+        return _aligned([self._line(i, facts) for i in chosen])
 
     def _line(self, i: int, facts: Sequence[Fact]) -> Line:
         op = self._ops[i]
@@ -57,21 +79,20 @@ class ProgramText:
         return Line(
             number=i,
             cells=(f"%{i}", types, computed, *found),
-            kind=(types, op.eqn.primitive.name, _parameters(op), *map(without_numbers, found)),
+            kind=(types, op.eqn.primitive.name, _parameters(op), *map(_without_numbers, found)),
             reads=tuple(map(self._read, op.eqn.invars)),
             body=tuple(f"    {line}" for inner in _bodies(op) for line in inner),
         )
 
     def _read(self, atom: Atom) -> int | str:
-        """The number of the operation that makes an operand, or else what is equal in repetitions."""
+        """The number of the operation that makes an operand, or text that is equal in repetitions."""
         if is_literal(atom):
             return self.name_of(atom)
         number = self._made_by.get(atom)
-        return without_numbers(self.name_of(atom)) if number is None else number
+        return _without_numbers(self.name_of(atom)) if number is None else number
 
 
 def _bodies(op: Op) -> Iterator[list[str]]:
-    """The programs inside of a loop, or of branches."""
     for body in sub_jaxprs(op.eqn):
         inputs, results = (*body.constvars, *body.invars), tuple(body.outvars)
         inside = ProgramText(inputs, list(map(Op, body.eqns)), {})
@@ -85,15 +106,11 @@ def type_text(atom: Atom) -> str:
     return text
 
 
-def _parameters(op: Op) -> str:
-    """The parameters of an operation that fit in a line, but for precisions, shardings and programs."""
-    shown = []
-    for name, value in op.eqn.params.items():
-        text = _contracted(value) if name == "dimension_numbers" else _parameter(value)
-        if text and name not in _LEFT_OUT:
-            shown.append(text if name == "dimension_numbers" else f"{name}={text}")
-    return f"[{' '.join(shown)}]" if shown else ""
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
 
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
 
 #: Parameters that repeat the types of operands and results, or that no plan depends on.
 _LEFT_OUT = (
@@ -103,8 +120,17 @@ _LEFT_OUT = (
 )
 
 
+def _parameters(op: Op) -> str:
+    shown = []
+    for name, value in op.eqn.params.items():
+        text = _contracted(value) if name == "dimension_numbers" else _parameter(value)
+        if text and name not in _LEFT_OUT:
+            shown.append(text if name == "dimension_numbers" else f"{name}={text}")
+    return f"[{' '.join(shown)}]" if shown else ""
+
+
 def _contracted(numbers: Any) -> str:
-    """The contracted dimensions of a product, and those of the batch, as `1x0` and `0x0`; nothing for others."""
+    """The contracted and the batch dimensions of a product, as `1x0 batch=0x0`; empty for other operations."""
     try:
         contracted, batch = ([f"{a}x{b}" for a, b in zip(*pair, strict=True)] for pair in numbers)
     except (TypeError, ValueError):  # of a convolution or a gather
@@ -126,16 +152,87 @@ def _parameter(value: Any) -> str:
 
 
 def direction(_: int, op: Op) -> str:
-    """The part of the step that an operation belongs to, and its forward group; nothing outside of both passes."""
+    """The part of the step that an operation belongs to, and its forward group; empty outside both passes."""
     group = "" if op.origin.group is None else f" {op.origin.group}"
     return "" if op.origin.direction == "other" else f"{op.origin.direction}{group}"
 
 
 def modules(_: int, op: Op) -> str:
-    """The modules of the user that an operation is of, such as `GPT/blocks_3/attn`."""
+    """The path of the operation in the user's modules, such as `GPT/blocks_3/attn`."""
     return module_path(op.scope)
 
 
 def where(_: int, op: Op) -> str:
-    """The line of the user's code that an operation is from, as `file:line`."""
+    """The operation's line of the user's code, as `file:line`."""
     return Path(source_line(op.eqn).split(" ")[0]).name
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------------
+
+
+def _aligned(lines: Sequence[Line]) -> list[str]:
+    """The lines with columns of one width, and each repetition once under its count."""
+    n_columns = len(lines[0].cells) if lines else 0
+    shown = [k for k in range(n_columns) if any(line.cells[k] for line in lines)]
+    groups = list(_repetitions(lines))
+    printed = [lines[i] for start, period, _ in groups for i in range(start, start + period)]
+    widths = {k: min(_WIDEST.get(k, 40), max(len(line.cells[k]) for line in printed)) for k in shown}
+
+    out = []
+    for start, period, times in groups:
+        indent = ""
+        if times > 1:
+            last = lines[start + period * times - 1].number
+            out.append(f"{times} times alike, to %{last}:")
+            indent = "| "
+        for line in lines[start : start + period]:
+            out.append((indent + "  ".join(line.cells[k].ljust(widths[k]) for k in shown)).rstrip())
+            out.extend(indent + inner for inner in line.body)
+    return out
+
+
+def _repetitions(lines: Sequence[Line]) -> Iterator[tuple[int, int, int]]:
+    """(start, length, times) of each group of lines, in order."""
+    start = 0
+    while start < len(lines):
+        period, times = _repetition(lines, start)
+        yield start, period, times
+        start += period * times
+
+
+def _repetition(lines: Sequence[Line], start: int) -> tuple[int, int]:
+    """(length, times) of the repetition from `start` that saves most lines; (1, 1) without one."""
+    best, saved = (1, 1), _LEAST_SAVED - 1
+    periods = (i - start for i in range(start + 1, len(lines)) if lines[i].kind == lines[start].kind)
+    for period in periods:
+        if 2 * period > len(lines) - start:
+            break
+        n = 0
+        while start + n + period < len(lines) and _alike(lines, start, n, period):
+            n += 1
+        times = n // period + 1
+        if period * (times - 1) > saved:
+            best, saved = (period, times), period * (times - 1)
+    return best
+
+
+def _alike(lines: Sequence[Line], start: int, n: int, period: int) -> bool:
+    """Whether lines `start + n` and `start + n + period` are equal, with equal operands or operands as far apart.
+
+    The first repetition may read any value before it where the others read the repetition before them.
+    """
+    one, other = lines[start + n], lines[start + n + period]
+    if one.kind != other.kind or len(one.reads) != len(other.reads) or one.body != other.body:
+        return False
+    first, second = lines[start].number, lines[start + period].number
+
+    def same(a: int | str, b: int | str) -> bool:
+        if a == b:
+            return True
+        if not isinstance(b, int):
+            return False
+        if n < period and (isinstance(a, str) or a < first):
+            return first <= b < second
+        return isinstance(a, int) and abs(b - a) == other.number - one.number
+
+    return all(same(a, b) for a, b in zip(one.reads, other.reads, strict=True))

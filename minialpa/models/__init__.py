@@ -1,8 +1,7 @@
-"""The models that tests, benchmarks and the command line train, tiny by default. They need the `models` extra.
+"""Models for tests, benchmarks and the command line, tiny by default. They need the `models` extra.
 
-`build("gpt", hidden=64)` is a small GPT. `build("gpt-1.3b")` has a published size, see `minialpa.models.sizes`; further
-keyword arguments override parts of it. The arguments of a model are the fields of its class, with `boundary` and
-`n_boundaries`.
+`build("gpt", hidden=64)` is a small GPT. `build("gpt-1.3b")` has a published size from `minialpa.models.sizes`; keyword
+arguments override parts of it. A model takes the fields of its class, `boundary` and `n_boundaries`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any
 
 from minialpa.errors import TraceError
 from minialpa.models.base import GradFn, Model, ModelCase, ModelState, make_case
-from minialpa.models.convolutions import ResNet, UNet
-from minialpa.models.dense import Mlp, TwoTower
+from minialpa.models.feedforward import Mlp, ResNet, TwoTower, UNet
 from minialpa.models.sizes import SIZES, Size
 from minialpa.models.transformer import T5, Bert, Gpt, Llama, Moe, Vit
 
@@ -37,7 +35,7 @@ MODELS: dict[str, Callable[..., ModelCase]] = {name: partial(make_case, name, ki
 
 
 def build(name: str, **sizes: Any) -> ModelCase:
-    """The model called `name`, a key of `MODELS` or of `SIZES`. Its builder gets `sizes` as keyword arguments."""
+    """The model `name`, a key of `MODELS` or `SIZES`, with `sizes` as arguments."""
     if name in MODELS:
         return MODELS[name](**sizes)
     if name in SIZES:

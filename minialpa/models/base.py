@@ -1,7 +1,7 @@
-"""A `ModelCase` is a model to train: functions that make its state, its batches and its training step.
+"""A `ModelCase` is a model to train: functions for its state, its batches and its training step.
 
-A `Model` is a frozen value: sizes as fields; forward pass, loss, optimizer and synthetic batches as methods.
-`make_case` makes the three functions from it. The training step is written for one device:
+`make_case` makes them from a `Model`, a frozen value: sizes and optimizer as fields; forward pass, loss and synthetic
+batches as methods. The training step is written for one device:
 
     (loss, ...), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     state = state.apply_gradients(grads=grads)
@@ -36,11 +36,10 @@ class ModelCase:
     """One model to train.
 
     Attributes:
-        name: name of the model.
-        batch_size: number of examples in a batch, unless a caller asks for another.
-        init: from a PRNG key to the state before the first step.
+        batch_size: number of examples in a batch by default.
+        init: from a PRNG key to the initial state.
         make_batch: from a seed and a number of examples to a batch.
-        train_step: from `jax.value_and_grad`, or a function with its signature, to the step.
+        train_step: from `jax.value_and_grad`, or a function like it, to the step.
     """
 
     name: str
@@ -59,13 +58,7 @@ class ModelState(TrainState):
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Pipeline boundaries of a model: `after` calls `hook` in `count` of the gaps between blocks, evenly spread.
-
-    Attributes:
-        hook: such as `minialpa.mark_pipeline_boundary`; None for no boundaries.
-        count: number of boundaries.
-        n_blocks: number of blocks of the model.
-    """
+    """Pipeline boundaries: `after` calls `hook`, if any, in `count` evenly spread gaps between `n_blocks` blocks."""
 
     hook: Hook | None = None
     count: int = 1
@@ -79,7 +72,7 @@ class Boundaries:
             )
 
     def after(self, block: int) -> None:
-        """Call this when the forward pass has left block number `block`, counted from 0."""
+        """Call this after block number `block`, counted from 0."""
         cuts = (j * self.n_blocks // (self.count + 1) for j in range(1, self.count + 1))
         if self.hook is not None and block + 1 in cuts:
             self.hook()
@@ -95,7 +88,7 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What every model has. The fields are arguments of `minialpa.models.build`.
+    """Base of all models. The fields are arguments of `minialpa.models.build`.
 
     inputs: the leaves of a batch that `forward` gets.
     optimizer: a key of `OPTIMIZERS`.
@@ -110,7 +103,7 @@ class Model:
 
     @property
     def n_blocks(self) -> int:
-        """How many blocks there are for pipeline boundaries to lie between."""
+        """The number of blocks, with room for pipeline boundaries between them."""
         raise NotImplementedError
 
     @property
@@ -154,7 +147,7 @@ def make_case(
     if model.optimizer not in OPTIMIZERS:
         raise TraceError(f"There is no optimizer `{model.optimizer}`. Known optimizers: {', '.join(OPTIMIZERS)}.")
     network = Network(model, Boundaries(boundary, n_boundaries, model.n_blocks), name=kind.__name__)
-    # One for all states: it is a part of their structure, and a step is compiled for one structure.
+    # One for all states: it is a part of their structure, which a step is compiled for.
     optimizer = OPTIMIZERS[model.optimizer](model.learning_rate)
 
     def make_batch(seed: int, n_examples: int) -> Batch:
@@ -164,7 +157,7 @@ def make_case(
         params_key, dropout_key = jax.random.split(key)
         example = make_batch(0, 1)
 
-        # Boundaries belong to the training step: initialisation runs the forward pass without them.
+        # Boundaries belong to the training step.
         quiet = network.clone(boundaries=Boundaries())
         with jax.numpy_dtype_promotion("standard"):
             rngs = {"params": params_key, "dropout": dropout_key}
@@ -209,3 +202,43 @@ def make_case(
 def _variables(model: nn.Module, rngs: Any, *inputs: Any) -> Any:
     """`model.init`, compiled as one function. Run directly, it compiles each of its operations for each shape."""
     return model.init(rngs, *inputs)
+
+
+# ---- losses and batches: means are over all examples, in float32 -----------------------------------------------------
+
+
+def cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """One float32 loss per label; `logits` has the classes on its last axis."""
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    return losses
+
+
+def squared_error(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Mean of the squared difference over every element. No metrics."""
+    return jnp.mean(jnp.square(outputs.astype(jnp.float32) - targets)), {}
+
+
+def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Metrics]:
+    """Mean cross-entropy. Metric `correct`: how many labels are the arg max of their logits, as int32."""
+    value = jnp.mean(cross_entropies(logits, labels))
+    return value, {"correct": jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)}
+
+
+def labelled_images(rng: np.random.Generator, n: int, image_size: int, n_classes: int) -> Batch:
+    """`image` [n image_size image_size 3] in float32 and int32 `label` [n]."""
+    image = rng.standard_normal((n, image_size, image_size, 3), np.float32)
+    return {"image": image, "label": rng.integers(n_classes, size=n, dtype=np.int32)}
+
+
+def next_tokens(rng: np.random.Generator, n: int, seq_len: int, vocab_size: int) -> Batch:
+    """`tokens` and `labels`, both int32 [n seq_len]; a label is the token that follows."""
+    text = rng.integers(vocab_size, size=(n, seq_len + 1), dtype=np.int32)
+    return {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+
+def masked_tokens(rng: np.random.Generator, n: int, seq_len: int, vocab_size: int) -> Batch:
+    """`tokens` and `labels`, int32 [n seq_len]; `mask`, float32 [n seq_len], 1 where the token is hidden as 0."""
+    labels = rng.integers(1, vocab_size, size=(n, seq_len), dtype=np.int32)
+    hidden = rng.random((n, seq_len)) < 0.25
+    hidden[:, 0] = True  # no micro-batch divides by zero
+    return {"tokens": np.where(hidden, np.int32(0), labels), "labels": labels, "mask": hidden.astype(np.float32)}

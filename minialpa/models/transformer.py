@@ -1,7 +1,7 @@
 """Transformers: one block, which six models configure with their norm, attention and feed-forward layer.
 
-A model is a frozen value. Its methods make flax modules inside the module that calls them: `attention` and
-`feed_forward` inside a block, `forward` inside the network. Letters of the shapes: b batch, s positions.
+The methods of a model make flax modules inside the calling module: `attention` and `feed_forward` inside a block,
+`forward` inside the network. Letters of the shapes: b batch, s positions.
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ import numpy as np
 from flax import linen as nn
 
 from minialpa.errors import TraceError
-from minialpa.models.base import Batch, Metrics, Model, Network
-from minialpa.models.experts import Experts
-from minialpa.models.layers import Attention, FeedForward, FusedAttention, PositionBias, attend, rotate
-from minialpa.models.tasks import classification, cross_entropies, labelled_images, masked_tokens, next_tokens
+from minialpa.models.base import (
+    Batch,
+    Metrics,
+    Model,
+    Network,
+    classification,
+    cross_entropies,
+    labelled_images,
+    masked_tokens,
+    next_tokens,
+)
+from minialpa.models.layers import Attention, Experts, FeedForward, FusedAttention, PositionBias, attend, rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer(Model):
-    """What the transformers share; a GPT's attention and feed-forward layer, which others replace. AdamW.
+    """Base of the transformers, with a GPT's attention and feed-forward layer. AdamW.
 
     norm: the flax module that normalises.
-    norm_names: names of a block's norms, or None for the names that flax gives.
+    norm_names: names of a block's norms, or None for flax's names.
     norm_first: whether a block has x + layer(norm(x)), else norm(x + layer(x)).
     """
 
@@ -135,8 +143,7 @@ class Moe(Tokens):
     """A GPT with experts in blocks 0, 2, ...; tokens [b s] -> logits [b s vocab_size] and the summed imbalance.
 
     Loss = cross-entropy + `balance` * imbalance, which is also a metric. An expert has `factor` times as many hidden
-    features, and capacity * 2 * seq_len / n_experts slots for each row of the batch. Adafactor (arXiv:1804.04235) keeps
-    sums of rows and columns where Adam has moments: experts have many weights for little work.
+    features, and capacity * 2 * seq_len / n_experts slots for each row of the batch.
     """
 
     n_experts: int = 8
@@ -173,9 +180,8 @@ class Llama(Tokens):
     """Rotary positions, grouped-query attention, SwiGLU, untied head. Tokens [b s] -> logits [b s vocab_size].
 
     scan_layers: whether the blocks are one `lax.scan` over stacked parameters [n_layers ...], else a Python loop.
-    loss_chunks: a divisor of `seq_len`. The logits of a long sequence are never there at once: the head and the loss
-        are a `lax.scan` over runs of positions, which the backward pass recomputes, as trainers for long contexts do;
-        the outputs are losses [b chunk s]. 0 for all at once.
+    loss_chunks: a divisor of `seq_len`: head and loss are a `lax.scan` over runs of positions, which the backward pass
+        recomputes, so the logits of a long sequence are never whole; the outputs are losses [b chunk s]. 0: no scan.
     remat_blocks: whether the backward pass recomputes each block from its input.
     """
 
@@ -225,7 +231,7 @@ class Llama(Tokens):
         def layer(block: Block, x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return block(x), None
 
-        # In a loop, recomputed equations cannot merge with the first ones anyway.
+        # In a loop, recomputed equations cannot merge with the first ones.
         layer = nn.remat(layer, prevent_cse=False) if self.remat_blocks else layer
         keys: Any = {"params": True, "dropout": True}
         stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs=keys, length=self.n_layers)
@@ -256,9 +262,9 @@ class Llama(Tokens):
 class T5(Tokens):
     """An encoder-decoder. Source tokens [b s] and target tokens [b t] -> logits [b t vocab_size].
 
-    Source and target share the embedding table, which is also the head, and the layers of a stack its relative position
-    biases. Every decoder layer reads the encoder's output, so that tensor skips over pipeline stages, and so do the
-    biases. Batch: `source`, int32 [b source_len]; `tokens` and `labels`, int32 [b seq_len]. `n_layers` each side.
+    Source, target and head share the embedding table, and the layers of a stack share relative position biases. Every
+    decoder layer reads the encoder's output, so this tensor and the biases skip over pipeline stages. Batch: `source`,
+    int32 [b source_len]; `tokens` and `labels`, int32 [b seq_len]. `n_layers` each side.
     """
 
     inputs: ClassVar = ("source", "tokens")

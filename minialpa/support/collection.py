@@ -1,7 +1,7 @@
 """Tracing and planning without pauses of the garbage collector.
 
-Both make millions of small objects that live as long as the plan does. The collector walks through all of them again
-and again, for up to half of the time, and finds nothing.
+Both make millions of small objects that live as long as the plan. The collector would walk through them in vain for up
+to half of the time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Disjoint sets: a union-find forest in which the first of two joined sets names the result.
 
-Not `networkx.utils.UnionFind`: between sets of equal size, it takes the name from the order of a Python set, which
-depends on addresses of objects; and it is half as fast.
+`networkx.utils.UnionFind` names sets of equal size by the order of a Python set, which depends on addresses of objects;
+and it is half as fast.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ T = TypeVar("T", bound=Hashable)
 
 
 class DisjointSets(Generic[T]):
-    """Items in disjoint sets. An item that was never joined is a set by itself."""
+    """Items in disjoint sets. An item that was never joined is its own set."""
 
     __slots__ = ("_parents",)
 
     def __init__(self) -> None:
-        #: For each joined item, another one of its set, or itself if it is the root.
+        #: For each joined item another item of its set; for the root itself.
         self._parents: dict[T, T] = {}
 
     def __iter__(self) -> Iterator[T]:
-        """All items that were joined, in the order in which they came."""
+        """All joined items, in order of their first join."""
         return iter(self._parents)
 
     def find(self, item: T) -> T:
@@ -34,7 +34,7 @@ class DisjointSets(Generic[T]):
         return parent
 
     def join(self, first: T, second: T) -> T | None:
-        """Make one set of two, which has the root of `first`. Returns the other root, which is none any more."""
+        """Make one set of two, with the root of `first`. Returns the other, former root."""
         root, other = self.find(first), self.find(second)
         self._parents.setdefault(root, root)
         self._parents[other] = root

@@ -1,4 +1,4 @@
-"""Writes files that a user keeps: afterwards a file holds all that is new, or what it held before."""
+"""Writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-#: What systems say where a file may be written and not replaced: in a folder of others, or mounted by itself.
+#: Errors for files that can be written but not replaced: in a folder of another user, or mounted by themselves.
 _NOT_REPLACED = (errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDEV)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text`, as UTF-8, as `write_bytes` does."""
+    """Write `text` as UTF-8, see `write_bytes`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write `data` to a file beside `path` that then takes its place, with the permissions of the old one.
+    """Write `data` to a file beside `path`, which then replaces it and takes over its permissions.
 
-    Links are followed. What is no regular file, such as /dev/stdout, is written to, and so is what cannot be replaced.
-    Raises OSError where it cannot be written; the old file is then as it was.
+    Links are followed. A file that is not regular, such as /dev/stdout, or cannot be replaced is written directly.
+    Raises OSError if that fails; the old file then stays.
     """
     target = Path(path)
     if target.exists() and not target.is_file():
@@ -47,7 +47,7 @@ def _replace(target: Path, partial: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     with suppress(FileNotFoundError):
-        target.open("r+b").close()  # one that may only be read is not replaced
+        target.open("r+b").close()  # a read-only file is not replaced
         old = target.stat()
         with suppress(OSError):  # only root gives files away
             os.chown(partial, old.st_uid, old.st_gid)

@@ -1,4 +1,4 @@
-"""What the machine code of the planner's loops is made of, as it was when it was imported."""
+"""The sources of the machine code of compiled loops, and their digest at import."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-#: What machine code is made of: the functions that are compiled here, and the classes of their arguments. One that
-#: calls another holds its code, so a change of any of them is a change of all.
+#: The modules of compiled functions and of the classes of their arguments. Machine code includes the code of functions
+#: that it calls, so a change of one module is a change of all.
 SOURCES = (
     "inter/search/stage_kernels.py",
     "intra/solver/csr_graph.py",
@@ -18,14 +18,12 @@ SOURCES = (
 
 
 def _digest() -> str | None:
-    """Of the sources as they are imported: who edits them meanwhile would else find old code under the name of the new.
-
-    None where they cannot be read: they may have been packed.
-    """
+    """The digest of the sources; None if they cannot be read, as in a packed program."""
     with suppress(OSError):
         sources = [(Path(__file__).parents[1] / name).read_bytes() for name in SOURCES]
         return hashlib.sha256(b"\0".join(sources)).hexdigest()
     return None
 
 
+#: Read at import: sources that are edited later must not give old code a new name.
 SOURCES_DIGEST = _digest()

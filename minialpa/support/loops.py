@@ -1,7 +1,6 @@
-"""Loops on numbers and NumPy arrays that run as machine code: marked where they are written, compiled when called.
+"""Loops on numbers and NumPy arrays that run as machine code: marked by `compiled`, compiled at the first call.
 
-`support/machine_code.py` compiles them. Loading it takes half a second, with numba and the machine code of the first
-loop, and most small steps are planned without any of these loops.
+`support/machine_code.py` compiles them. Loading it takes half a second, and most small steps run without these loops.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """`function` as machine code, which is compiled or read from a file when it is called first."""
+    """`function` as machine code, which is compiled or read from a file at its first call."""
     return cast(_Function, _Loop(function))
 
 
 class _Loop:
-    """A function whose calls go to its machine code. Other attributes are those of numba's dispatcher."""
+    """A function whose calls go to its machine code. Other attributes come from numba's dispatcher."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -33,13 +32,13 @@ class _Loop:
 
     @functools.cached_property
     def dispatcher(self) -> Any:
-        """What numba calls a function that it compiles."""
+        """numba's compiled function."""
         from minialpa.support.machine_code import dispatcher_of
 
         return dispatcher_of(self._with_dispatchers())
 
     def _with_dispatchers(self) -> Callable[..., Any]:
-        """The function with numba's dispatchers, which it knows, in the place of the loops that the function calls."""
+        """The function with numba's dispatchers in place of the loops that it calls."""
         function = self.function
         assert isinstance(function, FunctionType), function
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}

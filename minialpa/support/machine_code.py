@@ -1,11 +1,8 @@
-"""Compiles the loops of `support/loops.py` to machine code, by numba.
+"""Compiles the loops of `support/loops.py` to machine code by numba, and keeps the code in files.
 
-Compiling takes seconds, so machine code is kept in files. Numba would lay them beside the source, into the installed
-package: pip does not know them there, so it leaves them behind when it replaces or removes the package, with folders
-that look like a package. Here they go to the user's folder for caches, else to a private one among temporary files.
-That folder is named by the environment: this is the one part of planning that reads it, and no plan depends on it.
-
-Numba looks for its cache of a function in the attribute `_cache`, which has no public door.
+Numba would put these files into the installed package, where pip does not remove them. Here they go to the user's
+folder for caches, or else to a private folder for temporary files. The environment names that folder, and no plan
+depends on it. numba reads the cache of a function from its attribute `_cache`, which is private.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import functools
 import hashlib
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,31 +18,31 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 from minialpa.support.loop_sources import SOURCES_DIGEST
 
 
 def dispatcher_of(function: Callable[..., Any]) -> Any:
-    """What numba calls a function that it compiles, with files for its code; see `support/loops.py`."""
+    """The function as compiled by numba, with files for its code."""
     dispatcher: Any = numba.njit(function)
-    if dispatcher is not function:  # else numba was told to compile nothing
-        dispatcher._cache = _Cache(function)
+    if dispatcher is not function and cache_folder() is not None:  # numba may be disabled
+        dispatcher._cache = _Files(function)
     return dispatcher
 
 
-#: Of all that the machine code follows from, but for what numba tells apart itself: Python and the processor.
+#: Names the code together with Python and the processor, which numba distinguishes by itself.
 _DIGEST = SOURCES_DIGEST and hashlib.sha256(f"{numba.__version__} {SOURCES_DIGEST}".encode()).hexdigest()[:16]
 
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """The folder that holds the machine code of these sources, made if need be. None: there is no place for one."""
+    """The folder with the machine code of these sources, made if necessary; None if there is no place for one."""
     if _DIGEST is None:
         return None
     name = f"loops-{_DIGEST}"
     chosen: str = vars(numba.config)["CACHE_DIR"]
-    if chosen:  # where this user wants everything that numba keeps
+    if chosen:  # the user's folder for all files of numba
         with suppress(OSError):
             return _made(Path(chosen) / f"minialpa-{name}")
         return None
@@ -59,14 +55,14 @@ def cache_folder() -> Path | None:
 
 def _roots() -> Iterator[Path]:
     """Folders of minialpa for caches, the best first."""
-    named = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # others are to be ignored, by the XDG Base Directory Specification
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # the XDG Base Directory Specification ignores others
         yield Path(named) / "minialpa"
     home = os.path.expanduser("~")
-    if os.path.isabs(home) and os.path.isdir(home):  # services run as users whose home is nowhere
-        yield Path(home, *(("Library", "Caches") if sys.platform == "darwin" else (".cache",)), "minialpa")
-    with suppress(FileNotFoundError):  # where no folder for temporary files can be written
-        yield Path(tempfile.gettempdir()) / (f"minialpa-{os.getuid()}" if hasattr(os, "getuid") else "minialpa")
+    if os.path.isabs(home) and os.path.isdir(home):  # users of services may have no home
+        yield Path(home) / ".cache" / "minialpa"
+    with suppress(FileNotFoundError):  # no folder for temporary files can be written
+        yield Path(tempfile.gettempdir()) / f"minialpa-{os.getuid()}"
 
 
 def _made(folder: Path) -> Path:
@@ -75,14 +71,13 @@ def _made(folder: Path) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether nobody else can put files here. What is read from them is run."""
+    """Whether only this user can put files here: their code runs."""
     found = folder.lstat()
-    is_mine = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
-    return is_mine and stat.S_ISDIR(found.st_mode)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 class _Locator:
-    """Tells numba where the code of a function is and what it is made of: what its own locators tell, see there."""
+    """Tells numba the folder and the version of a function's code, as numba's own locators do."""
 
     def __init__(self, function: Callable[..., Any], file: str, folder: Path) -> None:
         self._py_file, self._line, self._folder = file, function.__code__.co_firstlineno, folder
@@ -110,38 +105,21 @@ class _Implementation(CompileResultCacheImpl):
 
 
 class _Files(FunctionCache):
+    """The files of one function. Unusable files only cost time."""
+
     _impl_class = _Implementation
-
-
-class _Cache(NullCache):
-    """The files of one function, where there is a folder for them. Files that cannot be used cost time and no more."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    @functools.cached_property
-    def _files(self) -> Any:
-        try:
-            return _Files(self._function)
-        except RuntimeError:  # there is no folder
-            return NullCache()
-
-    @property
-    def cache_path(self) -> str | None:
-        path: str | None = self._files.cache_path
-        return path
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return self._files.load_overload(sig, target_context)
-        except Exception:  # whatever reading half a file ends in
+            return super().load_overload(sig, target_context)
+        except Exception:  # a damaged file may raise anything
             self.flush()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        with suppress(OSError):  # the disk is full, or others may only read
-            self._files.save_overload(sig, data)
+        with suppress(OSError):  # the disk is full, or read-only
+            super().save_overload(sig, data)
 
     def flush(self) -> None:
         with suppress(OSError):
-            self._files.flush()
+            super().flush()

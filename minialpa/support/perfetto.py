@@ -1,4 +1,4 @@
-"""Traces that ui.perfetto.dev and chrome://tracing open: processes, their threads, and what these did when."""
+"""Traces for ui.perfetto.dev and chrome://tracing: processes, threads and timed intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def interval(
     category: str,
     args: Mapping[str, Any] | None = None,
 ) -> Event:
-    """Something that a thread did. args: shown when a user selects it."""
+    """Work of a thread. args: shown when a user selects it."""
     times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
     event = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **times}
     return event if args is None else {**event, "args": dict(args)}

@@ -1,6 +1,4 @@
-"""Everything of jax that minialpa uses and jax does not publish. All other modules use `jax` and `jax.extend` only.
-
-All of it works with jax 0.10.2, the oldest version that minialpa takes. A test keeps these names out of other modules.
+"""The private names of jax that minialpa uses, from jax 0.10.2 on. A test keeps them out of all other modules.
 
 | private | minialpa needs it for | would be replaced by |
 |---|---|---|
@@ -8,8 +6,8 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `JaxprEqn.ctx`, `JaxprEqnContext` | the settings of an equation's trace | an accessor in `jax.extend.core` |
 | `abstract_mesh_context_manager`, `device_context` | the mesh of the user, inside a trace | `jax.set_mesh` there |
 | `AbstractRef` | refusing mutable arrays | it in `jax.ref` |
-| `config.trace_context` | the settings under which `jax.jit` does not trace a function again | it in `jax.config` |
-| `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
+| `config.trace_context` | the settings under which `jax.jit` reuses a traced function | it in `jax.config` |
+| `Primitive.get_bind_params`, `abstract_eval` | binding an equation on other operands | a function for both |
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
 | `ShapedArray.manual_axis_type` | the axes of a `shard_map` that a new primitive's results vary over | the same |
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
@@ -22,7 +20,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
 | `fused_attention_stablehlo`, `cuda_versions` | the gradient of cuDNN's attention, of kept results | it in `jax.nn` |
 
-`jax.core.ShapedArray` and `jax.core.Tracer` have no private part in their names, and are used where they are needed.
+The names `jax.core.ShapedArray` and `jax.core.Tracer` are public, so all modules use them.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from jax.interpreters import ad, batching, mlir
 
 Rule = Callable[..., Any]
 
-#: A decorator for functions that users call. Errors leave them with the frames of the user's code alone, unless
+#: A decorator for functions of the interface: their errors have frames of the user's code only, unless
 #: `jax_traceback_filtering` is "off".
 api_boundary = private_traceback.api_boundary
 private_traceback.register_exclusion(str(Path(__file__).parents[1]))
@@ -79,21 +77,21 @@ def frames_of(eqn: JaxprEqn) -> Iterator[Any]:
 
 
 def innermost_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the innermost frame outside of jax; a derivative has the line of what was differentiated."""
+    """`file:line` of the innermost frame outside of jax; a derivative has the line of its function."""
     return str(source_info_util.summarize(eqn.source_info))
 
 
 def with_source_of(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
-    """The equation with the source line of another one, inside the name scopes of that one."""
+    """The equation with the source line and inside the name scopes of another one."""
     scopes = other.source_info.name_stack + eqn.source_info.name_stack
     new: JaxprEqn = eqn.replace(source_info=other.source_info.replace(name_stack=scopes))
     return new
 
 
 def with_some_line(eqn: JaxprEqn, caller: JaxprEqn) -> JaxprEqn:
-    """The equation, with the source line of `caller` if no line of the user's code made it.
+    """The equation, with the source line of `caller` if it has no line of the user's code.
 
-    Functions that jax traces once and caches, such as those of `jax.numpy`, have no such line.
+    Functions that jax traces once and caches, as in `jax.numpy`, lack it.
     """
     if _has_user_line(eqn.source_info.traceback):
         return eqn
@@ -113,9 +111,9 @@ def _has_user_line(traceback: Any) -> bool:
 def current_settings() -> Hashable:
     """The settings of jax in this thread that a traced function depends on; takes less than a microsecond.
 
-    All under which `jax.jit` traces anew, and the generator of `jax.random.key`, for which it does not.
+    `jax.jit` traces anew for all of them except the generator of `jax.random.key`.
     """
-    config: Any = jax.config  # which does not declare its flags
+    config: Any = jax.config  # its flags have no types
     return trace_context(), config.jax_default_prng_impl
 
 
@@ -130,14 +128,13 @@ NO_MESH = UsersMesh(private_mesh.empty_abstract_mesh, private_mesh.empty_concret
 
 
 def users_mesh() -> UsersMesh:
-    """The meshes of this thread."""
     return UsersMesh(private_mesh.get_abstract_mesh(), private_mesh.get_concrete_mesh())
 
 
 @contextmanager
 def under_mesh(mesh: UsersMesh) -> Iterator[None]:
     """A context with this mesh, also inside a trace. jax compares it with the mesh of the program that it lowers."""
-    if users_mesh() == mesh:  # so that nothing is traced again for a setting that differs in name only
+    if users_mesh() == mesh:  # an equal setting would make jax trace anew
         yield
         return
     abstract = private_config.abstract_mesh_context_manager.swap_local(mesh.abstract)
@@ -155,29 +152,28 @@ def mesh_of(eqn: JaxprEqn) -> Any:
 
 
 def with_no_mesh(eqn: JaxprEqn) -> JaxprEqn:
-    """The equation as if it had been traced without a mesh; its variables are the same."""
+    """The equation as traced without a mesh, with the same variables."""
     with eqn.ctx.manager, under_mesh(NO_MESH):
         new: JaxprEqn = eqn.replace(ctx=JaxprEqnContext())
     return new
 
 
 def is_ref(aval: Any) -> bool:
-    """Whether this is the type of a mutable array, as `jax.new_ref` makes them."""
+    """Whether this is the type of a mutable array, as from `jax.new_ref`."""
     return type(aval).__name__ == "AbstractRef"
 
 
-# ---- equations that run again ----------------------------------------------------------------------------------------
+# ---- bound equations -------------------------------------------------------------------------------------------------
 
 
 def settings_of(eqn: JaxprEqn) -> Hashable:
-    """The jax settings that the equation was traced under, such as `jax_threefry_partitionable`, to compare."""
+    """The jax settings of the equation's trace, such as `jax_threefry_partitionable`, to compare."""
     context: Hashable = eqn.ctx
     return context
 
 
 def unusual_settings(eqn: JaxprEqn) -> str:
-    """The settings that the equation was traced under and that change what it computes, if jax has others by default;
-    the same text in every process."""
+    """The settings of the equation's trace that change its results and are not jax's defaults, as stable text."""
     found = {
         "compute_type": eqn.ctx.compute_type,
         "threefry_partitionable": None if eqn.ctx.threefry_partitionable else False,
@@ -186,26 +182,26 @@ def unusual_settings(eqn: JaxprEqn) -> str:
 
 
 def under_settings_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """A context in which jax has the settings that the equation was traced under."""
+    """A context with the jax settings of the equation's trace."""
     manager: AbstractContextManager[Any] = eqn.ctx.manager
     return manager
 
 
 def compute_place(eqn: JaxprEqn) -> str | None:
-    """Where `compute_on` has the equation run; None outside of it."""
+    """The place of the equation by `compute_on`; None outside of it."""
     place: str | None = getattr(eqn.ctx, "compute_type", None)
     return place
 
 
 def bind_again(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    """Apply the equation's primitive to other arguments; new equations keep the source line of the old one."""
+    """Bind the equation's primitive on other arguments; new equations keep the source line of the old one."""
     bind_params = eqn.primitive.get_bind_params(dict(params))
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         return eqn.primitive.bind(*args, **bind_params)
 
 
 def result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    """The avals that the equation's primitive makes of operands with these avals."""
+    """The avals of the primitive's results for operands with these avals."""
     out: Any
     with eqn.ctx.manager:
         out, _ = eqn.primitive.abstract_eval(*operands, **params)
@@ -213,7 +209,7 @@ def result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, An
 
 
 def changed_aval(aval: Any, **changes: Any) -> Any:
-    """An aval with another shape, dtype or weak_type, and the rest as it was."""
+    """An aval with another shape, dtype or weak_type."""
     return aval.update(**changes)
 
 
@@ -245,7 +241,7 @@ def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str
     lower = mlir.lower_fun(fun, multiple_results=True)
 
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
-        # Which mesh axes values vary over is checked before. The constants and loops of `fun` would not match here.
+        # jax has checked the mesh axes that values vary over. Constants and loops of `fun` would not match.
         avals = [[new_aval(x.shape, x.dtype) for x in some] for some in (context.avals_in, context.avals_out)]
         return lower(context.replace(avals_in=avals[0], avals_out=avals[1]), *operands, **params)
 
@@ -253,9 +249,9 @@ def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str
 
 
 def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | None:
-    """The function that a primitive is compiled as, `fun(*operands, **params) -> results`.
+    """The function `fun(*operands, **params) -> results` that jax compiles for a primitive.
 
-    None if it is not one function of jax on all platforms, which jax traces when it compiles the primitive.
+    None if the primitive has no such function, or not the same on all platforms.
     """
     entry = getattr(private_mlir, "_lowerings", {}).get(primitive)
     own = getattr(private_mlir, "_platform_specific_lowerings", {})
@@ -273,13 +269,13 @@ def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | No
 
 
 def compiled_primitives() -> set[str]:
-    """The names of all primitives that jax can compile on some platform, those of imported libraries included."""
+    """The names of all primitives that jax can compile on some platform, also from imported libraries."""
     own = getattr(private_mlir, "_platform_specific_lowerings", {})
     return {str(one.name) for table in (getattr(private_mlir, "_lowerings", {}), *own.values()) for one in table}
 
 
 def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:
-    """The aval of an array, which in a `shard_map` varies over all mesh axes that one of the operands varies over."""
+    """The aval of an array; in a `shard_map` it varies over all mesh axes that an operand varies over."""
     varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
     if not varying:
         return jax.core.ShapedArray(tuple(shape), dtype)
@@ -297,9 +293,8 @@ class KernelArray:
     """An operand or result of a kernel.
 
     Attributes:
-        shape: of the whole array.
         blocks: the length of a block in each dimension; None where blocks are no multiples of it.
-        index_map: a closed jaxpr, from positions in the grid (and scalars that were read before) to block indices.
+        index_map: a closed jaxpr, from positions in the grid (and the index operands) to block indices.
     """
 
     shape: tuple[int, ...]
@@ -313,14 +308,14 @@ class KernelGrid:
 
     Attributes:
         sizes: number of positions along each axis.
-        vmapped: axes that `vmap` has added; the body does not count them.
-        arrays: operands, without those of `n_index`, then results.
+        vmapped: axes from `vmap`; the body does not count them.
+        arrays: operands after the first `n_index`, then results.
         n_index: number of leading operands that index maps read.
         n_results: number of results.
         n_scratch: number of arrays of scratch memory, the last operands of the body.
         aliases: pairs (operand, result) that share memory; operands are numbered from the first of all.
         flops: the user's estimate of the floating point operations, or 0.
-        is_plain: whether all of this says all there is to say; if not, the grid has no positions here.
+        is_plain: whether these fields describe the whole grid; otherwise it has no positions here.
     """
 
     sizes: tuple[int, ...]
@@ -369,7 +364,7 @@ def _block_length(block: Any) -> int | None:
 
 
 def written_operands(body: Any) -> set[int]:
-    """The numbers of the operands that the body of a kernel writes to; 0 stands for one that is not known."""
+    """The numbers of the operands that the body of a kernel writes to; 0 for an unknown one."""
     numbers = {var: i for i, var in enumerate(body.invars)}
     found = set()
     for effect in body.effects:
@@ -408,7 +403,7 @@ def local_kernel_params(
 
 
 def cudnn_version() -> int | None:
-    """The version of cuDNN that jax loaded, such as 90701 for 9.7.1; None without one, or if jax calls it otherwise."""
+    """The version of cuDNN that jax loaded, such as 90701 for 9.7.1; None without one, or with an unknown interface."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
         from jax._src.lib import cuda_versions
@@ -422,7 +417,7 @@ def cudnn_version() -> int | None:
         return None
 
 
-#: Parameters of jax's functions that every version has, and those that some have, with the values that mean "not used".
+#: Parameters of jax's functions in every version, and parameters in some versions with the value for "unused".
 _CUDNN_PARAMETERS = frozenset(
     (
         *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
@@ -434,21 +429,14 @@ _CUDNN_UNUSED: Mapping[str, Any] = MappingProxyType({"score_mod": None, "score_m
 
 
 def unused_parameters(compute: Callable[..., Any]) -> dict[str, Any] | None:
-    """The parameters of cuDNN's attention in this version of jax that minialpa does not use, as they are then; None if
-    the function has parameters that are not known."""
+    """The parameters of cuDNN's attention that minialpa does not use, with their values; None if some are unknown."""
     names = inspect.signature(compute).parameters.keys() - _CUDNN_PARAMETERS
     return {name: _CUDNN_UNUSED[name] for name in names} if names <= _CUDNN_UNUSED.keys() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudnnAttention:
-    """What cuDNN computes.
-
-    Attributes:
-        scale: factor of the products of queries and keys.
-        is_causal: whether query i sees keys j <= i only.
-        window: query i sees of these only keys j > i - window; None for all of them.
-    """
+    """An attention whose query i sees keys j <= i if causal, and with a window only keys j > i - window."""
 
     scale: float
     is_causal: bool
@@ -509,9 +497,9 @@ def addresses_of(array: jax.Array) -> set[int]:
 
 
 def class_of_remote_keys(of_arrays: type) -> type:
-    """A subclass of a class of arrays whose data is elsewhere, for typed keys, which functions of jax take as keys.
+    """A subclass of a class of remote arrays, for typed keys: functions of jax take its objects as keys.
 
-    They fetch a key when they read it, by its `_fetch`. The class itself, in a version of jax that has keys otherwise.
+    They fetch a key by its `_fetch` when they read it. Returns `of_arrays` if jax has other classes of keys.
     """
     try:
         from jax._src.core import pytype_aval_mappings
@@ -565,10 +553,9 @@ def class_of_remote_keys(of_arrays: type) -> type:
 
 
 def bind_gloo(ip: str) -> None:
-    """Make the CPU backend, which must not have started yet, use gloo on `ip`. After `jax.distributed.initialize`.
+    """Make the CPU backend use gloo on `ip`. Call it after `jax.distributed.initialize` and before the backend starts.
 
-    Left alone, gloo binds the address that the name of this host stands for, which is the loopback on many machines,
-    and that of another network on others.
+    By default gloo binds the address of this host's name: the loopback or another network on many machines.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -579,5 +566,5 @@ def bind_gloo(ip: str) -> None:
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
         make_client = functools.partial(xla_bridge.make_cpu_client, collectives=collectives)
         register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
-    except (ImportError, AttributeError, TypeError):  # in another version of jax, gloo binds the host's name
+    except (ImportError, AttributeError, TypeError):  # in another version of jax
         return

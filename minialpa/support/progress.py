@@ -1,4 +1,4 @@
-"""Progress bars for long planning and compiling: shown on a terminal, silent elsewhere and when disabled."""
+"""Progress bars for long planning and compiling, on a terminal and unless disabled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def disable_progress() -> None:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """Programs without a console have no streams, and those that close theirs have ones that raise."""
+    """Whether a stream is a terminal. A program without a console has no streams, and closed streams raise."""
     return stream is not None and not stream.closed and stream.isatty()
 
 
@@ -30,7 +30,7 @@ class ProgressBar:
     def __init__(self) -> None:
         self._progress: Progress | None = None
         if _is_terminal(sys.stderr) and not _Switch.disabled:
-            # Only here, since it takes long to import.
+            # Here, since it takes long to import.
             from rich.console import Console
             from rich.progress import Progress
 

@@ -1,4 +1,4 @@
-"""What was worked out last, up to so many bytes: planning a large step must not keep all that it ever looked at."""
+"""A cache of the values that were used last, up to a number of bytes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Values by key, of which those that were used last stay: as many as `max_bytes` hold, and the last one anyway.
+    """Values by key. The values that were used last stay: as many as `max_bytes` hold, and at least one.
 
-    What is gone is made again when it is asked for, so a bound may cost time, and changes no result.
+    A dropped value is made anew at its next use, so the bound changes no result.
     """
 
     def __init__(self, max_bytes: float, size: Callable[[T], float]) -> None:
-        """`size`: bytes of a value; asked again when another value is asked for, as values may grow in use."""
+        """size: bytes of a value, called at each use of another value too, since values may grow in use."""
         self.max_bytes, self._size = max_bytes, size
-        self._values: dict[Hashable, tuple[T, float]] = {}  # with their bytes; the one that was used last comes last
+        self._values: dict[Hashable, tuple[T, float]] = {}  # with their bytes, the last used one last
         self.n_bytes = 0.0
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `key`, which is made if it is not there."""
+        """The value of `key`, made if missing."""
         found = self._values.get(key)
         if found is not None and next(reversed(self._values)) == key:
             return found[0]

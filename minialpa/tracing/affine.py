@@ -1,7 +1,7 @@
 """Integer arrays that are affine in the position: x[i, j, ...] = offset + s_i i + s_j j + ..., as `jnp.arange` is.
 
-Such an array is a value here, with the functions that add, reshape and compare these values. Booleans are integers.
-`affine_rules` says what each operation does, `affine_programs` follows the equations of a program.
+This module adds, reshapes and compares such arrays. Booleans are integers. `affine_rules` has a rule for each
+operation, `affine_programs` follows the equations of a program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: Constants of more elements are not looked at.
+#: The largest constant that is read.
 _MOST_ELEMENTS = 1 << 20
 
 
@@ -29,7 +29,6 @@ class Affine:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The smallest and the largest value."""
         ends = [stride * (size - 1) for stride, size in zip(self.strides, self.shape, strict=True)]
         return self.offset + sum(min(0, end) for end in ends), self.offset + sum(max(0, end) for end in ends)
 
@@ -41,14 +40,14 @@ class Affine:
 
     @property
     def dim(self) -> int | None:
-        """The dimension along which each value is its own position; None if they are anything else."""
+        """The dimension along which each value is its own position; None for other values."""
         moving = [d for d, (s, n) in enumerate(zip(self.strides, self.shape, strict=True)) if s and n > 1]
         return moving[0] if len(moving) == 1 and not self.offset and self.strides[moving[0]] == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """One position of one dimension: the question is about the array there, with that dimension of length 1."""
+    """One position of one dimension; the array there has that dimension with length 1."""
 
     dim: int
     position: int
@@ -62,11 +61,8 @@ def fits(found: Affine, dtype: Any) -> bool:
     return int(jnp.iinfo(dtype).min) <= low and high <= int(jnp.iinfo(dtype).max)
 
 
-# ---- of constants ----------------------------------------------------------------------------------------------------
-
-
 def of_value(value: Any, at: At | None) -> Affine | None:
-    """The affine function that has the values of a captured array; None if it cannot be read."""
+    """A captured array as an affine function; None if it is not one or cannot be read."""
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.extended) or not value.is_fully_addressable:
             return None
@@ -76,7 +72,7 @@ def of_value(value: Any, at: At | None) -> Affine | None:
 
 
 def of_constant(value: np.ndarray, shape: Sequence[int], at: At | None) -> Affine | None:
-    """The affine function that has these values."""
+    """A constant as an affine function; None if it is not one."""
     if value.size == 0 or value.size > _MOST_ELEMENTS:
         return None
     value = np.broadcast_to(value, shape)
@@ -101,9 +97,6 @@ def of_constant(value: np.ndarray, shape: Sequence[int], at: At | None) -> Affin
     return found if np.array_equal(expected, value.astype(np.int64)) else None
 
 
-# ---- of others -------------------------------------------------------------------------------------------------------
-
-
 def combined(x: Affine, y: Affine, factor: int) -> Affine:
     """x + factor * y."""
     strides = tuple(s + factor * t for s, t in zip(x.strides, y.strides, strict=True))
@@ -111,18 +104,18 @@ def combined(x: Affine, y: Affine, factor: int) -> Affine:
 
 
 def filled(shape: tuple[int, ...], value: int) -> Affine:
-    """The array whose elements all have this value."""
+    """The array with this value everywhere."""
     return Affine(value, (0,) * len(shape), shape)
 
 
 def has_same_values(x: Affine, y: Affine) -> bool:
-    """Whether two arrays of one shape are equal: the strides of dimensions of length 1 say nothing."""
+    """Whether two arrays of one shape are equal; strides of dimensions of length 1 do not count."""
     moving = [d for d, size in enumerate(x.shape) if size > 1]
     return x.offset == y.offset and all(x.strides[d] == y.strides[d] for d in moving)
 
 
 def at_place(x: Affine | None, at: At | None) -> Affine | None:
-    """An affine array at one place."""
+    """The array at one place."""
     if x is None or at is None:
         return x
     one = [(s, n) if d != at.dim else (0, 1) for d, (s, n) in enumerate(zip(x.strides, x.shape, strict=True))]
@@ -130,7 +123,7 @@ def at_place(x: Affine | None, at: At | None) -> Affine | None:
 
 
 def reshaped(x: Affine, shape: tuple[int, ...]) -> Affine | None:
-    """In row-major order, groups of neighbouring dimensions become groups of the same number of elements."""
+    """The array in another shape: groups of neighbouring dimensions become groups of as many elements."""
     before = [(s, n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1]
     after = [(d, n) for d, n in enumerate(shape) if n > 1]
     strides = [0] * len(shape)
@@ -140,7 +133,7 @@ def reshaped(x: Affine, shape: tuple[int, ...]) -> Affine | None:
         while (p := math.prod(n for _, n in before[i:end])) != (q := math.prod(n for _, n in after[j:stop])):
             end, stop = (end + 1, stop) if p < q else (end, stop + 1)
 
-        # Merged, dimensions must count on where the next inner one ends.
+        # Merged dimensions continue where the next inner one ends.
         step = before[end - 1][0]
         if any(s != before[k + 1][0] * before[k + 1][1] for k, (s, _) in enumerate(before[i : end - 1], i)):
             return None

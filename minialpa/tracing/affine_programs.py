@@ -1,7 +1,7 @@
 """Which variables of a program are integer arrays that are affine in the position.
 
-`Program.affine` follows the equations that compute an array, also around and into loops, branches and calls, as far as
-they keep it affine and no value overflows, and answers None for all other arrays.
+`Program.affine` follows the equations of an array, also into and out of loops, branches and calls. It returns None for
+arrays that are not affine or may overflow.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from minialpa.tracing.affine_rules import RULES
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What an input of a loop's body, of a branch or of a call is in the program around it.
-
-    Attributes:
-        atom: the operand.
-        is_stacked: whether the input is a slice of it, another one in each iteration.
-    """
+    """The operand of a loop, branch or call for an input inside; if stacked, each iteration reads another slice."""
 
     atom: Atom
     is_stacked: bool = False
@@ -34,14 +29,14 @@ class Outside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Where the variables of one jaxpr come from.
+    """The origins of the variables of one jaxpr.
 
     Attributes:
         producers: the equation that computes each variable.
         values: captured arrays.
         around: the program around this one, or None.
-        inputs: what inputs are there; without those that differ between iterations and are no slices.
-        branch: of a branch, the atom around it that chooses, and the number that chooses this one; else None.
+        inputs: the operand for each input, except carries that change.
+        branch: for a branch, the atom around it that chooses, and the number of this branch; else None.
     """
 
     producers: Mapping[Var, JaxprEqn]
@@ -52,7 +47,7 @@ class Program:
     _known: dict[tuple[Var, At | None], Affine | None] = field(default_factory=dict)
 
     def affine(self, atom: Atom, at: At | None = None) -> Affine | None:
-        """`atom` as an affine function of the position, or what is left of it `at` one place; None if it is not one."""
+        """`atom`, or one place of it, as an affine function of the position; None if it is not one."""
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is None or not (jnp.issubdtype(dtype, np.integer) or dtype == np.bool_) or 0 in shape_of(atom):
             return None
@@ -106,7 +101,7 @@ class Program:
 def inside(
     closed: Any, around: Program, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> Program:
-    """The program of a jaxpr, closed or not, from what its inputs are in the program around it; None: not known."""
+    """The program of a jaxpr, closed or not, with the operands for its inputs; None for an unknown one."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known = {var: outside for var, outside in zip(jaxpr.invars, inputs, strict=True) if outside is not None}
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -115,7 +110,7 @@ def inside(
 
 
 def inputs_of_scan(eqn: JaxprEqn) -> list[Outside | None]:
-    """What the inputs of a scan's body are around it; None for carries that change."""
+    """The operands for the inputs of a scan's body; None for carries that change."""
     n_consts, n_carry = scan_counts(eqn)
     jaxpr = eqn.params["jaxpr"].jaxpr
     inputs: list[Outside | None] = [Outside(atom, k >= n_consts + n_carry) for k, atom in enumerate(eqn.invars)]
@@ -133,18 +128,16 @@ def _result_inside(
     at: At | None,
     branch: tuple[Atom, int] | None = None,
 ) -> Affine | None:
-    """Result `r` of a jaxpr on these inputs."""
     return inside(closed, around, inputs, branch).affine(getattr(closed, "jaxpr", closed).outvars[r], at)
 
 
 def _of_branch(around: Program, eqn: JaxprEqn, number: int, r: int, at: At | None) -> Affine | None:
-    """Result `r` of a cond that takes one branch."""
     inputs = [Outside(atom) for atom in eqn.invars[1:]]
     return _result_inside(around, eqn.params["branches"][number], inputs, r, at, (eqn.invars[0], number))
 
 
 def _of_scan(around: Program, eqn: JaxprEqn, r: int, at: At | None) -> Affine | None:
-    """Result `r` of a scan: a carry that no iteration changes, or slices that are the same in all iterations."""
+    """Result `r` of a scan: an unchanged carry, or slices that are equal in all iterations."""
     n_consts, n_carry = scan_counts(eqn)
     inputs = inputs_of_scan(eqn)
     if r < n_carry:

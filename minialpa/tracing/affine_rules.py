@@ -1,7 +1,7 @@
-"""What operations make of arrays that are affine in the position: a rule for each primitive.
+"""Rules for arrays that are affine in the position: from the operands of a primitive to its result.
 
-A rule reads the operands as `Affine` values, and answers None if the result is no such value. Comparisons that hold
-everywhere are constants: so `jnp`'s `where(i < 0, i + n, i)` of positions i is i.
+A rule returns None if the result is not affine. A comparison that holds everywhere is a constant, so `jnp`'s
+`where(i < 0, i + n, i)` of positions i is i.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from jax.extend.core import JaxprEqn
 from minialpa.ir.equations import Atom, aval_of, shape_of
 from minialpa.tracing.affine import Affine, At, at_place, combined, filled, has_same_values, reshaped
 
-#: What an operand is as a whole, or at one place.
+#: From an operand, or one place of it, to its affine function.
 Read = Callable[[Atom, At | None], Affine | None]
 Rule = Callable[[Read, JaxprEqn, At | None], Affine | None]
 RULES: dict[str, Rule] = {}
 
 
 def _rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the rule of the primitives with these names."""
-
     def register(fun: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, fun))
         return fun
@@ -32,20 +30,27 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def _shape(eqn: JaxprEqn, at: At | None) -> tuple[int, ...]:
-    """The shape of the result of an equation `at` one place."""
     shape = shape_of(eqn.outvars[0])
     return shape if at is None else (*shape[: at.dim], 1, *shape[at.dim + 1 :])
 
 
-def _operands(read: Read, eqn: JaxprEqn, at: At | None) -> list[Affine] | None:
-    """The operands of an elementwise equation; scalars have the shape of the others."""
-    shape, found = _shape(eqn, at), list[Affine]()
-    for atom in eqn.invars:
-        operand = read(atom, at if shape_of(atom) else None)
-        if operand is None:
-            return None
-        found.append(operand if operand.shape else filled(shape, operand.offset))
-    return found
+def _elementwise(*names: str) -> Callable[[Callable[..., Affine | None]], Callable[..., Affine | None]]:
+    """Register `fun(eqn, *operands)` for elementwise primitives. Scalars arrive in the shape of the others."""
+
+    def register(fun: Callable[..., Affine | None]) -> Callable[..., Affine | None]:
+        @_rule(*names)
+        def rule(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
+            shape, found = _shape(eqn, at), list[Affine]()
+            for atom in eqn.invars:
+                operand = read(atom, at if shape_of(atom) else None)
+                if operand is None:
+                    return None
+                found.append(operand if operand.shape else filled(shape, operand.offset))
+            return fun(eqn, *found)
+
+        return fun
+
+    return register
 
 
 @_rule("convert_element_type", "copy")
@@ -56,63 +61,40 @@ def _unchanged(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
 @_rule("iota")
 def _iota(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
     whole, dim = shape_of(eqn.outvars[0]), eqn.params["dimension"]
-    strides = tuple(int(d == dim) for d in range(len(whole)))
     if at is not None and at.dim == dim:
         return filled(_shape(eqn, at), at.position)
-    return Affine(0, strides, _shape(eqn, at))
+    return Affine(0, tuple(int(d == dim) for d in range(len(whole))), _shape(eqn, at))
 
 
-@_rule("add", "sub")
-def _sum(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    found = _operands(read, eqn, at)
-    return None if found is None else combined(found[0], found[1], 1 if eqn.primitive.name == "add" else -1)
+@_elementwise("add", "sub")
+def _sum(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine:
+    return combined(x, y, 1 if eqn.primitive.name == "add" else -1)
 
 
-@_rule("neg")
-def _negative(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    found = _operands(read, eqn, at)
-    return None if found is None else combined(filled(found[0].shape, 0), found[0], -1)
+@_elementwise("neg")
+def _negative(eqn: JaxprEqn, x: Affine) -> Affine:
+    return combined(filled(x.shape, 0), x, -1)
 
 
-@_rule("mul")
-def _product(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    found = _operands(read, eqn, at)
-    if found is None:
-        return None
-    for one, other in (found, found[::-1]):
+@_elementwise("mul")
+def _product(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine | None:
+    for one, other in ((x, y), (y, x)):
         if other.constant is not None:
             return combined(filled(one.shape, 0), one, other.constant)
     return None
 
 
-@_rule("rem")
-def _remainder(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """x % n is x where all x are in [0, n)."""
-    found = _operands(read, eqn, at)
-    if found is None:
-        return None
-    x, n = found
-    return x if x.bounds[0] >= 0 and n.constant is not None and x.bounds[1] < n.constant else None
-
-
-@_rule("max", "min")
-def _extremum(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """One of the operands, if it is the larger or smaller one everywhere."""
-    found = _operands(read, eqn, at)
-    if found is None:
-        return None
-    low, high = combined(found[0], found[1], -1).bounds
-    first, second = found if eqn.primitive.name == "max" else found[::-1]
+@_elementwise("max", "min")
+def _extremum(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine | None:
+    """The operand that is the extremum everywhere."""
+    low, high = combined(x, y, -1).bounds
+    first, second = (x, y) if eqn.primitive.name == "max" else (y, x)
     return first if low >= 0 else second if high <= 0 else None
 
 
-@_rule("clamp")
-def _clamp(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
+@_elementwise("clamp")
+def _clamp(eqn: JaxprEqn, least: Affine, x: Affine, most: Affine) -> Affine | None:
     """The array itself, if it is within the limits everywhere."""
-    found = _operands(read, eqn, at)
-    if found is None:
-        return None
-    least, x, most = found
     return x if combined(x, least, -1).bounds[0] >= 0 and combined(most, x, -1).bounds[0] >= 0 else None
 
 
@@ -126,21 +108,24 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-@_rule(*_COMPARISONS)
-def _comparison(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """True or false, if it is the same everywhere: so it is if the difference is, or has one sign."""
-    found = _operands(read, eqn, at)
-    if found is None:
-        return None
-    low, high = combined(found[0], found[1], -1).bounds
+@_elementwise(*_COMPARISONS)
+def _comparison(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine | None:
+    """True or false, if it is the same everywhere: the difference is constant or has one sign."""
+    low, high = combined(x, y, -1).bounds
     holds = {_COMPARISONS[eqn.primitive.name](end, 0) for end in (low, high)}
     is_decided = low == high or low > 0 or high < 0 or (eqn.primitive.name not in ("eq", "ne") and len(holds) == 1)
-    return filled(found[0].shape, int(holds.pop())) if is_decided else None
+    return filled(x.shape, int(holds.pop())) if is_decided else None
+
+
+@_elementwise("not")
+def _negation(eqn: JaxprEqn, x: Affine) -> Affine | None:
+    is_flag = aval_of(eqn.outvars[0]).dtype == np.bool_
+    return filled(x.shape, 1 - x.constant) if is_flag and x.constant is not None else None
 
 
 @_rule("and", "or")
 def _logic(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """One false operand decides "and", and one true operand "or", whatever the other is."""
+    """One false operand decides "and", and one true operand "or"."""
     if aval_of(eqn.outvars[0]).dtype != np.bool_:
         return None
     found = [read(atom, at if shape_of(atom) else None) for atom in eqn.invars]
@@ -151,16 +136,8 @@ def _logic(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
     return None if None in constants else filled(_shape(eqn, at), 1 - deciding)
 
 
-@_rule("not")
-def _negation(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    x = read(eqn.invars[0], at)
-    is_flag = aval_of(eqn.outvars[0]).dtype == np.bool_
-    return filled(x.shape, 1 - x.constant) if is_flag and x is not None and x.constant is not None else None
-
-
 @_rule("select_n")
 def _choice(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """The case that is chosen everywhere."""
     which = read(eqn.invars[0], at if shape_of(eqn.invars[0]) else None)
     if which is None or which.constant is None or not 0 <= which.constant < len(eqn.invars) - 1:
         return None
@@ -195,16 +172,6 @@ def _transpose(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
     return None if x is None else Affine(x.offset, tuple(x.strides[d] for d in order), _shape(eqn, at))
 
 
-@_rule("rev")
-def _reverse(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    x = read(eqn.invars[0], None)
-    if x is None:
-        return None
-    turned = eqn.params["dimensions"]
-    strides = tuple(-s if d in turned else s for d, s in enumerate(x.strides))
-    return at_place(Affine(x.offset + sum(x.strides[d] * (x.shape[d] - 1) for d in turned), strides, x.shape), at)
-
-
 @_rule("slice")
 def _slice(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
     starts = eqn.params["start_indices"]
@@ -221,7 +188,7 @@ def _slice(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
 
 @_rule("concatenate")
 def _concatenate(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """The array that goes on from one operand to the next as it does inside of them."""
+    """The operands joined, if each continues the one before it."""
     along = eqn.params["dimension"]
     sizes = [shape_of(atom)[along] for atom in eqn.invars]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -246,7 +213,7 @@ def _concatenate(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
 
 
 def _joint_step(parts: Sequence[Affine], along: int) -> int:
-    """The stride of arrays that are joined along a dimension: that of the first one, or from it to the second."""
+    """The stride of joined arrays: the stride of the first, or the step to the second."""
     first, *more = parts
     return more[0].offset - first.offset if first.shape[along] == 1 and more else first.strides[along]
 
@@ -257,7 +224,7 @@ def _reshape(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
     if x is not None:
         return at_place(reshaped(x, shape_of(eqn.outvars[0])), at)
 
-    # A place can be asked for in the last dimension, if it stays the last one.
+    # One place of the last dimension, if that stays the last one.
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if at is None or not before or at.dim != len(after) - 1 or before[-1] != after[-1]:
         return None

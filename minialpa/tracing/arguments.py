@@ -1,4 +1,4 @@
-"""Argument leaves of a step as types, for tracing, and which of their dimensions hold the examples of a batch."""
+"""Argument leaves of a step as types, and which of their dimensions hold the examples of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 from minialpa.ir.equations import is_extended
-from minialpa.tracing.host_memory import why_in_host
+from minialpa.tracing.placements import refuse_argument_in_host
 
 
 def argument_name(path: str) -> str:
@@ -22,21 +22,21 @@ def argument_name(path: str) -> str:
 
 
 def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of a leaf, without a sharding: the plan decides how arguments are sharded.
+    """Shape, dtype and weak type of a leaf; no sharding, which the plan decides.
 
-    Raises TraceError, with the leaf's path, for what is no array of numbers, and for what is in host memory.
+    Raises TraceError, with the leaf's path, unless it is an array of numbers outside host memory.
     """
     found = leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
         try:
             found = jax.typeof(leaf)
-        except Exception as error:  # a ValueError for what jax took once, or what a leaf's own code raises
+        except Exception as error:  # also one from the leaf's own code
             raise TraceError(_why_no_array(leaf, path)) from error
         if not isinstance(found, jax.core.ShapedArray):  # a Ref has a shape, too
             raise TraceError(_why_no_array(leaf, path))
 
     if not is_extended(found.dtype) and np.dtype(found.dtype).kind in "OSTUMm":
-        # jax has arrays of strings, and no functions that take them.
+        # jax has arrays of strings, but no functions of them.
         raise TraceError(_why_no_array(np.empty((), found.dtype), path))
     if not all(isinstance(n, int | np.integer) and n >= 0 for n in found.shape):
         raise TraceError(
@@ -44,41 +44,41 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             "numbers whose dimensions are known."
         )
 
-    reason = why_in_host(leaf, path)
-    if reason is not None:
-        raise TraceError(reason)
+    refuse_argument_in_host(leaf, path)
     return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=bool(getattr(found, "weak_type", False)))
 
 
 def _why_no_array(leaf: Any, path: str) -> str:
-    """The message for an argument leaf that jax does not accept as an array: what is wrong, and what to pass."""
+    """The message for an argument leaf that jax does not take: what is wrong, and what to pass."""
     otherwise = "other values as whole arguments listed in `static_argnums`"
-    if not isinstance(leaf, np.ndarray | np.generic):
-        kind = type(leaf).__name__
-        if hasattr(type(leaf), "__jax_array__"):
-            return (
-                f"Argument leaf `{path}` is a {kind}, which has `__jax_array__` and is no array. Pass `jnp.asarray(x)`."
-            )
-        return f"Argument leaf `{path}` is a {kind}, not an array. Pass arrays and numbers in pytrees, and {otherwise}."
-
     if isinstance(leaf, np.ma.MaskedArray):
-        return f"Argument leaf `{path}` is a masked array, and jax has none. Pass `x.filled()`, and the mask by itself."
+        wrong, instead = "a masked array, and jax has none", "`x.filled()`, and the mask by itself"
+    elif isinstance(leaf, np.ndarray | np.generic):
+        wrong, instead = _why_no_dtype(leaf.dtype, otherwise)
+    elif hasattr(type(leaf), "__jax_array__"):
+        wrong = f"a {type(leaf).__name__}, which has `__jax_array__` and is no array"
+        instead = "`jnp.asarray(x)`"
+    else:
+        wrong, instead = f"a {type(leaf).__name__}, not an array", f"arrays and numbers in pytrees, and {otherwise}"
+    return f"Argument leaf `{path}` is {wrong}. Pass {instead}."
 
-    dtype = leaf.dtype
-    given = f"Argument leaf `{path}` is a NumPy array of {dtype}"
+
+def _why_no_dtype(dtype: np.dtype[Any], otherwise: str) -> tuple[str, str]:
+    """What is wrong with a NumPy array of this dtype, and what to pass."""
+    given = f"a NumPy array of {dtype}"
     if dtype.names is not None:
         first = dtype.names[0] if dtype.names else "name"
-        return f"{given}, a structured dtype, and jax has none. Pass its fields as arrays of their own: `x[{first!r}]`."
+        return f"{given}, a structured dtype, and jax has none", f"its fields as arrays of their own: `x[{first!r}]`"
     if dtype.kind in "SUT":
-        return f"{given}, which are strings, and jax has none. Pass numbers that stand for them, and {otherwise}."
+        return f"{given}, which are strings, and jax has none", f"numbers that stand for them, and {otherwise}"
     if dtype.kind in "mM":
-        return f"{given}, which are times, and jax has none. Pass numbers, as `x.astype('int64')` gives them."
+        return f"{given}, which are times, and jax has none", "numbers, as `x.astype('int64')` gives them"
     if not dtype.isnative:
-        return f"{given}, whose bytes are in another order than jax has them. Pass `x.astype({dtype.name!r})`."
+        return f"{given}, whose bytes are in another order than jax has them", f"`x.astype({dtype.name!r})`"
     if dtype.kind in "fc":
         narrower = "complex128" if dtype.kind == "c" else "float64"
-        return f"{given}, which is wider than the numbers of jax. Pass `x.astype({narrower!r})`."
-    return f"{given}, and jax has no such arrays. Pass numbers in arrays, and {otherwise}."
+        return f"{given}, which is wider than the numbers of jax", f"`x.astype({narrower!r})`"
+    return f"{given}, and jax has no such arrays", f"numbers in arrays, and {otherwise}"
 
 
 def find_batch_dims(
@@ -86,7 +86,7 @@ def find_batch_dims(
 ) -> tuple[tuple[int | None, ...], int | None]:
     """The batch dimension of each leaf, and the number of examples.
 
-    It is dimension 0 of every array in a batch argument; scalars and raw PRNG keys have none.
+    It is dimension 0 of arrays in batch arguments, and None for scalars and raw PRNG keys.
     """
     dims: list[int | None] = []
     sizes: dict[str, int] = {}

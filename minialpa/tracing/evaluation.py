@@ -1,21 +1,21 @@
-"""Equations run again, on values or tracers: one equation, one of a shard, or a flat program."""
+"""Runs equations on values or tracers: one equation, one on a shard, or a flat program."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, is_constraint, is_literal, sub_jaxprs
+from minialpa.ir.block import Block, block_of
+from minialpa.ir.equations import Atom, is_constraint, is_literal, is_weak, sub_jaxprs
 from minialpa.support.private_jax import bind_again
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Bind the equation's primitive again on new arguments; new equations keep the source line of the old one."""
+    """Bind the equation's primitive on other arguments; new equations keep the source line of the old one."""
     out = bind_again(eqn, args, eqn.params if params is None else params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -42,32 +42,25 @@ def _without_shardings(param: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _without_constraints(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program itself if nothing in it, or inside its loops and branches, constrains shardings."""
+    """The program without constraints of shardings; the same object without constraints."""
     if not _constrains(program.jaxpr):
         return program
 
     def run(*args: Any) -> list[Any]:
-        env: dict[Var, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-        env.update(zip(program.jaxpr.invars, args, strict=True))
-
-        def read(atom: Atom) -> Any:
-            return atom.val if is_literal(atom) else env[atom]
-
-        for eqn in program.jaxpr.eqns:
-            env.update(zip(eqn.outvars, eval_on_shards(eqn, list(map(read, eqn.invars)), eqn.params), strict=True))
-        return [read(atom) for atom in program.jaxpr.outvars]
+        return eval_flat(block_of(program), args, lambda eqn, operands: eval_on_shards(eqn, operands, eqn.params))
 
     avals = [var.aval for var in program.jaxpr.invars]
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
-    return jax.make_jaxpr(run)(*structs)
+    return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals])
 
 
 def _constrains(program: Jaxpr) -> bool:
     return any(is_constraint(eqn) or any(map(_constrains, sub_jaxprs(eqn))) for eqn in program.eqns)
 
 
-def eval_flat(flat: Block, args: Sequence[Any]) -> list[Any]:
-    """Run a flat program on values or tracers."""
+def eval_flat(
+    flat: Block, args: Sequence[Any], evaluate: Callable[[JaxprEqn, Sequence[Any]], list[Any]] = eval_equation
+) -> list[Any]:
+    """Run a flat program on values or tracers. evaluate: from an equation and its operands to its results."""
     env: dict[Var, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, args, strict=True))
 
@@ -75,6 +68,5 @@ def eval_flat(flat: Block, args: Sequence[Any]) -> list[Any]:
         return atom.val if is_literal(atom) else env[atom]
 
     for eqn in flat.eqns:
-        out = eval_equation(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, out, strict=True))
+        env.update(zip(eqn.outvars, evaluate(eqn, list(map(read, eqn.invars))), strict=True))
     return [read(atom) for atom in flat.outvars]

@@ -1,8 +1,7 @@
-"""Fingerprints of traced programs: whether two programs are equal, and where they begin to differ.
+"""Fingerprints of traced programs: whether two programs are equal, and where they first differ.
 
-A program is written as lines of text without names: its inputs, its equations, its outputs. Equal programs have equal
-lines in every process. A `Fingerprint` holds a digest of all lines, and digests of the first n/32, 2n/32, ... of the n
-equations. `first_change` compares the latter, so it finds a change without the lines of the other program.
+A program becomes lines of text without names, equal in every process. A `Fingerprint` holds a digest of all lines, and
+for `first_change` digests of the first n/32, 2n/32, ... of the n equations.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _N_PREFIXES = 32
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a plan remembers of the program that it was made for.
+    """The identity of a traced program in a plan.
 
     Attributes:
-        digest: of primitives, parameters, shapes and dataflow, and of what the step says about its arguments.
-        primitives: (name, how often it occurs) for each primitive, sorted.
-        prefixes: digests of the inputs with the first equations, for each number of equations in `_ends`.
+        digest: of primitives, parameters, shapes and dataflow, and of batch dimensions and replaced arguments.
+        primitives: sorted pairs of a primitive's name and its count.
+        prefixes: digests of the inputs and the first equations, for each number of equations in `_ends`.
     """
 
     digest: str
@@ -40,17 +39,15 @@ class Fingerprint:
 
     @property
     def n_equations(self) -> int:
-        """Number of equations of the program."""
         return sum(count for _, count in self.primitives)
 
     @property
     def n_prefixes(self) -> int:
-        """Number of prefixes that a program with this number of equations has."""
         return len(_ends(self.n_equations))
 
 
 def fingerprint_of(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any], about: str) -> Fingerprint:
-    """The fingerprint of a program. `about`: text of anything else in which equal steps agree."""
+    """The fingerprint of a program. about: further text in which equal steps agree."""
     lines = _program_lines(inputs, eqns, outputs)
     counts = Counter(eqn.primitive.name for eqn in eqns)
     return Fingerprint(
@@ -63,10 +60,7 @@ def fingerprint_of(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 def first_change(
     old: Fingerprint, inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]
 ) -> range | None:
-    """Numbers of the equations of which one is the first that `old` lacks; None if it has all of them.
-
-    The range is empty if the programs have different inputs.
-    """
+    """A range of equations with the first that `old` lacks, or None. Empty if the inputs differ."""
     ends = _ends(old.n_equations)
     found = _prefixes(_program_lines(inputs, eqns, outputs), ends)
     for k, (was, now) in enumerate(zip(old.prefixes, found, strict=False)):
@@ -76,15 +70,11 @@ def first_change(
 
 
 def _ends(n_equations: int) -> tuple[int, ...]:
-    """Number of equations in each prefix of a program."""
     return tuple(sorted({n_equations * k // _N_PREFIXES for k in range(_N_PREFIXES + 1)}))
 
 
 def _prefixes(lines: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
-    """Digests of the inputs and the first equations, for each number of equations in `ends`.
-
-    The lines of a program that ends before a prefix does are followed by a mark instead.
-    """
+    """Digests of the inputs and the first equations, for each number in `ends`; a shorter program ends in a mark."""
     digest, prefixes, start = hashlib.sha256(), [], 0
     n_equations = len(lines) - 2
     for end in ends:
@@ -95,7 +85,7 @@ def _prefixes(lines: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
 
 
 def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[str]:
-    """A line of the inputs, a line for each equation, and a line of the outputs; values are numbered."""
+    """A line of inputs, a line for each equation, and a line of outputs; values are numbered."""
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> str:

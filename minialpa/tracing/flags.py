@@ -1,12 +1,12 @@
-"""Loops whose test computes again what a carried flag already says.
+"""Loops whose test computes a flag that they already carry.
 
-A loop over examples may carry a flag for each of them, and have a test that is computed from the other carries:
+A loop over examples may carry a flag for each of them, and compute its test from the other carries:
 
     while any(c(x)):  x, flag = where(flag, n(x), x), flag and c(n(x))        with flag = c(x) before the loop
 
 Then flag = c(x) before each iteration: where it is set, x becomes n(x) and the flag c(n(x)); elsewhere, both stay.
-`with_flags_as_tests` lets the loop test `any(flag)`, which is the same program, and shows that an iteration leaves all
-examples as they are whose flag is not set. The loops of equinox have this form. A carry that nothing reads goes, too.
+`with_flags_as_tests` lets the loop test `any(flag)`. This is the same program, and shows that an iteration keeps the
+examples without a set flag. The loops of equinox have this form. Dead carries go, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from minialpa.ir.equations import (
     dtype_name,
     is_control_flow,
     is_literal,
-    live_equations,
     operand_vars,
     shape_of,
+    with_bodies,
     with_each_body,
 )
 from minialpa.tracing.flattening import flatten_calls
@@ -33,7 +33,7 @@ from minialpa.tracing.values import ELEMENTWISE, Values, producers_of
 
 
 def with_flags_as_tests(flat: Block) -> Block:
-    """The program with loops, those in other loops included, that test a flag where they can."""
+    """The program whose loops, also inner ones, test a flag where they can."""
     if not any(is_control_flow(eqn) for eqn in flat.eqns):
         return flat
 
@@ -59,7 +59,7 @@ def _values_of(flat: Block) -> Values:
 
 
 def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A body or branch with loops that test a flag where they can; itself, if no loop in it changes."""
+    """`with_flags_as_tests` of a body or branch; the same object if no loop in it changes."""
     if not any(is_control_flow(inner) for inner in closed.jaxpr.eqns):
         return closed
     flat = block_of(closed)
@@ -71,14 +71,7 @@ def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loop:
-    """A `while` with a test that is `any` of something for each example.
-
-    Attributes:
-        eqn: the loop.
-        test: its test, with the constants of the test before the carries.
-        body: its body, with the constants of the body before the carries.
-        condition: the equation of the test that reduces by `or`.
-    """
+    """A `while` whose test is `any` of a condition for each example; `condition` is the equation with this `any`."""
 
     eqn: JaxprEqn
     test: Block
@@ -95,7 +88,7 @@ class _Loop:
 
 
 def _loop_of(eqn: JaxprEqn) -> _Loop | None:
-    """The loop, if it may carry a flag that says what its test computes."""
+    """The loop, if it may carry a flag that its test computes."""
     shapes = {shape_of(var) for var in eqn.outvars if dtype_name(var) == "bool" and shape_of(var)}
     if not shapes or eqn.effects:
         return None
@@ -109,23 +102,21 @@ def _loop_of(eqn: JaxprEqn) -> _Loop | None:
 
 
 def _tested_by_flag(loop: _Loop, values: Values, used: set[Atom]) -> JaxprEqn | None:
-    """The loop with a flag as its test, without carries that nothing reads; None if no flag says what it computes.
+    """The loop with a flag as its test and without dead carries; None without such a flag.
 
-    values: of the program that the loop is in.
-    used: variables of that program that something reads.
+    values: of the program around the loop.
+    used: variables of that program with readers.
     """
-    initial = loop.carries(loop.eqn.invars)
     shape = shape_of(loop.condition.invars[0])
     for k, carry in enumerate(loop.carries(loop.body.invars)):
-        if dtype_name(carry) != "bool" or shape_of(carry) != shape:
-            continue
-        if _holds_before(loop, values, initial[k]) and _stays(loop, values, k):
+        is_flag = dtype_name(carry) == "bool" and shape_of(carry) == shape
+        if is_flag and _holds_before(loop, values, k) and _stays(loop, values, k):
             return _without_dead_carries(_with_test(loop, k), used)
     return None
 
 
 def _run_test(loop: _Loop, values: Values, carries: Sequence[Atom]) -> int:
-    """The number of what the test reduces, for these values of the carries."""
+    """The number of the condition for these values of the carries."""
     n_consts = loop.eqn.params["cond_nconsts"]
     numbers = [values.read(atom) for atom in (*loop.eqn.invars[:n_consts], *carries)]
     values.of.update(zip(loop.test.invars, numbers, strict=True))
@@ -133,14 +124,14 @@ def _run_test(loop: _Loop, values: Values, carries: Sequence[Atom]) -> int:
     return values.read(loop.condition.invars[0])
 
 
-def _holds_before(loop: _Loop, values: Values, flag: Atom) -> bool:
-    """Whether the flag is what the test computes before the first iteration."""
-    own = values.copy()
-    return _run_test(loop, own, loop.carries(loop.eqn.invars)) == own.read(flag)
+def _holds_before(loop: _Loop, values: Values, k: int) -> bool:
+    """Whether carry `k` is the condition before the first iteration."""
+    own, initial = values.copy(), loop.carries(loop.eqn.invars)
+    return _run_test(loop, own, initial) == own.read(initial[k])
 
 
 def _stays(loop: _Loop, values: Values, k: int) -> bool:
-    """Whether carry `k` is what the test computes after an iteration, if it is before."""
+    """Whether carry `k` is the condition after an iteration, if it is before."""
     iteration = _Iteration(loop, producers_of(loop.body))
     goes_on = _and_of_flag(iteration, k)
     advanced = _advanced_carries(iteration, k)
@@ -149,29 +140,24 @@ def _stays(loop: _Loop, values: Values, k: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """What one iteration of a loop makes of its carries, where a copy of a value is the value itself.
-
-    Attributes:
-        loop: the loop.
-        producers: the equation that makes each variable of the body.
-    """
+    """The body of a loop, where a copy of a value is the value itself; `producers` make its variables."""
 
     loop: _Loop
     producers: Mapping[Atom, JaxprEqn]
 
     @property
     def carries(self) -> list[Atom]:
-        """The carries before the iteration; their next values are the results of the body, in the same order."""
+        """The carries before the iteration; the results of the body are their next values, in order."""
         return self.loop.carries(self.loop.body.invars)
 
     def source(self, atom: Atom) -> Atom:
-        """What an atom is a copy of."""
+        """The original of a copy."""
         while (eqn := self._producer(atom)) is not None and eqn.primitive.name == "copy":
             atom = eqn.invars[0]
         return atom
 
     def made_by(self, primitive: str, atom: Atom) -> JaxprEqn | None:
-        """The equation that makes an atom, if it is one of this primitive."""
+        """The equation of this primitive that makes an atom; None for another primitive."""
         eqn = self._producer(self.source(atom))
         return eqn if eqn is not None and eqn.primitive.name == primitive else None
 
@@ -190,7 +176,7 @@ def _and_of_flag(iteration: _Iteration, k: int) -> Atom | None:
 
 
 def _advanced_carries(iteration: _Iteration, k: int) -> list[Atom] | None:
-    """N for each carry that goes on as `where(flag, N, carry)`, and the others as they are before the iteration.
+    """N for each carry that goes on as `where(flag, N, carry)`, the carry before the iteration for others.
 
     None if a carry that the test reads neither goes on like this nor stays. `flag` is carry `k`.
     """
@@ -220,13 +206,13 @@ def _chosen_by(iteration: _Iteration, flag: Atom, new: Atom, old: Atom) -> Atom 
 
 
 def _is_test_of(loop: _Loop, values: Values, goes_on: Atom, advanced: Sequence[Atom]) -> bool:
-    """Whether `goes_on`, a value of the body, is what the test computes of the values `advanced` of the carries."""
+    """Whether `goes_on`, a value of the body, is the condition for the values `advanced` of the carries."""
     inside = values.copy()
     n_consts = loop.eqn.params["cond_nconsts"]
     constants = loop.eqn.invars[n_consts : len(loop.eqn.invars) - loop.n_carries]
     inside.of.update(zip(loop.body.invars, (inside.read(atom) for atom in constants), strict=False))
 
-    # Nothing is known of the carries in the middle of the loop, so each is a value of its own.
+    # The carries in the middle of the loop are unknown, so each is a new value.
     for i, carry in enumerate(loop.carries(loop.body.invars)):
         inside.name(carry, ("carry", loop, i))
     inside.run(loop.body)
@@ -235,7 +221,7 @@ def _is_test_of(loop: _Loop, values: Values, goes_on: Atom, advanced: Sequence[A
 
 
 def _read_by_condition(loop: _Loop) -> list[int] | None:
-    """Numbers of the carries that the test reduces a function of; None if that mixes the elements of an array."""
+    """Numbers of the carries in the condition; None if it mixes the elements of an array."""
     condition = loop.condition.invars[0]
     shape, producers = shape_of(condition), producers_of(loop.test)
     carries = loop.carries(loop.test.invars)
@@ -257,7 +243,6 @@ def _read_by_condition(loop: _Loop) -> list[int] | None:
 
 
 def _with_test(loop: _Loop, k: int) -> _Loop:
-    """The loop with a test of carry `k`."""
     flag = loop.carries(loop.test.invars)[k]
     condition = loop.condition.replace(invars=[flag])
     test = loop.test.with_eqns([condition if eqn is loop.condition else eqn for eqn in loop.test.eqns])
@@ -265,53 +250,45 @@ def _with_test(loop: _Loop, k: int) -> _Loop:
 
 
 def _without_dead_carries(loop: _Loop, used: set[Atom]) -> JaxprEqn:
-    """The loop as an equation, without carries that neither the test nor what follows needs."""
     needed = _needed_carries(loop, used)
 
     def kept(inputs: Sequence[Any]) -> list[Any]:
         n_consts = len(inputs) - loop.n_carries
         return [*inputs[:n_consts], *(inputs[n_consts + i] for i in needed)]
 
-    before = loop.eqn.params["cond_jaxpr"].jaxpr, loop.eqn.params["body_jaxpr"].jaxpr
-    test = before[0].replace(
-        constvars=list(loop.test.constvars), invars=kept(loop.test.invars), eqns=list(loop.test.eqns),
-        outvars=list(loop.test.outvars), debug_info=before[0].debug_info.with_unknown_names(),
-    )  # fmt: skip
-    eqns, outvars = _body_of_carries(loop, needed)
-    body = before[1].replace(
-        constvars=list(loop.body.constvars), invars=kept(loop.body.invars), eqns=eqns, outvars=outvars,
-        debug_info=before[1].debug_info.with_unknown_names(),
-    )  # fmt: skip
-    params = dict(
-        loop.eqn.params,
-        cond_jaxpr=ClosedJaxpr(test, list(loop.test.consts)),
-        body_jaxpr=ClosedJaxpr(body, list(loop.body.consts)),
-    )
-    new: JaxprEqn = loop.eqn.replace(
-        invars=kept(loop.eqn.invars), outvars=[loop.eqn.outvars[i] for i in needed], params=params
-    )
-    return new
+    programs: dict[str, ClosedJaxpr] = {}
+    for name, part in (("cond_jaxpr", loop.test), ("body_jaxpr", _body_of_carries(loop, needed))):
+        jaxpr = loop.eqn.params[name].jaxpr
+        new = jaxpr.replace(
+            constvars=list(part.constvars),
+            invars=kept(part.invars),
+            eqns=list(part.eqns),
+            outvars=list(part.outvars),
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        programs[name] = ClosedJaxpr(new, list(part.consts))
+    changed = with_bodies(loop.eqn, programs)
+    eqn: JaxprEqn = changed.replace(invars=kept(loop.eqn.invars), outvars=[loop.eqn.outvars[i] for i in needed])
+    return eqn
 
 
 def _needed_carries(loop: _Loop, used: set[Atom]) -> list[int]:
-    """Numbers of the carries that the test or what follows needs, or that the body needs to compute one of these."""
+    """Numbers of the carries that the test or later equations read, or that the body needs for one of these."""
     read = {atom for eqn in loop.test.eqns for atom in operand_vars(eqn)} | set(loop.test.outvars)
-    rows = zip(loop.eqn.outvars, loop.carries(loop.test.invars), strict=True)
-    needed = {i for i, (result, tested) in enumerate(rows) if result in used or tested in read}
+    pairs = zip(loop.eqn.outvars, loop.carries(loop.test.invars), strict=True)
+    needed = {i for i, (result, tested) in enumerate(pairs) if result in used or tested in read}
 
     carries = loop.carries(loop.body.invars)
     while True:
-        eqns, outvars = _body_of_carries(loop, sorted(needed))
-        inside = {atom for eqn in eqns for atom in operand_vars(eqn)}
-        inside.update(atom for atom in outvars if not is_literal(atom))
+        body = _body_of_carries(loop, sorted(needed))
+        inside = {atom for eqn in body.eqns for atom in operand_vars(eqn)}
+        inside.update(atom for atom in body.outvars if not is_literal(atom))
         grown = needed | {i for i, carry in enumerate(carries) if carry in inside}
         if grown == needed:
             return sorted(needed)
         needed = grown
 
 
-def _body_of_carries(loop: _Loop, needed: Sequence[int]) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations of the body that compute the next values of these carries, and the next values."""
-    outvars = [loop.body.outvars[i] for i in needed]
-    is_live = live_equations(loop.body.eqns, outvars)
-    return [eqn for eqn, live in zip(loop.body.eqns, is_live, strict=True) if live], outvars
+def _body_of_carries(loop: _Loop, needed: Sequence[int]) -> Block:
+    """The part of the body that computes the next values of these carries."""
+    return replace(loop.body, outvars=tuple(loop.body.outvars[i] for i in needed)).without_dead_operations()

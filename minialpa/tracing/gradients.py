@@ -1,13 +1,13 @@
-"""Marks that a training step leaves in its own trace: gradients, pipeline boundaries, and values per micro-batch.
+"""Marks that a training step leaves in its trace: gradients, pipeline boundaries, and values per micro-batch.
 
-`value_and_grad` calls `jax.value_and_grad`. While a step is traced for planning, it also
+While a step is traced for planning, `value_and_grad` also
 
 * evaluates the differentiated function equation by equation, each under a name scope with its number, which autodiff
-  carries over to the backward equations that come from it;
+  carries over to its backward equations;
 * binds `gradient_p`, an identity, on the gradients.
 
 `mark_pipeline_boundary` binds `boundary_p`, which has no operands, and `per_micro_batch` binds `per_micro_batch_p`, an
-identity. Outside of planning, these functions leave no marks.
+identity. Outside of planning, there are no marks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import is_literal
-from minialpa.ir.scopes import module_path, tag_scope
+from minialpa.ir.op import module_path, tag_scope
 from minialpa.support.private_jax import define_batching, define_jvp, define_linear, define_lowering
-from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.evaluation import eval_equation, eval_flat
 from minialpa.tracing.flattening import flatten_calls
 
 gradient_p = Primitive("minialpa_gradient")
@@ -66,7 +66,7 @@ def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent
 
 define_linear(per_micro_batch_p, _per_micro_batch_transpose)
 
-# These number the calls of the step that is being traced; None while nothing is traced for planning.
+# They number the calls in the traced step; None outside of planning.
 _tracing: ContextVar[Iterator[int] | None] = ContextVar("minialpa_tracing", default=None)
 _per_micro_batch_calls: ContextVar[Iterator[int] | None] = ContextVar("minialpa_per_micro_batch", default=None)
 
@@ -92,12 +92,12 @@ def mark_pipeline_boundary() -> None:
 def per_micro_batch(x: Any) -> Any:
     """`x`, a total over the examples such as a mean, computed for each micro-batch by itself.
 
-    A step over micro-batches computes what the full batch computes. A model that needs a total over the micro-batch
-    instead, as for a router's balance loss or for batch statistics, says so:
+    A step over micro-batches equals the full-batch step. A model may need a total over the micro-batch instead, as for
+    a router's balance loss or batch statistics:
 
         load = minialpa.per_micro_batch(jnp.mean(routed, axis=0))
 
-    Results of the step that are computed from it are averaged over the micro-batches, and gradients are those of that
+    Results of the step that depend on it are averaged over the micro-batches, and gradients are gradients of that
     average. A mean becomes the micro-batch's mean; a sum stays a sum, of fewer examples. x: a pytree of float arrays.
     Outside `parallelize`, returns `x` itself.
     """
@@ -130,7 +130,7 @@ def value_and_grad(
 
 
 def _marked(grads: Any, call: int) -> Any:
-    """A pytree of gradients, with marks on all but those of integers: their dtype, float0, holds no values."""
+    """A pytree of gradients with marks. Gradients of integers stay: their dtype, float0, holds no values."""
     leaves, tree = jax.tree.flatten(grads)
     has_values = [getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves]
     marked = iter(gradient_p.bind(*itertools.compress(leaves, has_values), call=call))
@@ -156,7 +156,7 @@ def grad(
 
 
 def _is_dynamic(leaf: Any) -> bool:
-    """Whether an argument leaf is an array or a number. Booleans are not: Python code may branch on them."""
+    """Whether an argument leaf is an array or a number. Python code may branch on booleans, so they are static."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex)) or (
         isinstance(leaf, int) and not isinstance(leaf, bool)
     )
@@ -186,17 +186,16 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
 
 def _eval_tagged(flat: Block, args: Sequence[Any], call: int) -> list[Any]:
     """Run a program with every equation under the names of its modules and its tag; boundaries are left out."""
-    env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
-    env.update(zip(flat.invars, args, strict=True))
+    ops, layer = enumerate(flat.ops), 0
 
-    layer = 0
-    for i, op in enumerate(flat.ops):
-        eqn = op.eqn
+    def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        nonlocal layer
+        i, op = next(ops)
         if eqn.primitive is boundary_p:
             layer += 1
-            continue
+            return []
         with jax.named_scope(tag_scope(module_path(op.scope), call, layer, i)):
-            out = eval_equation(eqn, [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars])
-        env.update(zip(eqn.outvars, out, strict=True))
+            return eval_equation(eqn, operands)
 
-    return [jnp.asarray(atom.val) if is_literal(atom) else env[atom] for atom in flat.outvars]
+    results = eval_flat(flat, args, evaluate)
+    return [jnp.asarray(x) if is_literal(atom) else x for x, atom in zip(results, flat.outvars, strict=True)]

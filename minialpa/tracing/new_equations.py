@@ -1,4 +1,4 @@
-"""New equations, with fresh variables for results: those of a function, or an old equation on other operands."""
+"""New equations with fresh result variables: the equations of a function, or an old equation on other operands."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
-from minialpa.ir.equations import Atom, dtype_name, fresh_var, is_literal, shape_of
+from minialpa.ir.equations import Atom, fresh_var, is_literal
 from minialpa.support.private_jax import result_avals, settings_of
 from minialpa.tracing.flattening import trace_flat
 
 
 class EquationMaker:
-    """Makes equations and caches what jax says about each kind of them.
-
-    The cache holds for one configuration of jax.
-    """
+    """Makes equations, and caches their result types and traced functions. Use it under one configuration of jax."""
 
     def __init__(self) -> None:
         self._avals: dict[Hashable, Sequence[Any]] = {}
         self._flat: dict[Hashable, Block] = {}
 
     def rebuild(self, eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
-        """The same primitive on other operands, with fresh result variables of the shapes that follow."""
+        """The same primitive on other operands, with fresh variables for its results."""
         new_params = dict(eqn.params) if params is None else dict(params)
         operands = tuple(atom.aval for atom in invars)
         try:
@@ -74,17 +71,14 @@ def _on_atoms(flat: Block, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], li
 
 
 def unary_equation(fun: Callable[[Any], Any]) -> Callable[[Var], tuple[JaxprEqn, Var]]:
-    """A function that makes the equation `fun(operand)` and its result variable.
+    """A function from an operand to the equation `fun(operand)` and its result.
 
-    `fun` must be one equation of one array. It is traced once for each shape and dtype.
+    `fun` must be one equation of one array. It is traced once for each type.
     """
-    known: dict[tuple[tuple[int, ...], str], JaxprEqn] = {}
+    maker = EquationMaker()
 
     def make(operand: Var) -> tuple[JaxprEqn, Var]:
-        key = shape_of(operand), dtype_name(operand)
-        if key not in known:
-            ((known[key],), _) = equations_for(fun, operand)
-        result = fresh_var(known[key].outvars[0].aval)
-        return known[key].replace(invars=[operand], outvars=[result]), result
+        (eqn,), (result,) = maker.compute(None, fun, operand)
+        return eqn, result
 
     return make

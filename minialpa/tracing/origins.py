@@ -1,7 +1,7 @@
-"""Where the equations of a traced step came from: the marks of `gradients.py` and the tags of autodiff are read here.
+"""The origins of a traced step's equations, from the marks of `gradients.py` and the tags in name scopes.
 
-`without_marks` takes the marks out of a program and keeps what they meant. `with_origins` adds to each operation
-whether it is a part of the forward pass, of the backward pass or of neither, and which forward equation it belongs to.
+`without_marks` takes the marks out of a program. `with_origins` finds for each operation its pass, forward, backward or
+neither, and its forward equation.
 """
 
 from __future__ import annotations
@@ -15,20 +15,13 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import is_literal, operand_vars
-from minialpa.ir.op import Direction, Op, Origin
-from minialpa.ir.scopes import is_second_derivative, is_transposed, read_tag
+from minialpa.ir.op import Direction, Op, Origin, is_second_derivative, is_transposed, read_tag
 from minialpa.tracing.gradients import boundary_p, gradient_p
 
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A program without its marks, and what the marks said.
-
-    Attributes:
-        flat: the program; the layer of an operation's origin is the number of boundaries that were marked before it.
-        gradients: values that were marked as gradients.
-        n_boundaries: number of pipeline boundaries that were marked.
-    """
+    """A program without its marks; the layer in an origin counts the marked boundaries before the operation."""
 
     flat: Block
     gradients: tuple[Var, ...]
@@ -61,10 +54,10 @@ def without_marks(flat: Block) -> Unmarked:
 
 
 def with_origins(flat: Block) -> Block:
-    """The program, with the origin of each operation, whose layer so far counts the boundaries before it.
+    """The program with the origin of each operation, whose layer so far counts the boundaries before it.
 
-    Without tags (plain `jax.grad`, or no gradient at all) each equation outside the backward pass is its own forward
-    group, unless it belongs to the update.
+    Without tags (plain `jax.grad`, or no gradient) each equation outside the backward pass and the update is its own
+    forward group.
     """
     groups: dict[tuple[int, int, int] | int, int] = {}
     tags = [read_tag(op.scope) for op in flat.ops]
@@ -89,7 +82,7 @@ def with_origins(flat: Block) -> Block:
 
 
 def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bool]:
-    """Which equations depend on the backward pass, or are read by such equations only."""
+    """Which equations depend on the backward pass, or have only such readers."""
     in_update = _after_backward(eqns, is_backward)
     readers: dict[Var, list[int]] = defaultdict(list)
 

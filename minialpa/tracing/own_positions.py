@@ -1,19 +1,19 @@
-"""Gather and scatter at the own position: `x[jnp.arange(b), i]`, which works on each example by itself, says so.
+"""Gather and scatter at the own position, as `x[jnp.arange(b), i]`, with batch dimensions in place of the position.
 
 A flat program goes in, the same program comes out, bit for bit. Where a component of the index vectors is the position
-along a dimension of the indices, the operand and the indices have that dimension in common:
+along a dimension of the indices, that dimension becomes a batch dimension of operand and indices:
 
     gather  [b V w], [b 2] at (0, 1)  ->  gather  [b V w], [b 1] at (1), with b as a batch dimension of both
 
-The rules of named factors split batch dimensions, so micro-batches and mesh axes can split the examples. Bodies of
-loops and branches are rewritten, too. An index that pairs examples, such as `arange(b) - 1`, stays as it is.
+Rules split batch dimensions, so micro-batches and mesh axes can split the examples. Bodies of loops and branches are
+rewritten, too. An index that pairs examples, such as `arange(b) - 1`, stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,24 +25,41 @@ from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.affine import At
 from minialpa.tracing.affine_programs import Outside, Program, inputs_of_scan, inside
 from minialpa.tracing.new_equations import equations_for
+from minialpa.tracing.values import producers_of
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 
 
+class _Fields(NamedTuple):
+    """Names of fields of dimension numbers.
+
+    single: for the dimensions of the operand that are indexed by one position and in no window.
+    places: for the operand's dimension of each component of the index vectors.
+    taken: for the batch dimensions of the indices.
+    """
+
+    single: str
+    places: str
+    taken: str
+
+
+_GATHER_FIELDS = _Fields("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
+_SCATTER_FIELDS = _Fields("inserted_window_dims", "scatter_dims_to_operand_dims", "scatter_indices_batching_dims")
+
+
 def with_own_positions(flat: Block) -> Block:
-    """The program, with batch dimensions in gathers and scatters that look up their own position."""
-    producers = {value: flat.eqns[i] for value, i in flat.made_by.items()}
-    program = Program(producers, dict(zip(flat.constvars, flat.consts, strict=True)))
+    """The program with batch dimensions in gathers and scatters at the own position."""
+    program = Program(producers_of(flat), dict(zip(flat.constvars, flat.consts, strict=True)))
     return flat.with_each_written_as([_rewritten(eqn, program) for eqn in flat.eqns])
 
 
 def _rewritten(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
-    """The equations in the place of `eqn`, whose operands come from `program`."""
+    """The equations in place of `eqn`, an equation of `program`."""
     name = eqn.primitive.name
     if name == "gather":
-        return _gather(eqn, program)
+        return _with_batch_dims(eqn, program, _GATHER_FIELDS)
     if name in _SCATTERS:
-        return _scatter(eqn, program)
+        return _with_batch_dims(eqn, program, _SCATTER_FIELDS)
     if is_call(eqn):
         inner, operands = called(eqn)
         body = _body(inner, program, [Outside(atom) for atom in operands])
@@ -81,10 +98,7 @@ def _bodies(eqn: JaxprEqn, program: Program) -> dict[str, Any]:
 def _body(
     closed: Any, around: Program, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> Any:
-    """A jaxpr with its equations rewritten; itself, if none changes, since planning knows bodies by identity.
-
-    The arguments are as in `affine_programs.inside`.
-    """
+    """A jaxpr with its equations rewritten; the same object without a change. Arguments as in `inside`."""
     jaxpr = getattr(closed, "jaxpr", closed)
     program = inside(closed, around, inputs, branch)
     written = [_rewritten(eqn, program) for eqn in jaxpr.eqns]
@@ -99,13 +113,7 @@ def _body(
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A component of the index vectors that is the own position.
-
-    Attributes:
-        component: its number in the index vectors.
-        operand_dim: the dimension of the operand that it points into.
-        index_dim: the dimension of the indices whose position it is.
-    """
+    """A component of the index vectors, for `operand_dim`, is the position along `index_dim` of the indices."""
 
     component: int
     operand_dim: int
@@ -115,12 +123,7 @@ class _Own:
 def _own_components(
     eqn: JaxprEqn, program: Program, places: Sequence[int], single: Sequence[int], taken: Sequence[int]
 ) -> list[_Own]:
-    """The components of the index vectors that can become batch dimensions.
-
-    places: for each component the dimension of the operand.
-    single: dimensions of the operand of which one position is taken, and that no window has.
-    taken: dimensions of the indices that are batch dimensions already.
-    """
+    """The components of the index vectors that can become batch dimensions; arguments as in `_Fields`."""
     shape, indices = shape_of(eqn.invars[0]), eqn.invars[1]
     index_shape = shape_of(indices)
     found: list[_Own] = []
@@ -131,63 +134,37 @@ def _own_components(
         index_dim = None if x is None else x.dim
         if index_dim is None or index_dim in (*taken, *(own.index_dim for own in found)):
             continue
-        # All positions are then in bounds, so no mode changes them.
+        # All positions are then in bounds, under every mode.
         if index_shape[index_dim] == shape[operand_dim]:
             found.append(_Own(component, operand_dim, index_dim))
     return found
 
 
-def _gather(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
+def _with_batch_dims(eqn: JaxprEqn, program: Program, fields: _Fields) -> list[JaxprEqn]:
+    """A gather or scatter with its own positions as batch dimensions, and the equations of its indices."""
     numbers = eqn.params["dimension_numbers"]
-    taken = numbers.start_indices_batching_dims
-    own = _own_components(eqn, program, numbers.start_index_map, numbers.collapsed_slice_dims, taken)
+    single, places, taken = (getattr(numbers, name) for name in fields)
+    own = _own_components(eqn, program, places, single, taken)
     if not own:
         return [eqn]
 
-    operand_dims, index_dims = _batch_dims(numbers.operand_batching_dims, taken, own)
-    changed = lax.GatherDimensionNumbers(
-        offset_dims=numbers.offset_dims,
-        collapsed_slice_dims=_without(numbers.collapsed_slice_dims, operand_dims),
-        start_index_map=_without(numbers.start_index_map, operand_dims),
-        operand_batching_dims=operand_dims,
-        start_indices_batching_dims=index_dims,
-    )
-    return _with_indices(eqn, own, changed)
-
-
-def _scatter(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
-    numbers = eqn.params["dimension_numbers"]
-    taken = numbers.scatter_indices_batching_dims
-    places = numbers.scatter_dims_to_operand_dims
-    own = _own_components(eqn, program, places, numbers.inserted_window_dims, taken)
-    if not own:
-        return [eqn]
-
-    operand_dims, index_dims = _batch_dims(numbers.operand_batching_dims, taken, own)
-    changed = lax.ScatterDimensionNumbers(
-        update_window_dims=numbers.update_window_dims,
-        inserted_window_dims=_without(numbers.inserted_window_dims, operand_dims),
-        scatter_dims_to_operand_dims=_without(places, operand_dims),
-        operand_batching_dims=operand_dims,
-        scatter_indices_batching_dims=index_dims,
-    )
-    return _with_indices(eqn, own, changed)
-
-
-def _batch_dims(
-    operand_dims: Sequence[int], index_dims: Sequence[int], own: Sequence[_Own]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Batch dimensions of the operand, in order as jax wants them, and those of the indices that belong to them."""
-    pairs = sorted([*zip(operand_dims, index_dims, strict=True), *((one.operand_dim, one.index_dim) for one in own)])
-    return tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
-
-
-def _without(dims: Sequence[int], removed: Sequence[int]) -> tuple[int, ...]:
-    return tuple(d for d in dims if d not in removed)
+    # jax wants the batch dimensions of the operand in order.
+    pairs = [
+        *zip(numbers.operand_batching_dims, taken, strict=True),
+        *((one.operand_dim, one.index_dim) for one in own),
+    ]
+    operand_dims, index_dims = zip(*sorted(pairs), strict=True)
+    changed = {
+        "operand_batching_dims": operand_dims,
+        fields.single: tuple(d for d in single if d not in operand_dims),
+        fields.places: tuple(d for d in places if d not in operand_dims),
+        fields.taken: index_dims,
+    }
+    return _with_indices(eqn, own, numbers._replace(**changed))
 
 
 def _with_indices(eqn: JaxprEqn, own: Sequence[_Own], numbers: Any) -> list[JaxprEqn]:
-    """The equation with these dimension numbers, on indices without the components that are the own position."""
+    """The equation with these dimension numbers, on indices without the own positions."""
     indices = eqn.invars[1]
     last = len(shape_of(indices)) - 1
     left = sorted(set(range(shape_of(indices)[last])) - {one.component for one in own})

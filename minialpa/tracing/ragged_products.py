@@ -1,15 +1,14 @@
-"""Ragged products written out: `ragged_dot_general` in, the dense product over all groups that XLA makes of it out.
+"""Ragged products written out: `ragged_dot_general` in, a dense product over all groups out, as XLA compiles it.
 
-XLA for CPUs has no grouped product, and XLA for GPUs has one only behind an experimental flag. By default both mask the
-rows of each group, and multiply all rows with the weights of all groups: n times the arithmetic for n groups.
+XLA for CPUs has no grouped product, and XLA for GPUs only one under an experimental flag. By default both mask the rows
+of each group, and multiply all rows with the weights of all groups: n times the arithmetic for n groups.
 
     starts[g] <= row < ends[g]                                               the rows of group g
     [m k], [g k n] -> [m n]      sum over g, k of masked [m g k] [g k n]      ragged rows that are kept
     [m k], [m n] -> [g k n]      masked [g m k], masked [g m n]               ragged rows that are summed over
     ragged batches               a plain product
 
-As equations of the step, masks and products have the planner's rules: groups, rows and features may all be split. A
-mark on the sizes of the groups is what `ragged_products` finds.
+Groups, rows and features may all be split. `ragged_products` finds a mark on the sizes of the groups.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from minialpa.support.private_jax import name_stack
 
 #: The `checkpoint_name` of the sizes of groups.
 _MARK = "minialpa_groups"
-#: The scope of a barrier that only keeps kernels apart. Without it, XLA for GPUs masks an array in one kernel for the
-#: forward pass and for the gradient of the weights, and keeps both results in memory.
+#: The scope of a barrier that keeps kernels apart. Without it, XLA for GPUs masks an array for the forward pass and for
+#: the gradient of the weights in one kernel, and keeps both results in memory.
 _APART = "minialpa_apart"
 
 
@@ -95,9 +94,9 @@ def _rows_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _masked(
     x: jax.Array, groups: tuple[jax.Array, jax.Array], outer: Sequence[int], ragged: int, *, at: int
 ) -> jax.Array:
-    """`x` for each group, as a new dimension `at`: zeros in place of the rows of all other groups.
+    """`x` for each group, as a new dimension `at`, with zeros in the rows of all other groups.
 
-    groups: of `_rows_of_groups`. outer: the dimensions of `x` for which `groups` may have leading dimensions, in order.
+    groups: from `_rows_of_groups`. outer: dimensions of `x` that leading dimensions of `groups` stand for, in order.
     """
     starts, ends = groups
     full = (*x.shape[:at], ends.shape[-1], *x.shape[at:])
@@ -117,12 +116,12 @@ def _masked(
 
 
 def only_keeps_apart(barrier: JaxprEqn) -> bool:
-    """Whether a barrier is there to keep kernels apart: its readers need not wait for all of its operands."""
+    """Whether a barrier only keeps kernels apart: its readers need not wait for all of its operands."""
     return _APART in name_stack(barrier)
 
 
 def ragged_products(eqns: Sequence[JaxprEqn]) -> Iterator[RaggedProduct]:
-    """The ragged products that were written out among these equations and inside them, some of them twice."""
+    """The ragged products that were written out among these equations and inside them; some occur twice."""
     for eqn in eqns:
         if eqn.primitive.name == "name" and eqn.params["name"] == _MARK:
             yield RaggedProduct(source_line(eqn), shape_of(eqn.invars[0])[-1])

@@ -1,7 +1,7 @@
 """Tracing: `trace_step` turns a Python step and the shapes of its arguments into a `TracedStep`.
 
-A `TracedStep` is the one description of the step that planning works on: the full-batch program, where each equation
-came from, which inputs are split over micro-batches, which results replace an argument. Tracing needs no device.
+Planning works on a `TracedStep`: the full-batch program, the origins of its equations, the batch dimensions of its
+inputs, and the arguments that its results replace. Tracing needs no device.
 """
 
 from __future__ import annotations
@@ -43,12 +43,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class NoBatch:
-    """Why no argument is a batch, where the user has not said which one is.
-
-    Attributes:
-        reason: the candidates, and what to say.
-        ambiguous: whether there are several candidates, rather than none.
-    """
+    """Why no argument is a batch if the user names none; `ambiguous`: there are several candidates."""
 
     reason: str
     ambiguous: bool
@@ -60,7 +55,7 @@ class TracedStep:
 
     Attributes:
         flat: the program; its invars are the dynamic argument leaves in order.
-        in_paths: names of the argument leaves for messages, such as `state.params['w']`.
+        in_paths: names of the argument leaves, such as `state.params['w']`.
         out_paths: names of the result leaves.
         batch_dims: for each invar, the dimension that holds the examples, or None.
         batch_size: number of examples, or None if no argument is a batch.
@@ -69,10 +64,10 @@ class TracedStep:
         gradients: the marked gradients, as variables of the program.
         n_boundaries: number of pipeline boundaries, by marks and by origins.
         out_tree: pytree of the results.
-        in_parts: for each invar, the argument leaf or rows of it that it stands for; empty if invars are the leaves.
+        in_parts: for each invar, its argument leaf or rows of it; empty if invars are the leaves.
         out_parts: the same for outvars and result leaves.
-        in_tree: pytree of the arguments, as a tuple without the static ones; None if it is not known.
-        no_batch: why no batch was found; None if there is one, or if the user has said which arguments are batches.
+        in_tree: pytree of the arguments, as a tuple without the static ones; None if unknown.
+        no_batch: why no batch was found; None if there is one, or if the user has named the batch arguments.
     """
 
     flat: Block
@@ -89,31 +84,28 @@ class TracedStep:
     out_parts: tuple[Part, ...] = ()
     in_tree: PyTreeDef | None = None
     no_batch: NoBatch | None = None
-    #: The fingerprint, once it was asked for: planning and compiling ask for it again.
+    #: The fingerprint, after its first use.
     _known: list[Fingerprint] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def argument(self, i: int) -> Part:
-        """The argument leaf, or rows of it, that invar `i` stands for."""
+        """The argument leaf, or rows of it, of invar `i`."""
         return self.in_parts[i] if self.in_parts else Part(i, None)
 
     def result(self, i: int) -> Part:
-        """The result leaf, or rows of it, that outvar `i` stands for."""
+        """The result leaf, or rows of it, of outvar `i`."""
         return self.out_parts[i] if self.out_parts else Part(i, None)
 
     @property
     def batch_arguments(self) -> tuple[str, ...]:
-        """The names of the arguments that hold examples."""
         leaves = zip(self.in_paths, self.batch_dims, strict=True)
         return tuple(dict.fromkeys(argument_name(path) for path, dim in leaves if dim is not None))
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """For each equation, where it came from."""
         return self.flat.origins
 
     @property
     def n_groups(self) -> int:
-        """Number of forward groups."""
         return max((origin.group for origin in self.origins if origin.group is not None), default=-1) + 1
 
     @property
@@ -142,9 +134,9 @@ def trace_step(
     in_paths: name of each leaf, for messages.
     is_batch: for each leaf, whether its argument is a batch.
     arg_of_leaf: for each leaf, the number of its argument.
-    donate: numbers of donated arguments, or "auto": those that the step updates.
+    donate: numbers of donated arguments, or "auto" for arguments that the step updates.
     state_like: arguments that "auto" donates whenever the step returns a replacement of the same shapes.
-    in_tree: the pytree of the arguments, if it is known.
+    in_tree: the pytree of the arguments, if known.
 
     Raises TraceError if an argument leaf is not an array, or if the step's Python code needs the value of one.
     """
@@ -166,7 +158,7 @@ def trace_step(
             raise
         raise TraceError(_told(error, in_paths)) from with_users_frames(error)
 
-    # Before dead equations go: what counted the own positions may be read by nothing else.
+    # Before dead equations go: the equations that count the own positions may be dead.
     program = without_marks(with_flags_as_tests(with_own_positions(flat)))
     flat = with_origins(program.flat.without_dead_operations())
 
@@ -190,7 +182,7 @@ def trace_step(
 
 
 def _told(error: Exception, in_paths: Sequence[str]) -> str:
-    """What jax says of code that needs the value of a traced array, with the names of arguments, and what to do."""
+    """jax's message about code that needs the value of a traced array, with the names of arguments and advice."""
     text = re.sub(r"\bleaves\[(\d+)\]", lambda found: f"`{in_paths[int(found[1])]}`", str(error))
     advice = "Make an argument on which the program itself depends static, with `static_argnums`."
     if isinstance(error, jax.errors.TracerBoolConversionError):
@@ -210,16 +202,15 @@ def with_batch(
     donate: Sequence[int] | Literal["auto"],
     state_like: Sequence[int] = (),
 ) -> TracedStep:
-    """A step that was traced without a batch and with `donate="auto"`, as if `batch` and `donate` had been known then.
+    """A step that was traced without a batch and with `donate="auto"`, as if traced with `batch` and `donate`.
 
-    batch: the numbers of the arguments that hold examples. The other parameters are as in `trace_step`, which also
-    says what it raises.
+    batch: the numbers of the arguments that hold examples. Other parameters and errors are as in `trace_step`.
     """
     types = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in step.flat.invars]
     batch_dims, batch_size = find_batch_dims(types, step.in_paths, [number in batch for number in arg_of_leaf])
     values = StepValues(flat=step.flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=step.gradients)
 
-    # Arguments that no result replaces automatically are no obstacle for the others, so nothing else has changed.
+    # An argument without a replacement leaves the replacements of others as they were.
     is_new = donate != "auto" or any(i is not None and batch_dims[i] is not None for i in step.aliases)
     aliases = find_aliases(values, donate, state_like) if is_new else step.aliases
     return replace(
@@ -232,10 +223,9 @@ def with_batch(
 
 
 def with_leaves(step: TracedStep, gone_inputs: AbstractSet[Var], results: Sequence[int]) -> TracedStep:
-    """The step without some of its inputs, and with these of its results, by number.
+    """The step without some of its inputs, and with these results, by number.
 
-    gone_inputs: arguments and constants that no equation reads, and that no result of `results` replaces or looks to
-        for its sharding.
+    gone_inputs: arguments and constants that no equation reads, and whose memory or sharding no result takes.
     """
     flat = step.flat
     consts = [i for i, v in enumerate(flat.constvars) if v not in gone_inputs]

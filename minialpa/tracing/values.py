@@ -1,7 +1,7 @@
-"""The values of a program by number, so that equal computations have equal numbers.
+"""Value numbering: equal computations of a program have equal numbers.
 
-Two values are known to be equal if they are the same operation on equal values, or if all their elements are known to
-be the same number. Nothing is concluded from mathematics or from the values that arrive.
+Two values are equal if they are the same operation on equal values, or constants with the same value everywhere.
+Mathematics and the values of arguments are not used.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from minialpa.support.identity import ById
 
 
 def producers_of(part: Block) -> dict[Atom, JaxprEqn]:
-    """The equation that makes each variable."""
     return {var: eqn for eqn in part.eqns for var in eqn.outvars}
 
 
-#: Primitives whose result is constant if their operand is, and has the same value.
+#: Primitives that keep the value of a constant operand.
 _PASSING = (
     "broadcast_in_dim", "convert_element_type", "copy", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
     "reshape", "slice", "squeeze", "stop_gradient", "transpose",
 )  # fmt: skip
 
 
-#: Primitives that compute each element of their only result from the same elements of operands of its shape, and of
-#: scalars.
+#: Primitives of one result whose elements depend on the same elements of operands of its shape, and on scalars.
 ELEMENTWISE = (
     "abs", "add", "and", "convert_element_type", "copy", "div", "eq", "ge", "gt", "is_finite", "le", "lt", "max", "min",
     "mul", "ne", "neg", "not", "or", "select_n", "sign", "stop_gradient", "sub", "xor",
@@ -42,10 +40,9 @@ class Values:
     """The values of a program by number: equal numbers are equal values.
 
     Attributes:
-        numbers: the number of each computation.
-        of: the number of each variable.
-        constants: values of which all elements are known to be this number.
-        scalars: for values of which all elements are the same scalar, the number of the scalar.
+        numbers, of: the numbers of computations and of variables.
+        constants: for values that are the same number everywhere, this number.
+        scalars: for values that are the same scalar everywhere, the number of the scalar.
     """
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -63,14 +60,12 @@ class Values:
         )
 
     def number(self, computation: Hashable) -> int:
-        """The number of a computation."""
         return self.numbers.setdefault(computation, len(self.numbers))
 
     def name(self, var: Atom, computation: Hashable) -> None:
         self.of[var] = self.number(computation)
 
     def read(self, atom: Atom) -> int:
-        """The number of an operand."""
         if not is_literal(atom):
             return self.of[atom]
         value = np.asarray(atom.val)
@@ -80,7 +75,7 @@ class Values:
         return number
 
     def constant(self, atom: Atom) -> int | None:
-        """The number that all elements of an array are, if that is known."""
+        """The number that an array is everywhere; None if unknown."""
         return self.constants.get(self.read(atom))
 
     def are_equal(self, first: Atom, second: Atom) -> bool:
@@ -89,7 +84,7 @@ class Values:
         return self.read(first) == self.read(second) or (constant is not None and constant == self.constant(second))
 
     def assume(self, atom: Atom, value: bool, producers: Mapping[Atom, JaxprEqn]) -> None:
-        """Note that all elements of a boolean array are `value`, and what follows for what it is computed from."""
+        """Note that a boolean array is `value` everywhere, with the consequences for its operands."""
         if is_literal(atom):
             return
         self.constants[self.of[atom]] = int(value)
@@ -116,7 +111,7 @@ class Values:
         if same is not None:
             self.of[eqn.outvars[0]] = self.read(same)
         elif (scalar := self._scalar_of(eqn)) is not None:
-            # One computation, whether `vmap` broadcasts before or behind it.
+            # One computation, whether `vmap` broadcasts before or after it.
             (result,) = eqn.outvars
             self.name(result, ("filled", scalar, shape_of(result)))
             self.scalars[self.of[result]] = scalar
@@ -138,7 +133,7 @@ class Values:
         return eqn if eqn.effects else computation
 
     def _scalar_of(self, eqn: JaxprEqn) -> int | None:
-        """The number of the scalar that all elements of the only result are, if an array is known to have one."""
+        """The number of the scalar that the only result is everywhere; None if unknown."""
         if not eqn.outvars or not shape_of(eqn.outvars[0]):
             return None
         scalars = [self._scalar(atom) for atom in eqn.invars]
@@ -160,7 +155,7 @@ class Values:
         return number if not shape_of(atom) else self.scalars.get(number)
 
     def _constant_result(self, eqn: JaxprEqn) -> int | None:
-        """The number that all elements of the only result are, if that follows from constant operands."""
+        """The number that the only result is everywhere, by constant operands; None if unknown."""
         name, constants = eqn.primitive.name, [self.constant(atom) for atom in eqn.invars]
         is_boolean = len(eqn.outvars) == 1 and dtype_name(eqn.outvars[0]) == "bool"
         if name in _PASSING and len(constants) == 1 and 0 not in shape_of(eqn.invars[0]):
@@ -173,17 +168,15 @@ class Values:
         return None
 
     def _same_as(self, eqn: JaxprEqn) -> Atom | None:
-        """The operand that the only result is equal to, if one is known."""
+        """The operand that equals the only result; None if unknown."""
         name, constants = eqn.primitive.name, [self.constant(atom) for atom in eqn.invars]
         if name == "select_n" and constants[0] in (0, 1):
             return eqn.invars[1 + constants[0]]
         if name in ("copy", "stop_gradient"):
             return eqn.invars[0]
 
-        # What adds nothing: false to `or`, true to `and`, zero to a sum of integers.
-        is_boolean = dtype_name(eqn.outvars[0]) == "bool" if eqn.outvars else False
-        is_integer = "int" in dtype_name(eqn.outvars[0]) if eqn.outvars else False
-        neutral = {"or": 0, "and": 1}.get(name) if is_boolean else {"add": 0}.get(name) if is_integer else None
+        dtype = dtype_name(eqn.outvars[0]) if eqn.outvars else ""
+        neutral = {"or": 0, "and": 1}.get(name) if dtype == "bool" else {"add": 0}.get(name) if "int" in dtype else None
         if neutral is None or neutral not in constants:
             return None
         other = eqn.invars[1 - constants.index(neutral)]

@@ -1,4 +1,4 @@
-"""Compiled loops are kept in a folder of the user for caches, and whatever is wrong with it, they are compiled."""
+"""Machine code of loops is kept in the user's folder for caches; if that is unusable, loops are still compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import resource
 import tempfile
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,42 +63,27 @@ def test_code_is_kept_for_later_processes_and_not_beside_the_source(folders: Pat
     assert run() == (1, 0)
 
 
-def test_nothing_is_looked_for_before_the_first_call(folders: Path) -> None:
-    compiled(double)
-    assert not any((folders / "cache").iterdir())
-
-
-def test_a_relative_folder_for_caches_is_ignored(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folders)
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    assert run() == (0, 1)
-    assert {path.relative_to(folders).parts[0] for path in files(folders)} == {"home"}
-
-
-@pytest.mark.parametrize("wrong", ["a file", "others may write to it", "of another user", "a link"])
-def test_a_folder_that_cannot_be_trusted_is_left_alone(
+@pytest.mark.parametrize("wrong", ["others may write to it", "a link"])
+def test_a_folder_that_cannot_be_trusted_is_not_used(
     wrong: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(folders / "nowhere"))
     mine = folders / "cache" / "minialpa"
-    match wrong:
-        case "a file":
-            mine.write_text("")
-        case "others may write to it":
-            mine.mkdir()
-            mine.chmod(0o777)
-        case "of another user":
-            uid = machine_code.os.getuid()
-            mine.mkdir(mode=0o700)
-            monkeypatch.setattr(machine_code.os, "getuid", lambda: uid + 1)
-            monkeypatch.setattr(tempfile, "tempdir", str(folders / "nowhere"))
-        case "a link":
-            (folders / "elsewhere").mkdir(mode=0o700)
-            mine.symlink_to(folders / "elsewhere")
+    if wrong == "a link":
+        (folders / "elsewhere").mkdir(mode=0o700)
+        mine.symlink_to(folders / "elsewhere")
+    else:
+        mine.mkdir()
+        mine.chmod(0o777)
     assert run() == (0, 1)
-    expected = {"temporary"} if wrong != "of another user" else set()
-    assert {path.relative_to(folders).parts[0] for path in files(folders)} - {"cache"} == expected
-    assert mine.is_file() or not files(mine)
+    assert {path.relative_to(folders).parts[0] for path in files(folders)} == {"temporary"}
+
+
+def test_a_folder_of_another_user_is_not_used(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = machine_code.os.getuid()
+    monkeypatch.setattr(machine_code.os, "getuid", lambda: uid + 1)
+    assert run() == (0, 1)
+    assert not files(folders)
 
 
 def test_without_any_folder_every_process_compiles(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +96,10 @@ def test_without_any_folder_every_process_compiles(folders: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"?" + data])
-def test_damaged_files_are_replaced(suffix: str, damage: Callable[[bytes], bytes], folders: Path) -> None:
+def test_damaged_files_are_replaced(suffix: str, folders: Path) -> None:
     run()
     (path,) = [path for path in files(folders) if path.suffix == suffix]
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert [run(), run()] == [(0, 1), (1, 0)]
 
 
@@ -131,9 +115,9 @@ def test_a_full_disk_is_no_error(folders: Path) -> None:
 
 
 def test_the_folder_that_a_user_gives_numba_is_taken(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folders / "his own"))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folders / "chosen"))
     assert [run(), run()] == [(0, 1), (1, 0)]
-    assert {path.relative_to(folders).parts[0] for path in files(folders)} == {"his own"}
+    assert {path.relative_to(folders).parts[0] for path in files(folders)} == {"chosen"}
 
 
 def test_other_sources_have_other_code(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,27 +1,18 @@
-"""Alpa's names, for scripts that were written for Alpa: `import minialpa.compat.alpa as alpa`.
+"""Alpa's names for scripts that were written for Alpa: `import minialpa.compat.alpa as alpa`.
 
-Each name does what it did in Alpa, or raises an error that says what to use instead, see `names`. Names that only
-minialpa has are here, too.
+Each name works as in Alpa, or raises an error with the alternative, see `names`. Names of minialpa are here, too.
 """
 
 import sys
 from typing import Any
 
 from minialpa import __version__ as __version__
-from minialpa import get_last_dp_result as get_last_dp_result
-from minialpa import grad as grad
-from minialpa import mark_pipeline_boundary as mark_pipeline_boundary
-from minialpa import plan_to_method as plan_to_method
-from minialpa import prefetch as prefetch
-from minialpa import value_and_grad as value_and_grad
 from minialpa.compat.alpa import data_loader as data_loader
 from minialpa.compat.alpa import device_mesh as device_mesh
 from minialpa.compat.alpa import global_env as global_env
-from minialpa.compat.alpa import modules as _modules
 from minialpa.compat.alpa import names as _names
 from minialpa.compat.alpa import parallel_method as parallel_method
 from minialpa.compat.alpa import testing as testing
-from minialpa.compat.alpa import timer as timer
 from minialpa.compat.alpa import util as util
 from minialpa.compat.alpa.api import ParallelizedFunc as ParallelizedFunc
 from minialpa.compat.alpa.api import PlacementSpec as PlacementSpec
@@ -59,11 +50,11 @@ from minialpa.compat.alpa.parallel_method import ShardParallel as ShardParallel
 from minialpa.compat.alpa.parallel_method import Zero2Parallel as Zero2Parallel
 from minialpa.compat.alpa.parallel_method import Zero3Parallel as Zero3Parallel
 from minialpa.compat.alpa.parallel_method import get_3d_parallel_method as get_3d_parallel_method
-from minialpa.compat.alpa.timer import timers as timers
+from minialpa.compat.alpa.util import timers as timers
 
 
 def __getattr__(name: str) -> Any:
     return _names.find(name)
 
 
-_modules.add_modules(sys.modules[__name__])
+_names.add_modules(sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""Alpa's session and `parallelize`: minialpa's, with Alpa's arguments, defaults and executables."""
+"""`parallelize` and the session of minialpa with Alpa's arguments, defaults and executables."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def init(
 
 
 def shutdown() -> None:
-    """`minialpa.shutdown`; methods without `devices` no longer use the global mesh that the script chose."""
+    """`minialpa.shutdown`, which also forgets the global mesh of the script."""
     set_global_virtual_physical_mesh(None)
     minialpa.shutdown()
 
 
 def set_seed(seed: int) -> None:
-    """Keeps the seed in `global_config` and warns: random numbers depend on the keys of the step alone."""
+    """Warns: random numbers depend on the keys of the step alone."""
     warnings.warn(
         "`set_seed` has no effect: a step draws the random numbers that its keys determine, as on one device. Pass "
         "keys to the step.",
@@ -77,9 +77,9 @@ class _Source:
 
 
 class PlacementSpec(minialpa.PlacementSpec):
-    """`minialpa.PlacementSpec` with Alpa's arguments and attributes. Two for different arguments may be equal.
+    """`minialpa.PlacementSpec` with Alpa's arguments and attributes. Specs of different arguments may be equal.
 
-    source: the executable that it is of, and the number of its leaf; None for one that a script made.
+    source: the executable, and the number of its leaf; None for a spec from a script.
     """
 
     source: _Source | None = None
@@ -96,14 +96,13 @@ class PlacementSpec(minialpa.PlacementSpec):
 
     @staticmethod
     def of(spec: minialpa.PlacementSpec, source: _Source | None = None) -> PlacementSpec:
-        """`spec`, with Alpa's attributes."""
         new = PlacementSpec(spec, spec.mesh_ids, spec.partition_specs)
         for name, value in (("path", spec.path), ("rows", spec.rows), ("source", source)):
             object.__setattr__(new, name, value)
         return new
 
     def _compared(self) -> tuple[Any, ...]:
-        # A PartitionSpec may leave out trailing dimensions that are whole.
+        # A PartitionSpec may leave out trailing Nones.
         specs = tuple((*spec, *(None,) * (len(self.shape) - len(spec))) for spec in self.partition_specs)
         return self.shape, self.dtype, self.mesh_ids, specs, self.rows
 
@@ -132,16 +131,13 @@ class Invocation(NamedTuple):
 
 
 class Executable:
-    """minialpa's executable with what Alpa's has; any other attribute is that of minialpa's.
-
-    runtime: the executable. costs: seconds of the steps that were timed.
-    """
+    """minialpa's executable with Alpa's attributes, beside its own. costs: seconds of timed steps."""
 
     def __init__(self, runtime: Any, costs: list[float]) -> None:
         self._runtime, self._costs = runtime, costs
 
     def __getattr__(self, name: str) -> Any:
-        # Without these two there is nothing to ask, as while a copy is made.
+        # A copy in the making lacks them.
         if name in ("_runtime", "_costs"):
             raise AttributeError(name)
         if sentence := INSTEAD.get(f"executable.{name}"):
@@ -149,14 +145,10 @@ class Executable:
         return getattr(self._runtime, name)
 
     def __call__(self, *args: Any) -> Any:
-        """One step on the arguments without static ones, or on their leaves. Returns what the function returns."""
-        return jax.tree.unflatten(self._runtime.out_tree, self.launch_on_driver(*jax.tree.leaves(args)))
-
-    def launch_on_driver(self, *leaves: Any) -> list[Any]:
-        """One step on the leaves of the arguments. Returns the leaves of the results."""
+        """One step on the arguments without static ones, or on their leaves."""
+        leaves = jax.tree.leaves(args)
         self._check(leaves)
-        results: list[Any] = self._runtime.run(list(leaves))
-        return results
+        return jax.tree.unflatten(self._runtime.out_tree, self._runtime.run(leaves))
 
     def preshard_dynamic_args(self, *leaves: Any) -> list[Any]:
         """The leaves of the arguments on the devices, unread ones too."""
@@ -164,7 +156,7 @@ class Executable:
         return list(map(self._on_devices, self._runtime.place(list(leaves))))
 
     def _on_devices(self, leaf: Any) -> Any:
-        """The leaf; on all devices of the first mesh if it is in this process and on no mesh yet."""
+        """The leaf; an array of this process without a mesh is placed on all devices of the first mesh."""
         meshes = self._runtime.runner.meshes
         is_here = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
         if not meshes or not is_here or isinstance(getattr(leaf, "sharding", None), NamedSharding):
@@ -172,7 +164,7 @@ class Executable:
         return jax.device_put(leaf, NamedSharding(meshes[0], PartitionSpec()))
 
     def _check(self, leaves: Sequence[Any]) -> None:
-        """Raise ShardingError unless the leaves are of the types that the step was compiled for."""
+        """Raise ShardingError unless the step was compiled for leaves of these types."""
         specs = jax.tree.leaves(self._runtime.get_input_placement_specs())
         if len(leaves) != len(specs):
             raise ShardingError(
@@ -193,7 +185,7 @@ class Executable:
         return tuple(function.name for function in self._stage_programs().values())
 
     def _stage_programs(self) -> dict[int, Any]:
-        """By their numbers, the programs of stages, without minialpa's own between them."""
+        """The programs of stages by number, without minialpa's own between them."""
         functions = self._runtime.program.functions
         return {i: function for i, function in enumerate(functions) if _STAGE_PROGRAM.match(function.name)}
 
@@ -215,7 +207,7 @@ class Executable:
         return jax.tree.map(PlacementSpec.of, self._runtime.get_output_placement_specs())
 
     def get_execution_time_costs(self) -> list[float]:
-        """Seconds of the steps that were timed, or else of those that `profile_with_dummy_inputs` ran."""
+        """Seconds of timed steps, or else of the steps of `profile_with_dummy_inputs`."""
         costs: list[float] = self._costs or self._runtime.get_execution_time_costs()
         if not costs:
             raise MinialpaError(
@@ -234,7 +226,7 @@ class Executable:
         }
         first_host: dict[int, int] = {}
         for task in self.stage_timeline():
-            # All hosts of a mesh have timed the same calls.
+            # All hosts of a mesh time the same calls.
             is_first = first_host.setdefault(task.mesh, task.host) == task.host
             if task.instruction is not None and is_first and (task.mesh, task.name) in runs:
                 stage = stages[task.mesh]
@@ -244,7 +236,7 @@ class Executable:
         return list(runs.values())
 
 
-#: What the names of the programs begin with that compute equations of the step.
+#: The start of the names of programs with equations of the step.
 _STAGE_PROGRAM = re.compile(r"(prologue|forward|backward|step|update)\d")
 
 
@@ -256,7 +248,7 @@ def type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 
 class ParallelizedFunc(minialpa.ParallelizedFunc):
-    """`minialpa.ParallelizedFunc` whose executables have what Alpa's have."""
+    """`minialpa.ParallelizedFunc` with Alpa's executables."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (global_config.shard_parallel_sync_for_timer or global_config.pipeline_sync_for_timer):
@@ -264,7 +256,7 @@ class ParallelizedFunc(minialpa.ParallelizedFunc):
         return self._timed_call(args, kwargs)
 
     def _timed_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Compiling is no part of a step.
+        # A step is timed without compiling.
         executable = self.get_executable(*args, **kwargs)
         executable.sync()
         start = time.perf_counter()
@@ -278,7 +270,6 @@ class ParallelizedFunc(minialpa.ParallelizedFunc):
         return self._with_costs(super().get_executable(*args, **kwargs))
 
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments on the devices, without static ones, as Alpa returns them."""
         placed = super().preshard_dynamic_args(*args, **kwargs)
         executable = self.get_last_executable()
         placed = jax.tree.map(executable._on_devices, placed)
@@ -288,12 +279,11 @@ class ParallelizedFunc(minialpa.ParallelizedFunc):
         return tuple(arg for i, arg in enumerate(placed, len(self._bound)) if i not in static)
 
     def get_last_executable(self) -> Any:
-        """The executable of the last call; None before the first."""
         runtime = super().get_last_executable()
         return None if runtime is None else self._with_costs(runtime)
 
     def _with_costs(self, runtime: Any) -> Executable:
-        # One object for each executable of minialpa, so that what was timed is found again.
+        # One object for each executable of minialpa: it keeps the timed costs.
         known: dict[Any, Executable] = vars(self).setdefault("_alpa_executables", {})
         return known.setdefault(runtime, Executable(runtime, []))
 

@@ -1,4 +1,4 @@
-"""Alpa's data loaders: minialpa's, which also take placement specs of an executable in the place of the step."""
+"""minialpa's data loaders with Alpa's arguments; placement specs of an executable may stand for the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minialpa.errors import ShardingError
 
 
 class Placements:
-    """Lays out batches as an executable reads the arguments that some of its placement specs are of."""
+    """Lays out batches by some placement specs of an executable."""
 
     def __init__(self, specs: Any) -> None:
         self._specs = jax.tree.leaves(specs)
@@ -26,7 +26,7 @@ class Placements:
         self._runtime = self._specs[0].source.runtime
 
     def place_batch(self, batch: Any) -> Any:
-        """The batch on the devices, with leaves in the order of the specs; one of another shape is not placed."""
+        """The batch on the devices, with leaves in the order of the specs; the same batch if its shapes differ."""
         leaves, tree = jax.tree.flatten(batch)
         if len(leaves) != len(self._specs):
             raise ShardingError(

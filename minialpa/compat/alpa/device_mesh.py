@@ -1,7 +1,6 @@
-"""Alpa's clusters and meshes: views of the devices of minialpa's session, which methods take as `devices`.
+"""Alpa's clusters and meshes: views of the session's devices, which methods take as `devices`.
 
-No mesh holds a worker or memory. minialpa starts workers with the session, so a physical mesh and a virtual one are
-the same devices, and one class does what both can.
+The session starts all workers, so one class serves as physical and as virtual mesh.
 """
 
 from __future__ import annotations
@@ -24,32 +23,21 @@ ReplicatedDistributedArray = RemoteArray
 
 
 class DeviceMesh:
-    """Some hosts of a session, and the same number of devices of each.
+    """Some hosts of a session, by their numbers, with the first `num_devices_per_host` devices of each."""
 
-    Attributes:
-        host_ids: numbers of the hosts.
-        device_ids: for each of these hosts, numbers of its devices.
-    """
-
-    def __init__(self, session: Session, host_ids: Sequence[int], device_ids: Sequence[Sequence[int]]) -> None:
-        if len({len(ids) for ids in device_ids}) != 1 or not device_ids[0]:
-            raise ShardingError(f"A mesh has the same number of devices of each host, at least 1; got {device_ids}.")
+    def __init__(self, session: Session, host_ids: Sequence[int], num_devices_per_host: int) -> None:
         self._session = session
         self.host_ids = tuple(host_ids)
-        self.device_ids = tuple(tuple(ids) for ids in device_ids)
+        self.num_devices_per_host = num_devices_per_host
 
     @property
     def shape(self) -> tuple[int, int]:
         """(hosts, devices per host)."""
-        return len(self.host_ids), len(self.device_ids[0])
+        return len(self.host_ids), self.num_devices_per_host
 
     @property
     def num_hosts(self) -> int:
-        return self.shape[0]
-
-    @property
-    def num_devices_per_host(self) -> int:
-        return self.shape[1]
+        return len(self.host_ids)
 
     @property
     def num_devices(self) -> int:
@@ -58,17 +46,17 @@ class DeviceMesh:
     @property
     def devices(self) -> list[list[int]]:
         """For each host, numbers of its devices."""
-        return [list(ids) for ids in self.device_ids]
+        return [list(range(self.num_devices_per_host)) for _ in self.host_ids]
 
     @property
     def _numbers(self) -> list[int]:
         """Numbers of the devices in the session, in order."""
         per_host = self._session.cluster.devices_per_host
-        return [host * per_host + i for host, ids in zip(self.host_ids, self.device_ids, strict=True) for i in ids]
+        return [host * per_host + i for host in self.host_ids for i in range(self.num_devices_per_host)]
 
     @property
     def _is_first(self) -> bool:
-        """Whether these are the first devices of the session, on which plans for a cluster or logical mesh run."""
+        """Whether these are the first devices of the session, where plans for a cluster or logical mesh run."""
         return self._numbers == list(range(self.num_devices))
 
     def get_logical_mesh(
@@ -79,8 +67,8 @@ class DeviceMesh:
     ) -> minialpa.LogicalMesh:
         """These devices as an array of `mesh_shape`; without one, (hosts, devices per host).
 
-        With `mesh_alpha` and `mesh_beta`, only communication has a price, as in Alpa: seconds, and seconds per byte, or
-        any other units. Without them, compute and links have the prices of the session's devices.
+        With `mesh_alpha` and `mesh_beta`, only communication has a price, as in Alpa: seconds and seconds per byte, or
+        other units. Without them, the session's devices and links have their prices.
         """
         n, own, current = self.num_devices, self._session.devices, current_session().devices
         if not self._is_first or own[:n] != current[:n]:
@@ -97,28 +85,13 @@ class DeviceMesh:
         return minialpa.LogicalMesh(shape, tuple(mesh_alpha or ()), tuple(mesh_beta or ()))
 
     def get_physical_mesh(self, mesh_id: int = 0) -> DeviceMesh:
-        """The same devices, as the class that Alpa has for them."""
+        """The same devices, in Alpa's class for them."""
         if self._session.devices and self.num_hosts == 1:
             return LocalPhysicalDeviceMesh([self._session.devices[i] for i in self._numbers])
-        return DistributedPhysicalDeviceMesh(self._session, self.host_ids, self.device_ids)
-
-    def slice_1d(self, dim: int, indices: Sequence[Any]) -> DeviceMesh:
-        """Some of its hosts (`dim` 0: their positions), or of each host's devices (`dim` 1: their numbers by host)."""
-        if dim == 0:
-            return self.slice_2d(indices, [self.device_ids[i] for i in indices])
-        return self.slice_2d(range(self.num_hosts), indices)
-
-    def slice_2d(self, host_indices: Sequence[int], device_indices: Sequence[Sequence[int]]) -> DeviceMesh:
-        """The hosts at `host_indices`, with the devices of each that `device_indices` numbers."""
-        for i, ids in zip(host_indices, device_indices, strict=True):
-            if not set(ids) <= set(self.device_ids[i]):
-                raise ShardingError(
-                    f"Host {self.host_ids[i]} of the mesh has the devices {self.device_ids[i]}; got {ids}."
-                )
-        return DeviceMesh(self._session, [self.host_ids[i] for i in host_indices], device_indices)
+        return self
 
     def target(self) -> Any:
-        """What minialpa's methods take as `devices` for this mesh."""
+        """The `devices` of minialpa's methods for this mesh."""
         if self._session.devices and self.num_hosts == 1:
             return [self._session.devices[i] for i in self._numbers]
         if self._is_first:
@@ -130,9 +103,9 @@ class DeviceMesh:
                 host_devices=self._session.cluster.host_devices[:hosts],
             )
         raise ShardingError(
-            f"minialpa runs on the first hosts of a session, in order, with all their devices, and these are the "
-            f"devices {self.devices} of the hosts {list(self.host_ids)}. Choose hosts with `init(num_nodes=..., "
-            "num_devices_per_node=...)`."
+            "minialpa runs on the first hosts of a session, in order, with all their devices, and these are "
+            f"{self.num_devices_per_host} devices of each of the hosts {list(self.host_ids)}. Choose hosts with "
+            "`init(num_nodes=..., num_devices_per_node=...)`."
         )
 
     def sync_workers(self) -> None:
@@ -142,24 +115,20 @@ class DeviceMesh:
         jax.block_until_ready(jax.live_arrays())
 
     def shutdown(self, forced: bool = False) -> None:
-        """Does nothing: the session ends with `shutdown()`."""
+        """No effect: the session ends with `shutdown()`."""
 
 
-VirtualPhysicalMesh = PhysicalDeviceMesh = DeviceMesh
-
-
-class DistributedPhysicalDeviceMesh(DeviceMesh):
-    """A mesh of several hosts, or of devices of workers."""
+VirtualPhysicalMesh = PhysicalDeviceMesh = DistributedPhysicalDeviceMesh = DeviceMesh
 
 
 class LocalPhysicalDeviceMesh(DeviceMesh):
-    """A mesh of devices of this process; without `devices`, of all local ones."""
+    """A mesh of devices of this process; all local devices by default."""
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         chosen = tuple(jax.local_devices() if devices is None else devices)
         if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
             raise ShardingError(f"`devices` is a list of jax devices, or None for all; got {devices!r}.")
-        super().__init__(Session(chosen, describe_devices(chosen)), (0,), (range(len(chosen)),))
+        super().__init__(Session(chosen, describe_devices(chosen)), (0,), len(chosen))
 
 
 class DeviceCluster:
@@ -178,7 +147,6 @@ class DeviceCluster:
 
     @property
     def host_num_devices(self) -> list[int]:
-        """The number of devices of each host."""
         return [self._session.cluster.devices_per_host] * self.num_hosts
 
     def get_virtual_physical_mesh(
@@ -192,12 +160,12 @@ class DeviceCluster:
                 f"The session has {self.num_hosts} hosts with {self._session.cluster.devices_per_host} devices each; "
                 f"got hosts {hosts} with {per_host} devices each."
             )
-        return DeviceMesh(self._session, hosts, [range(per_host)] * len(hosts))
+        return DeviceMesh(self._session, hosts, per_host)
 
     def get_physical_mesh(
         self, host_ids: Sequence[int] | None = None, num_devices_per_host: int | None = None
     ) -> DeviceMesh:
-        """As `get_virtual_physical_mesh`, as a physical mesh."""
+        """`get_virtual_physical_mesh` as a physical mesh."""
         return self.get_virtual_physical_mesh(host_ids, num_devices_per_host).get_physical_mesh()
 
     def profile_all(self, *args: Any, **kwargs: Any) -> None:
@@ -209,13 +177,13 @@ class DeviceCluster:
 
 
 class _Global:
-    """The mesh that a script has chosen for methods without `devices`, with the session that it is part of."""
+    """The script's mesh for methods without `devices`."""
 
     mesh: DeviceMesh | None = None
 
 
 def _chosen_mesh() -> DeviceMesh | None:
-    """The global mesh that a script has set, unless its session has ended."""
+    """The script's mesh, unless its session has ended."""
     mesh = _Global.mesh
     if mesh is not None and not isinstance(mesh, LocalPhysicalDeviceMesh) and mesh._session is not current_session():
         return None
@@ -223,13 +191,13 @@ def _chosen_mesh() -> DeviceMesh | None:
 
 
 def read_devices(devices: Any) -> Any:
-    """What minialpa's methods take for the `devices` of a script; None is the global mesh, if the script set one."""
+    """The `devices` of minialpa's methods for a script's; None stands for the global mesh of the script, if any."""
     chosen = _chosen_mesh() if devices is None else devices
     return chosen.target() if isinstance(chosen, DeviceMesh) else chosen
 
 
 def get_global_cluster() -> DeviceCluster:
-    """The hosts of the session. If there is none, one starts on the local devices."""
+    """The hosts of the session, which starts on the local devices if necessary."""
     return DeviceCluster(current_session())
 
 
@@ -239,7 +207,7 @@ def get_global_virtual_physical_mesh() -> DeviceMesh:
 
 
 def get_global_physical_mesh(create_if_not_exist: bool = False) -> DeviceMesh:
-    """The same mesh, as a physical one. It always exists."""
+    """The same mesh as a physical one. It always exists."""
     return get_global_virtual_physical_mesh().get_physical_mesh()
 
 
@@ -252,5 +220,4 @@ set_global_physical_mesh = set_global_virtual_physical_mesh
 
 
 def get_global_num_devices() -> int:
-    """The number of devices of the session."""
     return get_global_cluster().num_devices

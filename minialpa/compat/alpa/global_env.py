@@ -1,13 +1,13 @@
-"""Alpa's `global_config`: each attribute that Alpa's has, with Alpa's default."""
+"""Alpa's `global_config`, with all attributes and defaults of Alpa's."""
 
 from __future__ import annotations
 
 from dataclasses import make_dataclass
 from typing import Any
 
-from minialpa.compat.alpa.settings import Adjustable, Setting
+from minialpa.compat.alpa.options import Adjustable, Setting
 
-#: Attributes with Alpa's defaults that minialpa reads, or has an equal for that is always on.
+#: Attributes with Alpa's defaults that minialpa reads, or whose behaviour is always on.
 _KNOWN = {
     "always_donate_micro_batch_vars": True,
     "collect_trace": False,
@@ -16,7 +16,7 @@ _KNOWN = {
     "use_local_allgather": True,
 }
 
-#: For all others: what minialpa does instead, and Alpa's defaults.
+#: By reason, the other attributes with Alpa's defaults: warnings, and below errors.
 _IGNORED: dict[str, dict[str, Any]] = {
     "A step draws the random numbers that its keys determine; pass keys to the step.": {
         "compile_random_seed": 42,
@@ -61,17 +61,19 @@ _REFUSED: dict[str, dict[str, Any]] = {
 }
 
 _SETTINGS = {
-    name: Setting(sentence, is_refused)
-    for is_refused, table in ((False, _IGNORED), (True, _REFUSED))
+    name: Setting(sentence, is_refused=table is _REFUSED)
+    for table in (_IGNORED, _REFUSED)
     for sentence, defaults in table.items()
     for name in defaults
 }
-_GROUPS = (_KNOWN, *_IGNORED.values(), *_REFUSED.values())
-_DEFAULTS = {name: value for defaults in _GROUPS for name, value in defaults.items()}
 
 GlobalConfig = make_dataclass(
     "GlobalConfig",
-    [(name, Any, value) for name, value in sorted(_DEFAULTS.items())],
+    [
+        (name, Any, value)
+        for defaults in (_KNOWN, *_IGNORED.values(), *_REFUSED.values())
+        for name, value in defaults.items()
+    ],
     bases=(Adjustable,),
     namespace={"SETTINGS": _SETTINGS, "__doc__": "Alpa's knobs; `_KNOWN` has an effect, or is always on."},
 )

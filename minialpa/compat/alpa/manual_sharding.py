@@ -1,4 +1,4 @@
-"""Alpa's `ManualShardingOption`: PartitionSpecs over axes that the script names, as minialpa's options."""
+"""Alpa's `ManualShardingOption`: PartitionSpecs over named axes, as options of minialpa."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ManualShardingOption:
     """Shardings by hand, as `pjit` took them. The planner chooses all others.
 
     Attributes:
-        mesh_axis_names: names of the axes of the logical mesh, of every stage if there are several.
-        submesh_axis_names: instead, the names for each stage. An axis that only other stages have splits nothing.
+        mesh_axis_names: names of the axes of the logical mesh of every stage.
+        submesh_axis_names: instead, the names for each stage. A stage ignores axes that it lacks.
         in_axis_resources: a pytree prefix of the tuple of arguments, without static ones, with a PartitionSpec for each
-            leaf; None replicates. Left out, the planner chooses.
+            leaf; None replicates. By default the planner chooses.
         out_axis_resources: the same for the results.
         pipeline_intermediate_axes: pairs of an axis and the dimension that it splits of all values that a stage
             receives, on meshes with that axis.
@@ -40,7 +40,7 @@ class ManualShardingOption:
 
     @property
     def names(self) -> list[tuple[str, ...]]:
-        """The names of axes for each stage; one entry if they are the same for all."""
+        """The names of axes for each stage; one entry if they are equal."""
         given = self.submesh_axis_names or (self.mesh_axis_names and [self.mesh_axis_names])
         if not given:
             raise ShardingError(
@@ -52,7 +52,7 @@ class ManualShardingOption:
 
 
 def with_axes(options: Any, manual: ManualShardingOption) -> Any:
-    """`options` of the planner, with the names of axes. Raises ShardingError for names of stages that are not given."""
+    """`options` of the planner with the names of axes. Raises ShardingError if stages with own names are not given."""
     names, stages = manual.names, options.stages
     n_stages = len(stages.forward_stage_layer_ids) if isinstance(stages, ManualStageOption) else None
     if len(names) not in (1, n_stages):
@@ -80,7 +80,7 @@ def with_axes(options: Any, manual: ManualShardingOption) -> Any:
 
 
 def with_specs(options: Any, manual: ManualShardingOption, step: Any) -> Any:
-    """`options` of the planner, with the PartitionSpecs for the arguments and results of the traced `step`."""
+    """`options` of the planner with the PartitionSpecs of arguments and results of the traced `step`."""
     pairs = tuple(_pairs(manual, step))
 
     def with_pairs(option: AutoShardingOption) -> AutoShardingOption:

@@ -1,13 +1,15 @@
-"""Names of Alpa that are not here, and what to use instead. docs/alpa.md has them, too."""
+"""Names of Alpa without an equal, and modules of Alpa with names of this package. docs/alpa.md lists them."""
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any, NoReturn
 
 import minialpa
 from minialpa.errors import MinialpaError
 
-#: Names that are not here, and what to use instead: of the package, as `module.name`, or as `executable.name`.
+#: What to use instead of a missing name: of the package, `module.name`, or `executable.name`.
 INSTEAD = {
     "LocalPipelineParallel": "Run the step under `jax.jit` to compare with one device.",
     "LogicalDeviceMesh": "Use `mesh.get_logical_mesh(shape, mesh_alpha, mesh_beta)`, or `minialpa.LogicalMesh`.",
@@ -50,7 +52,7 @@ INSTEAD = {
 
 
 class Instead:
-    """A name of Alpa that is not here. It can be imported; using it raises MinialpaError, which says what to use."""
+    """A name of Alpa that is not here. It can be imported; its use raises MinialpaError with the alternative."""
 
     def __init__(self, name: str, sentence: str) -> None:
         vars(self).update(_name=name, _sentence=sentence)
@@ -68,10 +70,7 @@ class Instead:
 
 
 def find(name: str) -> Any:
-    """The object for a name that the package or its module does not define, as "name" or "module.name".
-
-    Raises AttributeError for a name that minialpa does not know.
-    """
+    """The object for an undefined "name" of the package or "module.name". Raises AttributeError for unknown names."""
     if name in INSTEAD:
         return Instead(name, INSTEAD[name])
     if name in minialpa.__all__:
@@ -80,3 +79,34 @@ def find(name: str) -> Any:
         f"`{name}` is no name of Alpa that minialpa knows. `minialpa.__all__` lists what minialpa has, and "
         "docs/alpa.md what became of Alpa's names."
     )
+
+
+#: Modules of Alpa that scripts import from, with their names of this package.
+_MODULES = {
+    "pipeline_parallel": (),
+    "pipeline_parallel.layer_construction": (
+        *("AutoLayerOption", "ManualLayerOption", "automatic_layer_construction", "automatic_remat"),
+        *("manual_layer_construction", "manual_remat"),
+    ),
+    "pipeline_parallel.primitive_def": ("mark_pipeline_boundary",),
+    "pipeline_parallel.stage_construction": (
+        *("AutoStageOption", "ManualStageOption", "UniformStageOption", "get_last_dp_result"),
+    ),
+    "shard_parallel": (),
+    "shard_parallel.auto_sharding": ("AutoShardingOption", "LogicalDeviceMesh"),
+    "shard_parallel.manual_sharding": ("ManualShardingOption",),
+    "timer": ("timers",),
+}
+
+
+def add_modules(package: ModuleType) -> None:
+    """Let scripts import these modules of `package`."""
+    for path, names in _MODULES.items():
+        module = ModuleType(f"{package.__name__}.{path}", f"Names of Alpa's `{path}`.")
+        for name in names:
+            setattr(module, name, getattr(package, name))
+        if not names:
+            module.__path__ = []
+        parent, _, last = module.__name__.rpartition(".")
+        setattr(sys.modules[parent], last, module)
+        sys.modules[module.__name__] = module

@@ -1,26 +1,67 @@
-"""Alpa's options, which scripts change after they have made them, and minialpa's options that they stand for.
+"""Alpa's options, which scripts may change until a step is planned; `read` returns minialpa's option.
 
-Each class has Alpa's fields in Alpa's order, then those that only minialpa has. `read` returns minialpa's option.
+Each class has Alpa's fields in Alpa's order, then fields that only minialpa has. A setting without an equal gets a
+warning if it is harmless, and otherwise an error.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import minialpa
-from minialpa.compat.alpa.settings import Adjustable, Setting
 from minialpa.errors import ShardingError
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting without an equal: why it is not needed or what to use instead; refused by an error or warned of."""
+
+    sentence: str
+    is_refused: bool = False
+
+
+def check_setting(setting: Setting, name: str, value: Any, *, stacklevel: int) -> None:
+    """Warn, or raise ShardingError, that `name` has no equal. stacklevel: of `warnings.warn`, from the caller."""
+    if setting.is_refused:
+        raise ShardingError(f"`{name}={value!r}` has no equal in minialpa. {setting.sentence}")
+    warnings.warn(f"`{name}={value!r}` has no equal in minialpa. {setting.sentence}", stacklevel=stacklevel + 1)
+
+
+class Adjustable:
+    """Base of options that a script may change until a step is planned, as in Alpa.
+
+    Attributes:
+        SETTINGS: fields without an equal; as `field=value`, single values of a field.
+        CHOICES: the possible values of a field.
+    """
+
+    SETTINGS: ClassVar[Mapping[str, Setting]] = {}
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
+        if name not in defaults:
+            raise AttributeError(f"`{type(self).__name__}` has no option `{name}`. It has {', '.join(defaults)}.")
+        if value not in self.CHOICES.get(name, (value,)):
+            raise ShardingError(f"`{name}` is one of {', '.join(map(repr, self.CHOICES[name]))}; got {value!r}.")
+
+        setting = self.SETTINGS.get(name) or self.SETTINGS.get(f"{name}={value}")
+        if setting is not None and value != defaults[name]:
+            # The generated `__init__` is one more frame between here and the script.
+            is_made = name in vars(self)
+            check_setting(setting, name, value, stacklevel=2 if is_made else 3)
+        object.__setattr__(self, name, value)
 
 
 @dataclass
 class AutoShardingOption(Adjustable):
-    """Constraints on shardings. Fields that minialpa has, too, are described in `minialpa.AutoShardingOption`.
+    """Constraints on shardings; other fields are in `minialpa.AutoShardingOption` or in `SETTINGS`.
 
     Attributes:
         allow_mixed_mesh_shape: accepted; minialpa always considers splitting one dimension over both mesh axes.
-        force_zero_stage_3_all_gather_threshold: see `SETTINGS`, as for the other fields that minialpa does not have.
     """
 
     enable_auto_sharding: bool = True
@@ -66,8 +107,8 @@ class ManualLayerOption(Adjustable):
     """Layers end at `mark_pipeline_boundary()`.
 
     Attributes:
-        remat_layer: whether the backward pass of each layer computes its forward pass again.
-        static_argnums: accepted; tracing finds static values by itself.
+        remat_layer: whether the backward pass recomputes each layer.
+        static_argnums: accepted; tracing finds static values.
     """
 
     remat_layer: bool = False
@@ -93,13 +134,9 @@ class AutoLayerOption(Adjustable):
 
     Attributes:
         layer_num: number of layers, or "auto".
-        remat_mode: "none"; with "coarse_grained_remat" and "fine_grained_remat", the backward pass of each layer
-            computes its forward pass again.
-        fine_grained_remat_layer_num: see `SETTINGS`.
-        static_argnums: accepted; tracing finds static values by itself.
+        remat_mode: "none", or "coarse_grained_remat" or "fine_grained_remat": the backward pass recomputes each layer.
+        static_argnums: accepted; tracing finds static values.
         eps: how far the work of a layer may differ from an equal share.
-        cost_criteria: see `SETTINGS`.
-        layer_eps: see `SETTINGS`.
         remat_layer: the older spelling of `remat_mode="coarse_grained_remat"`.
     """
 
@@ -131,20 +168,14 @@ _WIDER_SPACES = {"small_power_of_two": "power_of_two", "single_node_model_parall
 
 @dataclass
 class AutoStageOption(Adjustable):
-    """Search for stages, submeshes and their logical shapes. Costs are computed; nothing is profiled.
+    """Search for stages, submeshes and their logical shapes. Costs are computed, not profiled.
 
     Attributes:
-        submesh_physical_shape_space: "power_of_two", "all" or "manual"; "small_power_of_two" is taken as
-            "power_of_two".
-        manually_specified_submeshes: the submeshes of "manual", as pairs of (hosts, devices per host); as in Alpa,
-            other spaces do not read it.
-        submesh_logical_shape_space: as in `minialpa.AutoStageOption`; "single_node_model_parallel" is taken as "all",
-            where the links between hosts have their price.
-        layer_profile_mode: see `SETTINGS`, as for the three after the next one.
+        submesh_physical_shape_space: "power_of_two", "all" or "manual"; "small_power_of_two" is "power_of_two" here.
+        manually_specified_submeshes: for "manual" only, pairs of (hosts, devices per host).
+        submesh_logical_shape_space: as in `minialpa.AutoStageOption`; "single_node_model_parallel" is "all" here, with
+            the price of links between hosts.
         use_hlo_cost_model: accepted; minialpa always uses a cost model.
-        tolerance: as in `minialpa.AutoStageOption`.
-        cached_costs: as in `minialpa.AutoStageOption`.
-        planned_steps: as in `minialpa.AutoStageOption`.
     """
 
     submesh_physical_shape_space: str = "power_of_two"
@@ -205,7 +236,6 @@ class ManualStageOption(Adjustable):
 
 
 def _set_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of minialpa's option, with their values, that Alpa's fields `given` set."""
     option = AutoShardingOption(**given).read()
     return {name: getattr(option, name) for name in option.set_names}
 
@@ -215,7 +245,7 @@ class UniformStageOption(Adjustable):
     """Equal stages on equal submeshes, with the fields of `minialpa.UniformStageOption`.
 
     Attributes:
-        submesh_autosharding_option: a dict of fields of `AutoShardingOption`, or such an option.
+        submesh_autosharding_option: an `AutoShardingOption`, or a dict of its fields.
     """
 
     num_stages: int | None = None
@@ -225,9 +255,8 @@ class UniformStageOption(Adjustable):
     num_chunks: int = 1
 
     def read(self) -> minialpa.UniformStageOption:
-        option, physical, logical = (
-            self.submesh_autosharding_option, self.submesh_physical_shape, self.submesh_logical_shape
-        )  # fmt: skip
+        option = self.submesh_autosharding_option
+        physical, logical = self.submesh_physical_shape, self.submesh_logical_shape
         return minialpa.UniformStageOption(
             self.num_stages,
             (physical[0], physical[1]) if physical else None,
@@ -238,5 +267,5 @@ class UniformStageOption(Adjustable):
 
 
 def read_option(given: Any) -> Any:
-    """minialpa's option for what a script gave: an option of Alpa, or anything that minialpa's methods take."""
+    """minialpa's option for an option of Alpa; the same object for any other value."""
     return given.read() if isinstance(given, Adjustable) else given  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Alpa's parallel methods: minialpa's, with Alpa's arguments and defaults.
 
-Alpa reads options and the global mesh when it compiles a step, so scripts may change them until then. A method here
-keeps what the script gave and reads it whenever the planner asks.
+Alpa reads options and the global mesh when it compiles a step, so scripts may change them until then. A method keeps
+the script's objects and converts them at each read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 import minialpa
 from minialpa.compat.alpa.device_mesh import read_devices
 from minialpa.compat.alpa.manual_sharding import ManualShardingOption, with_axes, with_specs
-from minialpa.compat.alpa.options import AutoShardingOption, read_option
-from minialpa.compat.alpa.settings import Setting, check_setting
+from minialpa.compat.alpa.options import AutoShardingOption, Setting, check_setting, read_option
 from minialpa.errors import ShardingError
 from minialpa.session import current_session, describe_devices
 
 
 class Late:
-    """A field of a method that keeps what a script gave, and converts it each time that it is read."""
+    """A field of a method that keeps a script's object and converts it at each read."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -36,19 +35,36 @@ class Late:
         return self if method is None else self._convert(vars(method)[self._name])
 
 
-class _Manual:
-    """A method that may have shardings by hand."""
+class _Method:
+    """Attributes of both methods. `SHARDING` names the field that is also `as_option`."""
 
+    SHARDING = ""
     manual_sharding_option: ManualShardingOption | None
 
-    def options_for(self: Any, step: Any) -> Any:
-        """The options for a step whose pytrees are known."""
+    @property
+    def as_option(self) -> Any:
+        """The sharding options, which may be changed."""
+        return vars(self)[f"given_{self.SHARDING}"]
+
+    @as_option.setter
+    def as_option(self, option: Any) -> None:
+        _set_attribute(self, self.SHARDING, option)
+
+    def options(self) -> Any:
+        options: Any = super().options()  # type: ignore[misc]
+        manual = self.manual_sharding_option
+        return options if manual is None else with_axes(self._with_shape(options, manual), manual)
+
+    def _with_shape(self, options: Any, manual: ManualShardingOption) -> Any:
+        return options
+
+    def options_for(self, step: Any) -> Any:
         manual, options = self.manual_sharding_option, self.options()
         return options if manual is None else with_specs(options, manual, step)
 
 
 def _set_attribute(method: Any, name: str, value: Any) -> None:
-    """Scripts change methods until a step is planned by them."""
+    """`__setattr__` of methods, which scripts change until a step is planned."""
     names = [field.name for field in dataclasses.fields(method)]
     if name not in (*names, "as_option"):
         raise AttributeError(f"`{type(method).__name__}` has no attribute `{name}`. It has {', '.join(names)}.")
@@ -58,9 +74,10 @@ def _set_attribute(method: Any, name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, init=False)
-class ShardParallel(_Manual, minialpa.ShardParallel):
+class ShardParallel(_Method, minialpa.ShardParallel):
     """`minialpa.ShardParallel` with Alpa's arguments; the options may change until a step is planned."""
 
+    SHARDING = "auto_sharding_option"
     manual_sharding_option: ManualShardingOption | None = None
 
     devices = Late(read_devices)
@@ -79,29 +96,17 @@ class ShardParallel(_Manual, minialpa.ShardParallel):
         super().__init__(devices, num_micro_batches, option, **others)
         _set_attribute(self, "manual_sharding_option", manual_sharding_option)
 
-    @property
-    def as_option(self) -> Any:
-        """The sharding options, which may be changed."""
-        return vars(self)["given_auto_sharding_option"]
-
-    @as_option.setter
-    def as_option(self, option: Any) -> None:
-        _set_attribute(self, "auto_sharding_option", option)
-
-    def options(self) -> Any:
-        options, manual = super().options(), self.manual_sharding_option
-        if manual is None:
-            return options
+    def _with_shape(self, options: Any, manual: ManualShardingOption) -> Any:
+        """With several axes, the logical shape of Alpa by default: (hosts, devices per host)."""
         devices = read_devices(vars(self)["given_devices"])
         has_shape = options.logical_shape is not None or isinstance(devices, minialpa.LogicalMesh)
-        if not has_shape and len(manual.names[0]) > 1:
-            # Alpa's default, unlike minialpa's.
-            options = dataclasses.replace(options, logical_shape=options.submesh or _shape_of(devices))
-        return with_axes(options, manual)
+        if has_shape or len(manual.names[0]) == 1:
+            return options
+        return dataclasses.replace(options, logical_shape=options.submesh or _shape_of(devices))
 
 
 def _shape_of(devices: Any) -> tuple[int, int]:
-    """(hosts, devices per host) of a cluster, of jax devices, or with None of the session."""
+    """(hosts, devices per host) of a cluster, of jax devices, or for None of the session."""
     if devices is not None and not isinstance(devices, minialpa.ClusterSpec):
         devices = describe_devices(tuple(devices))
     cluster = current_session().cluster if devices is None else devices
@@ -124,9 +129,10 @@ _OVERLAP = Setting("Transfers overlap with compute in every schedule; this one i
 
 
 @dataclass(frozen=True, init=False)
-class PipeshardParallel(_Manual, minialpa.PipeshardParallel):
+class PipeshardParallel(_Method, minialpa.PipeshardParallel):
     """`minialpa.PipeshardParallel` with Alpa's arguments and defaults; options may change until a step is planned."""
 
+    SHARDING = "default_auto_sharding_option"
     manual_sharding_option: ManualShardingOption | None = None
 
     devices = Late(read_devices)
@@ -162,21 +168,8 @@ class PipeshardParallel(_Manual, minialpa.PipeshardParallel):
         super().__init__(devices, num_micro_batches, pipeline_schedule, layer_option, stage_option, option, **others)
         _set_attribute(self, "manual_sharding_option", manual_sharding_option)
 
-    @property
-    def as_option(self) -> Any:
-        """The sharding options of all stages, which may be changed."""
-        return vars(self)["given_default_auto_sharding_option"]
 
-    @as_option.setter
-    def as_option(self, option: Any) -> None:
-        _set_attribute(self, "default_auto_sharding_option", option)
-
-    def options(self) -> Any:
-        options, manual = super().options(), self.manual_sharding_option
-        return options if manual is None else with_axes(options, manual)
-
-
-# Dataclasses that are frozen, as minialpa's methods are, set this one themselves.
+# A frozen dataclass defines it itself.
 ShardParallel.__setattr__ = PipeshardParallel.__setattr__ = _set_attribute  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""`assert_allclose`, under its name in `alpa.testing`."""
+"""Alpa's `testing`: `assert_allclose`."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""Measuring, printing and counting, under the names of `alpa.util`."""
+"""Alpa's `util` and `timers`: measuring, printing and counting."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,10 +18,13 @@ from minialpa.util import disable_tqdm_globally as disable_tqdm_globally
 GB = 1 << 30
 MB = 1 << 20
 
+#: Waits for the devices.
+Sync = Callable[[], object] | None
+
 
 def benchmark_func(
     run_func: Callable[[], object],
-    sync_func: Callable[[], object] | None = None,
+    sync_func: Sync = None,
     warmup: int = 1,
     repeat: int = 3,
     number: int = 5,
@@ -29,10 +32,9 @@ def benchmark_func(
 ) -> np.ndarray[Any, Any]:
     """Seconds of one call of `run_func`, measured `repeat` times.
 
-    sync_func: waits for what `run_func` has started; called before and after each measurement.
-    warmup: calls before the first measurement.
-    number: calls in each measurement, whose average counts.
-    min_repeat_second: if given, `number` is chosen so that a measurement takes about this long.
+    sync_func: waits for the work of `run_func`; called before and after each measurement.
+    warmup: calls before the first measurement. number: calls in each measurement.
+    min_repeat_second: about the seconds of a measurement, in place of `number`.
     """
 
     def measure(n: int) -> float:
@@ -50,14 +52,12 @@ def benchmark_func(
     return np.array([measure(number) for _ in range(repeat)])
 
 
-def _call(sync_func: Callable[[], object] | None) -> None:
+def _call(sync_func: Sync) -> None:
     if sync_func is not None:
         sync_func()
 
 
 class _Clock:
-    """When `print_used_time` was called last."""
-
     last_s: float | None = None
 
 
@@ -81,7 +81,7 @@ def write_tsv(heads: Sequence[str], values: Sequence[Any], filename: str, print_
 
 
 def to_str_round(x: Any, decimal: int = 6) -> str:
-    """`x` as text, with `decimal` digits behind the point of every float in it."""
+    """`x` as text, with `decimal` digits after the point of every float in it."""
     match x:
         case str():
             return x
@@ -101,12 +101,10 @@ def map_to_shape(tree: Any) -> Any:
 
 
 def map_to_nparray(tree: Any) -> Any:
-    """The tree with a NumPy array in place of each array."""
     return jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "__array__") else x, tree)
 
 
 def compute_param_number(tree: Any) -> int:
-    """The number of elements of all arrays of a tree."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree) if hasattr(x, "shape"))
 
 
@@ -128,8 +126,8 @@ def compute_gpt_tflops(
 ) -> float:
     """10^12 floating point operations per second and device of a step of a GPT that takes `latency` seconds.
 
-    A layer has 24 h^2 (1 + s / 6h) operations per token in the forward pass, twice as many in the backward pass, and
-    the forward ones again if activations are recomputed; the output embedding has 6 h V (Narayanan et al., SC'21).
+    A layer has 24 h^2 (1 + s / 6h) operations per token in the forward pass and in a recomputation, twice as many in
+    the backward pass; the output embedding has 6 h V (Narayanan et al., SC'21).
     """
     passes = 1 + 2 * backward + checkpoint_activations
     per_layer = 24 * passes * hidden_size**2 * (1 + seq_len / (6 * hidden_size))
@@ -149,6 +147,65 @@ def count_communication_primitives(
         )
         counts[0] -= scalars
     return sum(counts), counts[0], counts[1], counts[2], counts[3]
+
+
+# ---- timers ---------------------------------------------------------------------------------------------------------
+
+
+class Timer:
+    """Measures the seconds of intervals, `costs`. `sync_func` is called before the clock is read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reset()
+
+    def reset(self) -> None:
+        self.costs: list[float] = []
+        self._started_s: float | None = None
+
+    def start(self, sync_func: Sync = None) -> None:
+        if self._started_s is not None:
+            raise MinialpaError(f"The timer `{self.name}` runs already. Call `stop()` first.")
+        _call(sync_func)
+        self._started_s = time.perf_counter()
+
+    def stop(self, sync_func: Sync = None) -> None:
+        if self._started_s is None:
+            raise MinialpaError(f"The timer `{self.name}` does not run. Call `start()` first.")
+        _call(sync_func)
+        self.costs.append(time.perf_counter() - self._started_s)
+        self._started_s = None
+
+    def elapsed(self, mode: Literal["average", "sum"] = "average") -> float:
+        """Seconds of all intervals together, or of one on average; 0 without intervals."""
+        if mode not in ("average", "sum"):
+            raise MinialpaError(f'`mode` is "average" or "sum"; got {mode!r}.')
+        return sum(self.costs) / (max(len(self.costs), 1) if mode == "average" else 1)
+
+    def log(self, mode: Literal["average", "sum"] = "average", normalizer: float = 1.0) -> None:
+        """Print the milliseconds of `elapsed`, divided by `normalizer`."""
+        print(f"time (ms) | {self.name}: {self.elapsed(mode) * 1e3 / normalizer:.2f}", flush=True)
+
+
+class Timers:
+    """Timers by name; a call with a new name makes one."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.timers
+
+    def log(self, names: Sequence[str], normalizer: float = 1.0) -> None:
+        """Print the milliseconds of some timers in one line."""
+        texts = (f" | {name}: {self.timers[name].elapsed() * 1e3 / normalizer:.2f}" for name in names)
+        print("time (ms)" + "".join(texts), flush=True)
+
+
+timers = Timers()
 
 
 def __getattr__(name: str) -> Any:
