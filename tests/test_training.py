@@ -364,7 +364,9 @@ def test_workers_killed_at_any_moment_change_nothing(
     assert planned.call_count == 1
 
 
-def test_it_goes_on_with_fewer_hosts_and_again_with_more(serial: dict[int, float], tmp_path: Path) -> None:
+def test_it_waits_for_a_host_and_goes_on_with_fewer_and_then_with_more(
+    serial: dict[int, float], tmp_path: Path
+) -> None:
     room, log = Room(2), Log()
 
     def report(done: StepReport) -> None:
@@ -372,7 +374,8 @@ def test_it_goes_on_with_fewer_hosts_and_again_with_more(serial: dict[int, float
         if done.n_steps == 8 and room.n_hosts == 2:
             while not (tmp_path / "5").exists():  # written by a thread
                 time.sleep(0.01)
-            room.lose(1)
+            room.lose(0)
+            threading.Timer(0.5, lambda: setattr(room, "n_hosts", 1)).start()
         if done.n_steps == 12:
             room.n_hosts = 2
 
@@ -403,7 +406,7 @@ def test_without_a_folder_a_loss_ends_the_run() -> None:
     assert "With a `folder`" in caught.value.__notes__[0]
 
 
-@pytest.mark.slow  # test_it_goes_on_with_fewer_hosts_and_again_with_more is the short relative
+@pytest.mark.slow  # test_it_waits_for_a_host_and_goes_on_with_fewer_and_then_with_more is the short relative
 def test_a_step_that_ends_its_workers_each_time_ends_the_run(tmp_path: Path) -> None:
     room, n_ends = Room(2), 0
 
