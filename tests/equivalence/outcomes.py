@@ -56,11 +56,13 @@ _ABOUT_THE_REQUEST = re.compile(r"cannot be split into|cannot make \d+ layers")
 
 #: A batch runs in fewer micro-batches than were asked for.
 _FEWER = re.compile(r"A batch of \d+ examples cannot be split into \d+ equal micro-batches")
-#: Warnings that a step may give: that, and another split of the examples than for the batches before.
+#: Warnings that a step may give: that, another split of the examples than for the batches before, state that an update
+#: gathers, and boundaries that a checkpoint around the model hides.
 _MAY_WARN = (
     _FEWER.pattern,
     r"This batch has another shape than the one before|(?s:.*)so it is planned without",
     r"(?s:.*)gathers optimizer state that is stored in parts",
+    r"The layers of this pipeline end at `mark_pipeline_boundary",
 )
 
 
