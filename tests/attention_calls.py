@@ -1,4 +1,4 @@
-"""Attention by its primitives, for tests: `fused` is what a recognised attention is in a step, and a step of it."""
+"""Attention by its primitives, for tests: `fused`, as recognition leaves it in a step, and a step with it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _layer(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def two_layers(grad: Callable[..., Any]) -> Step:
-    """A training step of two layers with attention; grad: `jax.value_and_grad`, or that of minialpa."""
+    """A training step of two layers with attention; grad: `value_and_grad` of jax or of minialpa."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["x"]

@@ -24,6 +24,7 @@ from minialpa import (
 )
 from minialpa.arrays import RemoteArray
 from minialpa.methods import Method
+from tests.scanned_training import perceptron
 from tests.training_runs import batches, create_state, evaluate
 
 N_LAYERS = 5
@@ -45,8 +46,8 @@ def methods() -> dict[str, Method]:
 
 def case(name: str) -> models.ModelCase:
     if name == "mlp":
-        return models.build("mlp", hidden=16, batch_size=16)
-    return models.build("llama", n_layers=N_LAYERS, scan_layers=True, batch_size=16, learning_rate=1e-4)
+        return models.build("mlp", hidden=16, batch_size=16, n_layers=2)
+    return perceptron(N_LAYERS, again=False)
 
 
 def step_of(model: models.ModelCase, method: Any) -> Any:

@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *FLAGS)
 ).strip()
-# As on clusters that Ray starts by itself. A process has authentication for all clusters that it joins, or for none.
+# As on clusters that Ray starts by itself. A process that joins one cluster with authentication needs it for each.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -98,7 +98,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file run in one process, which keeps what they share; so do all those that start a Ray cluster.
+    """Tests of one file share a process, which keeps their shared values; so do the tests that start a Ray cluster.
 
     The Ray tests begin: they take longest, and the other processes have something to do until they end. Then come the
     drawn steps, one test that would keep one process busy when the others are done, and files in the order of how many

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-#: What `jax.jit` takes on CPU. Those of 64 bits are of 32 without `jax_enable_x64`.
+#: The dtypes that `jax.jit` takes on CPUs. Without `jax_enable_x64`, 64 bits become 32.
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)),

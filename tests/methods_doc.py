@@ -193,7 +193,7 @@ def traffic(executable: Any) -> dict[str, int]:
 
 
 def held(executable: Any) -> tuple[int, int]:
-    """Bytes of parameters and of optimizer state that a device holds between steps: that of the mesh with most."""
+    """Bytes of parameters and of optimizer state that a device holds between steps, on the mesh with most."""
     plan, totals = executable.get_parallel_plan(), {}
     for value in plan.inputs:
         kind = next((k for k, name in enumerate(("params", "opt")) if value.path.startswith(f"state['{name}']")), None)
@@ -211,7 +211,7 @@ def held(executable: Any) -> tuple[int, int]:
 
 @functools.cache
 def measured(entry: Entry, shape: tuple[int, ...], n: int, optimizer: str) -> tuple[str, str]:
-    """What one step communicates, and what a device holds between steps."""
+    """Two cells: the bytes that one step moves, and the bytes that a device holds between steps."""
     executable = executable_of(entry.make(n, shape), OPTIMIZERS[optimizer])
     found = traffic(executable)
     moved = ", ".join(f"{_LETTERS[kind]} {found[kind]:,}" for kind in _LETTERS if found.get(kind))
@@ -231,7 +231,7 @@ def row(entry: Entry, shape: tuple[int, ...], n: int) -> str:
 
 
 def held_row(entry: Entry, shape: tuple[int, ...], n: int) -> str:
-    """A line of the table of what a device holds."""
+    """A line of the table of held bytes."""
     cells = [measured(entry, shape, n, optimizer)[1] for optimizer in OPTIMIZERS]
     return f"| {_named(shape)} | {n} | {' | '.join(cells)} |"
 

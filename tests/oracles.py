@@ -1,4 +1,4 @@
-"""Brute force answers for small problems: obvious, slow, and written apart from what they check."""
+"""Brute force answers for small problems: obvious, slow, and independent of the product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minialpa.intra.solver.cost_graph import CostGraph
 
 
 def cheapest_choices(graph: CostGraph) -> float:
-    """Least cost over all combinations of strategies; infinite where none is allowed."""
+    """Least cost over all combinations of strategies; infinite if every one is forbidden."""
     best = math.inf
     for choices in itertools.product(*(range(len(cost)) for cost in graph.node_costs)):
         cost = sum(graph.node_costs[v][i] for v, i in enumerate(choices))

@@ -32,7 +32,7 @@ def make_args(n: int = N_EXAMPLES, width: int = WIDTH) -> tuple[Any, Any]:
 
 
 def pipeline_plan(**cluster: int) -> Plan:
-    """Two stages of four devices on two hosts, unless `cluster` says otherwise."""
+    """Two stages of four devices on two hosts, or the cluster of the given sizes."""
     spec = ClusterSpec.preset("a100-40gb", **cluster or {"num_hosts": 2, "devices_per_host": 4})
     method = PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option="uniform")
     return minialpa.plan(train_step, make_args(), cluster=spec, method=method)

@@ -17,7 +17,7 @@ import minialpa
 from minialpa.methods import Method
 
 N, WIDTH = 8, 8
-#: Without `jax_enable_x64`, those of 64 bits are of 32.
+#: Without `jax_enable_x64`, 64 bits become 32.
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32, 64)),
@@ -281,7 +281,7 @@ def verdicts(cases: Sequence[Case], method: Method) -> dict[Case, str]:
 
 
 def _crash(case: Case, error: Exception) -> dict[Case, str]:
-    """Nothing where `jax.jit` fails as well."""
+    """The crash of a case; empty if `jax.jit` fails, too."""
     try:
         jax.block_until_ready(jax.jit(make_step([case]))(*make_args([case])))
     except Exception:

@@ -76,13 +76,13 @@ def cells(names: Sequence[str], dtypes: Sequence[str], method: str) -> dict[str,
 
 
 def cell(by_dtype: dict[str, str]) -> str:
-    """The text of a cell: how many dtypes are equal, if all are, and the first line of what is not."""
+    """The text of a cell: how many dtypes are equal, if all are, and the first line of each other verdict."""
     others = [f"{dtype} {verdict.splitlines()[0]}" for dtype, verdict in by_dtype.items() if verdict != "equal"]
     return "; ".join(others) or "equal"
 
 
 def row(name: str, columns: Sequence[dict[str, str]]) -> str:
-    """A line of the table, of what was found by dtype under each method."""
+    """A line of the table, with the verdicts by dtype under each method."""
     dtypes = "all" if len(columns[0]) == len(DTYPES) else ", ".join(columns[0])
     return f"| {name} | {dtypes} | {' | '.join(map(cell, columns))} |"
 

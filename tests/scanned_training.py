@@ -1,4 +1,4 @@
-"""A training step that scans over stacked layers, with its init function and an evaluation, in plain jax."""
+"""Training steps that scan over stacked layers: one in plain jax with an evaluation, and a perceptron."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import minialpa
-from minialpa import AutoLayerOption, PipeshardParallel, UniformStageOption, Zero3Parallel
+from minialpa import AutoLayerOption, PipeshardParallel, UniformStageOption, Zero3Parallel, models
 from minialpa.methods import Method
 
 N_LAYERS, WIDTH = 4, 8
@@ -71,3 +72,46 @@ def evaluate(state: dict[str, Any], batch: Any) -> tuple[jax.Array, jax.Array]:
 
 def evaluate_params(params: dict[str, Any], batch: Any) -> jax.Array:
     return _loss(params, batch)
+
+
+def perceptron(n_layers: int, again: bool) -> models.ModelCase:
+    """x -> tanh(x w + b) for each layer in a scan, then a head; Adam with clipping by the global norm.
+
+    again: whether the backward pass computes the layers again.
+    """
+    width = 16
+    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-4))
+
+    def init(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 2)
+        params = {
+            "b": jnp.zeros((n_layers, width)),
+            "head": jax.random.normal(keys[0], (width, 1)) * 0.3,
+            "w": jax.random.normal(keys[1], (n_layers, width, width)) * 0.3,
+        }
+        return params, transform.init(params)
+
+    def make_batch(seed: int, n: int) -> Any:
+        x = np.random.default_rng(seed).standard_normal((n, width), np.float32)
+        return {"x": x, "y": np.sin(x.sum(1, keepdims=True))}
+
+    def layer(x: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
+        x = x + jnp.tanh(jnp.dot(x, row["w"]) + row["b"][None])
+        return x, jnp.mean(x * x)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        body = jax.checkpoint(layer, prevent_cse=False) if again else layer
+        x, norms = jax.lax.scan(body, batch["x"], {name: params[name] for name in ("w", "b")})
+        return jnp.mean((jnp.dot(x, params["head"]) - batch["y"]) ** 2) + 1e-3 * jnp.sum(norms)
+
+    def train_step(value_and_grad: Any) -> Any:
+        def step(state: Any, batch: Any) -> Any:
+            params, moments = state
+            value, grads = value_and_grad(loss)(params, batch)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, moments = transform.update(grads, moments, params)
+                return (optax.apply_updates(params, updates), moments), {"loss": value}
+
+        return step
+
+    return models.ModelCase(name="perceptron", batch_size=16, init=init, make_batch=make_batch, train_step=train_step)

@@ -12,23 +12,27 @@ import minialpa
 from benchmarks.several_loops import descent, sharpness_aware
 from minialpa import PipeshardParallel, ShardParallel
 from minialpa.methods import Method
-from tests.equivalence.known_steps import STEPS, make_batch, make_state
+from tests.equivalence.known_steps import STEPS
+from tests.equivalence.steps import batch_argnums, make_args, make_step
 
-NAMES = ("sharpness-aware", "adversarial", "contrastive", "balance loss of a router")
+NAMES = ("sharpness aware", "alternating", "contrastive", "balance")
 
 
 def run(name: str, method: Method, n_steps: int = 2) -> tuple[Any, Any]:
     """State and results after some steps under `method`."""
-    step, state = minialpa.parallelize(STEPS[name], method=method), make_state()
-    for _ in range(n_steps):
-        state, results = step(state, make_batch())
-    return state, results
+    training = STEPS[name]
+    step = minialpa.parallelize(make_step(training), method=method, batch_argnums=batch_argnums(training))
+    return _after(step, name, n_steps)
 
 
 def serial(name: str, n_steps: int = 2) -> tuple[Any, Any]:
-    step, state = jax.jit(STEPS[name]), make_state()
+    return _after(jax.jit(make_step(STEPS[name])), name, n_steps)
+
+
+def _after(step: Any, name: str, n_steps: int) -> tuple[Any, Any]:
+    state, *others = make_args(STEPS[name])
     for _ in range(n_steps):
-        state, results = step(state, make_batch())
+        state, results = step(state, *others)
     return state, results
 
 

@@ -1,4 +1,4 @@
-"""Skips of what the environment of a test lacks."""
+"""Skips a test whose environment lacks something."""
 
 from __future__ import annotations
 

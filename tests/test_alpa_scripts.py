@@ -71,7 +71,7 @@ def train_with_boundaries_by_hand() -> Any:
     """The executable of the step, which has trained as on one device."""
     state, batch = make_problem(manual=True)
 
-    @alpa.parallelize(method=PipeshardParallel(num_micro_batches=16, layer_option="manual"))
+    @alpa.parallelize(method=PipeshardParallel(num_micro_batches=4, layer_option="manual"))
     def pipelined_step(state: TrainState, batch: Any) -> TrainState:
         return train_step(state, batch, alpa.grad)
 
@@ -99,7 +99,7 @@ def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device() -> None:
 def train_with_layers_and_stages_found() -> None:
     """A step, and one on a smaller batch, as on one device."""
     state, batch = make_problem(manual=False)
-    method = PipeshardParallel(num_micro_batches=16, layer_option=AutoLayerOption(layer_num=2), stage_option="auto")
+    method = PipeshardParallel(num_micro_batches=4, layer_option=AutoLayerOption(layer_num=2), stage_option="auto")
     step = alpa.parallelize(lambda state, batch: train_step(state, batch, alpa.grad), method=method)
     expected = train_step(state, batch, jax.grad)
     assert_allclose(step(state, batch).params, expected.params, atol=5e-3)

@@ -1,4 +1,4 @@
-"""Input that cannot work: the message says what to change, the caller's arrays survive, a right call still works."""
+"""Input that cannot work: the message names the remedy, the caller's arrays survive, a right call still works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from minialpa import (
     ShardParallel,
     TraceError,
     UniformStageOption,
-    VerifyError,
 )
 from minialpa.testing import assert_allclose
 from tests.helpers import METHODS
@@ -84,15 +83,6 @@ def placed_args(parallel: Any) -> tuple[Any, Any]:
 # ---- batches --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=4), PipeshardParallel(num_micro_batches=4)])
-def test_a_batch_that_micro_batches_do_not_divide(method: Any) -> None:
-    parallel = minialpa.parallelize(train_step, method=method, on_ragged="error")
-    params, batch = placed_args(parallel)
-    message = "batch of 10 examples cannot be split into 4 equal micro-batches.*`num_micro_batches`.*divisors"
-    refused(TraceError, message, parallel, params, jax.tree.map(lambda x: x[:10], batch))
-    works(parallel, params, batch)
-
-
 def test_leading_sizes_that_differ() -> None:
     parallel = minialpa.parallelize(train_step)
     params, batch = placed_args(parallel)
@@ -101,16 +91,8 @@ def test_leading_sizes_that_differ() -> None:
     works(parallel, params, batch)
 
 
-def test_a_batch_without_examples() -> None:
-    parallel = minialpa.parallelize(train_step)
-    params, batch = placed_args(parallel)
-    refused(TraceError, r"no examples: `batch\['x'\]` has shape \(0, 8\)", parallel, params, make_batch(0))
-    works(parallel, params, batch)
-
-
 @pytest.mark.skipif(jax.__version__ == "0.11.2", reason="its compiler for CPUs crashes where empty arrays are donated")
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_parameters_of_size_zero_simply_work(method: Any) -> None:
+def test_parameters_of_size_zero_simply_work() -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:
             return loss_fn(p, batch) + jnp.sum(p["none"]) + jnp.sum(p["nothing"] ** 2)
@@ -119,7 +101,7 @@ def test_parameters_of_size_zero_simply_work(method: Any) -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     params = {**make_params(), "none": jnp.zeros((0,)), "nothing": jnp.zeros((3, 0))}
-    parallel = minialpa.parallelize(step, method=method)
+    parallel = minialpa.parallelize(step, method=METHODS["pipeline"])
     new, value = parallel(params, make_batch())
     expected, right = step(params, make_batch())
     assert_allclose((new, value), (expected, right), rtol=1e-4, atol=1e-5)
@@ -280,14 +262,12 @@ def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> Pipeshard
     ("method", "message"),
     [
         (ShardParallel(devices=LogicalMesh((4, 4))), "needs 16 devices and there are 8"),
-        (ShardParallel(devices=minialpa.ClusterSpec.preset("h100", num_hosts=2)), "needs 16 devices and there are 8"),
         (ShardParallel(submesh=(2, 8)), "stages need 16 devices and the cluster has 8"),
         (manual((1, 8), (1, 8)), "stages need 16 devices and the cluster has 8"),
         (manual((1, 4)), "one submesh, logical shape and option dict for each of its 2 stages; got 1, 1 and 1"),
         (manual((1, 4), (1, 4), layers=((0,), (0,))), r"must list the layers 0 to 1 once and in order"),
         (ShardParallel(devices=[]), r"`devices` takes a list of jax devices.*got \[\]"),
         (ShardParallel(devices=["gpu:0"]), r"`devices` takes a list of jax devices.*got \['gpu:0'\]"),
-        (ShardParallel(devices=4), "`devices` takes a list of jax devices.*got 4"),
         (PipeshardParallel(layer_option=AutoLayerOption(10_000)), "cannot make 10000 layers of a pipeline. Ask for"),
         (PipeshardParallel(stage_option=UniformStageOption(5)), "`num_stages=5` stages cannot be made of 2 layers"),
         (PipeshardParallel(pipeline_schedule="inference"), "`inference` has no backward pass.*Use `1f1b`"),
@@ -313,16 +293,6 @@ def test_degrees_of_parallelism_that_do_not_fit() -> None:
     refused(ShardingError, "`operator_parallel` is an integer >= 1; got 0", get, 1, 1, 0, 1)
     refused(ShardingError, "`data_parallel` is -1 or an integer >= 1; got '2'", get, 1, "2", 1, 1)
     works(minialpa.parallelize(train_step, method=get(2, -1, 2, 2)), make_params(), make_batch())
-
-
-def test_after_a_refused_method_the_function_still_runs_elsewhere() -> None:
-    cluster = minialpa.ClusterSpec.preset("cpu", devices_per_host=8)
-    parallel = minialpa.parallelize(train_step, method=ShardParallel(devices=cluster))
-    minialpa.init(devices_per_host=4)
-    params, batch = make_params(), make_batch()
-    refused(ShardingError, "needs 8 devices and there are 4", parallel, params, batch)
-    minialpa.shutdown()
-    works(parallel, params, batch)
 
 
 # ---- donated state --------------------------------------------------------------------------------------------------
@@ -426,33 +396,7 @@ def test_arguments_of_functions_in_each_others_places() -> None:
     refused(ShardingError, message, lambda: minialpa.plan(train_step, (params, batch), cluster="h100"))  # type: ignore[arg-type]
 
 
-def test_examples_that_degrees_of_parallelism_do_not_divide() -> None:
-    """Refused by the option at first; a last batch of this size runs in another way, with a warning."""
-    parallel = minialpa.parallelize(train_step, method=minialpa.get_3d_parallel_method(1, 4, 1, 1))
-    message = "`force_batch_dim_to_mesh_dim=0` splits the examples over 4 devices"
-    refused(MinialpaError, message, parallel, make_params(), make_batch(18))
-    works(parallel, make_params(), make_batch())
-    with pytest.warns(UserWarning, match="split"):
-        found = parallel(make_params(), make_batch(10))
-    assert_allclose(found, train_step(make_params(), make_batch(10)), rtol=1e-4, atol=1e-5)
-
-
 # ---- plans ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_of_another_step_or_shape() -> None:
-    plan = minialpa.parallelize(train_step).plan(make_params(), make_batch())
-    parallel = minialpa.parallelize(train_step, method=plan)
-    params, batch = placed_args(parallel)
-    message = r"argument `batch\['x'\]` is float32\[8, 8\] and the plan was made for float32\[16, 8\]"
-    refused(VerifyError, message, parallel, params, jax.tree.map(lambda x: x[:8], batch))
-
-    def other(params: Any, batch: Any) -> Any:
-        return jax.tree.map(jnp.sin, train_step(params, batch))
-
-    message = r"the step itself has changed: it has \d `sin` where the plan has 0"
-    refused(VerifyError, message, minialpa.parallelize(other, method=plan), params, batch)
-    works(parallel, params, batch)
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])

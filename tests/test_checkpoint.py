@@ -1,8 +1,7 @@
-"""Checkpoints: what is saved comes back bit for bit, under any plan and by orbax alone, or an error says why not."""
+"""Checkpoints: a state comes back bit for bit, under any plan and by orbax alone, or an error gives the reason."""
 
 from __future__ import annotations
 
-import errno
 import functools
 import gc
 import itertools
@@ -14,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 
 import minialpa
 from minialpa import CheckpointError, CheckpointManager, Plan, restore_checkpoint, save_checkpoint
-from minialpa.checkpoints.manager import _errors_of_orbax
 from minialpa.runtime.arrays import BlockedArray
 from tests.checkpoint_cases import (
     bits,
@@ -44,51 +41,39 @@ from tests.checkpoint_cases import (
 from tests.training_runs import batches, create_state, parallelized
 
 PLANS = ("one device", "ZeRO-3 on 8", "ZeRO-3 on 4", "blocks on 2 stages")
-#: Pairs that always run: to blocks and from them, to fewer devices and to more.
-SHORT = {(PLANS[3], PLANS[1])}
+#: The plan that a state is saved under, and the one that it is restored under; the first pair always runs.
+PAIRS = [
+    (PLANS[3], PLANS[1]),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.permutations(PLANS, 2)),
+]
 
 
 @functools.cache
-def trained(model: str, name: str) -> tuple[Any, Any]:
+def trained(name: str) -> tuple[Any, Any]:
     """The executable of a step, and the state after it."""
-    built = case(model)
+    built = case("scanned")
     step = step_of(built, methods()[name])
     state, _ = step(built.init(jax.random.key(0)), built.make_batch(0, built.batch_size))
     return step.get_last_executable(), state
 
 
-def pairs() -> Iterator[Any]:
-    """A model, the plan that its state is saved under, and the plan that it is restored under."""
-    for model in ("mlp", "llama"):
-        # A model without a scan has no blocks.
-        plans = PLANS if model == "llama" else PLANS[:-1]
-        for saved, restored in itertools.product(plans, plans):
-            is_short = model == "llama" and (saved, restored) in SHORT
-            marks = () if is_short else pytest.mark.slow
-            yield pytest.param(model, saved, restored, marks=marks, id=f"{model}, {saved} -> {restored}")
-
-
-@pytest.mark.parametrize(("model", "saved", "restored"), list(pairs()))
-def test_a_state_comes_back_under_every_plan(model: str, saved: str, restored: str, tmp_path: Path) -> None:
-    executable, state = trained(model, saved)
-    target, _ = trained(model, restored)
+@pytest.mark.parametrize(("saved", "restored"), PAIRS)
+def test_a_state_comes_back_under_every_plan(saved: str, restored: str, tmp_path: Path) -> None:
+    executable, state = trained(saved)
+    target, _ = trained(restored)
     save_checkpoint(tmp_path, state, step=7, plan=executable.get_parallel_plan())
 
     found = restore_checkpoint(tmp_path, target)
-    assert bits(found) == bits(state)
-    # Nothing is left to move: the step reads every leaf where it is.
-    batch = case(model).make_batch(0, case(model).batch_size)
-    leaves = jax.tree.leaves(found)
-    placed = target.place([*leaves, *jax.tree.leaves(batch)])
-    assert all(a is b for a, b in zip(leaves, placed, strict=False))
-
-    alone = by_orbax_alone(tmp_path, 7)
-    assert bits(alone) == bits(state)
+    assert bits(found) == bits(state) == bits(by_orbax_alone(tmp_path, 7))
     assert Plan.load(tmp_path / "7" / "plan" / "plan.json") == executable.get_parallel_plan()
+    # The step reads every leaf in place.
+    leaves = jax.tree.leaves(found)
+    placed = target.place([*leaves, *jax.tree.leaves(case("scanned").make_batch(0, 16))])
+    assert all(a is b for a, b in zip(leaves, placed, strict=False))
 
 
 def test_blocks_are_restored_by_their_own_and_by_the_types_of_a_plan(tmp_path: Path) -> None:
-    executable, state = trained("llama", "blocks on 2 stages")
+    executable, state = trained("blocks on 2 stages")
     save_checkpoint(tmp_path, state, step=0)
     for target in (state, executable.get_input_targets()[0]):
         found = restore_checkpoint(tmp_path, target)
@@ -99,17 +84,16 @@ def test_blocks_are_restored_by_their_own_and_by_the_types_of_a_plan(tmp_path: P
         ]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     assert bits(restore_checkpoint(tmp_path, shapes)) == bits(state)
-    weights = {"params": executable.get_input_targets()[0].params}
+    weights = executable.get_input_targets()[0][:1]
     found = restore_checkpoint(tmp_path, weights, partial_restore=True)
-    assert bits(found) == bits({"params": state.params})
+    assert bits(found) == bits(state[:1])
     assert any(isinstance(leaf, BlockedArray) for leaf in jax.tree.leaves(found))
 
 
 def test_weights_alone_go_into_an_evaluation_step_under_another_plan(tmp_path: Path) -> None:
     state, _ = parallelized()(create_state(), next(batches()))
     save_checkpoint(tmp_path, state, step=0)
-    for name in ("one device", "ZeRO-3 on 4"):
-        evaluate_weights_alone(tmp_path, state, methods()[name])
+    evaluate_weights_alone(tmp_path, state, methods()["ZeRO-3 on 4"])
 
 
 def test_a_part_of_a_state_is_read_by_the_names_of_its_leaves(tmp_path: Path) -> None:
@@ -134,9 +118,6 @@ def test_a_part_that_does_not_match_is_refused_by_name(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, state, step=0)
     targets = {
         r"`\['params'\]\['head'\]`: not in the checkpoint; expected float32\[2\]": {"params": {"head": jnp.ones(2)}},
-        r"`\['params'\]\['w'\]`: the checkpoint has float32\[2, 3\]; expected float32\[3, 2\]": {
-            "params": {"w": jnp.ones((3, 2))}
-        },
         r"`\['params'\]`: not in the checkpoint; expected float32\[2, 3\]": {"params": jnp.ones((2, 3))},
         r"names in `params`: `{'params': target}` with `partial_restore=True` reads": state["params"],
         "The target has no arrays": {"params": None},
@@ -187,25 +168,11 @@ def test_leaves_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
         assert found[name].sharding == state[name].sharding
 
 
-def test_functions_in_a_state_are_those_of_the_target(tmp_path: Path) -> None:
-    def state(seed: int, function: Any) -> Any:
-        model = eqx.nn.MLP(4, 4, 8, 1, activation=function, key=jax.random.key(seed))
-        return {"model": model, "schedule": function}
-
-    saved, target = state(0, jnp.tanh), state(1, jnp.sin)
-    save_checkpoint(tmp_path, saved, step=0)
-    for like in (target, eqx.filter_eval_shape(lambda: target)):
-        found = restore_checkpoint(tmp_path, like)
-        assert bits(eqx.filter(found, eqx.is_array)) == bits(eqx.filter(saved, eqx.is_array))
-        assert found["model"].activation is found["schedule"] is jnp.sin
-
-
-@pytest.mark.parametrize("method", [minialpa.Zero3Parallel(), minialpa.PipeshardParallel(num_micro_batches=2)])
-def test_an_equinox_module_is_created_saved_and_read_where_its_step_has_it(method: Any, tmp_path: Path) -> None:
+def test_an_equinox_module_is_created_saved_and_read_where_its_step_has_it(tmp_path: Path) -> None:
     def create_state() -> Any:
         return eqx.nn.MLP(8, 8, 16, 1, activation=jnp.tanh, key=jax.random.key(0)), 0
 
-    @minialpa.parallelize(method=method)
+    @minialpa.parallelize(method=minialpa.Zero3Parallel())
     def step(state: Any, batch: Any) -> Any:
         model, n = state
         loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(batch) ** 2))(model)
@@ -289,7 +256,6 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("mode", "losses", "best"),
     [
-        ("min", [3.0, NAN, 1.0, 2.0, NAN, 5.0], (2, 3)),
         ("max", [3.0, NAN, 1.0, 2.0, NAN, 5.0], (0, 5)),
         ("max", [1.0, NAN, -INF, NAN], (0, 3)),
         ("min", [NAN, NAN, NAN], (1, 2)),
@@ -305,7 +271,7 @@ def test_the_best_checkpoints_stay(mode: Any, losses: list[float], best: tuple[i
             manager.save(9, {"w": jnp.ones(2)}, {"no": 0.0})
 
 
-@pytest.mark.parametrize("name", ["lr[0.1]", "[!x]*?", "**", "a b#%2f{}~"])
+@pytest.mark.parametrize("name", ["[!x]*?", "a b#%2f{}~"])
 def test_a_folder_may_have_the_characters_of_patterns(name: str, tmp_path: Path) -> None:
     (tmp_path / "lr0").mkdir()
     state = {"w": jnp.arange(3.0), "[w]*": jnp.arange(2)}
@@ -395,24 +361,6 @@ time.sleep(60)
             os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_damage"),
-    [
-        (ValueError("RESOURCE_EXHAUSTED: Failed to open: \"f\": Too many open files [os_error_code='24']"), False),
-        (ValueError("UNKNOWN: Error reading \"f\": Input/output error [os_error_code='5']"), False),
-        (PermissionError(errno.EACCES, "Permission denied"), False),
-        (MemoryError(), False),
-        (ValueError("DATA_LOSS: Error decoding manifest"), True),
-        (ValueError("NOT_FOUND: No such file or directory [os_error_code='2']"), True),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory"), True),
-    ],
-)
-def test_an_error_of_the_system_is_no_damage(error: Exception, is_damage: bool) -> None:
-    with pytest.raises(CheckpointError) as caught, _errors_of_orbax("Reading", "The checkpoint is damaged."):
-        raise error
-    assert ("damaged" in str(caught.value)) == is_damage
-
-
 def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
     state = {"w": jnp.ones(2)}
     save_checkpoint(tmp_path, state, step=1)
@@ -444,12 +392,11 @@ def test_the_state_of_an_iterator_is_kept_as_it_is_or_refused(data: Any, tmp_pat
         manager.save(0, {"w": jnp.ones(2)}, data=data)
 
 
-@pytest.mark.parametrize("name", ["ZeRO-3 on 8", pytest.param("blocks on 2 stages", marks=pytest.mark.slow)])
-def test_training_that_was_resumed_equals_training_that_was_not(name: str, tmp_path: Path) -> None:
+def test_training_that_was_resumed_equals_training_that_was_not(tmp_path: Path) -> None:
     """Each step donates the state that a thread still writes."""
-    model = case("llama")
+    model = case("scanned")
     batches = [model.make_batch(i, model.batch_size) for i in range(4)]
-    step = step_of(model, methods()[name])
+    step = step_of(model, methods()["blocks on 2 stages"])
     with CheckpointManager(tmp_path) as manager:
         state, expected = model.init(jax.random.key(0)), []
         for i, batch in enumerate(batches):
@@ -499,15 +446,12 @@ def test_a_donated_state_and_names_that_meet_are_refused(tmp_path: Path) -> None
 
 
 def test_folders_without_checkpoints_are_named(tmp_path: Path) -> None:
-    target = {"w": jnp.ones(2)}
     with pytest.raises(CheckpointError, match="There is no folder"):
-        restore_checkpoint(tmp_path / "none", target)
-    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
-        restore_checkpoint(tmp_path, target)
+        restore_checkpoint(tmp_path / "none", {"w": jnp.ones(2)})
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "notes.txt").write_text("no checkpoint")
     with pytest.raises(CheckpointError, match=r"step 3|There is no checkpoint"):
-        restore_checkpoint(tmp_path, target)
+        restore_checkpoint(tmp_path, {"w": jnp.ones(2)})
 
 
 def test_a_checkpoint_of_another_model_is_refused_leaf_by_leaf(tmp_path: Path) -> None:
@@ -527,7 +471,7 @@ def test_a_checkpoint_of_another_model_is_refused_leaf_by_leaf(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"`\['step'\]`: the checkpoint has int64\[\]; expected float64\[\]"):
         restore_checkpoint(tmp_path, {**state, "step": 3.0})
     with pytest.raises(CheckpointError, match="Pass the executable itself"):
-        restore_checkpoint(tmp_path, trained("llama", "one device")[0].get_input_placement_specs()[0])
+        restore_checkpoint(tmp_path, trained("one device")[0].get_input_placement_specs()[0])
     assert bits(restore_checkpoint(tmp_path, state)) == bits(state)
 
 
@@ -555,7 +499,7 @@ def test_damaged_files_are_errors_and_older_checkpoints_stay(tmp_path: Path) -> 
     gc.collect()
 
 
-@pytest.mark.parametrize("n_moments", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_moments", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_leaves_complete_checkpoints(n_moments: int, seed: int, tmp_path: Path) -> None:
     moments = random.Random(seed)
     for k in range(n_moments):
@@ -579,7 +523,7 @@ def test_a_process_that_is_killed_leaves_complete_checkpoints(n_moments: int, se
                 found = manager.restore(step, like=state_of_step(step))
                 assert bits(found.state) == bits(state_of_step(step)) and found.data == {"at": step}
             assert not list(folder.glob(".deleted/*"))
-            # Nothing half-written stays, and the run goes on behind the last step.
+            # Half-written files are gone, and the run goes on after the last step.
             assert sorted(x.name for x in folder.glob("[!.]*") if x.is_dir()) == sorted(map(str, manager.all_steps()))
             assert manager.save(manager.latest_step() + 1, state_of_step(0))
 

@@ -10,23 +10,20 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import DataParallel, ShardParallel, TraceError, Zero2Parallel
+from minialpa import ShardParallel, TraceError, Zero2Parallel
 from tests.dtypes import DTYPES, KEYS, N, as_argument, as_result, as_state, described, values
 from tests.helpers import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # of 64 bits
 
 X = np.arange(N, dtype=np.float32)
-SHORT = ("bool", "int2", "uint4", "float4_e2m1fn", "float8_e8m0fnu", "bfloat16", "rbg")
 
 
 def check(step: Any, *args: Any, method: str) -> None:
     assert described(minialpa.parallelize(step, method=METHODS[method])(*args)) == described(jax.jit(step)(*args))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in (*DTYPES, *KEYS)]
-)
+@pytest.mark.parametrize("name", ["bool", "int2", "float8_e8m0fnu", "rbg"])
 @pytest.mark.parametrize("x64", [False, True])
 def test_a_dtype_is_argument_state_and_result_as_jit_has_it(name: str, x64: bool) -> None:
     with jax.enable_x64(x64):
@@ -36,7 +33,7 @@ def test_a_dtype_is_argument_state_and_result_as_jit_has_it(name: str, x64: bool
         check(as_result((name,)), np.uint32(3), X, method="shard")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["shard", "pipeline"])
 def test_all_dtypes_at_once(method: str) -> None:
     given = {name: values(name) for name in (*DTYPES, *KEYS)}
     check(as_state, given, X, method=method)
@@ -46,7 +43,7 @@ def test_all_dtypes_at_once(method: str) -> None:
     assert described(state) == described(jax.jit(lambda x: x)(given))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float16", "float32", "complex64"])
+@pytest.mark.parametrize("dtype", ["int8", "complex64"])
 def test_results_of_python_numbers_stay_weak_from_call_to_call(dtype: str) -> None:
     def step(state: Any, x: jax.Array) -> Any:
         with jax.numpy_dtype_promotion("standard"):
@@ -109,10 +106,11 @@ def _narrowed(params: Any, batch: Any) -> Any:
     return jax.tree.map(jnp.add, params, gradients), value
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=4), DataParallel(), Zero2Parallel(None, 2)])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [(ShardParallel(num_micro_batches=4), "float16"), (Zero2Parallel(None, 2), "bfloat16")]
+)
 def test_a_total_is_made_narrower_once_it_is_complete(method: Any, dtype: str) -> None:
-    """Its parts are far from it: float16 holds none of them, and bfloat16 not their last digits."""
+    """Its parts are far from it: they overflow float16, and bfloat16 loses their last digits."""
     params = {"scale": np.ones(8, np.float32), "w": np.zeros(2, dtype)}
     batch = {"x": np.array([40001, 40002, 40003, 40004] * 2 + [-40000] * 8, np.float32)}
     found = minialpa.parallelize(_narrowed, method=method, batch_argnums=1)(params, batch)

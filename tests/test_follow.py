@@ -14,9 +14,7 @@ from jax.sharding import PartitionSpec as P
 import minialpa
 from minialpa import (
     AutoShardingOption,
-    CreateStateParallel,
     FollowParallel,
-    PipeshardParallel,
     ShardingError,
     ShardParallel,
 )
@@ -37,8 +35,8 @@ def _no_session_stays() -> Iterator[None]:
 def training(name: str) -> tuple[Any, Any, Any]:
     """A parallelized step, the state that it reads, and the same state in plain jax."""
     step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])
-    create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
-    return step, create(jax.random.key(0)), jax.jit(scanned.init)(jax.random.key(0))
+    expected = jax.jit(scanned.init)(jax.random.key(0))
+    return step, step.preshard_dynamic_args(expected, scanned.BATCH)[0], expected
 
 
 @pytest.mark.parametrize(
@@ -46,8 +44,6 @@ def training(name: str) -> tuple[Any, Any, Any]:
     [
         ("zero3", 2),
         ("blocks", None),
-        pytest.param("zero3", None, marks=pytest.mark.slow),
-        pytest.param("blocks", 2, marks=pytest.mark.slow),
     ],
 )
 def test_an_evaluation_equals_plain_jax_and_reads_the_state_in_place(name: str, n_micro_batches: int | None) -> None:
@@ -69,11 +65,6 @@ def test_an_argument_may_be_a_part_of_the_state() -> None:
     wanted = jax.jit(scanned.evaluate_params)(expected["params"], scanned.BATCH)
     assert_allclose(evaluate(state["params"], scanned.BATCH), wanted, rtol=1e-4)
     assert_read_in_place(evaluate, state["params"], scanned.BATCH)
-
-    # `p` may be the moments, too, which are in the same place.
-    renamed = minialpa.parallelize(lambda p, batch: scanned.evaluate_params(p, batch), method=FollowParallel(step))
-    assert_allclose(renamed(state["params"], scanned.BATCH), wanted, rtol=1e-4)
-    assert_read_in_place(renamed, state["params"], scanned.BATCH)
 
 
 def test_of_two_leaves_in_different_places_none_is_followed_by_guess() -> None:
@@ -106,11 +97,10 @@ def test_a_last_batch_of_another_size_is_planned_without_the_split() -> None:
     assert_read_in_place(evaluate, state, last)
 
 
-@pytest.mark.parametrize("is_told", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_training_and_evaluation_alternate_on_the_same_workers(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_and_evaluation_alternate_on_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_process_session(1, 4) as runtime:
         step, state, expected = training("blocks")
-        evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step) if is_told else None)
+        evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step))
         state, _ = step(state, scanned.BATCH)
         evaluate(state, scanned.BATCH)
         runtime.sync()
@@ -139,18 +129,6 @@ def test_training_and_evaluation_alternate_on_the_same_workers(is_told: bool, mo
         assert_allclose(found, jax.jit(scanned.evaluate)(expected, scanned.BATCH), rtol=1e-4)
 
 
-@pytest.mark.slow  # the other tests read all stages
-def test_a_function_that_reads_one_stage_only_leaves_the_other_idle() -> None:
-    step, state, expected = training("blocks")
-
-    def head_norm(state: Any, batch: Any) -> Any:
-        return (batch["x"] @ state["params"]["head"]).sum()
-
-    evaluate = minialpa.parallelize(head_norm, method=FollowParallel(step))
-    assert_allclose(evaluate(state, scanned.BATCH), head_norm(expected, scanned.BATCH), rtol=1e-4)
-    assert_read_in_place(evaluate, state, scanned.BATCH)
-
-
 def test_what_cannot_be_followed_is_refused_by_name() -> None:
     step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS["blocks"])
     state = scanned.init(jax.random.key(0))
@@ -170,7 +148,7 @@ def test_what_cannot_be_followed_is_refused_by_name() -> None:
         minialpa.parallelize(last_layer, method=FollowParallel(step))(state, scanned.BATCH)
 
 
-# ---- functions whose method says nothing of it -----------------------------------------------------------------------
+# ---- functions without `FollowParallel` ------------------------------------------------------------------------------
 
 
 def meshes_of(function: Any) -> list[tuple[int, tuple[int, ...]]]:
@@ -183,8 +161,6 @@ def meshes_of(function: Any) -> list[tuple[int, tuple[int, ...]]]:
     [
         ("zero3", ShardParallel()),
         ("blocks", None),
-        pytest.param("zero3", None, marks=pytest.mark.slow),
-        pytest.param("blocks", PipeshardParallel(num_micro_batches=2), marks=pytest.mark.slow),
     ],
 )
 def test_a_function_with_a_state_on_the_meshes_of_a_training_step_runs_there(name: str, method: Method | None) -> None:
@@ -206,51 +182,8 @@ def test_a_function_with_a_state_on_the_meshes_of_a_training_step_runs_there(nam
     assert step.get_last_executable() is compiled
 
 
-@pytest.mark.slow  # the other tests follow an argument by its own name
-def test_a_name_of_the_argument_that_the_step_does_not_have_is_followed_too() -> None:
-    step, state, expected = training("blocks")
-    head_norm = minialpa.parallelize(lambda other: (other**2).sum())
-    assert_allclose(head_norm(state["params"]["head"]), (expected["params"]["head"] ** 2).sum(), rtol=1e-4)
-    assert meshes_of(head_norm) == meshes_of(step)
-    assert_read_in_place_alone(head_norm, state["params"]["head"])
-
-
-def assert_read_in_place_alone(function: Any, leaf: Any) -> None:
-    assert function.preshard_dynamic_args(leaf)[0] is leaf
-
-
-@pytest.mark.slow  # the other tests say what follows
-def test_a_training_step_and_a_method_that_asks_for_something_else_are_not_moved() -> None:
-    step, state, _ = training("blocks")
-    state, _ = step(state, scanned.BATCH)
-    whole = minialpa.parallelize(scanned.evaluate, method=ShardParallel())
-    whole(state, scanned.BATCH)
-    assert len(meshes_of(whole)) == 1
-
-    other = minialpa.parallelize(scanned.train_step, method=scanned.METHODS["zero3"])
-    other_state, _ = other(jax.device_get(state), scanned.BATCH)
-    again = minialpa.parallelize(scanned.train_step)
-    by_itself = again.plan(jax.device_get(other_state), scanned.BATCH)
-    again(other_state, scanned.BATCH)
-    assert again.get_last_executable().get_parallel_plan() == by_itself
-
-
-@pytest.mark.slow  # test_what_cannot_be_followed_is_refused_by_name is the short relative
-def test_what_cannot_follow_is_planned_by_itself_with_a_warning_that_says_what_it_costs() -> None:
-    _, state, expected = training("blocks")
-
-    def last_layer(state: Any, batch: Any) -> Any:
-        return (batch["x"] @ state["params"]["layers"]["up"][-1]).sum()
-
-    function = minialpa.parallelize(last_layer)
-    with pytest.warns(UserWarning, match=r"`.*last_layer` has arguments where `train_step` keeps.*is kept in the rows"):
-        found = function(state, scanned.BATCH)
-    assert_allclose(found, last_layer(expected, scanned.BATCH), rtol=1e-4)
-    function(state, scanned.BATCH)  # warnings are errors: there is one
-
-
 def test_a_plan_that_the_user_gave_comes_first() -> None:
-    _, state, _ = training("blocks")
+    _, state, _ = training("zero3")
     evaluate = minialpa.parallelize(scanned.evaluate)
     own = evaluate.plan(jax.device_get(state), scanned.BATCH)
     evaluate.use_plan(own)

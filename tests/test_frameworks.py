@@ -32,7 +32,7 @@ def _as_users_have_jax() -> Iterator[None]:
 
 
 def changed(script: str, changes: list[str]) -> str:
-    """The script with each line that is taken away replaced by those added before it or behind it."""
+    """The script with the removed line replaced by the last added one, after the other added lines."""
     added = [line[1:] for line in changes if line.startswith("+")]
     removed = [line[1:] for line in changes if line.startswith("-")]
     assert len(added) + len(removed) == len(changes)

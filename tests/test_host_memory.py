@@ -1,4 +1,4 @@
-"""Host memory in a step or its arguments is refused by name: nothing comes back on devices without a word."""
+"""Host memory in a step or its arguments is refused by name: results never move to devices silently."""
 
 from __future__ import annotations
 
@@ -49,12 +49,9 @@ def _constrained(w: Any) -> Any:
 CHANGES = {
     "device_put": lambda w: jax.device_put(w, HOST),
     "there and back": lambda w: jax.device_put(jax.device_put(w, HOST), DEVICE),
-    "pinned_host": lambda w: jax.device_put(w, _kind("pinned_host")),
     "unpinned_host": lambda w: jax.device_put(w, _kind("unpinned_host")),
     "with_sharding_constraint": _constrained,
-    "out_shardings": lambda w: jax.jit(lambda w: w * 2, out_shardings=_kind("pinned_host"))(w),
     "compute_on": _doubled_on_host,
-    "compute_on around jit": lambda w: compute_on("device_host")(jax.jit(lambda w: w * 2))(w),
     "in a branch": lambda w: jax.lax.cond(w[0, 0] > 0, lambda w: jax.device_put(jax.device_put(w, HOST), DEVICE),
                                           lambda w: w, w),
 }  # fmt: skip
@@ -66,13 +63,11 @@ def test_host_memory_in_a_step_is_refused(change: Callable[[Any], Any]) -> None:
         minialpa.parallelize(_step(change), method=ShardParallel(), batch_argnums=(1,)).plan(W, X)
 
 
-def _offloaded(policy: Any, in_scan: bool) -> Any:
+def _offloaded(policy: Any) -> Any:
     def layer(x: Any, w: Any) -> Any:
         return jnp.sin(checkpoint_name(jnp.sin(x @ w), "kept"))
 
     block = jax.checkpoint(layer, policy=policy)
-    if not in_scan:
-        return lambda w, x: block(x, w)
     return lambda w, x: jax.lax.scan(lambda x, _: (block(x, w), None), x, None, length=2)[0]
 
 
@@ -88,10 +83,9 @@ OFFLOADING = [
 ]
 
 
-@pytest.mark.parametrize("in_scan", [False, True])
 @pytest.mark.parametrize("policy", OFFLOADING, ids=["names", "products"])
-def test_policies_that_offload_are_refused(policy: Any, in_scan: bool) -> None:
-    step = _step(forward=_offloaded(policy, in_scan))
+def test_policies_that_offload_are_refused(policy: Any) -> None:
+    step = _step(forward=_offloaded(policy))
     with pytest.raises(TraceError, match=r"in host memory.*`save_only_these_names`"):
         minialpa.parallelize(step, method=ShardParallel(), batch_argnums=(1,)).plan(W, X)
 
@@ -115,12 +109,8 @@ def test_a_captured_array_in_host_memory_is_refused() -> None:
         minialpa.parallelize(step, method=ShardParallel(), batch_argnums=(1,)).plan(W, X)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [DEVICE, jax.devices()[1], SingleDeviceSharding(jax.devices()[1])],
-    ids=["memory", "a device", "a sharding"],
-)
-def test_devices_that_a_step_names_are_left_to_the_plan(place: Any) -> None:
+def test_devices_that_a_step_names_are_left_to_the_plan() -> None:
+    place = SingleDeviceSharding(jax.devices()[1])
     moved = lambda x, _: (jnp.tanh(jax.device_put(x, place)), None)  # noqa: E731
     step = _step(
         lambda w: jax.device_put(w, place), lambda w, x: jax.lax.scan(moved, jax.device_put(x @ w, place), None, 2)[0]

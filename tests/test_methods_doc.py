@@ -1,4 +1,4 @@
-"""docs/methods.md says what compiled programs do."""
+"""docs/methods.md agrees with compiled programs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from tests.methods_doc import ENTRIES, N_MICRO_BATCHES, PATH, Entry, held_row, page, promise_of, row
 from tests.skips import skip
 
-#: What is quickly made again: the first mesh of each method with one micro-batch.
+#: Rows that compile fast: the first mesh of each method with one micro-batch.
 FAST = [(entry, entry.meshes[0], 1) for entry in ENTRIES]
-#: Those of them that always run: with a pipeline, and without.
+#: They always run: with a pipeline, and without.
 SHORT = ("PipeshardParallel", "Zero2Parallel")
 
 

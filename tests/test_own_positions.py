@@ -40,7 +40,7 @@ def _kinds(eqns: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _both(fun: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
-    """What is left of the gathers and scatters, before and after; checks that nothing else changes."""
+    """The gathers and scatters, before and after; checks that the results are equal."""
     flat, _ = trace_flat(fun, *args)
     new = with_own_positions(flat)
     run = jax.jit(lambda *xs: (eval_flat(flat, xs), eval_flat(new, xs)))
@@ -54,27 +54,14 @@ def _both(fun: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
 OWN: dict[str, Callable[[Any, Any], Any]] = {
     "one": lambda x, i: x[_rows(), i],
     "several of each example": lambda x, i: x[_rows()[:, None], jnp.stack([i, i, i + 1], 1)],
-    "behind a slice": lambda x, i: x[_rows()[:, None], :, jnp.stack([i, i], 1) % H],
     "all": lambda x, i: x[_rows()],
-    "last": lambda x, i: x.at[_rows(), -1].get(),
     "second dimension": lambda x, i: jnp.swapaxes(x, 0, 1)[i, _rows()],
-    "last dimension": lambda x, i: jnp.moveaxis(x, 0, 2)[i, :, _rows()],
     "int8": lambda x, i: x[jnp.arange(B, dtype=np.int8), i.astype(np.int8)],
-    "uint32": lambda x, i: x[jnp.arange(B, dtype=np.uint32), i % T],
     "numpy": lambda x, i: x[np.arange(B), i],
-    "numpy table": lambda x, i: x[np.arange(B)[:, None], np.array([[1, 2]])],
-    "broadcast": lambda x, i: x[jnp.broadcast_to(_rows()[:, None], (B, 2)), jnp.stack([i, i], 1)],
-    "reshaped": lambda x, i: x[jnp.arange(B * 2).reshape(B, 2)[:, 0] - _rows(), i],
     "concatenated": lambda x, i: x[jnp.concatenate([jnp.arange(1), jnp.arange(1, B - 1), jnp.array([B - 1])]), i],
-    "iota of the grid": lambda x, i: x[lax.broadcasted_iota(np.int32, (B, 2), 0), jnp.stack([i, i], 1)],
-    "reversed twice": lambda x, i: x[(B - 1 - _rows())[::-1], i],
-    "modulo": lambda x, i: x[_rows() % B, i],
-    "clipped": lambda x, i: x[jnp.clip(_rows(), 0, B - 1), i],
     "vmapped indices": lambda x, i: jax.vmap(lambda j: x[_rows(), j])(jnp.stack([i, i + 1, i - 1])),
     "filled": lambda x, i: x.at[_rows()[:, None], FAR].get(mode="fill", fill_value=7.0),
-    "clip mode": lambda x, i: x.at[_rows()[:, None], FAR].get(mode="clip"),
     "scan": lambda x, i: lax.scan(lambda c, k: (c, x[_rows(), (i + k) % T] + c), 1.0, jnp.arange(3))[1],
-    "constant of a scan": lambda x, i: lax.scan(lambda c, k: (c, x[np.arange(B), (i + k) % T]), 1.0, jnp.arange(3))[1],
     "carried unchanged": lambda x, i: lax.fori_loop(
         0, 3, lambda k, c: (c[0], c[1] + x[c[0], (i + k) % T]), (_rows(), x[:, 0])
     )[1],
@@ -85,10 +72,7 @@ OWN: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-_FEW = ("one", "several of each example", "all", "int8", "numpy", "filled", "scan", "cond")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _FEW else pytest.mark.slow) for name in OWN])
+@pytest.mark.parametrize("name", OWN)
 def test_what_is_looked_up_at_the_own_position_gets_a_batch_dimension(name: str) -> None:
     before, after = _both(OWN[name], X, I)
     assert before
@@ -96,28 +80,14 @@ def test_what_is_looked_up_at_the_own_position_gets_a_batch_dimension(name: str)
     assert all(dims for _, dims in after), after
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one",
-        "scan",
-        "cond",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("several of each example", "filled", "second dimension")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["one", "scan", "cond", "filled"])
 def test_derivatives_scatter_at_the_own_position(name: str) -> None:
     _, after = _both(lambda x: jax.grad(lambda x: jnp.sum(OWN[name](x, jnp.asarray(I)) ** 2))(x), X)
     assert "scatter-add" in [kind for kind, _ in after]
     assert all(dims for _, dims in after), after
 
 
-_UPDATES = ("add", "max", "min", "multiply")
-
-
-@pytest.mark.parametrize("update", ["set", *(pytest.param(name, marks=pytest.mark.slow) for name in _UPDATES)])
+@pytest.mark.parametrize("update", ["set", "max"])
 @pytest.mark.parametrize("mode", [None, "clip"])
 def test_updates_at_the_own_position(update: str, mode: Any) -> None:
     def fun(x: Any, i: Any, v: Any) -> Any:
@@ -144,14 +114,9 @@ OTHER: dict[str, Callable[[Any, Any], Any]] = {
     "the one before": lambda x, i: x[_rows() - 1, i],
     "the one behind": lambda x, i: x[(_rows() + 1) % B, i],
     "reversed": lambda x, i: x[B - 1 - _rows(), i],
-    "flipped": lambda x, i: x[_rows()[::-1], i],
-    "halves": lambda x, i: x[_rows() // 2, i],
-    "doubled": lambda x, i: x[2 * _rows() % B, i],
     "flattened": lambda x, i: x.reshape(B * T, H)[_rows() * T + i],
     "of the data": lambda x, i: x[i % B, i],
     "almost": lambda x, i: x[np.array([0, 1, 3, 2]), i],
-    "almost, at the end": lambda x, i: x[jnp.concatenate([jnp.arange(B - 1), jnp.array([0])]), i],
-    "the first ones": lambda x, i: x[jnp.arange(B - 1), i[1:]],
     "one and itself": lambda x, i: x[_rows()[:, None], :, 0] + x[jnp.zeros((B, 1), np.int32), :, 0],
     "chosen by data": lambda x, i: x[jnp.where(i > 0, _rows(), 0), i],
     "carried and changed": lambda x, i: lax.fori_loop(
@@ -181,9 +146,3 @@ def test_one_dimension_of_the_indices_belongs_to_one_dimension_of_the_operand() 
     x = np.arange(B * B, dtype=np.float32).reshape(B, B)
     _, after = _both(lambda x: x[_rows(), _rows()], x)
     assert after == [("gather", (0,))]
-
-
-def test_a_program_without_own_positions_keeps_its_bodies() -> None:
-    flat, _ = trace_flat(lambda x, i: OTHER["slices of a scan"](x, i), X, I)
-    new = with_own_positions(flat)
-    assert all(one is other for one, other in zip(flat.eqns, new.eqns, strict=True))

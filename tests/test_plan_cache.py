@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import minialpa
-from minialpa import PipeshardParallel, ShardParallel
+from minialpa import ShardParallel
 from minialpa.api import plan_folder, plan_makers
 from minialpa.testing import assert_allclose
 
@@ -30,7 +31,7 @@ def step(params: Any, x: Any) -> Any:
 
 
 def run(folder: Path, fun: Any = step, batch: Any = BATCH, **options: Any) -> tuple[int, Any]:
-    """How many plans a new function makes for one call, and what the call returns."""
+    """The number of plans that a new function makes for one call, and the result of the call."""
     method = ShardParallel(**{"devices": DEVICES, **options})
     with mock.patch.object(plan_makers, "_make_plan", wraps=plan_makers._make_plan) as make:
         parallel = minialpa.parallelize(fun, method=method, donate_argnums=(), plan_cache=folder)
@@ -59,17 +60,16 @@ def test_whatever_planning_reads_makes_another_plan(tmp_path: Path, monkeypatch:
     assert run(tmp_path)[0] == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "null\n{}", "FIRST\n", 'FIRST\n{"version": 1}'])
+@pytest.mark.parametrize("text", ["", "null\n{}", 'FIRST\n{"version": 1}'])
 def test_a_broken_file_is_planned_anew_and_replaced(tmp_path: Path, text: str) -> None:
     _, result = run(tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_text()
-    for broken in (text.replace("FIRST", whole.partition("\n")[0]), whole[: len(whole) // 2]):
-        file.write_text(broken)
-        with pytest.warns(UserWarning, match="has no plan for this step"):
-            n_made, again = run(tmp_path)
-        assert n_made == 1 and file.read_text() == whole
-        assert_allclose(again, result, rtol=0, atol=0)
+    file.write_text(text.replace("FIRST", whole.partition("\n")[0]) or whole[: len(whole) // 2])
+    with pytest.warns(UserWarning, match="has no plan for this step"):
+        n_made, again = run(tmp_path)
+    assert n_made == 1 and file.read_text() == whole
+    assert_allclose(again, result, rtol=0, atol=0)
 
 
 def test_a_plan_for_another_step_under_this_name_is_not_used(tmp_path: Path) -> None:
@@ -92,25 +92,17 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
 
 
 _SCRIPT = """
-import sys, jax
-jax.config.update("jax_num_cpu_devices", 2)
-import minialpa
-from unittest import mock
-from minialpa.api import plan_makers
-from tests.test_plan_cache import PARAMS, BATCH, PIPELINE, step
-with mock.patch.object(plan_makers, "_make_plan", wraps=plan_makers._make_plan) as make:
-    print(float(minialpa.parallelize(step, method=PIPELINE, plan_cache=sys.argv[1])(PARAMS, BATCH)[1]), make.call_count)
+import sys
+from tests.test_plan_cache import run
+print(run(sys.argv[1])[0])
 """
-PIPELINE = PipeshardParallel(num_micro_batches=2, stage_option="auto")
 
 
 def test_another_process_finds_the_plan(tmp_path: Path) -> None:
-    """With another seed of hashes, so that nothing in the name depends on the order of sets."""
-    lines = [
-        subprocess.run(
-            [sys.executable, "-c", _SCRIPT, str(tmp_path)], check=True, capture_output=True, text=True,
-            env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
-        ).stdout.split()
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    assert [n for _, n in lines] == ["1", "0"] and lines[0][0] == lines[1][0]
+    """With another seed of hashes, so that the name does not depend on the order of sets."""
+    run(tmp_path)
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(tmp_path)], check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert found.stdout == "0\n"

@@ -39,21 +39,16 @@ def _gradients(x: Any, w: Any, sizes: Any) -> Any:
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "rows": (lax.ragged_dot, (X, W, SIZES)),
-    "fewer rows than there are": (lax.ragged_dot, (X, W, SIZES - SIZES // 2)),
     "more rows than there are": (lax.ragged_dot, (X, W, SIZES + 2)),
-    "negative sizes": (lax.ragged_dot, (X, W, np.array([5, -2, 3], np.int32))),
     "sizes that overflow": (lax.ragged_dot, (floats((300, K), 0), W, np.array([100, 40, 60], np.int8))),
-    "infinite rows": (lax.ragged_dot, (SPECIAL_X, W, SIZES)),
     "weights of no number": (lax.ragged_dot, (X, SPECIAL_W, SIZES)),
     "bfloat16": (lax.ragged_dot, (X.astype(jnp.bfloat16), W.astype(jnp.bfloat16), SIZES)),
     "integers": (
         lambda *args: lax.ragged_dot(*args, preferred_element_type=jnp.int32),
         (np.arange(M * K, dtype=np.int8).reshape(M, K), np.full((G, K, N), 3, np.int8), SIZES),
     ),
-    "gradients": (_gradients, (X, W, SIZES)),
     "gradients of infinite rows": (_gradients, (SPECIAL_X, W, SIZES)),
     "vmap": (jax.vmap(lax.ragged_dot), (np.stack([X, 2 * X]), np.stack([W, 3 * W]), np.stack([SIZES, SIZES[::-1]]))),
-    "summed rows": (_general(((0,), (0,)), ((), ()), 0, ()), (X, Y, SIZES)),
     "summed rows of infinite numbers": (_general(((0,), (0,)), ((), ()), 0, ()), (SPECIAL_X, Y, SIZES)),
     "summed rows, outer dimensions": (
         _general(((0, 2), (1, 0)), ((1,), (2,)), 2, ()),
@@ -102,11 +97,10 @@ def _arguments(m: int, d: int, f: int, g: int) -> Any:
     return weights, (floats((m, d), 2), floats((m, d), 3))
 
 
-@pytest.mark.parametrize("n_micro_batches", [1, 2])
-def test_experts_train_on_devices_as_on_one(n_micro_batches: int) -> None:
+def test_experts_train_on_devices_as_on_one() -> None:
     arguments = _arguments(16, 8, 16, G)
     expected = jax.jit(descent_step(_experts, jax.value_and_grad))(*arguments)
-    method = ShardParallel(num_micro_batches=n_micro_batches)
+    method = ShardParallel(num_micro_batches=2)
     step = minialpa.parallelize(descent_step(_experts, minialpa.value_and_grad), method=method, donate_argnums=())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(*arguments), expected)
 
@@ -134,27 +128,3 @@ def test_a_summary_names_each_line_with_its_groups_and_one_inside_a_loop() -> No
     loop = lambda x, w: lax.scan(lambda c, w: (lax.ragged_dot(c, w, SIZES), None), x, w)  # noqa: E731
     flat, _ = trace_flat(loop, X, W[None, :, :, :K])
     assert [found.n_groups for found in ragged_products(flat.eqns)] == [G]
-
-
-def test_a_registered_product_is_priced_by_its_arithmetic_at_the_rate_of_its_floats() -> None:
-    def grouped(sizes: Any, x: Any, w: Any) -> Any:
-        return lax.ragged_dot(x, w, sizes)
-
-    def compute_s(product: Any) -> float:
-        def step(w: Any, x: Any, sizes: Any) -> Any:
-            return product(sizes, x, w)
-
-        cluster = ClusterSpec.preset("h100", devices_per_host=1)
-        method, types = ShardParallel(devices=cluster), [(64, 1024, 1024), (8192, 1024)]
-        arguments = (*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in types), np.zeros(64, np.int32))
-        return minialpa.plan(step, arguments, cluster=cluster, method=method, batch_argnums=()).cost.compute_s
-
-    def registered(fun: Any, **options: Any) -> Any:
-        rule = "g, m k, g k n -> m n"
-        return minialpa.register_sharding_rule(fun, rule, need_replication=("g", "m"), **options)
-
-    routed = registered(grouped, flops=lambda sizes, x, w: 2 * x.size * w.shape[-1])
-    dense, counted = compute_s(grouped), compute_s(registered(grouped))
-    plain = compute_s(registered(lambda sizes, x, w: x @ w[0]))
-    assert 0.5 * dense < counted < dense  # without the masks
-    assert compute_s(routed) == pytest.approx(plain, rel=0.01) and dense > 15 * compute_s(routed)

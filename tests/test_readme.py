@@ -1,4 +1,4 @@
-"""The first example of the README, and those of docs/, run as they stand."""
+"""The first example of the README and the examples of docs/ run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ import pytest
 import minialpa
 
 README = Path(__file__).parents[1] / "README.md"
-CHECKPOINTS = README.parent / "docs" / "checkpoints.md"
-KERNELS = README.parent / "docs" / "kernels.md"
-PLANS = README.parent / "docs" / "plans.md"
+DOCS = README.parent / "docs"
+
+
+def examples_of(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(path: Path, examples: list[str]) -> dict[str, Any]:
+    """The names after examples, which run one after the other, in jax as users have it."""
+    names: dict[str, Any] = {}
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile("\n".join(examples), str(path), "exec"), names)
+    return names
 
 
 def test_first_example_trains() -> None:
-    example = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
-    names: dict[str, Any] = {}
-    with jax.numpy_dtype_promotion("standard"):
-        exec(compile(example, str(README), "exec"), names)
-    assert np.isfinite(float(names["loss"]))
+    assert np.isfinite(float(run(README, examples_of(README)[:1])["loss"]))
 
 
 def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
@@ -37,68 +43,32 @@ def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("page", "n_examples"), [("checkpoints", 3), ("kernels", 1), ("signatures", 2), ("state", 3), ("training", 2)]
+)
+def test_the_examples_of_a_page_run_one_after_the_other(
+    page: str, n_examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = DOCS / f"{page}.md"
+    examples = examples_of(path)
+    assert len(examples) == n_examples
+    names = run(path, examples)
+    if page == "training":
+        assert names["result"].n_steps == 50
+    if page == "kernels":
+        checked = minialpa.check_sharding_rule(names["attention"], *(names[name] for name in "qkv"))
+        assert [one.parts for one in checked] == [2, 2, 2]
+
+
 def test_the_examples_of_micro_batches_run() -> None:
-    text = (README.parent / "docs" / "micro_batches.md").read_text()
-    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(example, "micro_batches.md", "exec"), {})
-
-
-def test_the_examples_of_signatures_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (README.parent / "docs" / "signatures.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    with jax.numpy_dtype_promotion("standard"):
-        exec(compile("\n".join(examples), "signatures.md", "exec"), {})
-    assert "Batch: arguments `x`, `y` (64 examples)" in capsys.readouterr().out
-
-
-def test_the_examples_of_checkpoints_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", CHECKPOINTS.read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile("\n".join(examples), str(CHECKPOINTS), "exec"), names)
-    assert len(examples) == 3 and np.isfinite(float(names["metrics"]["loss"]))
-
-
-def test_the_examples_of_training_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (README.parent / "docs" / "training.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
-    names: dict[str, Any] = {}
-    with jax.numpy_dtype_promotion("standard"):
-        exec(compile("\n".join(examples), "training.md", "exec"), names)
-    assert names["result"].n_steps == 50
-
-
-def test_the_example_of_states_runs() -> None:
-    text = (README.parent / "docs" / "state.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 3
-    names: dict[str, Any] = {}
-    with jax.numpy_dtype_promotion("standard"):
-        exec(compile("\n".join(examples), "state.md", "exec"), names)
-    assert np.isfinite(float(names["loss"]))
+    path = DOCS / "micro_batches.md"
+    for example in examples_of(path):
+        run(path, [example])
 
 
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", PLANS.read_text(), re.DOTALL)
-    assert len(examples) == 7
-    names: dict[str, Any] = {}
     with pytest.warns(UserWarning, match="the shardings were solved again"):
-        exec(compile("\n".join(examples), str(PLANS), "exec"), names)
-    assert np.isfinite(float(names["loss"]))
+        names = run(DOCS / "plans.md", examples_of(DOCS / "plans.md"))
     assert names["train_step"].get_last_executable().get_parallel_plan() != names["plan"]
-
-
-def test_the_example_of_kernels_runs_and_its_rule_is_checked() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", KERNELS.read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(example, "kernels.md", "exec"), names)
-    qkv = (names["q"], names["k"], names["v"])
-    checked = minialpa.check_sharding_rule(names["attention"], *qkv)
-    assert [one.arrays for one in checked] == [
-        "operand 0: 0, operand 1: 0, operand 2: 0, result 0: 0",
-        "operand 0: 2, operand 1: 2, operand 2: 2, result 0: 2",
-        "operand 2: 3, result 0: 3",
-    ]

@@ -1,4 +1,4 @@
-"""Reductions of every dtype, computed in parts, are those of `jax.jit`; docs/reductions.md has the table."""
+"""Reductions of every dtype, computed in parts, equal `jax.jit`; docs/reductions.md has the table."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Plans and the calls that they were not made for: refused with what differs, or planned again with the same stages."""
+"""Plans and the calls that they were not made for: refused with the differences, or replanned with the same stages."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import minialpa
 from minialpa import (
     AutoLayerOption,
-    AutoShardingOption,
     ClusterSpec,
     LogicalMesh,
     PipeshardParallel,
@@ -24,7 +22,6 @@ from minialpa import (
     ShardingError,
     ShardParallel,
     VerifyError,
-    plan_to_method,
 )
 from minialpa.methods import Method
 from minialpa.testing import assert_allclose
@@ -70,12 +67,6 @@ def test_arguments_that_come_and_go_are_named() -> None:
     assert "argument `batch['x']` is missing and the plan was made for float32[16, 8]" in text
 
 
-def test_arguments_of_another_dtype_are_named() -> None:
-    params, batch = make_args()
-    text = refusal(train_step, shard_plan(), *jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch)))
-    assert "argument `params['v']` is bfloat16[8, 8] and the plan was made for float32[8, 8]" in text
-
-
 def chain(*functions: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
     """A step that applies one function after the other."""
 
@@ -107,28 +98,6 @@ def test_operations_that_are_new_or_gone_are_counted_and_placed() -> None:
     assert "test_replan.py" in text
 
 
-def test_operations_in_another_order_are_placed() -> None:
-    text = chain_refusal(chain_plan(jnp.sin, jnp.cos), chain(jnp.cos, jnp.sin))
-    assert "the step itself has changed: the first difference is `cos` at" in text
-
-
-def test_a_step_that_ends_early_or_late_is_told() -> None:
-    plan = chain_plan(*[jnp.sin] * 3)
-    assert "4 `sin` where the plan has 3; the first difference is `sin` at" in chain_refusal(
-        plan, chain(*[jnp.sin] * 4)
-    )
-    assert "2 `sin` where the plan has 3; the first difference is `add` at" in chain_refusal(
-        plan, chain(*[jnp.sin] * 2)
-    )
-
-
-def test_a_change_in_a_long_step_is_placed_between_two_operations() -> None:
-    functions = [jnp.sin] * 100
-    plan = chain_plan(*functions)
-    text = chain_refusal(plan, chain(*functions[:50], jnp.cos, *functions[51:]))
-    assert re.search(r"the first difference is between `\w+` at \S+test_replan.py:\d+.* and `\w+` at", text)
-
-
 def test_captured_arrays_and_what_is_said_of_arguments_are_told() -> None:
     def captures(n: int) -> Callable[..., Any]:
         table = jnp.ones((n, 4))
@@ -141,18 +110,12 @@ def test_captured_arrays_and_what_is_said_of_arguments_are_told() -> None:
     assert "has changed: what it returns, or which of its arguments are batches or are donated" in text
 
 
-def test_planning_by_a_stale_plan_is_refused_too() -> None:
-    with pytest.raises(VerifyError, match="does not fit this call"):
-        minialpa.parallelize(train_step, method=shard_plan()).plan(*make_args(32))
-
-
-# ---- planning again -------------------------------------------------------------------------------------------------
+# ---- replanning -----------------------------------------------------------------------------------------------------
 
 CLUSTER = ClusterSpec.preset("a100-40gb", num_hosts=1, devices_per_host=8)
 FAST = LogicalMesh((2, 4), (1e-6, 1e-6), (1e-9, 1e-12))
 METHODS: dict[str, Method] = {
     "shard": ShardParallel(num_micro_batches=2, logical_shape=(2, 4)),
-    "options": ShardParallel(auto_sharding_option=AutoShardingOption(force_data_parallel=True)),
     "uniform": PipeshardParallel(num_micro_batches=4, layer_option="manual", pipeline_schedule="gpipe"),
     "auto": PipeshardParallel(
         num_micro_batches=2,
@@ -165,11 +128,11 @@ METHODS: dict[str, Method] = {
 @pytest.mark.parametrize("name", METHODS)
 def test_planning_the_same_step_again_gives_the_same_plan(name: str) -> None:
     plan = minialpa.plan(train_step, make_args(), cluster=CLUSTER, method=METHODS[name])
-    # Nothing is searched again, and so nothing is shown of other pipelines.
+    # Without a search there is no certificate.
     assert minialpa.replan(plan, train_step, make_args()) == dataclasses.replace(plan, certificate=None)
 
 
-@pytest.mark.parametrize("mesh", [FAST, LogicalMesh((4,)), LogicalMesh((2, 4), device=CLUSTER.device)])
+@pytest.mark.parametrize("mesh", [FAST, LogicalMesh((2, 4), device=CLUSTER.device)])
 def test_a_logical_mesh_is_kept(mesh: LogicalMesh) -> None:
     plan = minialpa.parallelize(train_step, method=ShardParallel(devices=mesh)).plan(*make_args())
     assert minialpa.replan(plan, train_step, make_args()) == plan
@@ -215,19 +178,13 @@ def test_a_model_with_other_layers_is_refused() -> None:
     assert minialpa.replan(shard_plan(), other, make_args()).stages
 
 
-def test_the_method_of_a_plan_is_one_of_the_methods() -> None:
-    assert isinstance(plan_to_method(shard_plan()), ShardParallel)
-    method = plan_to_method(pipeline_plan())
-    assert isinstance(method, PipeshardParallel) and method.num_micro_batches == 4
-
-
 def test_on_stale_is_one_of_two_words() -> None:
     with pytest.raises(ShardingError, match=r"`on_stale` is .*got 'ignore'"):
         minialpa.parallelize(train_step, method=shard_plan(), on_stale="ignore")
 
 
 def test_a_number_that_lost_its_weak_type_is_named() -> None:
-    """Python's numbers are weakly typed, and those that another library restores are not."""
+    """Python's numbers are weakly typed, and numbers that another library restores are not."""
 
     def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
         loss, grad = minialpa.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])

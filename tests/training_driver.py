@@ -1,10 +1,8 @@
-"""A process that trains with `train`, and can be killed and started again.
+"""A process that trains with `train` on a Ray cluster, and can be killed and restarted.
 
-`python -m tests.training_driver ADDRESS FOLDER N_STEPS SAVE_EVERY N_HOSTS [FAULT]`, in the network of the head of the
-Ray cluster at ADDRESS; "local" is this process alone. FOLDER gets `losses`, a line for each report, and at the end
-`events.json` and `state`, the bits of the final state. FAULT is "told to end" for a SIGTERM while the state is made;
-"blocked" for batches of which the fourth never comes: then there is a file `blocked`; or "slow" for batches that take
-50 ms.
+`python -m tests.training_driver ADDRESS FOLDER N_STEPS SAVE_EVERY N_HOSTS`, in the network of the head of the Ray
+cluster at ADDRESS. FOLDER gets `losses`, a line for each report, and at the end `events.json` and `state`, the bits of
+the final state.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ import dataclasses
 import json
 import os
 import pickle
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +24,8 @@ from tests.runtime.ray.ray_cluster import WORKER_ENV
 from tests.training_runs import batches, create_state, parallelized
 
 
-def main(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int, fault: str = "") -> None:
-    if address != "local":
-        minialpa.init(cluster="ray", address=address, num_hosts=n_hosts, worker_env=WORKER_ENV)
-
-    def state() -> Any:
-        if fault == "told to end":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return create_state()
-
-    def source() -> Iterator[Any]:
-        for i, batch in enumerate(batches()):
-            if fault == "blocked" and i == 3:
-                (folder / "blocked").touch()
-                time.sleep(1000)
-            if fault == "slow":
-                time.sleep(0.05)
-            yield batch
+def main(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int) -> None:
+    minialpa.init(cluster="ray", address=address, num_hosts=n_hosts, worker_env=WORKER_ENV)
 
     with (folder / "losses").open("a", buffering=1) as losses:
         losses.write("\n")  # a process that was killed may have left a part of a line
@@ -53,7 +34,13 @@ def main(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int
             losses.write(json.dumps([done.n_steps, done.metrics["loss"], time.time()]) + "\n")
 
         result = minialpa.train(
-            parallelized(), state, source, n_steps=n_steps, folder=folder / "run", save_every=save_every, report=report
+            parallelized(),
+            create_state,
+            batches,
+            n_steps=n_steps,
+            folder=folder / "run",
+            save_every=save_every,
+            report=report,
         )
     events: list[Any] = [dataclasses.asdict(event) for event in result.events]
     (folder / "state").write_bytes(pickle.dumps(bits(result.state)))
@@ -73,9 +60,9 @@ def reports_in(folder: Path) -> list[tuple[int, float, float]]:
     return [json.loads(line) for line in lines if line.endswith("]")]
 
 
-def command(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int, fault: str = "") -> list[str]:
+def command(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int) -> list[str]:
     """How to start this program."""
-    words = (address, str(folder), n_steps, save_every, n_hosts, fault)
+    words = (address, str(folder), n_steps, save_every, n_hosts)
     return [sys.executable, "-m", "tests.training_driver", *map(str, words)]
 
 
@@ -84,5 +71,5 @@ def environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    address, folder, n_steps, save_every, n_hosts, *fault = sys.argv[1:]
-    main(address, Path(folder), int(n_steps), int(save_every), int(n_hosts), *fault)
+    address, folder, n_steps, save_every, n_hosts = sys.argv[1:]
+    main(address, Path(folder), int(n_steps), int(save_every), int(n_hosts))

@@ -66,7 +66,7 @@ def parallelized() -> Any:
 
 
 class Log:
-    """Losses by step; those of repeated steps are replaced."""
+    """Losses by step; a repeated step replaces its loss."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 FLAGS = (
     # Devices share few cores: threads inside one device only get in each other's way.
     "--xla_cpu_multi_thread_eigen=false",
-    # Most of the time is LLVM's. Partitioning and fusion stay as they are.
+    # Most of the time is LLVM's. Partitioning and fusion do not change.
     "--xla_backend_optimization_level=0",
     # Programs are small, and cut into parts they take more of it.
     "--xla_cpu_parallel_codegen_split_count=1",

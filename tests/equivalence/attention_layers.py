@@ -1,6 +1,6 @@
 """The grammar of attention: layers of sequences, and of images, that users and libraries write in many ways.
 
-`FUSED` and `WRITTEN` list what has the form of an attention, and what is close to it and has to stay as it is written;
+`FUSED` lists layers in the form of an attention; `WRITTEN` lists layers close to it, which recognition has to leave;
 `MASKED` lists combinations of masks, softmaxes, guards and dtypes.
 Importing this module adds them to `layers.RULES`.
 """
@@ -69,6 +69,21 @@ def _causal(n_queries: int, n_keys: int) -> jax.Array:
 def _softmax_by_hand(scores: jax.Array) -> jax.Array:
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
     return weights / jnp.sum(weights, -1, keepdims=True)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """[b h t s]"""
+    return jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+
+
+def _mixed(p: Params, weights: jax.Array, v: jax.Array) -> jax.Array:
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+def _attend(p: Params, h: jax.Array, weights: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Attention with a function from scores to weights."""
+    q, k, v = _qkv(p, h)
+    return _mixed(p, weights(_scores(q, k)), v)
 
 
 # ---- jax.nn.dot_product_attention -----------------------------------------------------------------------------------
@@ -149,12 +164,12 @@ def learned_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention(FUSED, **_PROJECTIONS, table=(MEMORY, WIDTH))
 def learned_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """A learned memory before the positions: more keys than queries, and a causal mask that begins behind it."""
+    """A learned memory before the positions: more keys than queries, and a causal mask that begins after it."""
     seen = jnp.concatenate([jnp.broadcast_to(p["table"][None], (h.shape[0], MEMORY, WIDTH)), h], 1)
     q, k, v = _heads(h, p["q"]), _heads(seen, p["k"]), _heads(seen, p["v"])
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    scores = _scores(q, k)
     weights = jax.nn.softmax(jnp.where(_causal(TIME, MEMORY + TIME)[None, None], scores, -1e9))
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+    return _mixed(p, weights, v)
 
 
 @_attention(FUSED, **_PROJECTIONS)
@@ -163,7 +178,7 @@ def last_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _heads(h[:, 2:], p["q"]), _heads(h, p["k"]), _heads(h, p["v"])
     scores = jnp.einsum("bthd,bshd->bhts", q / _ROOT, k)
     weights = jax.nn.softmax(jnp.where(_causal(2, TIME)[None, None], scores, jnp.finfo(scores.dtype).min))
-    return jnp.concatenate([h[:, :2], _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))], 1)
+    return jnp.concatenate([h[:, :2], _mixed(p, weights, v)], 1)
 
 
 @_attention(FUSED, **_PROJECTIONS)
@@ -196,7 +211,7 @@ def products_of_matrices(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention(FUSED, **_PROJECTIONS)
 def divided_last(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The division stands behind the product with the values."""
+    """The division comes after the product with the values."""
     q, k, v = _qkv(p, h)
     scores = jnp.einsum("bthd,bshd->bhts", q, k / _ROOT)
     scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -jnp.inf)
@@ -207,28 +222,22 @@ def divided_last(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention(FUSED, **_PROJECTIONS)
 def by_log_of_the_sum(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    q, k, v = _qkv(p, h)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
-    weights = jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+    return _attend(p, h, lambda scores: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)))
 
 
 @_attention(FUSED, **_PROJECTIONS)
 def additive_masks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Large negative numbers on the scores, for what comes later and, in each example, for padding."""
+    """Large negative numbers on the scores, for later positions and, in each example, for padding."""
     q, k, v = _qkv(p, h)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    scores = _scores(q, k)
     scores = scores + jnp.where(_causal(TIME, TIME), 0.0, -1e4)[None, None]
     scores = scores + (-1e4 * _is_padding(h, 1).astype(h.dtype))[:, None, None, :]
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+    return _mixed(p, jax.nn.softmax(scores), v)
 
 
 def _softmax_where(p: Params, h: jax.Array, seen: jax.Array, masked_score: float) -> jax.Array:
     """seen: [t s]"""
-    q, k, v = _qkv(p, h)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
-    weights = jax.nn.softmax(jnp.where(seen[None, None], scores, masked_score))
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+    return _attend(p, h, lambda scores: jax.nn.softmax(jnp.where(seen[None, None], scores, masked_score)))
 
 
 def _ahead() -> jax.Array:
@@ -244,7 +253,7 @@ def infinite_band(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention(FUSED, **_PROJECTIONS)
 def far_ahead(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The last two queries see nothing, and average over all keys."""
+    """The last two queries see no key, and average over all keys."""
     return _softmax_where(p, h, _ahead() >= 2, -1e9)
 
 
@@ -256,15 +265,13 @@ def prefix_or_causal(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_attention(FUSED, **_PROJECTIONS)
 def some_see_nothing(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """An example of length zero averages over all keys, as the masked score is finite."""
-    q, k, v = _qkv(p, h)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
-    weights = jax.nn.softmax(jnp.where(_is_padding(h, 0)[:, None, None, :], -1e9, scores))
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+    hidden = _is_padding(h, 0)[:, None, None, :]
+    return _attend(p, h, lambda scores: jax.nn.softmax(jnp.where(hidden, -1e9, scores)))
 
 
 @_attention(FUSED, **_PROJECTIONS)
 def segments(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Several texts in one example: a position sees those of its own, by numbers of each example."""
+    """Several texts in one example: a position sees its own text, by numbers of each example."""
     number = jnp.cumsum((jax.lax.stop_gradient(h)[..., 0] > 0).astype(np.int32), 1)
     same = number[:, None, :, None] == number[:, None, None, :]
     mask = jnp.logical_and(same, _causal(TIME, TIME)[None, None])
@@ -274,11 +281,9 @@ def segments(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_attention(FUSED, **_PROJECTIONS)
 def slopes(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A constant that grows with the distance, other for each head, off the scores."""
-    q, k, v = _qkv(p, h)
     distance = (jnp.arange(TIME)[:, None] - jnp.arange(TIME)[None]).astype(h.dtype)
     slope = (2.0 ** -jnp.arange(1, HEADS + 1, dtype=h.dtype))[:, None, None] * jnp.abs(distance)[None]
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT - slope[None]
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+    return _attend(p, h, lambda scores: jax.nn.softmax(scores - slope[None]))
 
 
 @_attention(FUSED, **_GROUPED)
@@ -294,7 +299,7 @@ def turned_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
     k, v = (jnp.repeat(x, HEADS // 2, 2) for x in (turn(k), v))
     scores = jnp.where(_causal(TIME, TIME)[None, None], jnp.einsum("bthd,bshd->bhts", turn(q), k), -1e9)
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+    return _mixed(p, jax.nn.softmax(scores), v)
 
 
 @_attention(FUSED, **_PROJECTIONS, scale=(HEADS, 1))
@@ -324,7 +329,7 @@ def attention_along_rows(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_attention(WRITTEN, **_PROJECTIONS)
 def dropout_on_weights(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
-    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT)
+    weights = jax.nn.softmax(_scores(q, k))
     keep = jax.random.bernoulli(key, 0.75, weights.shape)
     return _merged(p, jnp.einsum("bhts,bshd->bthd", jnp.where(keep, weights / 0.75, 0), v))
 
@@ -334,39 +339,39 @@ def soft_cap(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
     scores = 2 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 2)
     weights = jax.nn.softmax(jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9))
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+    return _mixed(p, weights, v)
 
 
 @_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, 1, 1))
 def sinks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """One score more in the softmax, which has no value."""
     q, k, v = _qkv(p, h)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    scores = _scores(q, k)
     sink = jnp.broadcast_to(p["bias"], (*scores.shape[:-1], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+    return _mixed(p, weights, v)
 
 
 @_attention(WRITTEN, **_PROJECTIONS)
 def weights_read_twice(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
-    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT)
+    weights = jax.nn.softmax(_scores(q, k))
     entropy = jnp.sum(weights * jnp.log(weights + 1e-3), (1, 3))
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v)) + 0.1 * entropy[..., None]
+    return _mixed(p, weights, v) + 0.1 * entropy[..., None]
 
 
 @_attention(WRITTEN, **_PROJECTIONS, scale=(1, HEADS, 1, 1))
 def learned_temperature(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
     weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * p["scale"])
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+    return _mixed(p, weights, v)
 
 
 @_attention(WRITTEN, **_PROJECTIONS)
 def normalised_over_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The softmax runs over the queries, as in slot attention."""
     q, k, v = _qkv(p, h)
-    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT, 2)
+    weights = jax.nn.softmax(_scores(q, k), 2)
     return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
 
 
@@ -374,23 +379,23 @@ def normalised_over_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Arra
 def two_masked_values(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """What comes later is far below, and padding a little below."""
     q, k, v = _qkv(p, h)
-    scores = jnp.where(_is_padding(h, 1)[:, None, None, :], -3.0, jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT)
+    scores = jnp.where(_is_padding(h, 1)[:, None, None, :], -3.0, _scores(q, k))
     scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9)
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+    return _mixed(p, jax.nn.softmax(scores), v)
 
 
 @_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
 def bias_after_a_mask(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
-    scores = jnp.where(_causal(TIME, TIME)[None, None], jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT, -2.0)
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores + p["bias"]), v))
+    scores = jnp.where(_causal(TIME, TIME)[None, None], _scores(q, k), -2.0)
+    return _mixed(p, jax.nn.softmax(scores + p["bias"]), v)
 
 
 @_attention(WRITTEN, **_PROJECTIONS)
 def not_quite_a_softmax(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The sum is a little larger, so that weights do not add up to one."""
     q, k, v = _qkv(p, h)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    scores = _scores(q, k)
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
     return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
 
@@ -453,7 +458,7 @@ _SOFTMAX: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "guarded_without_maximum": _without_maximum,
     "log": lambda scores, seen: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)),
 }
-#: Softmaxes that are NaN where a query sees nothing and the masked score is infinite.
+#: Softmaxes that are NaN for a query without keys, if the masked score is infinite.
 _MAKE_NAN = ("softmax", "by_hand", "unguarded", "log")
 #: What is done to the weights.
 _OUTER: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -479,7 +484,7 @@ def _masked(parts: tuple[str, ...]) -> Apply:
         scores = _HIDDEN[hidden](scores, seen).astype(h.dtype)
         weights = _OUTER[outer](_SOFTMAX[softmax](scores, seen), seen)
         mixed = jnp.einsum("bhts,bshd->bthd", weights, v)
-        # So that one query that sees nothing does not make all results NaN.
+        # One query without keys must not make all results NaN.
         out = _merged(p, jnp.where(jnp.isnan(mixed), 0.5, mixed))
         return h + jax.lax.stop_gradient(out) if is_evaluated else h + out
 
@@ -495,7 +500,7 @@ def _some_masked(n: int) -> Iterator[tuple[str, ...]]:
         # XLA makes a product with a mask a choice, where the shapes are equal: NaN times 0 is then 0, on some shards.
         if others[1] == "multiplied" and others[0] in _MAKE_NAN:
             continue
-        # Guards and outer masks matter most where a query sees nothing and the masked score is infinite.
+        # Guards and outer masks matter most for queries without keys, if the masked score is infinite.
         yield ("all_padding", "where_infinite", *others) if i % 3 == 0 else (seen, hidden, *others)
 
 

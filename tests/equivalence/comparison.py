@@ -8,8 +8,8 @@ new minus old, because a wrong gradient is a small part of a large parameter. Ea
 where the noise is how far the serial run itself moves when each float that goes in is rounded differently: what XLA
 differs by from one order of summation to another. A leaf that is all noise (the gradient of a bias before a norm) gets
 room; a leaf that the step determines well is held to 5 digits, so that a factor of 1.01 on a gradient never passes.
-Integers have to be equal, but for those that the serial run itself has otherwise on other inputs: the largest of scores
-that are zero up to rounding, say.
+Integers have to be equal, except where the serial run differs on rounded inputs, as the largest of scores that are zero
+up to rounding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A leaf off by `error`, where `tolerance` is allowed and its norm is `norm`; or a note says what is wrong."""
+    """A leaf off by `error`, where `tolerance` is allowed and its norm is `norm`; or a note names the fault."""
 
     path: str
     error: float
@@ -165,7 +165,7 @@ def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _values(out: Any, state: Any) -> list[_Result]:
-    """Results in order; floats in double precision, and those of the new state less the old state."""
+    """Results in order; floats in double precision, in the new state less the old state."""
     new_state, results = out
     old = {jax.tree_util.keystr(path): host(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
     found = []

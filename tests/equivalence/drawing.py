@@ -36,7 +36,7 @@ from tests.equivalence.ways import FLAGS, ONE_STAGE, Way
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A training step, and how it is run. `repr` gives an expression that makes it again."""
+    """A training step, and how it is run. `repr` is an expression that makes it."""
 
     training: Training
     way: Way
@@ -145,7 +145,7 @@ def _layer(random: Random, kind: str, scheme: str) -> Layer | BatchNorm:
 
 
 def _attention(random: Random, model: Model) -> Attention:
-    """Which attentions are one operation; by default, none that are as short as those of the grammar."""
+    """Which attentions are one operation; by default, all of the grammar are too short."""
     has_attention = any(isinstance(layer, Layer) and layer.name in ATTENTIONS for layer in model.layers)
     choice: Attention = _often(random, (3, ["fused"]), (2, ["auto"])) if has_attention else "auto"
     return choice
@@ -193,7 +193,7 @@ _BY_FORCE = ("data", "zero2", "zero3", "3d")
 
 
 def _other_batches(random: Random, example: Example) -> Example:
-    """The example with a batch that its micro-batches do not divide, with one in eight; or behind a call with another
+    """The example with a batch that its micro-batches do not divide, with one in eight; or after a call with another
     batch."""
     training, way = example.training, example.way
     if random.random() > 0.125 or way.n == 1 or training.scheme == _BY_HALVES:
@@ -206,7 +206,7 @@ def _other_batches(random: Random, example: Example) -> Example:
 
 
 def _on_gpus(random: Random, example: Example) -> Example:
-    """The example, planned for GPUs with two in five; then one stage computes in part again, too."""
+    """The example, planned for GPUs with two in five; then one stage may rematerialise, too."""
     way = example.way
     if random.random() > 0.4 or way.kind == "none":
         return example
@@ -237,7 +237,7 @@ def _with_counts(random: Random, example: Example) -> Example:
 
 
 def _with_flags_and_keys(random: Random, example: Example) -> Example:
-    """The example with typed keys, with one in four; and behind a call under another setting, with one in eight."""
+    """The example with typed keys, with one in four; and after a call under another setting, with one in eight."""
     training, way = example.training, example.way
     if random.random() < 0.25:
         training = dataclasses.replace(training, typed=True)

@@ -13,15 +13,15 @@ from minialpa.errors import ShardingError
 from tests.attention_calls import blocks_of
 from tests.equivalence.comparison import MANY_RUNS, N_RUNS, Reference, reference
 from tests.equivalence.drawing import Example
-from tests.equivalence.losses import Loss
+from tests.equivalence.losses import Term
 from tests.equivalence.model import Model
 from tests.equivalence.outcomes import Outcome, outcome_of
-from tests.equivalence.steps import Training, batch_argnums, make_args, make_step
-from tests.equivalence.ways import FLAGS, Way, make_method, spread_specs
+from tests.equivalence.steps import batch_argnums, make_args, make_step
+from tests.equivalence.ways import FLAGS, make_method, spread_specs
 
 
 def run(example: Example) -> Outcome:
-    """Runs the step of `example` as it says, and compares it with the serial run.
+    """Runs the step of `example` under its method, and compares it with the serial run.
 
     What differs by little more than a few serial runs do is compared with many. Raises what the serial run raises: then
     the grammar is at fault.
@@ -86,84 +86,28 @@ def smaller(example: Example, outcome: Outcome) -> Example:
             return example
 
 
-def _simpler(example: Example) -> Iterator[Example]:
-    for way in _simpler_ways(example.way):
-        yield Example(example.training, way)
-    for training in _simpler_trainings(example.training):
-        yield Example(training, example.way)
+#: The simplest values of fields that have no default.
+_SIMPLEST: dict[tuple[type, str], Any] = {
+    (Term, "per_example"): "squared",
+    (Term, "reduction"): "mean",
+    (Model, "kind"): "vector",
+}
 
 
-def _simpler_ways(way: Way) -> Iterator[Way]:
-    names = ("attention", "first", "gpus", "casts_once", "flag", "spread")
-    kept: dict[str, Any] = {name: getattr(way, name) for name in names}
-    for candidate in (
-        Way("shard", (1,), way.n, **kept),
-        Way("shard", (2,), way.n, **kept),
-        Way("pipeline", (2,), way.n, **kept),
-    ):
-        if way.kind != candidate.kind or len(way.mesh) > 1 or way.mesh > candidate.mesh or way.remat != candidate.remat:
-            yield candidate
-    if way.first:
-        yield dataclasses.replace(way, first=0)
-    if way.attention != "auto":
-        yield dataclasses.replace(way, attention="auto")
-    if way.flag:
-        yield dataclasses.replace(way, flag="")
-    if way.spread:
-        yield dataclasses.replace(way, spread=0)
-    if way.n > 2:
-        yield dataclasses.replace(way, n=2)
-    for name in ("gpus", "casts_once"):
-        if getattr(way, name):
-            yield dataclasses.replace(way, **{name: False})
-    if way.remat != "none":
-        yield dataclasses.replace(way, remat="none")
-
-
-def _simpler_trainings(training: Training) -> Iterator[Training]:
-    plain = Training(training.model, training.loss)
-    for field in dataclasses.fields(Training):
-        if field.name in ("model", "loss") or getattr(training, field.name) == getattr(plain, field.name):
-            continue
-        yield dataclasses.replace(training, **{field.name: getattr(plain, field.name)})
-    for i in range(len(training.counted) if len(training.counted) > 1 else 0):
-        yield dataclasses.replace(training, counted=training.counted[:i] + training.counted[i + 1 :])
-    for loss in _simpler_losses(training.loss):
-        yield dataclasses.replace(training, loss=loss)
-    for model in _simpler_models(training.model):
-        yield dataclasses.replace(training, model=model)
-
-
-def _simpler_losses(loss: Loss) -> Iterator[Loss]:
-    for i in range(len(loss.terms)):
-        if len(loss.terms) > 1:
-            yield dataclasses.replace(loss, terms=loss.terms[:i] + loss.terms[i + 1 :])
-    if loss.decay:
-        yield dataclasses.replace(loss, decay=0.0)
-    for i, term in enumerate(loss.terms):
-        for change in ({"reduction": "mean"}, {"per_example": "squared"}, {"weight": 1.0}):
-            if dataclasses.replace(term, **change) != term:
-                changed = (*loss.terms[:i], dataclasses.replace(term, **change), *loss.terms[i + 1 :])
-                yield dataclasses.replace(loss, terms=changed)
-
-
-def _simpler_models(model: Model) -> Iterator[Model]:
-    for i, layer in enumerate(model.layers):
-        boundary = None if model.boundary is None else min(model.boundary, len(model.layers) - 1)
-        yield dataclasses.replace(model, layers=model.layers[:i] + model.layers[i + 1 :], boundary=boundary)
-        if getattr(layer, "wrap", "plain") != "plain":
-            changed = (*model.layers[:i], dataclasses.replace(layer, wrap="plain"), *model.layers[i + 1 :])
-            yield dataclasses.replace(model, layers=changed)
-    for change in (
-        {"checkpoint": False},
-        {"narrows": False},
-        {"tied": False},
-        {"from_tokens": False},
-        {"data": "as it is"},
-        {"pool": "mean"},
-        {"boundary": None},
-    ):
-        if dataclasses.replace(model, **change) != model:
-            yield dataclasses.replace(model, **change)
-    if model.kind != "vector":
-        yield dataclasses.replace(model, kind="vector", from_tokens=False)
+def _simpler(value: Any) -> Iterator[Any]:
+    """`value` with one change in it: a field that is as simple as can be, or an element of a tuple less."""
+    # A mesh keeps its axes: its simplest value is the default.
+    if isinstance(value, tuple) and not any(isinstance(element, int) for element in value):
+        for i, element in enumerate(value):
+            yield value[:i] + value[i + 1 :]
+            for simpler in _simpler(element):
+                yield (*value[:i], simpler, *value[i + 1 :])
+    if not dataclasses.is_dataclass(value):
+        return
+    for field in dataclasses.fields(value):
+        now = getattr(value, field.name)
+        simplest = _SIMPLEST.get((type(value), field.name), field.default)
+        if simplest not in (now, dataclasses.MISSING):
+            yield dataclasses.replace(value, **{field.name: simplest})  # type: ignore[type-var]
+        for simpler in _simpler(now):
+            yield dataclasses.replace(value, **{field.name: simpler})  # type: ignore[type-var]

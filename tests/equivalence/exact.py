@@ -41,7 +41,7 @@ REDUCED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("int4", "uint4"), (_EVERY, _NUMBERS)),  # jax has no bitwise reductions of four bits
     **dict.fromkeys(("float16", "bfloat16", "float32"), (_FLOATS,)),
 }
-#: How a count of the state takes in what the batch has.
+#: The reduction by which a count of the state takes in the batch.
 _COUNTS = {
     **{"bool": "bitwise or", "uint8": "bitwise and", "uint16": "bitwise or", "uint32": "bitwise xor"},
     **{"int4": "sum of its dtype", "uint4": "sum of its dtype", "int8": "prod of its dtype", "int16": "max"},

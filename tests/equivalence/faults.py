@@ -4,8 +4,7 @@
     python -m tests.equivalence.faults --only "scale" --log F     some of them; F keeps what was found
 
 A fault replaces a text of one file. It is put into a copy of the package, which runs in processes of its own. `parts`
-names parts of the grammar or layers, and only examples with one of them run: with a fault in the attention, those with
-one.
+names parts of the grammar or layers, and only examples with one of them run.
 """
 
 from __future__ import annotations
@@ -417,7 +416,7 @@ def patched(fault: Fault) -> str:
 
 
 def first_shown(fault: Fault, n_examples: int, seed: int) -> tuple[int, str] | None:
-    """How many examples ran until one was wrong or crashed, and what became of it; None if none was."""
+    """How many examples ran until one was wrong or crashed, and its outcome; None if all were right."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(_ROOT / "minialpa", copy / "minialpa", ignore=shutil.ignore_patterns("__pycache__"))

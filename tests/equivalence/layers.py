@@ -1,8 +1,8 @@
 """The grammar of layers: what a drawn model is made of.
 
-A layer keeps the shape of what it gets, which is one of three kinds, with the examples first: `vector` (B, WIDTH),
+A layer keeps the shape of its input, which is one of three kinds, with the examples first: `vector` (B, WIDTH),
 `sequence` (B, TIME, WIDTH) and `image` (B, SIDE, SIDE, WIDTH). `RULES` lists the layers by name, with the shapes of
-their parameters; a `Layer` is one of them, with what is wrapped around it.
+their parameters; a `Layer` is one of them, with a wrap.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Layer:
 
 
 def init_layer(layer: Layer, rng: np.random.Generator) -> Params:
-    """Parameters of a layer, as NumPy arrays; those of a stack have two rows."""
+    """Parameters of a layer, as NumPy arrays; in a stack, they have two rows."""
     rows = (2,) if layer.wrap in _STACKS else ()
     return {name: init(name, rows, shape, rng) for name, shape in RULES[layer.name].shapes.items()}
 
 
 def init(name: str, rows: tuple[int, ...], shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Random values at which nothing is symmetric or zero: scales about one, biases near zero, matrices by fan-in."""
+    """Random values without symmetry and zeros: scales about one, biases near zero, matrices by fan-in."""
     values = rng.standard_normal((*rows, *shape))
     if name == "scale":
         values = 1 + 0.2 * values
@@ -117,7 +117,7 @@ def _narrowing(fun: Apply) -> Apply:
 
 @jax.custom_jvp
 def narrowed(x: jax.Array) -> jax.Array:
-    """`x` as a narrower type holds it. Its derivative is that of `x`, so gradients are not rounded."""
+    """`x` as a narrower type holds it. Its derivative is 1, so gradients are not rounded."""
     return x.astype(jnp.bfloat16).astype(x.dtype)
 
 
@@ -125,7 +125,7 @@ narrowed.defjvps(lambda tangent, _, x: tangent)
 
 
 def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrows: bool = False) -> jax.Array:
-    """The activations behind a layer. narrows: whether it reads its parameters in a narrower type."""
+    """The activations after a layer. narrows: whether it reads its parameters in a narrower type."""
     fun = RULES[layer.name].apply
     if narrows:
         fun = _narrowing(fun)
@@ -162,7 +162,7 @@ def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrow
 def stack_that_returns_weights(
     layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrows: bool
 ) -> tuple[jax.Array, Params]:
-    """The activations behind two copies of a layer, and the parameters as the scan hands them back."""
+    """The activations after two copies of a layer, and the parameters as the scan hands them back."""
     fun = RULES[layer.name].apply
     again = jax.checkpoint(_narrowing(fun) if narrows else fun)
 
@@ -173,7 +173,7 @@ def stack_that_returns_weights(
 
 
 def _apply_stack(wrap: str, fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The activations behind two copies of a layer."""
+    """The activations after two copies of a layer."""
     keys = jax.random.split(key, 2)
     match wrap:
         case "stack":
@@ -435,7 +435,7 @@ _GRADIENTS_OF_GRADIENTS = ("penalty on input gradients", "penalty on gradients",
 
 
 def _each(fun: Callable[..., jax.Array], h: jax.Array, *others: jax.Array) -> jax.Array:
-    """A function of each example, and of its row of others, without derivative: while loops have none backwards."""
+    """A function of each example, and of its row of others, without derivative: jax has none of while loops."""
     return jax.lax.stop_gradient(jax.vmap(fun)(jax.lax.stop_gradient(h), *others))
 
 
@@ -518,7 +518,7 @@ def as_often_as_it_says(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule(w=(WIDTH, WIDTH))
 def halved_by_hand(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """One loop over the batch, which leaves what is small as it is."""
+    """One loop over the batch, which keeps small values."""
     halve = lambda x: jnp.where(jnp.abs(x) > 1, 0.5 * x, x)  # noqa: E731
     small = jax.lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 1), halve, jax.lax.stop_gradient(h))
     return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
@@ -608,7 +608,7 @@ def routed_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule(w=(WIDTH, WIDTH), gate=(WIDTH, WIDTH))
 def halting(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Adaptive computation time: three steps under remat, in which an example that has halted stays as it is."""
+    """Adaptive computation time: three steps under remat, in which an example that has halted does not change."""
 
     def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         h, left = carry
@@ -887,7 +887,7 @@ VARIANCES: dict[str, Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array
     "var": lambda x, mean, axes: jnp.var(x, axes, keepdims=True),
 }
 
-#: How running statistics follow those of a batch. Only with `OWN` may a micro-batch take its own.
+#: How running statistics follow the statistics of a batch. Only with `OWN` may a micro-batch take its own.
 AVERAGES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "decay": lambda old, new: 0.9 * old + 0.1 * new,
     "step": lambda old, new: old + jax.lax.stop_gradient(0.2 * (new - old)),
@@ -903,7 +903,7 @@ def batch_norm(
 ) -> tuple[jax.Array, Params]:
     """Normalises within each of `ghosts` equal parts of the batch; running statistics are averaged over these.
 
-    averages: how those of the mean and of the variance follow.
+    averages: how the running mean and the running variance follow.
     """
     parts = h if ghosts == 1 else h.reshape(ghosts, h.shape[0] // ghosts, *h.shape[1:])
     axes = tuple(range(0 if ghosts == 1 else 1, parts.ndim - 1))

@@ -1,7 +1,7 @@
 """The grammar of losses: a loss of each example, how these become one number, and how several of these are joined.
 
 `PER_EXAMPLE` takes scores (B, WIDTH) and the batch and gives (B,). `REDUCTIONS` takes values (B,), the scores and the
-batch and gives a scalar; those of `PAIRING` let examples meet other than through totals, and may be refused.
+batch and gives a scalar; in `PAIRING`, examples meet other than through totals, and the step may be refused.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _scanned(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
 
 
 def _made_narrower(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
-    """A total that float16 holds, of whole numbers: it does not hold the sum of those of fewer examples."""
+    """A total that float16 holds, of whole numbers: the total of fewer examples overflows."""
     far = 4e4 * jnp.where(jnp.arange(v.shape[0]) < v.shape[0] // 2, 1, -1).astype(v.dtype)
     total = jnp.sum(far + b["label"].astype(v.dtype)).astype(jnp.float16)
     return jnp.mean(v) * (1 + 0.01 * jnp.minimum(total.astype(v.dtype), 100))
@@ -225,7 +225,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "clipped mean": lambda v, s, b: jnp.minimum(jnp.mean(v), 1.3) + 0.1 * jnp.maximum(jnp.mean(v), 0.9),
     "by the mean": lambda v, s, b: jnp.where(jnp.mean(v) > 1, 2 * jnp.mean(v) - 1, jnp.mean(v) ** 2),
     "cond by the mean": lambda v, s, b: jax.lax.cond(jnp.mean(v) > 1, lambda x: x, lambda x: x**2, jnp.mean(v)),
-    # A little above: the scores behind a normalisation may all be the same, and the last bit would decide.
+    # A little above: the scores after a normalisation may all be the same, and the last bit would decide.
     "those above the mean": lambda v, s, b: jnp.mean(jnp.where(v > detached(jnp.mean(v)) + 0.03, v, 0.1 * v)),
     # Extremes, products, order.
     "max": lambda v, s, b: jnp.max(v),

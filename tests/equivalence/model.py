@@ -43,7 +43,7 @@ class BatchNorm:
         return all(name in OWN for name in self.averages)
 
 
-#: What is done to inputs of floats; those of `averaged` are standardised, and running statistics of them are kept.
+#: Preparation of inputs of floats; `averaged` standardises them and keeps running statistics.
 DATA = ("as it is", "centred", "standardised", "averaged")
 
 

@@ -56,11 +56,13 @@ _ABOUT_THE_REQUEST = re.compile(r"cannot be split into|cannot make \d+ layers")
 
 #: A batch runs in fewer micro-batches than were asked for.
 _FEWER = re.compile(r"A batch of \d+ examples cannot be split into \d+ equal micro-batches")
-#: Warnings that a step may give: that, and another split of the examples than for the batches before.
+#: Warnings that a step may give: that, another split of the examples than for the batches before, state that an update
+#: gathers, and boundaries that a checkpoint around the model hides.
 _MAY_WARN = (
     _FEWER.pattern,
     r"This batch has another shape than the one before|(?s:.*)so it is planned without",
     r"(?s:.*)gathers optimizer state that is stored in parts",
+    r"The layers of this pipeline end at `mark_pipeline_boundary",
 )
 
 
@@ -76,7 +78,7 @@ def outcome_of(
     """Runs the step under `method` (None: chosen by minialpa) and compares it with the serial run.
 
     before: arguments of a call before this one, which goes on from the state that the call returns. flag: a setting of
-    jax under which the step is called first, to no effect. All warnings but those of `_MAY_WARN` are errors.
+    jax under which the step is called first, to no effect. Warnings that `_MAY_WARN` does not list are errors.
     """
     parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
     try:
@@ -107,7 +109,7 @@ def outcome_of(
     fault = _fault_of_warnings(plan.n_micro_batches, method, [str(one.message) for one in caught])
     if fault:
         return Outcome("crash", fault)
-    # A plan says where micro-batches have statistics of their own; all else is the whole batch's.
+    # `per_micro_batch` lists statistics of a micro-batch; all others are of the whole batch.
     expected = reference_for(plan.n_micro_batches if plan.per_micro_batch else 1, args)
     wrong = differences(found, expected)
     return Outcome("wrong" if wrong else "equal", "; ".join(map(str, wrong[:4])), expected.is_sharp)
@@ -125,7 +127,7 @@ def _under(name: str, value: Any) -> Iterator[None]:
 
 
 def _fault_of_warnings(n: int, method: Method | None, messages: Sequence[str]) -> str:
-    """What is wrong with the warnings of a call with `n` micro-batches: one says so if these are too few."""
+    """The fault in the warnings of a call with `n` micro-batches: one is due if there are fewer than asked for."""
     asked = getattr(method, "num_micro_batches", None)
     if not isinstance(asked, int):
         return ""

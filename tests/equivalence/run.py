@@ -1,8 +1,7 @@
 """Runs drawn examples and prints what becomes of them: `python -m tests.equivalence.run --examples 200 --seed 3`.
 
-A long run, which goes on where it was ended when the same command is given again:
-    python -m tests.equivalence.run --examples 2000 --seed 3 --processes 4 --log /tmp/drawn
---replay EXAMPLE runs one example again, as a failure prints it; --smaller also looks for a smaller one with the fault.
+With `--log FILE`, a repeated command goes on where it ended.
+--replay EXAMPLE runs one example, as a failure prints it; --smaller also looks for a smaller one with the fault.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +50,7 @@ class Found:
 
 
 def outcomes(numbers: Iterable[int], seconds: float | None = None) -> Iterator[Found]:
-    """What becomes of the examples with these numbers; those after `seconds` are left out."""
+    """What becomes of the examples with these numbers; no example begins after `seconds`."""
     start = time.monotonic()
     for i, number in enumerate(numbers):
         if seconds and time.monotonic() - start > seconds:
@@ -85,7 +83,7 @@ def until_wrong(numbers: Iterable[int]) -> int:
 
 
 def summary(found: list[tuple[Example, Outcome, float]]) -> str:
-    """Counts of the outcomes, the reasons of those that are not equal, and the outcomes of each part of the grammar."""
+    """Counts of the outcomes, the reasons if they are not equal, and the outcomes of each part of the grammar."""
     kinds = collections.Counter(outcome.kind for _, outcome, _ in found)
     sharp = sum(outcome.is_sharp for _, outcome, _ in found if outcome.kind == "equal")
     seconds = sum(t for *_, t in found)
@@ -136,25 +134,13 @@ def _write(log: Path, found: Found) -> None:
 
 
 def _run_logged(log: Path, numbers: Sequence[int], seconds: float | None) -> list[Found]:
-    """What becomes of the examples, those of the log included; the others are run, and written to it."""
+    """What becomes of the examples, from the log or, if it lacks them, by a run, which adds them to it."""
     wanted, known = set(numbers), _read(log)
     done = {one.number for one in known}
     for one in outcomes([number for number in numbers if number not in done], seconds):
         _write(log, one)
         known.append(one)
     return [one for one in known if one.number in wanted]
-
-
-def _in_processes(n: int, log: Path, arguments: list[str]) -> None:
-    """Runs this command in `n` processes, each of which takes its part of the numbers, with a log of its own."""
-    command = [sys.executable, "-m", "tests.equivalence.run", *arguments]
-    running = [subprocess.Popen([*command, "--part", f"{i}/{n}", "--log", _part(log, i)]) for i in range(n)]
-    for process in running:
-        process.wait()
-
-
-def _part(log: Path, i: int) -> Path:
-    return log.with_name(f"{log.name}.{i}")
 
 
 def _main() -> None:
@@ -171,8 +157,6 @@ def _main() -> None:
         help="end at the first example that is wrong or crashes; --examples then counts those with --pieces alone",
     )
     parser.add_argument("--log", type=Path, help="a file of outcomes: those that it holds are not run again")
-    parser.add_argument("--processes", type=int, default=1, help="so many processes, which need a --log")
-    parser.add_argument("--part", default="0/1", help="I/N: of the examples, the I-th and each N-th after it")
     parser.add_argument("--replay")
     parser.add_argument("--smaller", action="store_true")
     args = parser.parse_args()
@@ -191,19 +175,8 @@ def _main() -> None:
     numbers = range(args.seed * 1_000_000, args.seed * 1_000_000 + args.examples)
     if wanted:
         numbers = [number for number in numbers if _has_part(number, wanted)]
-    i, n = map(int, args.part.split("/"))
-    if args.processes > 1:
-        if args.log is None:
-            parser.error("several processes need a --log")
-        options = {"--examples": args.examples, "--seed": args.seed, "--seconds": args.seconds, "--pieces": args.pieces}
-        _in_processes(args.processes, args.log, [x for o, v in options.items() if v is not None for x in (o, str(v))])
-        found = [one for k in range(args.processes) for one in _read(_part(args.log, k))]
-    elif args.log:
-        found = _run_logged(args.log, numbers[i::n], args.seconds)
-    else:
-        found = list(outcomes(numbers[i::n], args.seconds))
-    wanted_numbers = set(numbers)
-    print(summary([(example_of(f.number), f.outcome, f.seconds) for f in found if f.number in wanted_numbers]))
+    found = _run_logged(args.log, numbers, args.seconds) if args.log else list(outcomes(numbers, args.seconds))
+    print(summary([(example_of(one.number), one.outcome, one.seconds) for one in found]))
 
 
 def _has_part(number: int, wanted: AbstractSet[str]) -> bool:

@@ -1,8 +1,8 @@
 """The grammar of training steps: which gradients are taken where, what updates the parameters, what else is carried.
 
 A step takes `(state, batch)`, `(state, batch, key)` or, with a second batch, `(state, batch, other, key)`, and returns
-`(new_state, results)`. `SCHEMES` are the ways from a loss to an update; those of `SEVERAL` take a gradient at values
-that another one changed.
+`(new_state, results)`. `SCHEMES` are the ways from a loss to an update; schemes in `SEVERAL` take a gradient at
+values that another one changed.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ Scheme = Callable[[Setting, Any, tuple[Batch, ...]], tuple[Any, Any, Any]]
 SCHEMES: dict[str, Scheme] = {}
 #: Schemes that take a gradient, or a loss, at values that another gradient changed.
 SEVERAL: list[str] = []
-#: Schemes that have a second batch, and those that cannot have statistics over a batch, or need inputs of floats.
+#: Schemes that have a second batch, that cannot have statistics over a batch, or that need inputs of floats.
 SECOND_BATCH, NO_BATCH_NORM, FLOAT_INPUT, MIXING = (list[str]() for _ in range(4))
 
 
@@ -454,7 +454,7 @@ def make_step(training: Training, ghosts: int = 1) -> Callable[..., Any]:
 
 
 def _carried(training: Training, state: Any, new_state: Any, batch: Batch, value: jax.Array) -> Any:
-    """`new_state` with what a step carries next to parameters and statistics."""
+    """`new_state` with the carried values next to parameters and statistics."""
     new_state = dict(new_state)
     if "average" in new_state:
         mix = lambda a, p: 0.9 * a + 0.1 * p  # noqa: E731

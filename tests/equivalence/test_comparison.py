@@ -18,8 +18,8 @@ from tests.equivalence.model import BatchNorm, Model
 from tests.equivalence.steps import OPTIMIZERS, Training, make_args, make_step
 
 LAYERS = (Layer("dense"), BatchNorm(), Layer("layer_norm"), Layer("mlp", "residual"))
-#: Of the optimizers, those that always run: rows of a matrix apart, a norm of all gradients, and neither.
-SHORT = ("adafactor", "clipped adam", "sgd")
+#: Optimizers that always run: one with sums over rows of a matrix, and one without.
+SHORT = ("adafactor", "sgd")
 _OPTIMIZERS = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in OPTIMIZERS]
 LOSS = Loss((Term("squared", "log of the mean"), Term("cross entropy", "masked mean")))
 
@@ -46,7 +46,7 @@ def test_one_percent_of_one_gradient_is_seen(optimizer: str, monkeypatch: pytest
 _PLANTED = [number for number in range(40) if example_of(number).training.scheme in ("plain", *steps.SEVERAL)]
 
 
-@pytest.mark.parametrize("number", _PLANTED[:6])
+@pytest.mark.parametrize("number", _PLANTED[:3])
 def test_drawn_steps_show_one_percent_of_all_gradients(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     training = example_of(number).training
     args = make_args(training)
@@ -66,9 +66,8 @@ def test_another_order_of_the_examples_is_no_error(optimizer: str) -> None:
     assert differences(jax.jit(make_step(training))(state, backwards, key), expected) == []
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_run_in_double_precision_is_no_error(optimizer: str) -> None:
-    training = _training(optimizer=optimizer)
+def test_a_run_in_double_precision_is_no_error() -> None:
+    training = _training(optimizer="adam")
     args = make_args(training)
     expected = reference(make_step(training), args)
     as_type = lambda tree, kind: jax.tree.map(  # noqa: E731

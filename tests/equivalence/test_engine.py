@@ -24,7 +24,7 @@ def _drawn(n: int) -> list[tuple[Example, Outcome, float]]:
     """What becomes of `n` examples, always the same ones."""
     found: list[tuple[Example, Outcome, float]] = []
 
-    # Every number is an example of its own, so there is nothing to shrink: `run.py --smaller` does that.
+    # Every number is an example of its own, so hypothesis does not shrink it: `run.py --smaller` does.
     @settings(
         max_examples=n,
         derandomize=True,
@@ -87,8 +87,3 @@ def test_what_was_found_stays_right(name: str) -> None:
 
 def test_six_drawn_steps_equal_the_serial_run() -> None:
     _check(_drawn(6))
-
-
-@pytest.mark.slow
-def test_two_thousand_drawn_steps_equal_the_serial_run() -> None:
-    _check(_drawn(2000))

@@ -51,7 +51,7 @@ class Way:
     gpus: whether it is planned for GPUs, whose programs are others, and runs here all the same.
     casts_once: weights are cast to narrower types before the micro-batches, whether that is faster or not.
     flag: the setting of jax that a call before has otherwise, see `FLAGS`; empty for no such call.
-    spread: a seed of shardings that half of the arguments have, whatever they cost, see `spread_specs`; 0 for none.
+    spread: a seed of shardings for half of the arguments, at any cost, see `spread_specs`; 0 for no shardings.
     """
 
     kind: str = "shard"
