@@ -247,7 +247,7 @@ def test_only_machine_code_knows_numba() -> None:
 
 
 def test_other_packages_are_those_that_are_installed_with_it() -> None:
-    allowed = {"highspy", "jax", "minialpa", "networkx", "numba", "numpy", "pulp", "rich", "scipy"}
+    allowed = {"highspy", "jax", "minialpa", "numba", "numpy", "pulp", "rich", "scipy"}
     front = {"cli", "demo", "models"}  # flax and optax, of the `models` extra
     always = [i for i in _imports() if not i.lazy and not i.typing_only and i.part not in front]
     found = {(i.part, i.target.split(".")[0]) for i in always}
@@ -263,7 +263,7 @@ def test_importing_loads_neither_planner_nor_runtime() -> None:
     """Nor what only these need, which takes longer to import than all the rest."""
     code = (
         "import sys, minialpa\n"
-        "heavy = ('numba', 'networkx', 'pulp', 'highspy', 'rich', 'ray', 'flax', 'optax', 'orbax', "
+        "heavy = ('numba', 'pulp', 'highspy', 'rich', 'ray', 'flax', 'optax', 'orbax', "
         "'minialpa.inter.pipeline', 'minialpa.runtime.local')\n"
         "assert not [name for name in heavy if name in sys.modules]"
     )
@@ -281,7 +281,7 @@ def test_planning_a_small_step_loads_no_solver() -> None:
         "step = case.train_step(minialpa.value_and_grad)\n"
         "method = minialpa.ShardParallel(devices=minialpa.LogicalMesh((8,)))\n"
         "minialpa.parallelize(step, method=method).plan(state, case.make_batch(0, case.batch_size))\n"
-        "heavy = ('numba', 'networkx', 'pulp', 'highspy', 'ray', 'minialpa.runtime.local')\n"
+        "heavy = ('numba', 'pulp', 'highspy', 'ray', 'minialpa.runtime.local')\n"
         "assert not [name for name in heavy if name in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True)
