@@ -39,7 +39,7 @@ from benchmarks.planning import planned, traced_step
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
 from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, UniformStageOption, hlo
-from minialpa.inter.compilers import compiler_of
+from minialpa.inter.context import compiler_of
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
 from minialpa.inter.lower.planned_step import PlannedStep, planned_step

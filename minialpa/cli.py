@@ -451,7 +451,7 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 
 #: Packages whose versions `minialpa doctor` prints, besides cupy, which has a name for each version of CUDA.
-_PACKAGES = ("minialpa", "jax", "jaxlib", "numpy", "networkx", "pulp", "highspy", "flax", "optax", "ray")
+_PACKAGES = ("minialpa", "jax", "jaxlib", "numpy", "pulp", "highspy", "flax", "optax", "ray")
 
 
 def _doctor(args: argparse.Namespace) -> int:

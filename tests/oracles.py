@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-
-import networkx as nx
+from dataclasses import dataclass
 
 from minialpa.inter.search.stage_dp import StageCostTable
 from minialpa.intra.solver.cost_graph import CostGraph
@@ -40,20 +39,16 @@ def fastest_pipeline(
     n_micro_batches: int,
     memory_bytes: float,
     schedule: str,
-    n_stages: int | None,
     use_all_devices: bool,
 ) -> float:
     """Least step time over all cuts of the layers and all candidates; infinite where no pipeline is allowed."""
     best = math.inf
     for stages in _pipelines(table, 0, 0, idle=not use_all_devices):
-        if n_stages not in (None, len(stages)):
-            continue
         t = [float(table.seconds[stage[:3]]) for stage in stages]
         if _stages_fit(table, [stage[:3] for stage in stages], n_micro_batches, memory_bytes, schedule):
             transfer = sum(float(table.transfer_seconds[first - 1, p]) for first, _, _, p in stages[1:])
             step = max(float(table.step_seconds[stage[:3]]) for stage in stages)
-            rest = 0.0 if table.rest_seconds is None else max(float(table.rest_seconds[stage[:3]]) for stage in stages)
-            best = min(best, sum(t) + transfer + max((n_micro_batches - 1) * max(t) + step, rest))
+            best = min(best, sum(t) + transfer + (n_micro_batches - 1) * max(t) + step)
     return best
 
 
@@ -85,9 +80,24 @@ def _stages_fit(
     return True
 
 
-def cheapest_layers(graph: nx.DiGraph, n_layers: int, tolerance: float) -> tuple[float, float]:
+@dataclass(frozen=True)
+class ForwardProgram:
+    """Flops of each equation; values as (equation that makes it, last user, bytes)."""
+
+    flops: list[float]
+    values: list[tuple[int, int, float]]
+
+    def at_most_a_share(self, n_layers: int) -> list[float]:
+        return [min(f, sum(self.flops) / n_layers) for f in self.flops]
+
+    def crossing_bytes(self, k: int) -> float:
+        """Bytes of the values that equations before k make and equations from k on use."""
+        return sum(n_bytes for u, v, n_bytes in self.values if u < k <= v)
+
+
+def cheapest_layers(program: ForwardProgram, n_layers: int, tolerance: float) -> tuple[float, float]:
     """Least (bytes over all borders, sum of squared flops) of layers within the first tolerance that allows any."""
-    flops = _at_most_a_share(graph, n_layers)
+    flops = program.at_most_a_share(n_layers)
     bound = (1 + tolerance) * sum(flops) / n_layers
     least = max(0.0, 1 - tolerance) * sum(flops) / n_layers
     while True:
@@ -95,7 +105,7 @@ def cheapest_layers(graph: nx.DiGraph, n_layers: int, tolerance: float) -> tuple
         for cuts in itertools.combinations(range(1, len(flops)), n_layers - 1):
             layers = [flops[a:b] for a, b in itertools.pairwise((0, *cuts, len(flops)))]
             if all(sum(layer) <= bound * (1 + 1e-9) for layer in layers):
-                cost = (sum(_crossing_bytes(graph, k) for k in cuts), sum(sum(layer) ** 2 for layer in layers))
+                cost = (sum(map(program.crossing_bytes, cuts)), sum(sum(layer) ** 2 for layer in layers))
                 found.append((min(map(sum, layers)), cost))
         for factor in (1.0, 0.5, 0.25, 0.0) if found else ():
             if large := [cost for smallest, cost in found if smallest >= factor * least - 1e-9]:
@@ -103,21 +113,10 @@ def cheapest_layers(graph: nx.DiGraph, n_layers: int, tolerance: float) -> tuple
         bound *= 1.25
 
 
-def _at_most_a_share(graph: nx.DiGraph, n_layers: int) -> list[float]:
-    flops = [graph.nodes[v]["flops"] for v in range(len(graph))]
-    return [min(f, sum(flops) / n_layers) for f in flops]
-
-
-def _crossing_bytes(graph: nx.DiGraph, k: int) -> float:
-    """Bytes of the distinct values that equations before k produce and equations from k on use."""
-    crossing = {(u, data["value"]): data["bytes"] for u, v, data in graph.edges(data=True) if u < k <= v}
-    return float(sum(crossing.values()))
-
-
-def layers_objective(graph: nx.DiGraph, layers: tuple[int, ...]) -> tuple[float, float]:
+def layers_objective(program: ForwardProgram, layers: tuple[int, ...]) -> tuple[float, float]:
     """The objective of `cheapest_layers` for given layers."""
     cuts = [v for v in range(1, len(layers)) if layers[v] != layers[v - 1]]
     flops = [0.0] * (max(layers) + 1)
-    for weight, layer in zip(_at_most_a_share(graph, len(flops)), layers, strict=True):
+    for weight, layer in zip(program.at_most_a_share(len(flops)), layers, strict=True):
         flops[layer] += weight
-    return sum(_crossing_bytes(graph, k) for k in cuts), sum(f**2 for f in flops)
+    return sum(map(program.crossing_bytes, cuts)), sum(f**2 for f in flops)

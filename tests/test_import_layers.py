@@ -217,7 +217,7 @@ def test_interfaces_of_other_systems_stand_on_modules_that_users_know() -> None:
 
 
 def test_other_packages_are_those_that_are_installed_with_it() -> None:
-    allowed = {"highspy", "jax", "minialpa", "networkx", "numba", "numpy", "pulp", "rich", "scipy"}
+    allowed = {"highspy", "jax", "minialpa", "numba", "numpy", "pulp", "rich", "scipy"}
     front = {"cli", "demo", "models"}  # flax and optax, of the `models` extra
     always = [i for i in _imports() if not i.lazy and not i.typing_only and i.part not in front]
     found = {(i.part, i.target.split(".")[0]) for i in always}
@@ -233,7 +233,7 @@ _PLANS = """
 import sys
 from minialpa.plan import Plan
 import minialpa
-heavy = {"numba", "networkx", "pulp", "highspy", "rich", "ray", "flax", "optax", "orbax", "minialpa.inter.pipeline"}
+heavy = {"numba", "pulp", "highspy", "rich", "ray", "flax", "optax", "orbax", "minialpa.inter.pipeline"}
 assert not heavy & sys.modules.keys() and "minialpa.runtime.local" not in sys.modules
 assert minialpa.plan is minialpa.api.functions.plan, "the package `plan` hides the function"
 

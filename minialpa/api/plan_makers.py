@@ -73,8 +73,7 @@ def follow_plan(
     relax: Relax | None = None,
 ) -> Plan:
     """The plan that keeps to `source`, the plan of another function. placements, relax: see `plan_following`."""
-    from minialpa.inter.compilers import compiler_of
-    from minialpa.inter.context import PlanningContext
+    from minialpa.inter.context import PlanningContext, compiler_of
     from minialpa.inter.followed_plan import plan_following
     from minialpa.inter.search.stage_solve import StageSolver
 
@@ -93,7 +92,7 @@ def follow_plan(
 
 
 def _make_plan(traced: TracedStep, options: PlanOptions, target: Target) -> Plan:
-    from minialpa.inter.compilers import compiler_of
+    from minialpa.inter.context import compiler_of
     from minialpa.inter.pipeline import plan_step
 
     _check_batch(traced, options)

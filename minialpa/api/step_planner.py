@@ -231,8 +231,7 @@ def _layers_of_stages(
     traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
 ) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage. A single stage has the layers into which the method cuts the step."""
-    from minialpa.inter.layers.cut_scans import whole_scans
-    from minialpa.inter.layers.layered_step import LayeredStep
+    from minialpa.inter.layers.layered_step import LayeredStep, whole_scans
 
     if plan.remat:
         return _layers_in(plan)

@@ -1,4 +1,4 @@
 """Between meshes: makes a plan with its stages for a traced step and a cluster, and the program of a plan.
 
-Imports: `intra`, `rules`, `tracing`, `plan` and `programs`; nothing that runs.
+Imports: `intra`, `rules`, `tracing`, `plan` and `programs`; no module that runs.
 """

@@ -1,13 +1,14 @@
-"""Why a plan is as it is: what each other way to take one of its decisions would cost.
+"""Alternatives to the decisions of a plan, with the cost of each.
 
-Each alternative is planned as the plan was, with one thing forced and the rest of its decisions kept: a spec of an
-argument or result, the stages, the micro-batches, or the rematerialisation. The shardings are solved again, so a
-difference is the price of the decision and not that of what happens to stand next to it.
+Each alternative is planned as the plan was, with one choice forced and the rest of its decisions kept: a spec of an
+argument or result, the stages, the micro-batches, or the rematerialisation. The shardings are solved anew, so a
+difference is the price of the decision and not of its neighbours.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,13 +30,13 @@ from minialpa.plan.text import bytes_text, count, operator_lines, seconds_text
 from minialpa.sharding import Spec, specs_of
 from minialpa.tracing.trace import TracedStep
 
-#: Each alternative is a plan of its own, so only so many arguments and results, and specs of each, are looked at.
+#: Each alternative is a plan of its own, so only so many arguments and results, and specs of each, are explained.
 _MOST_VALUES, _MOST_SPECS = 4, 25
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One choice and the plan that it leads to; without a plan, the reason why there is none."""
+    """One choice and its plan; without a plan, the reason."""
 
     name: str
     plan: Plan | None
@@ -43,9 +44,9 @@ class Alternative:
 
 
 def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
-    """Tables of the alternatives to what `plan` decided for `what`.
+    """Tables of the alternatives to the decisions of `plan` on `what`.
 
-    `what`: "stages", "micro-batches", "remat", or part of the path of arguments and results or of an operator.
+    what: "stages", "micro-batches", "remat", or part of the path of arguments and results or of an operator.
     """
     of_plan: dict[str, Callable[[TracedStep, Plan], Iterator[Alternative]]] = {
         "micro-batches": _other_micro_batches,
@@ -57,7 +58,7 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
         note = "" if found else "\nNothing else is possible: rematerialisation, for one, needs gradients."
         return _table(plan, [Alternative(_name_of(plan), plan), *found]) + note
 
-    # Anything else is a name: each value is planned again with other specs, which takes long for many values.
+    # Anything else is a name: each value is planned with other specs, which takes long for many values.
     values = named_values(traced, plan, what)
     parts = [_explain_value(traced, plan, value, k) for value, k in values[:_MOST_VALUES]]
     if len(values) > _MOST_VALUES:
@@ -76,7 +77,7 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
 
 
 def forced_spec(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int, spec: Spec) -> Alternative:
-    """The plan with `spec` for an argument or result of it, on the mesh of `stage`."""
+    """The plan with `spec` for one of its arguments or results, on the mesh of `stage`."""
     found = _planned(str(spec.partition_spec()), traced, plan, _with_spec(plan, value.path, spec, stage))
     if found.plan is None or _spec_in(found.plan, value.path, stage) == spec:
         return found
@@ -106,7 +107,7 @@ def _spec_in(plan: Plan, path: str, stage: int) -> Spec | None:
 
 
 def named_values(traced: TracedStep, plan: Plan, what: str) -> list[tuple[PlacedValue, int]]:
-    """Arguments and results of that name, on each of their meshes. Results that take an argument's spec go with it."""
+    """Arguments and results of that name, on each of their meshes, without results that take an argument's spec."""
     own = (value for value, alias in zip(plan.outputs, traced.layouts, strict=True) if alias is None)
     return [(value, k) for value in (*plan.inputs, *own) if what in value.path for k in dict.fromkeys(value.mesh_ids)]
 
@@ -139,7 +140,7 @@ def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: in
 
 
 def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
-    """Half as many, twice and four times as many, and one, where they divide the batch."""
+    """Half as many, twice and four times as many, and one, if they divide the batch."""
     n, size = plan.n_micro_batches, traced.batch_size or 1
     for other in sorted({1, n // 2, 2 * n, 4 * n} - {0, n}):
         if size % other == 0:
@@ -148,7 +149,7 @@ def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative
 
 
 def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
-    """The same in every layer of the plan; in a plan without layers, what `ShardParallel(remat=...)` makes of it."""
+    """The same in every layer of the plan; in a plan without layers, the plans of `ShardParallel(remat=...)`."""
     choices: tuple[Remat, ...] = ("none", "dots", "full")
     if not plan.layer_of_group:
         for remat in choices[1:] if traced.n_groups else ():
@@ -165,7 +166,7 @@ def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
     """No pipeline, on a mesh of every shape, and equal stages of every number that divides the devices."""
     options, n = options_of(plan), plan.cluster.n_devices
     for shape in dict.fromkeys(c.logical_shape for c in candidates(plan.cluster, AutoStageOption())):
-        if _product(shape) == n and (plan.layer_of_group or shape != plan.stages[0].logical_shape):
+        if math.prod(shape) == n and (plan.layer_of_group or shape != plan.stages[0].logical_shape):
             one_stage = PlanOptions(
                 n_micro_batches=plan.n_micro_batches,
                 schedule=plan.schedule,
@@ -179,10 +180,6 @@ def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
             layers = options.layers or AutoLayerOption(layer_num=k)
             equal = dataclasses.replace(options, layers=layers, stages=UniformStageOption(k), logical_shape=None)
             yield _planned(f"{k} equal stages", traced, plan, equal)
-
-
-def _product(shape: Sequence[int]) -> int:
-    return shape[0] * (shape[1] if len(shape) > 1 else 1)
 
 
 def _name_of(plan: Plan) -> str:
@@ -208,7 +205,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _table(plan: Plan, found: Sequence[Alternative]) -> str:
-    """The plan first, then the alternatives from the fastest on; then those that cannot be."""
+    """The plan first, then the alternatives from the fastest on; then the impossible ones."""
     possible = [(a.name, a.plan) for a in found if a.plan is not None]
     rows = [["", "per step", "against the plan", "compute", "communication", "bubble", "update", "peak memory"]]
     for name, other in (possible[0], *sorted(possible[1:], key=lambda pair: pair[1].cost.total_s)):

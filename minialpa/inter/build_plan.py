@@ -1,24 +1,22 @@
 """From decided stages to a plan: tasks are placed on the meshes of the stages, each mesh is solved, a plan is written.
 
-    place_stages   layers, stages        -> tasks of every mesh, and the order of their passes
-    solve_meshes   tasks of every mesh   -> shardings, with the seconds and bytes that they take
-    build_plan     all of these          -> the plan
-
-No step reads what a later one makes.
+place_stages   layers, stages        -> tasks of every mesh, and the order of their passes
+solve_meshes   tasks of every mesh   -> shardings, with their seconds and bytes
+build_plan     all of these          -> the plan
+best_of        several attempts      -> the best plan
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import ClusterSpec
 from minialpa.cost import CollectiveKind
-from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.compilers import compiler_options_of
-from minialpa.inter.context import PlanningContext
+from minialpa.errors import InfeasibleError, MinialpaError, ShardingError
+from minialpa.inter.context import PlanningContext, compiler_options_of
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_counts, make_schedule
@@ -27,12 +25,12 @@ from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.stage_memory import MeshMemory, Moments
 from minialpa.inter.search.stage_solve import NotFasterError, StageMemoryError
 from minialpa.inter.search.stage_times import StageTimes, stage_times
+from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
-from minialpa.inter.staging.tasks import StagedStep
-from minialpa.inter.staging.transfers import planned_transfers
+from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
 from minialpa.ir.equations import shape_of
@@ -45,8 +43,8 @@ from minialpa.tracing.ragged_products import ragged_products
 class StageTooLargeError(InfeasibleError):
     """A stage does not fit with so many micro-batches in flight, or is too slow.
 
-    free: its cheapest shardings with no regard to memory; None where the options forbid all.
-    is_too_slow: whether the caller has a faster plan; `free` is None then.
+    free: its cheapest shardings in unlimited memory; None if the options forbid all, or if `is_too_slow`.
+    is_too_slow: whether the caller has a faster plan.
     """
 
     def __init__(
@@ -58,14 +56,8 @@ class StageTooLargeError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedStages:
-    """Decided stages, and what runs on each.
-
-    Attributes:
-        layered: the step as its layers compute it.
-        stages: the stages, from first to last.
-        chunks: the runs of layers of each stage.
-        staged: the tasks of every mesh; mesh k is that of stage k.
-        schedule: the order of the passes of each stage.
+    """Decided stages and their tasks. Mesh k of `staged` is the mesh of stage k; `chunks` are the runs of layers of
+    each stage.
     """
 
     layered: LayeredStep
@@ -77,17 +69,10 @@ class PlacedStages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedMesh:
-    """The shardings of one mesh, and what they take.
+    """The shardings of one mesh, with their seconds and bytes per device.
 
-    Attributes:
-        problem: the equations that were solved.
-        view: the logical mesh, and the collectives that its options forbid.
-        sharding: the specs.
-        memory: bytes per device.
-        live: micro-batches in flight in each chunk, at each moment that may be the fullest.
-        moved: the collectives of each task.
-        times: seconds of each pass, and of what runs once per step.
-        free: the cheapest shardings with no regard to memory.
+    live: micro-batches in flight in each chunk, at each moment that may be the fullest.
+    moved: the collectives of each task. free: the cheapest shardings in unlimited memory.
     """
 
     problem: MeshEquations
@@ -101,7 +86,7 @@ class SolvedMesh:
 
 
 def plan_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> Plan:
-    """The plan with these stages. Raises StageTooLargeError where one does not fit."""
+    """The plan with these stages. Raises StageTooLargeError if one does not fit."""
     placed = place_stages(context.options, layered, stages)
     return build_plan(context, placed, solve_meshes(context, placed))
 
@@ -120,7 +105,7 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
         cast_once=bool(options.cast_once),
     )
 
-    # Only the staged step says which passes there are.
+    # Only the staged step knows its passes.
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
@@ -134,8 +119,8 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
 def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory: bool = True) -> list[SolvedMesh]:
     """The shardings of every mesh. saves_memory: see `StageSolver.solve`.
 
-    Raises StageTooLargeError where a stage does not fit on its devices, or cannot take less than `context.below_s`, and
-    UnevenBatchError where the devices of the only stage do not divide the examples as its options ask.
+    Raises StageTooLargeError if a stage does not fit on its devices, or cannot take less than `context.below_s`, and
+    UnevenBatchError if the devices of the only stage do not divide the examples as its options ask.
     """
     solved = []
     for mesh in range(len(placed.stages)):
@@ -153,7 +138,7 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
     problem = mesh_equations(staged, mesh)
     live = live_counts(placed.schedule, mesh)
 
-    # The caller may try other stages, so the error says which one does not fit.
+    # The caller may try other stages, so the error names the stage that does not fit.
     try:
         solved = context.solver.solve(
             staged, mesh, problem, view, stage.option, live, below_s=context.below_s, saves_memory=saves_memory
@@ -183,7 +168,6 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
 
 
 def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
-    """The plan that says what was decided and solved."""
     layered, staged, options = placed.layered, placed.staged, context.options
     stages = tuple(_stage_plan(placed, mesh, found) for mesh, found in enumerate(solved))
     collectives = [_merged(found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)]
@@ -236,7 +220,6 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePla
 
 
 def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperator, ...]:
-    """Matrix products and convolutions of a mesh, with their layers."""
     split, layer_of_group = placed.staged.split, placed.layered.of_group
     origins = {op.eqn: op.origin for op in split.ops}
 
@@ -245,7 +228,7 @@ def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperato
         if not is_contraction(eqn):
             continue
 
-        # Without a pipeline all forward groups are one layer; what belongs to no group has none.
+        # Without a pipeline all forward groups are one layer; equations of no group have no layer.
         origin = origins[eqn]
         layer = None
         if origin.group is not None:
@@ -264,7 +247,7 @@ def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperato
 
 
 def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
-    """Collectives of a stage with equal ones counted together."""
+    """Collectives of a stage, equal ones counted together."""
     counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
     for task in moved:
         n_runs = n_micro_batches if task.task.per_micro_batch else 1
@@ -294,10 +277,10 @@ def _border_seconds(placed: PlacedStages, cluster: ClusterSpec) -> list[float]:
 def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:
     """T = ((v - 1) max(B, p) + B) / v max_k t_k + (sum_k t_k - max_k t_k) / v + sum borders + max_k update_k.
 
-    Several loops follow each other: the first two terms and the last for each of them.
-    With one chunk per stage, v = 1, this is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with
-    transfers). With several the first micro-batch fills, and the last one drains, only one chunk of each of the p
-    stages. t_k: seconds of a micro-batch in all chunks of a stage, which are taken to be equal.
+    Several loops follow each other: the first two terms and the last for each of them. With one chunk per stage, v = 1,
+    this is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with transfers). With several the first
+    micro-batch fills, and the last one drains, only one chunk of each of the p stages. t_k: seconds of a micro-batch in
+    all chunks of a stage, which are taken to be equal.
     """
     total = compute = communication = update = 0.0
     n_loops = 1 + max(len(s.between_s) for s in stages)
@@ -324,7 +307,33 @@ def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineS
 
 
 def _loop_seconds(seconds: Sequence[float], size: PipelineSize) -> float:
-    """Seconds of one loop, of the stages' `seconds` for one micro-batch."""
+    """Seconds of one loop. seconds: of each stage for one micro-batch."""
     p, n_micro_batches, v = size.n_stages, size.n_micro_batches, size.n_chunks
     full = ((v - 1) * max(n_micro_batches, p) + n_micro_batches) / v
     return full * max(seconds) + (sum(seconds) - max(seconds)) / v
+
+
+# ---- plans compared --------------------------------------------------------------------------------------------------
+
+
+def best_of(
+    attempts: Iterable[Callable[[], Plan]], excused: tuple[type[MinialpaError], ...] = (InfeasibleError,)
+) -> Plan:
+    """The best of the plans that attempts make; of equals, the first. Without any, raises the last `excused` error."""
+    plans: list[Plan] = []
+    failure: MinialpaError = InfeasibleError("There is nothing to choose from.")
+    for attempt in attempts:
+        try:
+            plans.append(attempt())
+        except excused as error:
+            failure = error
+
+    if not plans:
+        raise failure
+    return min(plans, key=preference)
+
+
+def preference(plan: Plan) -> float:
+    """The less the better: seconds, and of plans with nearly equal seconds, fewer devices."""
+    n_devices = sum(stage.n_devices for stage in plan.stages)
+    return preferred_seconds(plan.cost.total_s, n_devices / plan.cluster.n_devices)

@@ -1,11 +1,11 @@
 """Methods by name as candidates of a search: a step and the options of the search in, the best of all plans out.
 
-A search adds up the costs of pieces, and such a sum can be larger than the memory, or smaller than the time, of the
-whole stage. So the search may refuse a step that fits, and may miss the fastest plan. Therefore `ShardParallel`,
-`DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices are planned as well, with the number of micro-batches
-of the options or of the search. If one of these plans fits, there is a plan, and it costs at most as much as the best
-of them: a method is given up only if a bound shows that it is not faster. The bound holds for shardings that treat
-repeated layers alike. In large steps methods rematerialise all layers or none, so one that mixes both may be faster.
+A search adds up the costs of pieces. Such a sum can exceed the memory of the whole stage, or fall below its time. So a
+search may refuse a step that fits, and may miss the fastest plan. Therefore the planner also plans `ShardParallel`,
+`DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices, with the number of micro-batches of the options or
+of the search. If one of these plans fits, there is a plan, and it costs at most as much as the best of them: a method
+is given up only if a bound shows that it is not faster. The bound holds for shardings that treat repeated layers alike.
+In large steps methods rematerialise all layers or none, so a method that mixes both may be faster.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from minialpa.options import (
     PlanOptions,
     RematChoice,
 )
-from minialpa.plan import Certificate, Plan
+from minialpa.plan import Plan
 
-#: In steps of more equations, a method by name rematerialises either all layers or none. To choose layer by layer would
-#: take minutes there.
+#: In steps of more equations, a method by name rematerialises either all layers or none: a choice for each layer takes
+#: minutes there.
 _FEW_EQUATIONS = 10_000
 
 
@@ -42,15 +42,11 @@ def best_with_methods_by_name(
     planned: Callable[[PlanningContext], Plan],
     best_variant: Callable[[Plan], Plan],
 ) -> Plan:
-    """The plan of the search that the options ask for, or of a method by name that costs less.
+    """The plan of the search that the options ask for, or of a cheaper method by name.
 
-    Args:
-        context: the step, and the options of the search.
-        auto: what the search may choose from.
-        planned: makes the plan that the options of a context ask for.
-        best_variant: the plan itself, or a faster one with the same stages.
-
-    Raises the InfeasibleError of the search where no candidate fits in memory.
+    planned: makes the plan of the options of a context. best_variant: the plan itself, or a faster one with the same
+    stages.
+    Raises the InfeasibleError of the search if no candidate fits in memory.
     """
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
@@ -63,19 +59,14 @@ def best_with_methods_by_name(
     if not plans:
         assert failure is not None
         raise failure
-    return _certified(min(plans, key=lambda plan: plan.cost.total_s), plans[0].certificate)
+    best, found = min(plans, key=lambda plan: plan.cost.total_s), plans[0].certificate
+    if found is None:
+        return best
+    return replace(best, certificate=replace(found, bound_s=min(found.bound_s, best.cost.total_s)))
 
 
 def _least_s(plans: Sequence[Plan]) -> float:
-    """Seconds of a step of the fastest plan; inf without plans."""
     return min((plan.cost.total_s for plan in plans), default=math.inf)
-
-
-def _certified(plan: Plan, found: Certificate | None) -> Plan:
-    """`plan` with the certificate of the search."""
-    if found is None:
-        return plan
-    return replace(plan, certificate=replace(found, bound_s=min(found.bound_s, plan.cost.total_s)))
 
 
 def _plans_by_name(
@@ -85,10 +76,9 @@ def _plans_by_name(
     best_variant: Callable[[Plan], Plan],
     found: Sequence[Plan],
 ) -> list[Plan]:
-    """Plans of methods by name. A method that cannot be faster than an earlier plan or than `found` has none.
+    """Plans of methods by name, without methods that cannot be faster than an earlier plan or than `found`.
 
-    The options or `found` give the number of micro-batches. If the options leave it open, others are tried, see
-    `_with_other_numbers`.
+    The options or `found` give the number of micro-batches. If the options leave it open, see `_with_other_numbers`.
     """
     # They use all devices, which the user may have left out of the submeshes to search.
     space, cluster = auto.submesh_physical_shape_space, context.cluster
@@ -116,11 +106,11 @@ def _with_other_numbers(
 ) -> None:
     """Plan methods with other numbers of micro-batches.
 
-    Fewer micro-batches take more memory and, as a rule, less time. The best number of a pipeline says little about that
-    of a single stage, which has no bubble to fill. So `ShardParallel` is planned with fewer until it does not fit, and
-    the best method of all with fewer and with more as long as that is faster; then the other methods with its number.
+    Fewer micro-batches take more memory and, as a rule, less time. A single stage has no bubble to fill, so its best
+    number may be far from a pipeline's. `ShardParallel` is planned with fewer until it does not fit, and the best
+    method of all with fewer and with more as long as that is faster; then the other methods with its number.
 
-    by_name: what was planned so far, all with one number. numbers: those to choose from.
+    by_name: the options that were planned so far, all with one number. numbers: the choices.
     with_number: the options of each method with another number.
     """
     first = by_name[0].n_micro_batches if by_name else 1
@@ -166,7 +156,7 @@ class _Tries:
         self._outcomes: dict[PlanOptions, _Outcome] = {}
 
     def add(self, options: PlanOptions) -> _Outcome:
-        """Plan with these options, if that was not done before, and compare with all before."""
+        """Plan with these options, unless that was done before, and compare with all earlier plans."""
         if options not in self._outcomes:
             self._outcomes[options] = self._outcome(options)
         return self._outcomes[options]
@@ -194,7 +184,7 @@ class _Tries:
         return self._planned(replace(self._context, options=options, below_s=self._least_s))
 
     def _variants(self, options: PlanOptions) -> list[Plan]:
-        """Plans of the variants, which may be faster where the plan of the options itself is not."""
+        """Plans of the variants, which may be faster than the plan of the options."""
         plans = []
         for variant in _variants(self._context, options):
             with contextlib.suppress(InfeasibleError):
@@ -203,7 +193,7 @@ class _Tries:
 
 
 def _variants(context: PlanningContext, options: PlanOptions) -> Iterator[PlanOptions]:
-    """The options with rows kept, weights cast once, or both, where that is open and changes the step."""
+    """The options with rows kept, weights cast once, or both, if that is open and changes the step."""
     if options.n_micro_batches == 1:
         return
     split = split_micro_batches(context.traced, options.n_micro_batches)

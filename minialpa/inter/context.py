@@ -1,34 +1,47 @@
-"""What a planner is given, as one value that every pass of planning reads."""
+"""The input of planning as one value, the compiler that plans count on, and checks that run before any search."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cost import is_gpu
+from minialpa.errors import ShardingError
+from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.search.stage_solve import StageSolver
-from minialpa.options import PlanOptions
+from minialpa.intra.graph.constraints import matches
+from minialpa.intra.memory.compiler import Compiler
+from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
+from minialpa.options import AutoStageOption, ManualLayerOption, PlanOptions
+from minialpa.rules.known_rules import primitives_without_rule
 from minialpa.tracing.trace import TracedStep
 
-#: Told what is being done, how much of it is done, and how much there is.
+#: `progress(what, done, total)` reports long work.
 Progress = Callable[[str, int, int], None]
+JaxVersion = tuple[int, ...]
+
+#: The first jax whose XLA for CPUs orders kernels by optimization barriers. A plan for a described cluster assumes an
+#: older one, in which rematerialisation saves no memory inside one program.
+_JAX_WITH_BARRIERS: JaxVersion = (0, 11)
+#: XLA for GPUs runs collectives beside kernels only with this scheduler.
+_HIDING = (("xla_gpu_enable_latency_hiding_scheduler", True),)
+#: Paths that a message lists at most.
+_MOST_PATHS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningContext:
-    """One step to plan, the cluster that runs it, and what the user asks for.
+    """One step to plan, the cluster, and the user's options.
 
     Attributes:
-        traced: the step.
-        cluster: its devices, host by host.
-        solver: solves stages for all attempts at a plan, each distinct stage once.
-        options: what the method asks for.
-        logical_mesh: the view of all devices that the user gave in place of a cluster; None for the planner's choice.
-        report: told of long work.
-        below_s: seconds of a step that the caller has a plan for already. What cannot be faster may be given up.
+        solver: solves each distinct stage once, for all attempts at a plan.
+        logical_mesh: the view of all devices that the user gave in place of a cluster; None if the planner chooses.
+        below_s: seconds of a step under a known plan. The planner may give up attempts that cannot be faster.
     """
 
     traced: TracedStep
@@ -39,6 +52,116 @@ class PlanningContext:
     report: Progress
     below_s: float = math.inf
 
+    @property
+    def whole(self) -> LayeredStep:
+        """The step without layers."""
+        return LayeredStep(step=self.traced, fingerprint=self.traced.fingerprint)
+
     def asking(self, **options: Any) -> PlanningContext:
-        """The same step on the same cluster with some of the options replaced."""
+        """The same step on the same cluster with some options replaced."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
+
+    def asking_for_fewest(self) -> PlanningContext:
+        """The same with one micro-batch, if the options leave their number open."""
+        return self.asking(n_micro_batches=1) if self.options.choose_micro_batches else self
+
+
+def compiler_of(cluster: ClusterSpec, jax_version: JaxVersion | None = None) -> Compiler:
+    """The compiler for the devices of `cluster`. jax_version: of these devices; None for a described cluster."""
+    if is_gpu(cluster.device):
+        return XLA_GPU
+    has_barriers = jax_version is not None and jax_version >= _JAX_WITH_BARRIERS
+    return XLA_CPU_WITH_BARRIERS if has_barriers else XLA_CPU
+
+
+def compiler_options_of(cluster: ClusterSpec) -> tuple[tuple[str, bool], ...]:
+    """The options of XLA that plans for `cluster` count on: to hide collectives."""
+    return _HIDING if is_gpu(cluster.device) else ()
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_request(context: PlanningContext) -> None:
+    """Raise ShardingError for options that the step or the cluster cannot have; warn of missing rules or boundaries."""
+    _warn_of_missing_rules(context)
+    _warn_of_missing_boundaries(context)
+    _check_fixed_specs(context)
+    _check_submeshes(context)
+    _check_logical_mesh(context)
+
+
+def _warn_of_missing_rules(context: PlanningContext) -> None:
+    names = primitives_without_rule(context.traced.flat.eqns)
+    if names:
+        listed = ", ".join(f"`{name}`" for name in names)
+        warnings.warn(
+            f"No sharding rule for {listed}: every device computes all of {'it' if len(names) == 1 else 'them'}. The "
+            "numbers are right; the time and the memory may be more than they need be.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_missing_boundaries(context: PlanningContext) -> None:
+    if isinstance(context.options.layers, ManualLayerOption) and context.traced.n_boundaries == 0:
+        warnings.warn(
+            "The layers of this pipeline end at `mark_pipeline_boundary()`, and the step has no such call: it is one "
+            "stage. Mark boundaries in the model, or use `AutoLayerOption()`.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _check_fixed_specs(context: PlanningContext) -> None:
+    options, names = context.options.sharding_options, context.options.axis_names
+    unknown = {name for option in options for name in option.named_axes} - {*names}
+    if unknown and names:
+        raise ShardingError(
+            f"`fixed_specs` and `received_axes` name the axes {sorted(unknown)}; the meshes have {', '.join(names)}."
+        )
+
+    paths = (*context.traced.in_paths, *context.traced.out_paths)
+    for pattern in dict.fromkeys(pattern for option in options for pattern, _ in option.fixed_pairs):
+        if not any(matches(pattern, path) for path in paths):
+            listed = ", ".join(f"`{path}`" for path in paths[:_MOST_PATHS]) + (", ..." if paths[_MOST_PATHS:] else "")
+            raise ShardingError(
+                f"`fixed_specs` has the key `{pattern}`, which no argument and no result matches. There are {listed}; "
+                "`*` stands for any text."
+            )
+
+
+def _check_submeshes(context: PlanningContext) -> None:
+    """A submesh to search is a part of a host or whole hosts."""
+    stages, cluster = context.options.stages, context.cluster
+    space = stages.submesh_physical_shape_space if isinstance(stages, AutoStageOption) else ()
+    for h, n in () if isinstance(space, str) else space:
+        per_host = cluster.devices_per_host
+        if not 1 <= h <= cluster.num_hosts or not (1 <= n <= per_host if h == 1 else n == per_host):
+            raise ShardingError(
+                f"`submesh_physical_shape_space` has ({h}, {n}), and the cluster has {cluster.num_hosts} hosts of "
+                f"{per_host} devices. A submesh is a part of one host, (1, n), or whole hosts, (h, {per_host})."
+            )
+
+
+def _check_logical_mesh(context: PlanningContext) -> None:
+    """A given LogicalMesh leaves no other view of its devices. Stages are checked when they are placed."""
+    mesh, options = context.logical_mesh, context.options
+    if mesh is None:
+        return
+
+    if options.layers is not None:
+        if isinstance(options.stages, AutoStageOption):
+            raise ShardingError(
+                "A LogicalMesh is one view of its devices, and a search looks at all of them. Give a ClusterSpec or a "
+                "list of devices, or use `ShardParallel`."
+            )
+        return
+
+    shape, submesh = options.logical_shape, options.submesh
+    if shape is not None and tuple(shape) != tuple(mesh.shape):
+        raise ShardingError(
+            f"`logical_shape` is {tuple(shape)} and `devices` is a LogicalMesh of {mesh.shape}. Leave one out."
+        )
+    if submesh is not None and submesh[0] * submesh[1] != mesh.n_devices:
+        raise ShardingError(f"`submesh` is {submesh} and `devices` is a LogicalMesh of {mesh.shape}. Leave one out.")

@@ -1,8 +1,8 @@
 """Plans that follow another plan: a function that reads a training state is planned where the step keeps the state.
 
-follow      leaves of the function -> the meshes, rows and specs in which the step keeps them: those of the step's
-            leaves with the same path and type, or those of the arrays that a call has
-layers      each equation on the mesh of the parameters that it reads, or behind what it reads
+follow      leaves of the function -> their meshes, rows and specs in the step: by equal path and type, or from the
+            arrays of a call
+layers      each equation on the mesh of its parameters, or on the mesh of its operands
 shardings   solved with these specs fixed
 """
 
@@ -23,9 +23,9 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.layers.stacks import find_stacks
 from minialpa.inter.layers.unstack import with_row_blocks
-from minialpa.inter.search.submeshes import Candidate
-from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.ir.equations import dtype_name, is_literal, operand_vars, shape_of
+from minialpa.inter.search.user_stages import DecidedStage, as_planned
+from minialpa.inter.staging.placement import with_first_readers
+from minialpa.ir.equations import dtype_name, operand_vars, shape_of
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.plan import PlacedValue, Plan
 from minialpa.sharding import Spec
@@ -40,7 +40,7 @@ class _Homes:
     """Where the step keeps the leaves of the function.
 
     Attributes:
-        of_leaf: by the number of the argument leaf, where it is; only of leaves that are on the meshes of the step.
+        of_leaf: by the number of the argument leaf, its place; only of leaves on the meshes of the step.
     """
 
     of_leaf: Mapping[int, PlacedValue]
@@ -68,14 +68,13 @@ def plan_following(
 ) -> Plan:
     """A plan on the meshes of `source`, in which each leaf that both steps read is where `source` has it.
 
-    placements: by the number of the argument leaf, where its array is on these meshes; None for where `source` has the
-        leaves with the same path and type.
-    relax: what becomes of the options of `source` for the shardings; None if they stay.
+    placements: by the number of the argument leaf, the place of its array on these meshes; None for the place in which
+    `source` has the leaf with the same path and type.
+    relax: changes the options of `source` for the shardings; None keeps them.
     Raises ShardingError if there is no such leaf, or if the function cannot read one in the blocks of `source`.
     """
     homes = _find_homes(context.traced, source) if placements is None else _Homes(placements)
-    whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
-    cut = _cut_as(whole, homes)
+    cut = _cut_as(context.whole, homes)
     parts = [cut.step.argument(i) for i in range(len(cut.step.flat.invars))]
     names = {part: _name(context.traced.in_paths[part.leaf], part.rows) for part in parts}
 
@@ -89,7 +88,7 @@ def plan_following(
         no_remat: list[Remat] = ["none" for _ in source.stages]
         layered = layered_step(followed, tuple(no_remat))
     else:
-        layered = dataclasses.replace(whole, step=named)
+        layered = dataclasses.replace(context.whole, step=named)
 
     stages = list(_stages(context, source, homes, names, relax))
     plan = plan_stages(context, layered, stages)
@@ -104,8 +103,8 @@ def plan_following(
 def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
     """The leaves of the function that are leaves of the step of `source`.
 
-    A leaf of the step is the same if it has the same type and its path ends with the path of the leaf: `params['w']` is
-    `state.params['w']`. If there is none, the name of the argument is left out: `p['w']` is the same leaf, too.
+    Two leaves are the same if their types are equal and the step's path ends with the function's: `params['w']` is
+    `state.params['w']`. Without one, the name of the argument is left out: `p['w']` is the same leaf, too.
     """
     endings: dict[tuple[str, ...], list[PlacedValue]] = defaultdict(list)
     for value in source.inputs:
@@ -147,7 +146,7 @@ def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
 def _same_leaves(
     endings: Mapping[tuple[str, ...], list[PlacedValue]], keys: tuple[str, ...], var: Var, n_keys: int | None = None
 ) -> list[PlacedValue]:
-    """The leaves with the type of `var` whose paths end with `keys`; if paths of `n_keys` keys do, only these."""
+    """The leaves with the type of `var` whose paths end with `keys`; if some paths have `n_keys` keys, only these."""
     same = [one for one in endings.get(keys, ()) if one.shape == shape_of(var) and one.dtype == dtype_name(var)]
     return [one for one in same if len(_keys(one.path)) == (n_keys or len(keys))] or same
 
@@ -170,7 +169,7 @@ def _name(path: str, rows: tuple[int, int] | None) -> str:
 
 
 def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
-    """The function with its scans over layers in the blocks in which the step keeps the stacked leaves."""
+    """The function with its scans over layers in the step's blocks of the stacked leaves."""
     traced = whole.step
     stacks = find_stacks(traced)
     blocks: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in stacks.lengths]
@@ -188,9 +187,9 @@ def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
 
 
 def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int], ...]], homes: _Homes) -> None:
-    """Raise ShardingError if the function reads a leaf otherwise than in the blocks in which the step keeps it.
+    """Raise ShardingError if the function does not read a leaf in the blocks in which the step keeps it.
 
-    blocks_of: the blocks in which each stacked variable will be read.
+    blocks_of: the blocks of each stacked variable in the function.
     """
     read = {var for eqn in traced.flat.eqns for var in operand_vars(eqn)}
     for leaf, var in enumerate(traced.flat.invars):
@@ -204,24 +203,20 @@ def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int]
 
 
 def _decides(traced: TracedStep, leaf: int) -> bool:
-    """Whether equations run where a leaf is. Examples and integers, such as the token that the last stage has chosen
-    and the first one reads next, go to where they are read."""
+    """Whether equations run where a leaf is.
+
+    Examples and integers, such as the token from the last stage that the first one reads next, move to their readers.
+    """
     is_integer = dtype_name(traced.flat.invars[leaf]).startswith(("int", "uint"))
     return traced.batch_dims[leaf] is None and not is_integer
 
 
 def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> tuple[int, ...]:
-    """The stage of each forward group: that of the leaves it reads, and not before what it reads."""
-    stages = _stages_by_leaves(step, parts, homes)
-
-    # What no leaf decides, such as targets made of the batch, is computed where it is read first.
-    first_read: dict[Var, int] = {}
+    """The stage of each forward group: the stage of its leaves, and not before its operands."""
+    # Values that no leaf decides, such as targets made of the batch, are computed at their first reader.
+    stages = with_first_readers(step.flat.eqns, _stages_by_leaves(step, parts, homes))
     of_group = [0] * step.n_groups
-    for eqn, known, origin in zip(reversed(step.flat.eqns), reversed(stages), reversed(step.origins), strict=True):
-        read_at = [first_read[v] for v in eqn.outvars if not is_literal(v) and v in first_read]
-        stage = min(read_at, default=0) if known is None else known
-        for v in operand_vars(eqn):
-            first_read[v] = min(stage, first_read.get(v, stage))
+    for origin, stage in zip(reversed(step.origins), reversed(stages), strict=True):
         if origin.group is not None and origin.direction == "forward":
             of_group[origin.group] = stage
     return tuple(of_group)
@@ -236,7 +231,7 @@ def _stages_by_leaves(step: TracedStep, parts: Sequence[Part], homes: _Homes) ->
         operands = operand_vars(eqn)
         stage = max((stage_of[v] for v in operands if v in stage_of), default=-1)
         for v in operands:
-            # Of several copies, the first that does not hold the equation up.
+            # Of several copies, the first that does not delay the equation.
             held = home_of.get(v) or [stage]
             stage = max(stage, next((mesh for mesh in held if mesh >= stage), held[-1]))
         stages.append(stage if stage >= 0 else None)
@@ -253,7 +248,6 @@ def _stages(
     relax: Callable[[AutoShardingOption], AutoShardingOption] | None,
 ) -> Iterator[DecidedStage]:
     """The stages of `source`, with the specs of the leaves on each mesh fixed."""
-    cluster = context.cluster
     for mesh, stage in enumerate(source.stages):
         option = stage.option if relax is None else relax(stage.option)
         fixed = tuple(
@@ -261,10 +255,5 @@ def _stages(
             for part, name in names.items()
             if mesh in homes.of_part(part)
         )
-        device = cluster.device_of(stage.first_device // cluster.devices_per_host) if cluster.host_devices else None
-        yield DecidedStage(
-            layers=(mesh,) if source.layer_of_group else (),
-            candidate=Candidate(stage.submesh, stage.logical_shape, device),
-            option=dataclasses.replace(option, fixed_specs=fixed),
-            first_device=stage.first_device,
-        )
+        decided = as_planned(stage, context.cluster, (mesh,) if source.layer_of_group else ())
+        yield dataclasses.replace(decided, option=dataclasses.replace(option, fixed_specs=fixed))

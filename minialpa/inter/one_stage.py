@@ -1,56 +1,235 @@
-"""Plans without a pipeline: the whole step as one stage, on the submesh that the user wants or on the best one."""
+"""Plans without a pipeline: the whole step as one stage, on a submesh of the user's or on the best one.
+
+Rematerialisation only goes as far as the fastest shardings need to fit in memory. The first plan keeps all values; if
+its fastest shardings fit, it is the answer. If not, shardings that save memory cost collectives, and rematerialisation
+costs compute; the planner takes the faster of these plans:
+
+    layers    as in `AutoLayerOption`; scans over layers are cut into their rows, see `cut_scans`
+    uniform   all layers but the last keep the results of products (`dots`); if that is too much, no value (`full`)
+    mixes     the first k layers do so, and the others keep more; least k, by linear interpolation of memory
+    in need   if the fastest shardings never fit, `dots` and `full` with shardings that save memory, too
+
+Values of the first layers wait longest for their backward pass. The last layer's backward pass follows at once, so
+rematerialisation saves no memory there.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
-from minialpa.errors import InfeasibleError
-from minialpa.inter.best import best_of
-from minialpa.inter.build_plan import plan_stages
+from minialpa.errors import InfeasibleError, TraceError
+from minialpa.inter.build_plan import (
+    StageTooLargeError,
+    best_of,
+    build_plan,
+    place_stages,
+    plan_stages,
+    preference,
+    solve_meshes,
+)
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.layers.layered_step import LayeredStep
-from minialpa.inter.one_stage_remat import plan_in_one_stage
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, cut_scans, layered_step, whole_scans
+from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage, placed_stages
 from minialpa.intra.graph.constraints import shape_of_constraints
-from minialpa.options import AutoStageOption
+from minialpa.options import AutoLayerOption, AutoStageOption, Remat, remats_of
 from minialpa.plan import Plan
 
+#: A plan that fits is the answer if it takes at most this multiple of a faster plan that does not fit. By choice: the
+#: plans in between take longer to find than they save.
+_AS_FAST = 1.01
+#: Mixes of two rematerialisations that are planned. By choice: memory is nearly linear in their shares.
+_MOST_MIXES = 3
+#: Layers that rematerialisation is chosen for; scans are cut accordingly.
+_LAYERS = AutoLayerOption(remat="auto")
 
-def plan_on_submesh(context: PlanningContext, whole: LayeredStep) -> Plan:
-    """The step in one stage, on the submesh and logical shape of the options; else on all devices."""
+
+def plan_on_submesh(context: PlanningContext) -> Plan:
+    """The step in one stage, on the submesh and logical shape of the options; by default on all devices."""
     cluster, options, view = context.cluster, context.options, context.logical_mesh
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
     shape = options.logical_shape or (view.shape if view else _default_shape(context, submesh[0] * submesh[1]))
     candidate = Candidate(submesh, shape)
     placed_stages([((), candidate, options.sharding)], cluster)  # raises for a submesh that the cluster does not have
     stage = DecidedStage(layers=(), candidate=candidate, option=options.sharding, first_device=0)
-    return plan_in_one_stage(context, whole, stage)
+
+    choices = remats_of(options.remat)
+    if choices == ("none",) or context.traced.n_groups == 0:  # without gradients, no value waits for a backward pass
+        return plan_stages(context, context.whole, [stage])
+    if len(choices) == 1:
+        tries = _Tries(context, _cut(context), stage)
+        return plan_stages(context, tries.layered(choices[0], "none", tries.most), [tries.layered_stage()])
+    return _with_least_again(context, stage)
 
 
 def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
-    """That of the mesh that the sharding constraints of the step are for, if the options leave it open; else a row."""
+    """The mesh of the step's sharding constraints, if the options leave the shape open; by default a row."""
     option = context.options.sharding
     is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None
     asked = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.keep_constraints and is_open else None
     return asked or (n_devices,)
 
 
-def plan_on_best_submesh(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
-    """The step in one stage, on the submesh and logical shape where it is fastest.
-
-    Raises InfeasibleError where it fits on none.
-    """
+def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Plan:
+    """The step in one stage, on the fastest submesh and logical shape. Raises InfeasibleError if it does not fit."""
     cluster = context.cluster
 
     def attempt(candidate: Candidate) -> Plan:
         host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))
         first_device = host * cluster.devices_per_host
         stage = DecidedStage((), candidate, context.options.sharding, first_device)
-        return plan_stages(context, whole, [stage])
+        return plan_stages(context, context.whole, [stage])
 
     n_least = cluster.n_devices if context.options.use_all_devices else 1
     found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]
     if not found:
         raise InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
     return best_of(partial(attempt, candidate) for candidate in found)
+
+
+# ---- rematerialisation -----------------------------------------------------------------------------------------------
+
+
+def _with_least_again(context: PlanningContext, stage: DecidedStage) -> Plan:
+    """The plan that keeps all values, or a faster one with rematerialisation if memory is short."""
+    first = _tried(context, context.whole, stage)
+    if first.is_good:
+        return first.plan_or_raise()
+    if not context.solver.compiler.waits_at_barriers:
+        return first.plan_or_raise(
+            "Rematerialisation would save no memory: XLA for CPUs, before jax 0.11, computes values again long before "
+            "the backward pass needs them."
+        )
+    try:
+        cut = _cut(context)
+    except TraceError as error:
+        return first.plan_or_raise(f"Rematerialisation needs layers, and there are none: {error}")
+
+    tries = _Tries(context, cut, stage)
+    if not tries.most:
+        return first.plan_or_raise("Rematerialisation needs two layers, and there is one.")
+
+    found = list(tries.computing_again(first))
+    plans = [one.plan for one in (first, *found) if one.plan is not None]
+    if plans:
+        return min(plans, key=preference)
+    too_slow = next((one for one in found if one.failure is not None and one.failure.is_too_slow), None)
+    if too_slow is not None:
+        return too_slow.plan_or_raise()
+    least = min((one.free.n_bytes for one in found if one.free is not None), default=math.inf)
+    return first.plan_or_raise(
+        f"Rematerialisation of {tries.most} of {cut.n_layers} layers is not enough: with it, the fastest shardings "
+        f"need {least:,.0f} bytes."
+    )
+
+
+def _cut(context: PlanningContext) -> CutStep:
+    """The step with its layers. Raises TraceError if it has too few operations."""
+    return cut_scans(context.whole, _LAYERS) or whole_scans(context.whole, _LAYERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Try:
+    """The outcome of one rematerialisation: a plan, or the failure if no sharding fits.
+
+    free: its fastest shardings in unlimited memory; None if the options forbid all, or if the caller has a faster plan.
+    """
+
+    plan: Plan | None
+    free: FreeSolution | None
+    failure: StageTooLargeError | None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether rematerialisation cannot make it better: it is as fast as in unlimited memory, or impossible."""
+        if self.plan is None or self.free is None:
+            return self.free is None
+        return self.free.fits or self.plan.cost.total_s <= _AS_FAST * self.free.seconds
+
+    def plan_or_raise(self, note: str = "") -> Plan:
+        """The plan. Without one, raises the failure, with a `note` on other attempts."""
+        if self.plan is not None:
+            return self.plan
+        assert self.failure is not None
+        raise InfeasibleError(f"{self.failure}\n{note}") if note else self.failure
+
+
+def _tried(context: PlanningContext, layered: LayeredStep, stage: DecidedStage, *, saves_memory: bool = True) -> _Try:
+    placed = place_stages(context.options, layered, [stage])
+    try:
+        solved = solve_meshes(context, placed, saves_memory=saves_memory)
+    except StageTooLargeError as failure:
+        return _Try(plan=None, free=failure.free, failure=failure)
+    return _Try(plan=build_plan(context, placed, solved), free=solved[0].free, failure=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """Rematerialisations of the layers of one step, on one stage."""
+
+    context: PlanningContext
+    cut: CutStep
+    stage: DecidedStage
+
+    @property
+    def most(self) -> int:
+        """The layers that may recompute values: all but the last."""
+        return self.cut.n_layers - 1
+
+    def layered(self, again: Remat, kept: Remat, n: int) -> LayeredStep:
+        """The step with `again` in its first n layers, and `kept` in the others of `most`."""
+        return layered_step(self.cut, (again,) * n + (kept,) * (self.most - n) + ("none",))
+
+    def layered_stage(self) -> DecidedStage:
+        return dataclasses.replace(self.stage, layers=tuple(range(self.cut.n_layers)))
+
+    def computing_again(self, first: _Try) -> Iterator[_Try]:
+        """Tries that may beat `first`, which keeps all values."""
+        kept: Remat = "none"
+        choices: tuple[Remat, ...] = ("dots", "full")
+        last = first
+        for again in choices:
+            found = self._tried(again, kept, self.most)
+            if found.plan is not None:
+                yield found
+                yield from self._mixes(kept, again, (last, found))
+                return
+            if found.free is None:
+                return
+            kept, last = again, found
+            yield found
+
+        # The fastest shardings never fit.
+        for again in choices:
+            yield self._tried(again, kept, self.most, saves_memory=True)
+
+    def _mixes(self, kept: Remat, again: Remat, ends: tuple[_Try, _Try]) -> Iterator[_Try]:
+        """Tries with `again` in the first layers and `kept` in the others. ends: all layers alike."""
+        too_few, enough = 0, self.most
+        free = [one.free for one in ends]
+        for _ in range(_MOST_MIXES):
+            assert free[0] is not None and free[1] is not None, ends
+            if enough - too_few < 2 or free[1].seconds <= _AS_FAST * free[0].seconds:
+                return
+            missing = (free[0].n_bytes - free[0].limit_bytes) / (free[0].n_bytes - free[1].n_bytes)
+            n = min(enough - 1, max(too_few + 1, too_few + math.ceil(missing * (enough - too_few))))
+
+            found = self._tried(again, kept, n)
+            if found.free is None:
+                return
+            yield found
+            if found.plan is not None:
+                enough, free[1] = n, found.free
+            else:
+                too_few, free[0] = n, found.free
+
+    def _tried(self, again: Remat, kept: Remat, n: int, *, saves_memory: bool = False) -> _Try:
+        # The fastest shardings lead to mixes, which may be fast enough even if they are not.
+        below_s = self.context.below_s if saves_memory else math.inf
+        context = dataclasses.replace(self.context, below_s=below_s)
+        return _tried(context, self.layered(again, kept, n), self.layered_stage(), saves_memory=saves_memory)

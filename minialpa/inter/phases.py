@@ -1,7 +1,7 @@
-"""The phases of a planned step: what each of them makes of the step, from its trace to its instructions.
+"""The phases of a planned step, from its trace to its instructions, as text.
 
-In: a traced step and its plan. Out: the text of each phase, by name, after the verifier of the phase has run. A plan
-holds decisions and no equations, so the phases are what its decisions make of the step, and what runs.
+In: a traced step and its plan. Out: the text of each phase, by name; the verifier of each phase runs first. A plan
+holds decisions and no equations, so each phase is the step as these decisions rewrite it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
-from minialpa.inter.staging.split_values import combined_values, step_inputs
 from minialpa.inter.staging.staged_step import RealisedStep, mesh_problems, realise
 from minialpa.inter.staging.verify_fit import verify_staged
 from minialpa.intra.graph.problem import MeshEquations
@@ -28,8 +27,6 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A traced step, its plan, and the phases between them."""
-
     traced: TracedStep
     plan: Plan
     realised: RealisedStep
@@ -37,14 +34,7 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase.
-
-    Attributes:
-        name: what `--dump` calls it.
-        adds: what the phase adds to the one before it.
-        lines: its text.
-        verify: raises VerifyError if what it makes is no program.
-    """
+    """One phase: its name in `--dump`, the facts that it adds, its text, and its verifier, which raises VerifyError."""
 
     name: str
     adds: str
@@ -79,7 +69,6 @@ def _rematerialised(planned: _Planned) -> Iterator[str]:
 
 def _layer_of(plan: Plan) -> Fact:
     def layer(_: int, op: Op) -> str:
-        """The layer of an operation, by its forward group."""
         groups, group = plan.layer_of_group, op.origin.group
         return f"layer {groups[group]}" if groups and group is not None else ""
 
@@ -141,7 +130,7 @@ def _segment_name(segment: int, split: SplitStep) -> str:
 
 
 def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str]:
-    """What the values of micro-batches of a loop are combined to."""
+    """The combinations over micro-batches of the values of a loop."""
     made = {value for op in split.in_segment(segment) for value in op.eqn.outvars}
     for one in split.accumulators:
         if one.loop in made:
@@ -153,8 +142,8 @@ def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str
 
 
 def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
-    """The operations of a split step, which have the same numbers in this phase and those after it."""
-    block = Block(invars=step_inputs(split), ops=split.ops, outvars=split.outvars)
+    """The operations of a split step, with the same numbers in this phase and later ones."""
+    block = Block(invars=split.inputs, ops=split.ops, outvars=split.outvars)
     names = _input_names(split.traced)
     names |= {rows: f"{names[whole]}[rows]" for whole, rows in split.micro_inputs}
     if split.micro_index is not None:
@@ -180,7 +169,6 @@ def _tasks(planned: _Planned) -> Iterator[str]:
 
 
 def _numbers(eqns: Sequence[JaxprEqn], block: Block) -> list[int]:
-    """The numbers of equations of a block."""
     number = {eqn: i for i, eqn in enumerate(block.eqns)}
     return [number[eqn] for eqn in eqns]
 
@@ -205,7 +193,6 @@ def _spec(spec: Spec) -> str:
 
 
 def _specs(problem: MeshEquations, chosen: Sequence[EquationSpecs], block: Block) -> Fact:
-    """The specs of the results of an operation and of its operands."""
     of_number = dict(zip(_numbers(problem.eqns, block), chosen, strict=True))
 
     def specs(number: int, _: Op) -> str:
@@ -232,7 +219,7 @@ def _instructions(planned: _Planned) -> Iterator[str]:
 
 
 def _rows(rows: Sequence[int] | None) -> str:
-    """Which rows of a leaf a buffer holds, where a scan is cut between stages."""
+    """The rows of a leaf in a buffer, if a scan is cut between stages."""
     return "" if rows is None else f", rows {rows[0]} to {rows[1]}"
 
 
@@ -258,11 +245,11 @@ def _buffers(numbers: Sequence[int]) -> str:
 
 
 def _verify_split(planned: _Planned) -> None:
-    """What is combined over micro-batches is there once the last of its parts is made."""
+    """A combined value is there once the last of its parts is made."""
     split = planned.realised.staged.split
     block, _ = _split_text(split)
-    later = {total: block.made_by[value] + 1 for value, total in combined_values(split) if value in block.made_by}
-    early = {total for value, total in combined_values(split) if value not in block.made_by}
+    later = {total: block.made_by[value] + 1 for value, total in split.combined if value in block.made_by}
+    early = {total for value, total in split.combined if value not in block.made_by}
     rows = {rows for _, rows in split.micro_inputs}
     index = set() if split.micro_index is None else {split.micro_index}
     verify_block(block, early | rows | index, later=later)

@@ -1,44 +1,38 @@
 """The planner: the order in which a step is planned. Pure; no devices.
 
-checks           what the step and its options leave no room for                         checks.py
+checks           options that the step and the cluster cannot have                       context.py
 layers           layer of each forward equation; scans over layers cut, or whole         layers/
-stages           none, those that the user gives, or the best of a search, if one pays   one_stage.py one_stage_remat.py
-                                                                                         given_plan.py
-                                                                                         worth.py searched_plan.py
-                                                                                         search/
-plan_stages      tasks of every mesh -> shardings -> plan, for each choice that is tried build_plan.py
-refinements      one change at a time, kept where the plan gets faster                   refine.py
+stages           one, the user's, or the best of a search, if one pays                   one_stage.py here worth.py
+                                                                                         searched_plan.py search/
+plan_stages      tasks of every mesh -> shardings -> plan, for each choice of stages     build_plan.py
+refinements      one change at a time, kept if the plan gets faster                      refine.py
 variants         the same stages with rows kept, or with weights cast once per step      here
-by name          after a search: what methods by name make of the step, if that is better by_name.py
+by name          after a search: the methods by name, if one of them is better           by_name.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.inter.best import best_of
+from minialpa.errors import ShardingError
+from minialpa.inter.build_plan import best_of, plan_stages
 from minialpa.inter.by_name import best_with_methods_by_name
-from minialpa.inter.checks import (
-    check_fixed_specs,
-    check_logical_mesh,
-    check_submeshes,
-    warn_of_missing_boundaries,
-    warn_of_missing_rules,
-)
-from minialpa.inter.compilers import compiler_of
-from minialpa.inter.context import PlanningContext, Progress
-from minialpa.inter.given_plan import plan_on_given_stages
-from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.context import PlanningContext, Progress, check_request, compiler_of
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, cut_scans, layered_step, whole_scans
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
+from minialpa.inter.refine import or_longer_scans
 from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.search.user_stages import DecidedStage, given_stages
 from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.staging.staged_step import realise
 from minialpa.inter.worth import plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.options import AutoStageOption, PlanOptions
+from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, Remat, remats
 from minialpa.plan import Plan
 from minialpa.tracing.trace import TracedStep
 
@@ -52,11 +46,12 @@ def plan_step(
     logical_mesh: LogicalMesh | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plan `traced` on `cluster`. `logical_mesh` overrides the view of the cluster when there is no pipeline.
+    """Plan `traced` on `cluster`. `logical_mesh` overrides the view of the cluster if there is no pipeline.
 
-    `compiler` is None for the one that `compiler_of` assumes for such a cluster, whichever jax is installed here.
-    `progress(what, done, total)` is told about long work. Raises InfeasibleError when nothing fits in memory,
-    ShardingError when a method asks for devices that the cluster does not have.
+    compiler: by default `compiler_of(cluster)`, with any installed jax. progress: `progress(what, done, total)` reports
+    long work.
+    Raises InfeasibleError if no plan fits in memory, ShardingError if a method asks for devices that the cluster does
+    not have.
     """
     context = PlanningContext(
         traced=traced,
@@ -66,12 +61,7 @@ def plan_step(
         logical_mesh=logical_mesh,
         report=progress or (lambda what, done, total: None),
     )
-    # Before anything long begins.
-    warn_of_missing_rules(context)
-    warn_of_missing_boundaries(context)
-    check_fixed_specs(context)
-    check_submeshes(context)
-    check_logical_mesh(context)
+    check_request(context)
 
     best_variant = partial(_best_variant, context)
     if not isinstance(options.stages, AutoStageOption):
@@ -86,48 +76,78 @@ def plan_step(
     return best_with_methods_by_name(searched, auto, _planned, best_variant)
 
 
-def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
-    """`plan`, or the same stages with rows kept, or weights cast once, where that is open, is faster and fits."""
+def _planned(context: PlanningContext) -> Plan:
+    """The best plan of all that the options leave open, except variants of the same stages."""
     options = context.options
-    if options.keep_rows is None and plan.n_loops > 1:
-        plan = _or_kept_rows(context, plan)
+    if options.layers is None:
+        return plan_on_submesh(context)
+    if not isinstance(options.stages, AutoStageOption):
+        return _plan_on_given_stages(context, options.layers)
+    if context.traced.n_groups == 0:  # without layers, such as a step that computes no gradients
+        return plan_on_best_submesh(context, options.stages)
+    # Imported here: most small steps do not search.
+    from minialpa.inter.searched_plan import plan_on_searched_stages
+
+    return plan_on_searched_stages(context, options.layers, options.stages)
+
+
+# ---- stages that the user gives --------------------------------------------------------------------------------------
+
+
+def _plan_on_given_stages(context: PlanningContext, layers: LayerOption) -> Plan:
+    """The best plan with the stages of the options: only shardings and rematerialisation are open."""
+    cut = _cut_step(context, layers)
+    stages = given_stages(context.cluster, context.options, cut.n_layers)
+    _check_stages_on(context.logical_mesh, stages)
+
+    def attempt(remat: tuple[Remat, ...]) -> Plan:
+        return plan_stages(context, layered_step(cut, remat), stages)
+
+    best = best_of(partial(attempt, remat) for remat in remats(layers, cut.n_layers))
+    if context.logical_mesh is None and layers == AutoLayerOption():
+        return or_longer_scans(context, best, cut)
+    return best
+
+
+def _cut_step(context: PlanningContext, layers: LayerOption) -> CutStep:
+    """The step with its scans over layers cut; with whole scans if it has none to cut, or is one stage.
+
+    A plan's layers are the layers of its cut scans, also in one stage.
+    """
+    whole: LayeredStep = context.whole
+    cut = cut_scans(whole, layers)
+    if cut is None:
+        return whole_scans(whole, layers)
+    one_stage = len(given_stages(context.cluster, context.options, cut.n_layers)) == 1
+    return whole_scans(whole, layers) if one_stage and not isinstance(layers, FixedLayerOption) else cut
+
+
+def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedStage]) -> None:
+    """Raise ShardingError if each stage would have a part of the devices of a LogicalMesh."""
+    if logical_mesh is not None and any(s.candidate.n_devices != logical_mesh.n_devices for s in stages):
+        raise ShardingError(
+            f"`devices` is a LogicalMesh of {logical_mesh.shape}, one view of all of its devices, and there are "
+            f"{len(stages)} stages on parts of them. Give a ClusterSpec or a list of devices."
+        )
+
+
+# ---- variants of the same stages -------------------------------------------------------------------------------------
+
+
+def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
+    """`plan`, or the same stages with rows kept, or with weights cast once, if that is open, fits and is faster."""
+    options = context.options
+    keeps_rows_open = options.keep_rows is None and plan.n_loops > 1
+    if keeps_rows_open and realise(context.traced, plan).staged.split.computes_rows_again:
+        plan = _or_planned_with(context, plan, keep_rows=True)
     if options.cast_once is None and plan.n_micro_batches > 1:
-        plan = _or_cast_once(context, plan)
+        split = realise(context.traced, plan).staged.split
+        if with_weights_cast_once(split) is not split:
+            plan = _or_planned_with(context, plan, cast_once=True)
     return plan
 
 
-def _planned(context: PlanningContext) -> Plan:
-    """The best plan of what the options leave open, but for variants of the same stages."""
-    options = context.options
-    whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
-    if options.layers is None:
-        return plan_on_submesh(context, whole)
-    if not isinstance(options.stages, AutoStageOption):
-        return plan_on_given_stages(context, whole, options.layers)
-    if context.traced.n_groups == 0:  # without layers, such as a step that computes no gradients
-        return plan_on_best_submesh(context, whole, options.stages)
-    # Imported when something is searched: most small steps do without it.
-    from minialpa.inter.searched_plan import plan_on_searched_stages
-
-    return plan_on_searched_stages(context, whole, options.layers, options.stages)
-
-
-def _or_kept_rows(context: PlanningContext, best: Plan) -> Plan:
-    """`best`, or the same stages with what later loops read kept by the earlier ones, where that is faster and fits."""
-    if not realise(context.traced, best).staged.split.computes_rows_again:
-        return best
-    return _or_planned_as(context, best, dataclasses.replace(options_of(best), keep_rows=True))
-
-
-def _or_cast_once(context: PlanningContext, best: Plan) -> Plan:
-    """`best`, or the same stages with weights cast once per step, where that is faster and fits."""
-    split = realise(context.traced, best).staged.split
-    if with_weights_cast_once(split) is split:
-        return best
-    return _or_planned_as(context, best, dataclasses.replace(options_of(best), cast_once=True))
-
-
-def _or_planned_as(context: PlanningContext, best: Plan, options: PlanOptions) -> Plan:
-    """`best`, or what these options make of its stages."""
-    other = dataclasses.replace(context, options=options)
+def _or_planned_with(context: PlanningContext, best: Plan, **options: Any) -> Plan:
+    """`best`, or its stages with some options replaced, if that is faster and fits."""
+    other = dataclasses.replace(context, options=options_of(best)).asking(**options)
     return best_of([lambda: best, lambda: dataclasses.replace(_planned(other), certificate=best.certificate)])

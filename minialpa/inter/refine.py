@@ -1,4 +1,4 @@
-"""Passes from a plan to a better one: each tries one change of what a search decides, and keeps what is faster."""
+"""Passes from a plan to a better one: each tries one change of the decisions, and keeps it if the plan is faster."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ import itertools
 from functools import partial
 
 from minialpa.errors import InfeasibleError
-from minialpa.inter.best import best_of
-from minialpa.inter.build_plan import plan_stages
+from minialpa.inter.build_plan import best_of, plan_stages
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.layers.cut_scans import with_longer_scans
 from minialpa.inter.layers.forward import balanced_runs, layer_flops
-from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
+from minialpa.inter.layers.layered_step import CutStep, layered_step, with_longer_scans
 from minialpa.inter.schedule.chunks import plan_chunks
-from minialpa.inter.search.submeshes import Candidate
-from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.inter.worth import on_one_device
-from minialpa.options import AutoStageOption
+from minialpa.inter.search.user_stages import as_planned
 from minialpa.plan import Plan
 
-#: Fraction of the step time that a bubble takes at least before interleaved stages are tried. Chosen by hand: each try
-#: solves all stages again.
+#: Fraction of the step time from which a bubble is worth the try of interleaved stages. Chosen by hand: each try solves
+#: all stages anew.
 _LARGE_BUBBLE = 0.02
-#: Step time of a plan with long scans, as a multiple of that of a plan with each layer by itself, up to which the long
-#: scans are taken: their programs are smaller and compile sooner.
+#: Long scans are taken up to this multiple of the step time with each layer by itself: their programs are smaller and
+#: compile sooner.
 _AS_FAST = 1.01
 
 
 def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
-    """`best`, or one scan for all rows of a chunk where that is as fast: its programs do not grow with the layers."""
+    """`best`, or one scan for all rows of a chunk if that is as fast: its programs do not grow with the layers."""
     if not best.row_blocks or set(best.remat) != {"none"}:
         return best
 
@@ -40,12 +35,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
 
     # Each chunk is one layer of the new step.
     of_stage = [tuple(c for c, k in enumerate(chunks.stage_of) if k == stage) for stage in range(chunks.n_stages)]
-    cluster = context.cluster
-    stages = []
-    for layers, s in zip(of_stage, best.stages, strict=True):
-        device = cluster.device_of(s.first_device // cluster.devices_per_host) if cluster.host_devices else None
-        stages.append(DecidedStage(layers, Candidate(s.submesh, s.logical_shape, device), s.option, s.first_device))
-
+    stages = [as_planned(s, context.cluster, layers) for layers, s in zip(of_stage, best.stages, strict=True)]
     asked = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
     try:
@@ -58,7 +48,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
 
 
 def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
-    """`best`, or its submeshes with several runs of layers each, where a shorter bubble is worth the transfers."""
+    """`best`, or its submeshes with several runs of layers each, if a shorter bubble is worth the transfers."""
     n_stages, n_layers = len(best.stages), len(best.remat)
     shapes = {(stage.submesh, stage.logical_shape) for stage in best.stages}
     alike = len(shapes) == 1 and not context.cluster.host_devices
@@ -72,23 +62,8 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
 
     def attempt(n_chunks: int) -> Plan:
         runs = balanced_runs(flops, n_stages * n_chunks)
-        stages = [
-            DecidedStage(
-                layers=sum(runs[k::n_stages], ()),
-                candidate=Candidate(s.submesh, s.logical_shape),
-                option=context.options.sharding,
-                first_device=s.first_device,
-            )
-            for k, s in enumerate(best.stages)
-        ]
+        stages = [as_planned(stage, context.cluster, sum(runs[k::n_stages], ())) for k, stage in enumerate(best.stages)]
         return plan_stages(asked, layered, stages)
 
     possible = [n_chunks for n_chunks in (2, 4) if n_stages * n_chunks <= n_layers]
     return best_of([lambda: best, *(partial(attempt, n_chunks) for n_chunks in possible)])
-
-
-def or_one_device(context: PlanningContext, best: Plan, whole: LayeredStep, auto: AutoStageOption) -> Plan:
-    """`best`, or one device where that is as fast: the sums of pieces can promise more than small steps keep."""
-    options = context.options
-    asked = context.asking(n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
-    return best_of([lambda: best, partial(on_one_device, asked, whole, auto)])

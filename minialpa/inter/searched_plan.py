@@ -1,7 +1,7 @@
 """Plans whose stages are searched: layers, submeshes, micro-batches and rematerialisation are chosen together.
 
-The search works with sums of pieces (`search/joint_search.py`). Stages that it finds are solved as wholes here, and the
-search is told what these cost, until it promises nothing better.
+The search adds up costs of pieces (`search/joint_search.py`). This module solves the stages that it finds as wholes,
+and the search learns their costs, until it promises no better pipeline.
 """
 
 from __future__ import annotations
@@ -12,46 +12,42 @@ from dataclasses import dataclass
 from functools import partial
 
 from minialpa.errors import InfeasibleError, TraceError
-from minialpa.inter.best import best_of, preference
-from minialpa.inter.build_plan import StageTooLargeError, plan_stages
+from minialpa.inter.build_plan import StageTooLargeError, best_of, plan_stages, preference
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.layers.cut_scans import cut_scans, whole_scans
-from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
+from minialpa.inter.layers.layered_step import CutStep, cut_scans, layered_step, whole_scans
 from minialpa.inter.one_stage import plan_on_best_submesh
-from minialpa.inter.refine import or_interleaved, or_longer_scans, or_one_device
-from minialpa.inter.search.cost_cache import load_costs, save_costs
+from minialpa.inter.refine import or_interleaved, or_longer_scans
 from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
 from minialpa.inter.search.piece_solver import PieceSearch
-from minialpa.inter.search.space import Space
 from minialpa.inter.search.stage_bounds import StageBounds
-from minialpa.inter.search.submeshes import candidates
+from minialpa.inter.search.stage_cost import load_costs, save_costs
+from minialpa.inter.search.submeshes import Space, candidates
 from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.inter.worth import on_one_device
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Certificate, Plan
 
 #: Plans that are made before a search ends although the sums of pieces promise better ones.
 _MAX_PLANS = 8
-#: Rounds of a search, in some of which stages do not fit.
+#: Rounds of a search, including rounds in which stages do not fit.
 _MAX_ROUNDS = 30
-#: Equations of a step up to which a plan is made of everything that the sums of pieces promise to be faster. For larger
-#: steps, a promise has to be better by what the first plan exceeded its own.
+#: In steps with at most so many equations, every pipeline that promises to be faster becomes a plan. In larger steps, a
+#: promise has to be better by the excess of the first plan over its promise.
 _FEW_EQUATIONS = 10_000
-#: Equations of a step up to which it is planned for one device, too.
+#: Steps with at most so many equations are planned for one device, too.
 _VERY_FEW_EQUATIONS = 4000
 
 
-def plan_on_searched_stages(
-    context: PlanningContext, whole: LayeredStep, layers: LayerOption, auto: AutoStageOption
-) -> Plan:
-    """The best plan of a joint search, with scans over layers whole, and, where that may help, with stages in them."""
-    cut = cut_scans(whole, layers) if context.cluster.n_devices > 1 else None
+def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> Plan:
+    """The best plan of a joint search, with scans over layers whole and, if that may help, with stages in them."""
+    cut = cut_scans(context.whole, layers) if context.cluster.n_devices > 1 else None
 
     def attempt(scans_are_cut: bool) -> Plan:
-        step = cut if cut is not None and scans_are_cut else whole_scans(whole, layers)
+        step = cut if cut is not None and scans_are_cut else whole_scans(context.whole, layers)
         found = _search(context, step, layers, auto)
         return or_longer_scans(context, found, step)
 
-    # A step whose layers are all in scans may have too little outside them to be layers, or batches.
+    # A step whose layers are all in scans may have too few operations outside them for layers, or batches.
     attempts = [partial(attempt, scans_are_cut) for scans_are_cut in ((False, True) if cut else (False,))]
     return best_of(attempts, (InfeasibleError, TraceError))
 
@@ -83,29 +79,26 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
     save_costs(auto.cached_costs, known)
     if not solved.plans:
         assert solved.failure is not None
-        raise _explained(context, solved.failure, cut.whole, auto)
+        raise _explained(context, solved.failure, auto)
 
     best, found = min(solved.plans, key=lambda pair: preference(pair[0]))
     alike = [partial(_planned, context, cut, other) for other in search.alike(found)]
     best = best_of([lambda: best, *alike])
     bound_s = min(solved.certificate.bound_s, best.cost.total_s)
 
-    # What the search does not know: interleaved stages, and what small steps lose on several devices.
+    # The search does not know interleaved stages, nor the overheads of small steps on several devices.
     if options.choose_schedule:
         best = or_interleaved(context, best, cut)
     if len(cut.step.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
-        best = or_one_device(context, best, cut.whole, auto)
+        on_several = best
+        best = best_of([lambda: on_several, partial(on_one_device, context.asking_for_fewest(), auto)])
     return dataclasses.replace(best, certificate=dataclasses.replace(solved.certificate, bound_s=bound_s))
 
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """What came of a search.
-
-    Attributes:
-        plans: the plans, each with the pipeline that it is of.
-        certificate: what is known of all other pipelines.
-        failure: why a pipeline did not fit, if one did not.
+    """The plans of a search with their pipelines, bounds on all other pipelines, and why a pipeline did not fit, if one
+    did not.
     """
 
     plans: tuple[tuple[Plan, FoundPipeline], ...]
@@ -114,11 +107,11 @@ class _Solved:
 
 
 def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch) -> _Solved:
-    """Solve the stages of the best pipeline, tell the search what they cost, and so on while it promises more."""
+    """Solve the stages of the best pipeline, tell the search their costs, and repeat while it promises more."""
     plans: list[tuple[Plan, FoundPipeline]] = []
     failure: InfeasibleError | None = None
     certificate: Certificate | None = None
-    excess = 1.0  # by which whole stages cost more than the sums of their pieces
+    excess = 1.0  # of the cost of whole stages over the sums of their pieces
 
     for _ in range(_MAX_ROUNDS):
         try:
@@ -132,7 +125,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
         best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
-        # What was learnt of it does not change the choice.
+        # Its true cost does not change the choice.
         if any((other.stages, other.n_micro_batches) == (found.stages, found.n_micro_batches) for _, other in plans):
             break
 
@@ -151,7 +144,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
 
 
 def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Plan:
-    """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
+    """The plan of a found pipeline. Raises StageTooLargeError if a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     option = context.options.sharding
     layered = layered_step(cut, remat)
@@ -161,13 +154,11 @@ def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Pl
     return plan_stages(context.asking(n_micro_batches=found.n_micro_batches), layered, stages)
 
 
-def _explained(
-    context: PlanningContext, failure: InfeasibleError, whole: LayeredStep, auto: AutoStageOption
-) -> InfeasibleError:
-    """Why a search found nothing: what forbids the whole step on all devices, where options may be the reason."""
+def _explained(context: PlanningContext, failure: InfeasibleError, auto: AutoStageOption) -> InfeasibleError:
+    """Why a search found no plan: if options may be the reason, the error of the whole step on all devices."""
     options = context.options
 
-    # Options that may forbid shardings: if none is set, there is too little memory.
+    # Options that may forbid shardings: without any, there is too little memory.
     kept = set(options.sharding.set_names) - {"memory_limit_bytes", "solver_time_limit_s"}
     if auto.sharding(AutoShardingOption()) != AutoShardingOption():
         kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
@@ -176,9 +167,8 @@ def _explained(
     if not kept or isinstance(failure, StageTooLargeError):
         return failure
 
-    n = 1 if options.choose_micro_batches else options.n_micro_batches
     try:
-        plan_on_best_submesh(context.asking(n_micro_batches=n), whole, auto)
+        plan_on_best_submesh(context.asking_for_fewest(), auto)
     except InfeasibleError as error:
         listed = ", ".join(f"`{name}`" for name in sorted(kept))
         return InfeasibleError(f"No pipeline keeps to {listed}, and neither does the step in one stage. {error}")

@@ -1,18 +1,18 @@
-"""Whether it is worth searching the stages of a step, and the plan of a step for which it is not.
+"""Whether a search of the stages of a step pays, and the plan of a step for which it does not.
 
-A search takes seconds, and at best it saves all the time of a step. If that is less than the search takes, over
-`AutoStageOption.planned_steps` steps, nothing is searched:
+A search takes seconds, and at best it saves all the time of a step. If it takes longer than that, over
+`AutoStageOption.planned_steps` steps, the planner does not search:
 
     search_s = SEARCH_S_PER_EQUATION * n_equations
     step_s * planned_steps <= search_s                                   -> is_worth_searching
 
-where step_s is what the step takes on one device by the cost model. What is a little longer is planned without a search
-first. No plan beats devices that share the work perfectly, so that is the answer if it comes near to that:
+where step_s is the time of the step on one device by the cost model. A slightly longer step is planned without a search
+first. No plan beats devices that share the work perfectly, so a plan near that is the answer:
 
     step_s * planned_steps <= _LITTLE_LONGER * search_s and
     (plan_s - step_s / n_devices) * planned_steps <= search_s            -> plan_if_not_searched
 
-Nothing here reads a clock, so that a busy machine plans as a quiet one does.
+All seconds here are counted, not measured, so plans do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ from functools import partial
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, TraceError
-from minialpa.inter.best import best_of
-from minialpa.inter.build_plan import build_plan, place_stages, solve_meshes
+from minialpa.inter.build_plan import best_of, build_plan, place_stages, solve_meshes
 from minialpa.inter.by_name import shardings_by_name
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
@@ -45,20 +42,17 @@ from minialpa.rules.known_rules import factors_of
 #: Seconds that a search takes for each equation of a step, about: 0.01 on models of 200 to 1,600 equations, and more
 #: than twice that on one of 7,500.
 SEARCH_S_PER_EQUATION = 0.02
-#: Steps that are longer by this factor are searched at once: what planning them twice takes would seldom be saved.
+#: Steps that are longer by this factor are searched at once: a plan without a search would seldom be the answer.
 _LITTLE_LONGER = 10
 
 
 def is_worth_searching(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
-    """Whether a search may save more than it takes, or the user has asked for what only a search gives."""
+    """Whether a search may save more than it takes, or the user asks for decisions that only a search makes."""
     return _needs_search(context, layers, auto) or one_device_s(context) * auto.planned_steps > _search_s(context)
 
 
 def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Plan | None:
-    """The plan without a search, if a search does not pay and the step fits in memory so; else None.
-
-    Also None for a step without layers, such as one that computes no gradients.
-    """
+    """The plan without a search; None if a search pays, if that plan does not fit, or if the step has no layers."""
     layers = context.options.layers
     assert layers is not None
     if context.traced.n_groups == 0:
@@ -66,9 +60,8 @@ def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Pla
     step_s, search_s = one_device_s(context), _search_s(context)
     if _needs_search(context, layers, auto) or step_s * auto.planned_steps > _LITTLE_LONGER * search_s:
         return None
-    whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
     try:
-        plan = plan_without_search(context, whole, auto)
+        plan = plan_without_search(context, auto)
     except (InfeasibleError, TraceError):
         return None
     saved_s = plan.cost.total_s - step_s / context.cluster.n_devices
@@ -77,56 +70,50 @@ def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Pla
 
 
 def _needs_search(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
-    """Whether the user has asked for what only a search gives."""
     asks_for_more = auto.cached_costs is not None or "none" not in [remat[0] for remat in remats(layers, 1)]
     return asks_for_more or not _whole_clusters(context, auto)
 
 
 def _search_s(context: PlanningContext) -> float:
-    """Seconds that a search of the step takes, about."""
     return SEARCH_S_PER_EQUATION * n_equations(context.traced.flat.eqns)
 
 
 def one_device_s(context: PlanningContext) -> float:
-    """Seconds of the step on the first device of the cluster, however much memory that takes."""
+    """Seconds of the step on the first device of the cluster, in unlimited memory."""
     mesh = context.cluster.logical_mesh((1, 1), (1,), context.cluster.device_of(0))
     return sum(sum(work_of(eqn, factors_of(eqn), mesh)) for eqn in context.traced.flat.eqns)
 
 
 def n_equations(eqns: Sequence[JaxprEqn]) -> int:
-    """The number of equations; those of bodies count twice, as scans are searched whole, and cut between layers."""
+    """The number of equations; bodies count twice, as scans are searched whole, and cut between layers."""
     bodies = itertools.chain.from_iterable(map(sub_jaxprs, eqns))
     return len(eqns) + 2 * sum(n_equations(body.eqns) for body in bodies)
 
 
-def plan_without_search(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
-    """The step in one stage on all devices, or on one device where that is as fast and devices may be idle.
+def plan_without_search(context: PlanningContext, auto: AutoStageOption) -> Plan:
+    """The step in one stage on all devices, or on one device if that is as fast and devices may be idle.
 
-    The plan on all devices costs at most as much as the plan of any method by name.
-
-    Raises InfeasibleError where it fits on neither.
+    The plan on all devices costs at most as much as any method by name. Raises InfeasibleError if neither plan fits.
     """
-    options = context.options
-    asked = context.asking(n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
-    attempts = [partial(_on_all_devices, asked, whole, auto)]
-    if not options.use_all_devices:
-        attempts.append(partial(on_one_device, asked, whole, auto))
+    asked = context.asking_for_fewest()
+    attempts = [partial(_on_all_devices, asked, auto)]
+    if not context.options.use_all_devices:
+        attempts.append(partial(on_one_device, asked, auto))
     return best_of(attempts)
 
 
-def on_one_device(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
-    """The plan on the first device of the cluster."""
+def on_one_device(context: PlanningContext, auto: AutoStageOption) -> Plan:
     cluster = context.cluster
     alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
-    plan = plan_on_best_submesh(dataclasses.replace(context, cluster=alone), whole, auto)
+    plan = plan_on_best_submesh(dataclasses.replace(context, cluster=alone), auto)
     return dataclasses.replace(plan, cluster=cluster)
 
 
-def _on_all_devices(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
-    """The best plan in one stage on all devices, the plans of methods by name included."""
+def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
+    """The best plan in one stage on all devices, the methods by name included."""
     option = context.options.sharding
     stage = DecidedStage((), _whole_clusters(context, auto)[0], option, 0)
-    placed = place_stages(context.options, whole, [stage])
+    placed = place_stages(context.options, context.whole, [stage])
 
     def attempt(sharding: AutoShardingOption, below_s: float) -> tuple[Plan, float]:
         """The plan, and a lower bound on the seconds of every plan."""
@@ -145,8 +132,8 @@ def _on_all_devices(context: PlanningContext, whole: LayeredStep, auto: AutoStag
 
 
 def _whole_clusters(context: PlanningContext, auto: AutoStageOption) -> list[Candidate]:
-    """The submeshes that are all devices; none where devices differ, or where the space has no such submesh."""
-    cluster: ClusterSpec = context.cluster
+    """The submeshes of all devices; empty if devices differ, or if the space has no such submesh."""
+    cluster = context.cluster
     if cluster.host_devices:
         return []
     return [candidate for candidate in candidates(cluster, auto) if candidate.n_devices == cluster.n_devices]

@@ -101,6 +101,12 @@ class TracedStep:
         return tuple(dict.fromkeys(argument_name(path) for path, dim in leaves if dim is not None))
 
     @property
+    def examples(self) -> frozenset[Var]:
+        """The argument leaves with a dimension of examples."""
+        leaves = zip(self.flat.invars, self.batch_dims, strict=True)
+        return frozenset(v for v, dim in leaves if dim is not None)
+
+    @property
     def origins(self) -> tuple[Origin, ...]:
         return self.flat.origins
 

@@ -28,8 +28,6 @@ CLUSTER = ClusterSpec.preset("a100-40gb", num_hosts=1, devices_per_host=8)
 _MISSED = 0.2
 METHODS: dict[str, Method] = {
     "one axis": ShardParallel(devices=CLUSTER),
-    "two axes": ShardParallel(devices=CLUSTER, logical_shape=(2, 4)),
-    "accumulated": ShardParallel(devices=CLUSTER, num_micro_batches=4),
     "pipeline": PipeshardParallel(devices=CLUSTER, num_micro_batches=4, layer_option="manual"),
 }
 

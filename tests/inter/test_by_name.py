@@ -29,8 +29,7 @@ from minialpa import (
 from minialpa.errors import InfeasibleError
 from minialpa.inter import by_name, pipeline
 from minialpa.inter.build_plan import StageTooLargeError
-from minialpa.inter.compilers import compiler_of
-from minialpa.inter.context import PlanningContext
+from minialpa.inter.context import PlanningContext, compiler_of
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.methods import Method
 from minialpa.options import DATA_PARALLEL_METHODS, PlanOptions
@@ -48,7 +47,7 @@ def traced(model: str, **sizes: Any) -> TracedStep:
 
 @pytest.fixture(scope="module")
 def mlp() -> TracedStep:
-    return traced("mlp", batch_size=256, hidden=128, n_layers=4)
+    return traced("mlp", batch_size=64, hidden=128, n_layers=3)
 
 
 def searching(n: int | None, planned_steps: float, sharding: AutoShardingOption | None = None) -> Method:
@@ -76,7 +75,7 @@ def best_by_name(
 
 @pytest.mark.parametrize(
     "cluster, planned_steps, n",
-    [(GPUS, 10_000, None), (CPUS, 10_000, 4), (GPUS, math.inf, 4), (CPUS, math.inf, None)],
+    [(CPUS, 10_000, 4), (GPUS, math.inf, None)],
 )
 def test_no_method_by_name_is_faster(
     mlp: TracedStep, cluster: ClusterSpec, planned_steps: float, n: int | None
@@ -85,11 +84,10 @@ def test_no_method_by_name_is_faster(
     assert found.cost.total_s <= best_by_name(mlp, cluster, (1, 2, 4) if n is None else (n,)).cost.total_s
 
 
-@pytest.mark.parametrize("slack", [pytest.param(1.0, marks=pytest.mark.slow), 1.2])
-def test_where_a_method_by_name_fits_the_search_finds_a_plan_that_is_no_slower(mlp: TracedStep, slack: float) -> None:
+def test_where_a_method_by_name_fits_the_search_finds_a_plan_that_is_no_slower(mlp: TracedStep) -> None:
     peaks = [planned(mlp, GPUS, cls(num_micro_batches=4)).stages[0].peak_bytes for cls in BY_NAME]
     # Bytes that leave the reserve of the smallest.
-    limited = AutoShardingOption(memory_limit_bytes=1.06 * slack * min(peaks) + 1e5)
+    limited = AutoShardingOption(memory_limit_bytes=1.2 * min(peaks) + 1e5)
     found = planned(mlp, GPUS, searching(4, math.inf, limited))
     assert found.cost.total_s <= best_by_name(mlp, GPUS, (4,), limited).cost.total_s
 
@@ -129,27 +127,25 @@ def test_a_single_stage_is_tried_with_far_fewer_micro_batches(mlp: TracedStep, m
     assert found.cost.total_s <= best_by_name(mlp, GPUS, (1, 2, 4, 8)).cost.total_s
 
 
-@pytest.mark.parametrize(
-    "cluster, limit_bytes", [(GPUS, None), (CPUS, None), pytest.param(GPUS, 4e5, marks=pytest.mark.slow)]
-)
-def test_only_what_is_not_faster_is_given_up(mlp: TracedStep, cluster: ClusterSpec, limit_bytes: float | None) -> None:
+@pytest.mark.parametrize("limit_bytes", [None, pytest.param(4e5, marks=pytest.mark.slow)])
+def test_only_what_is_not_faster_is_given_up(mlp: TracedStep, limit_bytes: float | None) -> None:
     """The oracle: the plan for a caller that has none."""
     n_given_up = 0
     limited = AutoShardingOption(memory_limit_bytes=limit_bytes)
-    reference_s = planned(mlp, cluster, ShardParallel(num_micro_batches=4)).cost.total_s
+    reference_s = planned(mlp, GPUS, ShardParallel(num_micro_batches=4)).cost.total_s
     for cls in BY_NAME:
         options = cls(num_micro_batches=4, auto_sharding_option=limited).options()
-        solver = StageSolver(compiler_of(cluster))
+        solver = StageSolver(compiler_of(GPUS))
         given_up_s = [0.0]
         for part in (0.3, 0.8, 1.01):
             below_s = part * reference_s
             with contextlib.suppress(InfeasibleError):
                 try:
-                    pipeline._planned(asking(mlp, cluster, options, solver, below_s))
+                    pipeline._planned(asking(mlp, GPUS, options, solver, below_s))
                 except StageTooLargeError as error:
                     given_up_s += [below_s] * error.is_too_slow
         with contextlib.suppress(InfeasibleError):
-            found = pipeline._planned(asking(mlp, cluster, options, solver, math.inf))
+            found = pipeline._planned(asking(mlp, GPUS, options, solver, math.inf))
             assert found.cost.total_s >= max(given_up_s)
         n_given_up += len(given_up_s) - 1
     assert n_given_up > 0
@@ -199,9 +195,3 @@ def test_what_the_user_asks_for_is_kept(given: AutoShardingOption, auto: AutoSta
     assert len(found) == n_methods
     for name in given.set_names:
         assert all(getattr(option, name) == getattr(given, name) for option in found)
-
-
-def test_numbers_are_halved_and_doubled() -> None:
-    numbers = (1, 2, 3, 4, 6, 8, 12, 24)
-    assert list(by_name._halves(numbers, 12)) == [6, 3, 1]
-    assert list(by_name._doubles(numbers, 3)) == [6, 12, 24]

@@ -14,8 +14,7 @@ import minialpa
 from benchmarks.planning import planned, traced_step
 from minialpa import AutoLayerOption, AutoParallel, AutoStageOption, ClusterSpec, PipeshardParallel, Plan
 from minialpa.inter import worth
-from minialpa.inter.compilers import compiler_of
-from minialpa.inter.context import PlanningContext
+from minialpa.inter.context import PlanningContext, compiler_of
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.methods import Method
 from minialpa.tracing.trace import TracedStep
@@ -87,10 +86,13 @@ def test_equations_of_bodies_count_twice() -> None:
     assert worth.n_equations(flat.eqns) == 1 + 2 * 2
 
 
-def test_a_short_step_is_planned_as_one_stage_and_a_long_one_is_searched() -> None:
+def test_a_short_step_is_planned_as_one_stage_and_a_long_one_is_searched_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     short, long = mlp(16), mlp(4096)
     plan = planned(short, CLUSTER, AutoParallel())
     assert not searched(plan) and len(plan.stages) == 1
+    monkeypatch.setattr(worth, "plan_without_search", lambda *_: pytest.fail("planned without a search"))
     assert searched(planned(short, CLUSTER, AutoParallel(stage_option=ALWAYS)))
     assert searched(planned(long, CLUSTER, AutoParallel()))
 
@@ -149,13 +151,6 @@ def test_what_is_planned_well_enough_without_a_search_is_not_searched(factor: fl
     assert asked(traced, on(factor * turn))
     found = planned(traced, CLUSTER, on(factor * turn))
     assert searched(found) == (factor > 1) and (searched(found) or found == plan)
-
-
-def test_a_long_step_is_searched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not planned without a search before."""
-    monkeypatch.setattr(worth, "plan_without_search", lambda *_: pytest.fail("planned without a search"))
-    assert searched(planned(mlp(4096), CLUSTER, AutoParallel()))
-    assert searched(planned(mlp(16), CLUSTER, AutoParallel(stage_option=ALWAYS)))
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minialpa.inter.search.cost_cache import save_costs
+from minialpa.inter.search.stage_cost import save_costs
 from minialpa.support.files import write_text
 from minialpa.support.perfetto import write_trace
 from tests.plans import shard_plan

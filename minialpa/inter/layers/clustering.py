@@ -1,12 +1,13 @@
 """Layer clustering: assigns the forward equations of a step to layers.
 
 Layers are runs of equations in program order. With k_1 < ... < k_(L-1) the first equations of layers 1 to L - 1:
+
     minimise   sum_q crossing(k_q), then sum_q flops(layer q)^2
     subject to (1 - tolerance) * total / L <= flops(layer q) <= (1 + tolerance) * total / L
+
 total is the flops of all equations; an equation that is heavier than an equal share, total / L, counts as one share, so
-that its layer may have other equations, too. crossing(k) is the bytes of the values that are produced before equation k
-and used at or after it, each counted once. If no layers satisfy the bounds, the upper bound grows until some do; then
-the lower one falls, to 0 in the end. See `cluster_layers`.
+its layer may have other equations, too. crossing(k) is the bytes of the values that are produced before equation k and
+used at or after it, each counted once. See `cluster_layers` for bounds that no layers satisfy.
 
 Alpa minimises the largest bytes that enter one layer, and the sum only to break ties (Zheng et al., 2022). Here it is
 the sum: the stage DP merges layers afterwards and pays for every border that it keeps, so one unavoidable large border
@@ -15,16 +16,11 @@ must not make all smaller ones free.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-from minialpa.errors import TraceError
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 Floats = NDArray[np.float64]
 
@@ -42,11 +38,8 @@ _ROUNDING = 1e-12
 class _Borders:
     """Places where a layer may begin or end, from 0 to the number of equations.
 
-    Attributes:
-        at: the number of equations before each border.
-        flops: the flops of these equations.
-        crossing: the bytes that cross each border, 0 at both ends.
-        reach: the first border at which a layer may begin that ends at this one.
+    at, flops: the equations before each border and their flops. crossing: bytes, 0 at both ends.
+    reach: the first border at which a layer may begin that ends at this one.
     """
 
     at: NDArray[np.int64]
@@ -55,69 +48,50 @@ class _Borders:
     reach: NDArray[np.int64]
 
 
-def cluster_layers(graph: nx.DiGraph, n_layers: int, *, tolerance: float = 0.5) -> tuple[int, ...]:
-    """Layer of each equation, never falling in program order; every layer has at least one equation.
+def cluster_layers(
+    flops: Sequence[float], values: Iterable[tuple[int, int, float]], n_layers: int, *, tolerance: float = 0.5
+) -> tuple[int, ...]:
+    """Layer of each of at least `n_layers` equations, never falling in program order; no layer is empty.
 
-    Nodes are 0 to N - 1 in program order, with `flops`. An edge u -> v, u < v, says that v uses a value of u and has
-    its `bytes`; edges of u with the same `value` are the same value, and an edge without `value` is one of its own.
-    The upper bound is raised by a quarter at a time while the equations do not fit in `n_layers` layers. Then the lower
-    bound is halved, twice, and given up, while there is no solution. Of equal solutions, the one with the earliest last
-    borders is taken. Raises TraceError on any other graph.
+    flops: of each equation. values: of each value the equation that makes it, its last user, and its bytes.
+
+    The upper bound grows by a quarter at a time while the equations do not fit in `n_layers` layers. Then the lower
+    bound is halved, twice, and given up, while there is no solution. Of equal solutions, the earliest last borders win.
     """
-    _check(graph, n_layers, tolerance)
-    weights = np.array([float(graph.nodes[equation]["flops"]) for equation in range(len(graph))])
-    flops = np.concatenate(([0.0], np.cumsum(np.minimum(weights, weights.sum() / n_layers))))
+    weights = np.array(flops, np.float64)
+    done = np.concatenate(([0.0], np.cumsum(np.minimum(weights, weights.sum() / n_layers))))
+    crossing = _crossing(len(weights), values)
 
-    bound = (1 + tolerance) * flops[-1] / n_layers
-    while _fewest_layers(borders := _borders(np.arange(len(flops)), flops, _crossing(graph), bound)) > n_layers:
+    bound = (1 + tolerance) * done[-1] / n_layers
+    while _fewest_layers(borders := _borders(np.arange(len(done)), done, crossing, bound)) > n_layers:
         bound *= _RELAX
     borders = _thinned(borders, bound, n_layers)
 
-    least = max(0.0, 1 - tolerance) * flops[-1] / n_layers
+    least = max(0.0, 1 - tolerance) * done[-1] / n_layers
     cuts = next(cuts for factor in _LEAST if (cuts := _best_cuts(borders, n_layers, factor * least)) is not None)
 
-    is_first = np.zeros(len(graph), np.int64)
+    is_first = np.zeros(len(weights), np.int64)
     is_first[borders.at[cuts]] = 1
     return tuple(np.cumsum(is_first).tolist())
 
 
-def _check(graph: nx.DiGraph, n_layers: int, tolerance: float) -> None:
-    if not 1 <= n_layers <= len(graph):
-        raise TraceError(f"{len(graph)} equations cannot make {n_layers} layers; ask for 1 to {len(graph)} layers.")
-    if tolerance < 0:
-        raise TraceError(f"`tolerance` cannot be negative; got {tolerance}.")
-    if set(graph.nodes) != set(range(len(graph))):
-        raise TraceError(f"Equations are numbered 0 to {len(graph) - 1}; got nodes {sorted(graph.nodes)[:8]}...")
-    if backward := next(((u, v) for u, v in graph.edges() if u >= v), None):
-        import networkx as nx
-
-        shape = "goes back in program order" if nx.is_directed_acyclic_graph(graph) else "closes a cycle"
-        raise TraceError(f"The edge {backward[0]} -> {backward[1]} {shape}; a value is used after it is produced.")
-
-
-def _crossing(graph: nx.DiGraph) -> Floats:
+def _crossing(n_equations: int, values: Iterable[tuple[int, int, float]]) -> Floats:
     """Bytes that cross each border; a value crosses those from its producer to its last user."""
-    last_use: dict[tuple[int, object], tuple[int, float]] = {}
-    for producer, user, data in graph.edges(data=True):
-        key = (producer, data.get("value", ("own", user)))
-        until, n_bytes = last_use.get(key, (producer, 0.0))
-        last_use[key] = (max(until, user), max(n_bytes, float(data["bytes"])))
-
-    change = np.zeros(len(graph) + 2)
-    for (producer, _), (until, n_bytes) in last_use.items():
+    change = np.zeros(n_equations + 2)
+    for producer, last_user, n_bytes in values:
         change[producer + 1] += n_bytes
-        change[until + 1] -= n_bytes
+        change[last_user + 1] -= n_bytes
     return np.cumsum(change[:-1])
 
 
 def _borders(at: NDArray[np.int64], flops: Floats, crossing: Floats, bound: float) -> _Borders:
-    """`flops` and `crossing` have an entry per equation border; those `at` the given places are kept."""
+    """Keeps the borders `at` the given places. flops, crossing: an entry per equation border."""
     reach = np.searchsorted(flops[at], flops[at] - bound - _ROUNDING * flops[-1], side="left")
     return _Borders(at, flops[at], crossing[at], reach)
 
 
 def _fewest_layers(borders: _Borders) -> float:
-    """Least number of layers, by making each as long as is allowed; every larger number is possible as well."""
+    """Least number of layers, each as long as allowed; every larger number is possible as well."""
     border, n_layers = len(borders.at) - 1, 0
     while border > 0:
         if borders.reach[border] >= border:
@@ -127,9 +101,9 @@ def _fewest_layers(borders: _Borders) -> float:
 
 
 def _thinned(borders: _Borders, bound: float, n_layers: int) -> _Borders:
-    """The borders that the DP looks at: all, unless it would be slow.
+    """The borders for the DP: all, unless it would be slow.
 
-    Then only those that neither neighbour undercuts in bytes, and those around equations too large for a layer.
+    Then only borders that neither neighbour undercuts in bytes, and borders around equations too large for a layer.
     """
     if n_layers * int((np.arange(len(borders.at)) - borders.reach).sum()) <= _MAX_WORK:
         return borders

@@ -1,4 +1,4 @@
-"""The forward graph of a step, the layer of each forward group, and the pieces by which layers are costed."""
+"""The layer of each forward group of a step, and the pieces by which layers are costed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -19,10 +18,8 @@ from minialpa.rules.heavy import has_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.trace import TracedStep
 
-if TYPE_CHECKING:
-    import networkx as nx
-
-#: Layers that a model has at most if its blocks repeat less than `_FEW_BLOCKS` times, and at least if more; by choice.
+#: Layers of a model: at most so many if its blocks repeat less than `_FEW_BLOCKS` times, at least so many if more; by
+#: choice.
 _USUAL_LAYERS = 16
 #: Repetitions below which a model is not cut by its blocks alone; by choice.
 _FEW_BLOCKS = 8
@@ -30,33 +27,12 @@ _FEW_BLOCKS = 8
 _MOST_LAYERS = 64
 #: Share of the flops of repeated kinds of equations that lie inside blocks; by choice.
 _SHARE_INSIDE = 0.8
-#: By what share of an equal part of the flops pieces may have more or less; by choice, as `cluster_layers` has it.
+#: Relative deviation of pieces from an equal part of the flops; by choice, as in `cluster_layers`.
 _TOLERANCE = 0.5
 
 
-def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
-    """Forward groups as nodes with `flops`; edges carry `bytes` and `value`, the number of the variable."""
-    # Imported where it is needed: a step without layers does without it.
-    import networkx as nx
-
-    graph = nx.MultiDiGraph()
-    graph.add_nodes_from((group, {"flops": 0.0}) for group in range(traced.n_groups))
-    producer: dict[Var, int] = {}
-    number: dict[Var, int] = {}
-    for eqn, group in _forward_equations(traced):
-        graph.nodes[group]["flops"] += factors_of(eqn).flops
-        for operand in operand_vars(eqn):
-            source = producer.get(operand)
-            if source is not None and source != group:
-                value = number.setdefault(operand, len(number))
-                graph.add_edge(min(source, group), max(source, group), bytes=float(bytes_of(operand)), value=value)
-
-        producer.update((result, group) for result in eqn.outvars)
-    return graph
-
-
 def _forward_equations(traced: TracedStep) -> Iterator[tuple[JaxprEqn, int]]:
-    """The equations of the forward pass with their groups, in program order."""
+    """In program order, with their groups."""
     for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
         if origin.group is not None and origin.direction == "forward":
             yield eqn, origin.group
@@ -92,7 +68,7 @@ def _planned_layers(traced: TracedStep, option: FixedLayerOption) -> tuple[int, 
 
 
 def _marked_layers(traced: TracedStep) -> tuple[int, ...]:
-    """Layers between the boundaries that the model marks, numbered without those that have no forward equation."""
+    """Layers between the boundaries that the model marks, numbered without empty layers."""
     layers = [0] * traced.n_groups
     for origin in traced.origins:
         if origin.group is not None and origin.direction == "forward":
@@ -116,18 +92,19 @@ def _clustered_layers(traced: TracedStep, option: AutoLayerOption) -> tuple[int,
 
 
 def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int, ...]:
-    """Layers by the work and the borders of the forward graph.
+    """Layers by the work and the borders of the forward equations.
 
-    Each gradient of a step has layers of its own. Those of the gradient with the most work are found first. The others
-    have the same layers where they do the same, and else layers with the same parameters.
+    Each gradient of a step has layers of its own. The gradient with the most work gets its layers first. The others
+    have the same layers if they have the same equations, and else layers with the same parameters.
     """
-    graph = forward_graph(traced)
     calls = _calls(traced)
     if len(calls) == 1:
-        return cluster_layers(graph, n_layers, tolerance=tolerance)
+        return _clustered_call(traced, range(traced.n_groups), n_layers, tolerance)
 
-    main = max(calls, key=lambda groups: (len(groups) >= n_layers, sum(graph.nodes[g]["flops"] for g in groups)))
-    layers: dict[int, int] = _clustered_call(graph, main, n_layers, tolerance)
+    flops = layer_flops(traced, range(traced.n_groups))
+    main = max(calls, key=lambda groups: (len(groups) >= n_layers, sum(flops[g] for g in groups)))
+    of_main = _clustered_call(traced, main, min(n_layers, len(main)), tolerance)
+    layers = dict(zip(main, of_main, strict=True))
     kinds = _kinds(traced)
     kinds_of_main = [kinds[group] for group in main]
     of_parameter = _layers_of_parameters(traced, layers)
@@ -139,7 +116,7 @@ def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int
             layers.update((group, layers[like]) for group, like in zip(groups, main, strict=True))
         else:
             layers.update(_like_parameters(traced, groups, of_parameter))
-    return tuple(layers[group] for group in range(len(graph)))
+    return tuple(layers[group] for group in range(traced.n_groups))
 
 
 def _calls(traced: TracedStep) -> list[list[int]]:
@@ -151,16 +128,29 @@ def _calls(traced: TracedStep) -> list[list[int]]:
     return [calls[call] for call in sorted(calls)]
 
 
-def _clustered_call(graph: nx.MultiDiGraph, groups: list[int], n_layers: int, tolerance: float) -> dict[int, int]:
-    import networkx as nx
+def _clustered_call(traced: TracedStep, groups: Sequence[int], n_layers: int, tolerance: float) -> tuple[int, ...]:
+    """The layer of each of `groups`, which rise."""
+    place = {group: i for i, group in enumerate(groups)}
+    flops = [0.0] * len(groups)
+    producer: dict[Var, int] = {}
+    last_user: dict[tuple[Var, int], int] = {}
+    for eqn, group in _forward_equations(traced):
+        if group not in place:
+            continue
+        flops[place[group]] += factors_of(eqn).flops
+        for operand in operand_vars(eqn):
+            source = producer.get(operand, group)
+            if source != group:
+                # The first equation of a group may come after a reader in another group.
+                first, last = sorted((place[source], place[group]))
+                last_user[operand, first] = max(last, last_user.get((operand, first), last))
+        producer.update((result, group) for result in eqn.outvars)
 
-    subgraph = nx.convert_node_labels_to_integers(graph.subgraph(sorted(groups)), ordering="sorted")
-    layers = cluster_layers(subgraph, min(n_layers, len(groups)), tolerance=tolerance)
-    return dict(zip(sorted(groups), layers, strict=True))
+    values = [(first, last, float(bytes_of(v))) for (v, first), last in last_user.items()]
+    return cluster_layers(flops, values, n_layers, tolerance=tolerance)
 
 
 def _kinds(traced: TracedStep) -> dict[int, tuple[object, ...]]:
-    """The kinds of the forward equations of each group."""
     kinds: dict[int, tuple[object, ...]] = {}
     for eqn, group in _forward_equations(traced):
         kinds[group] = (*kinds.get(group, ()), _kind(eqn))
@@ -185,7 +175,7 @@ def _layers_of_parameters(traced: TracedStep, layers: Mapping[int, int]) -> dict
 
 
 def _parameters(traced: TracedStep) -> dict[Var, Var]:
-    """The argument that each variable is, or is a cast, a transpose or an update of: one of the same size."""
+    """The argument from which each variable is made, if it has the same size: a cast, a transpose or an update."""
     arguments = zip(traced.flat.invars, traced.batch_dims, strict=True)
     parameter_of = {argument: argument for argument, dim in arguments if dim is None and shape_of(argument)}
     for eqn in traced.flat.eqns:
@@ -199,7 +189,7 @@ def _parameters(traced: TracedStep) -> dict[Var, Var]:
 
 
 def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Mapping[Var, int]) -> dict[int, int]:
-    """Layers of these groups by the parameters that they read; in program order, they never fall."""
+    """Layers of these groups by their parameters; in program order, they never fall."""
     parameter_of = _parameters(traced)
     lowest: dict[int, int] = {}
     for eqn, group in _forward_equations(traced):
@@ -220,13 +210,9 @@ def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Ma
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a model that repeats.
+    """The blocks of a model that repeats; `n_blocks` is 1 without blocks.
 
-    Attributes:
-        n_blocks: how often they repeat; 1 without blocks.
-        block_flops: floating point operations of one block.
-        outside: floating point operations of each heavy equation outside of blocks.
-        n_heavy: how many equations are heavy, inside and outside.
+    outside: flops of each heavy equation outside of blocks. n_heavy: heavy equations, inside and outside.
     """
 
     n_blocks: int
@@ -262,9 +248,9 @@ def _blocks(traced: TracedStep) -> _Blocks:
 
 
 def natural_layers(traced: TracedStep) -> int:
-    """A number of layers that cuts a model between its blocks, where they repeat, and leaves room for its head.
+    """A number of layers that cuts a model between its blocks, if they repeat, and leaves room for its head.
 
-    Where they hardly repeat, layers have three to six heavy equations: smaller ones mostly cost transfers at borders.
+    If they hardly repeat, layers have three to six heavy equations: smaller ones mostly cost transfers at borders.
     """
     blocks = _blocks(traced)
     n_blocks = blocks.n_blocks
@@ -278,7 +264,7 @@ def natural_layers(traced: TracedStep) -> int:
 
 
 def _layers_of_blocks(blocks: _Blocks) -> int:
-    """Layers of equal numbers of blocks, or equal parts of blocks, and further ones for what lies outside of blocks."""
+    """Layers of equal numbers of blocks, or equal parts of blocks, and further ones for equations outside of blocks."""
     n_blocks = blocks.n_blocks
     n_layers = max(n for n in range(1, n_blocks + 1) if n_blocks % n == 0 and n <= _MOST_LAYERS)
     n_layers *= math.ceil(_USUAL_LAYERS / n_layers)
@@ -289,7 +275,7 @@ def _layers_of_blocks(blocks: _Blocks) -> int:
 def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Layers cut between the blocks of a model: the piece of each group, and the layer of each piece.
 
-    A layer costs the sum of its pieces, of which few are distinct where a model repeats.
+    A layer costs the sum of its pieces, of which few are distinct if a model repeats.
     """
     if _blocks(traced).n_blocks < _FEW_BLOCKS:
         return tuple(layer_of_group), tuple(range(max(layer_of_group, default=-1) + 1))

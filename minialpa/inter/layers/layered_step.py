@@ -1,26 +1,43 @@
-"""A step and its layers: which forward groups are which layer, and what each layer computes again."""
+"""A step and its layers: the layer of each forward group, cuts in scans over layers, and rematerialisation.
+
+From end to end, a scan over layers is cut like this:
+
+    find_stacks    finds the scans over layers and the arrays with a row for each layer       stacks.py
+    cut_scans      decides the rows of each block, which the plan keeps (`Plan.row_blocks`)   here
+    unstack        rewrites the step: a scan, argument and result for each block (`Part`)     unstack.py
+    emit_program   numbers blocks as leaves, and notes which rows each one is                 Program.blocks
+    BlockedCalls   splits the arguments of each call into blocks, and joins the results       leaf_border.py
+
+At first every row is a forward group, and layers are assigned to these groups. Neighbouring rows of the same layers
+then become one scan, unless layers compute values again: a layer that keeps only the inputs of each row needs single
+rows.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.layers.row_blocks import GroupKey, RowBlocks
-from minialpa.options import Remat
+from minialpa.inter.layers.stacks import Stacks, find_stacks
+from minialpa.inter.layers.unstack import unstack, with_row_blocks
+from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, Remat, remats
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
+
+#: Rows of the longest scan that is cut into single rows for rematerialisation. Programs grow with the rows; by choice.
+_MOST_SINGLE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredStep:
-    """A step as its layers compute it.
+    """A step with the layer of each forward group; without any before layers are assigned. fingerprint: of the traced
+    step.
 
-    Attributes:
-        step: the step, after scans are cut and layers compute values again.
-        fingerprint: of the step as it was traced.
-        of_group: the layer of each forward group; empty before layers are assigned.
-        remat: what each layer computes again.
-        row_blocks: for each stack, the rows of each block; empty where no scan is cut.
+    row_blocks: for each stack, the rows of each block; empty if no scan is cut.
     """
 
     step: TracedStep
@@ -32,14 +49,10 @@ class LayeredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutStep:
-    """A step whose scans may be cut, and the layer of each of its forward groups.
+    """The traced step `whole`, the `step` after its scans are cut, and the layer of each of its forward groups.
 
-    Attributes:
-        whole: the step as it was traced, without layers.
-        step: the step after its scans are cut.
-        of_group: the layer of each forward group of `step`.
-        row_blocks: for each stack, the rows of each block; empty where no scan is cut.
-        groups: if scans are cut, the group and the first row of `whole` that each forward group of `step` is.
+    row_blocks: for each stack, the rows of each block; empty if no scan is cut.
+    groups: if scans are cut, the group and the first row in `whole` of each forward group of `step`.
     """
 
     whole: LayeredStep
@@ -54,7 +67,7 @@ class CutStep:
 
 
 def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
-    """The step in which each layer computes again what `remat` says of it."""
+    """The step with the rematerialisation of each layer."""
     return LayeredStep(
         step=rematerialise(cut.step, cut.of_group, remat),
         fingerprint=cut.whole.fingerprint,
@@ -62,3 +75,96 @@ def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
         remat=remat,
         row_blocks=cut.row_blocks,
     )
+
+
+# ---- scans over layers -----------------------------------------------------------------------------------------------
+
+
+def whole_scans(whole: LayeredStep, option: LayerOption) -> CutStep:
+    """The step with whole scans. Raises TraceError and VerifyError like `assign_layers`."""
+    return CutStep(whole=whole, step=whole.step, of_group=assign_layers(whole.step, option))
+
+
+def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
+    """The step with its scans over layers cut between layers; None if it has none to cut."""
+    match option:
+        case FixedLayerOption():
+            return _cut_as_planned(whole, option) if option.row_blocks else None
+        case AutoLayerOption():
+            return _cut_between_layers(whole, option)
+        case _:
+            return None
+
+
+def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
+    """The same step with one layer for each chunk, and neighbouring rows of a chunk in one block."""
+    stacks = find_stacks(cut.whole.step)
+    chunk_of = {key: chunk_of_layer[layer] for key, layer in zip(cut.groups, cut.of_group, strict=True)}
+    blocks = tuple(_joined(stacks, stack, sizes, chunk_of) for stack, sizes in enumerate(cut.row_blocks))
+    return _cut(cut.whole, stacks, blocks, chunk_of)
+
+
+def _cut_as_planned(whole: LayeredStep, option: FixedLayerOption) -> CutStep:
+    cut = with_row_blocks(whole.step, option.row_blocks)
+    return CutStep(
+        whole=whole,
+        step=cut.step,
+        of_group=assign_layers(cut.step, option),
+        row_blocks=option.row_blocks,
+        groups=cut.groups,
+    )
+
+
+def _cut_between_layers(whole: LayeredStep, option: AutoLayerOption) -> CutStep | None:
+    stacks = find_stacks(whole.step)
+    if not stacks.lengths:
+        return None
+
+    single = tuple((1,) * n_rows for n_rows in stacks.lengths)
+    by_rows = unstack(whole.step, stacks, single, inline=False)
+    layer_of = dict(zip(by_rows.groups, assign_layers(by_rows.step, option), strict=True))
+
+    may_compute_again = any(choice != ("none",) for choice in remats(option, 1))
+    blocks = tuple(
+        rows if may_compute_again and len(rows) <= _MOST_SINGLE_ROWS else _joined(stacks, stack, rows, layer_of)
+        for stack, rows in enumerate(single)
+    )
+    return None if all(len(sizes) == 1 for sizes in blocks) else _cut(whole, stacks, blocks, layer_of)
+
+
+def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mapping[GroupKey, int]) -> CutStep:
+    """The step in these blocks.
+
+    layer_of: the layer of each group of the step in the same blocks, or in smaller ones with the same starts.
+    """
+    cut = unstack(whole.step, stacks, blocks)
+    of_group = _layers_of_groups(cut.groups, stacks, layer_of)
+    return CutStep(whole=whole, step=cut.step, of_group=of_group, row_blocks=blocks, groups=cut.groups)
+
+
+def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
+    """The layer of each group, including groups that `layer_of` lacks because its blocks were smaller.
+
+    Equations that prepare the weights of a stack belonged to the blocks. If the stack is whole, they are a group of
+    their own, which goes to the layer of the stack. A constant of which each block had a copy goes to the layer of the
+    next group.
+    """
+    layers: list[int] = []
+    following = max(layer_of.values())
+    for group, first_row in reversed(groups):
+        if (group, first_row) in layer_of:
+            following = layer_of[group, first_row]
+        elif group in stacks.weight_groups:
+            following = layer_of[stacks.first_groups[stacks.weight_groups[group]], 0]
+        layers.append(following)
+    return tuple(reversed(layers))
+
+
+def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
+    """Sizes of the blocks after neighbours are joined whose scans are all in the same layers."""
+    groups = [group for group, its_stack in stacks.scan_groups.items() if its_stack == stack]
+    starts = itertools.accumulate(sizes, initial=0)
+    layers = [tuple(layer_of.get((group, start)) for group in groups) for start, _ in zip(starts, sizes, strict=False)]
+
+    runs = itertools.groupby(zip(layers, sizes, strict=True), key=lambda block: block[0])
+    return tuple(sum(n_rows for _, n_rows in run) for _, run in runs)

@@ -1,16 +1,16 @@
-"""Rematerialisation: the backward pass of each layer computes again what the layer does not keep.
+"""Rematerialisation: the backward pass of each layer computes again the values that the layer does not keep.
 
-The backward pass of a layer reads values of its forward pass. Those that the layer does not keep are computed again,
-from those that it keeps and from its inputs, right before its backward pass first needs them (Chen et al., 2016).
-Layers are known after tracing only, so this rewrites programs. `jax.checkpoint` in the model acts earlier.
+These values are computed from kept ones and from the layer's inputs, right before its backward pass first needs them
+(Chen et al., 2016). Layers are known after tracing only, so this rewrites programs. `jax.checkpoint` in the model acts
+earlier.
 
-Values that other layers, the update or the results read are kept in any case, and so are values that have no dimension
-of examples, such as the sum of the weights of the batch: they are small, and their copies would be those of a single
-micro-batch. Equations that compute again read copies behind an `optimization_barrier`; else a compiler would merge them
-with those of the forward pass. The barrier also waits for the cotangents and gradients of layers whose backward passes
-come first: a compiler that puts off gradients of weights, to run them beside collectives, would keep what they read of
-every layer. Weights that products and lookups alone read stay in front of it: these wait for their other operands
-anyway, and on GPUs a barrier writes what is behind it once more.
+Values that other layers, the update or the results read are kept in any case, and so are values without a dimension of
+examples, such as the sum of the weights of the batch: they are small, and their copies would be those of a single
+micro-batch. The added equations read copies after an `optimization_barrier`; else a compiler would merge them with the
+forward pass. The barrier also waits for the cotangents and gradients of layers whose backward passes come first: a
+compiler that delays gradients of weights, to run them beside collectives, would keep their operands of every layer.
+Weights that only products and lookups read bypass it: these wait for their other operands anyway, and on GPUs a barrier
+may write each array once more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat]) -> TracedStep:
-    """`remat[layer]`: `none` keeps all values, `dots` results of matrix products and convolutions, `full` no value."""
+    """`remat[layer]` is `none`: keeps all values; `dots`: results of matrix products and convolutions; `full`: no
+    value.
+    """
     if all(what == "none" for what in remat):
         return traced
 
@@ -47,7 +49,7 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
         for part in _gradients_apart(layer)
         if (readers := _readers(traced, part, again := _computed_again(traced, part, remat[number], values)))
     ]
-    # As backward passes run: those of one gradient, from the last layer to the first, and then those of the next.
+    # In the order of backward passes: one gradient, from the last layer to the first, and then the next gradient.
     rewritten = _Rewritten(traced, values.gradients)
     for part, again, readers in sorted(parts, key=lambda each: each[2][0]):
         rewritten.compute_again(part, again, readers)
@@ -55,26 +57,25 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
 
 
 def _readers(traced: TracedStep, layer: _Layer, again: Sequence[int]) -> list[int]:
-    """The backward equations of a layer that read results of equations `again`."""
+    """The backward equations of a layer that read results of the copied equations."""
     eqns = traced.flat.eqns
     results = {result for i in again for result in eqns[i].outvars}
     return [i for i in layer.backward if not results.isdisjoint(operand_vars(eqns[i]))]
 
 
 class _Rewritten:
-    """A step whose layers compute values again, one after the other."""
+    """A step whose layers are rematerialised, one after the other."""
 
     def __init__(self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]]) -> None:
         """gradients: sums over the examples that backward passes make, by the numbers of their equations."""
         self.traced = traced
-        arguments = zip(traced.flat.invars, traced.batch_dims, strict=True)
-        self.weights = {v for v, dim in arguments if dim is None}
-        self.gradients = dict(gradients)  # those that nothing waits for yet
+        self.weights = set(traced.flat.invars) - traced.examples
+        self.gradients = dict(gradients)  # gradients that no barrier waits for yet
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[Op]] = {}  # by the operation that they go before
 
     def compute_again(self, layer: _Layer, again: Sequence[int], readers: Sequence[int]) -> None:
-        """Before the first of `readers`, backward equations of the layer, the results of equations `again`."""
+        """Insert copies of some equations before the first of `readers`, backward equations of the layer."""
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
@@ -94,12 +95,12 @@ class _Rewritten:
         return replace(self.traced, flat=replace(self.traced.flat, ops=tuple(ops)))
 
 
-# ---- what is computed again ------------------------------------------------------------------------------------------
+# ---- values to compute again -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """What is known about the values of a step.
+    """Facts about the values of a step.
 
     Attributes:
         readers: the equations that read each value.
@@ -137,7 +138,7 @@ def _gradients(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
 def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
     """The operands of a maximum or minimum over the examples.
 
-    Its derivative compares them with the result, and values that are computed again may differ in the last bit.
+    Its derivative compares them with the result, and copies may differ in the last bit.
     """
     extremes = (eqn for eqn in eqns if eqn.primitive.name in ("reduce_max", "reduce_min"))
     over_examples = (eqn for eqn in extremes if any(kinds.get(v) == AGGREGATE for v in eqn.outvars))
@@ -146,12 +147,7 @@ def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Numbers of the equations of a layer, in order.
-
-    Attributes:
-        forward: those of its forward pass.
-        backward: those of its backward pass.
-    """
+    """Numbers of the equations of the forward and the backward pass of a layer, in order."""
 
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -168,9 +164,9 @@ def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int
 
 
 def _gradients_apart(layer: _Layer) -> list[_Layer]:
-    """The forward passes of a layer, which backward passes lie between, each with all equations of the backward passes.
+    """The forward passes of a layer, separated by backward passes, each with all equations of the backward passes.
 
-    When the first backward pass computes its values again, those of the second forward pass do not exist yet.
+    When the first backward pass reads its copies, the second forward pass has not run.
     """
     passes: list[list[int]] = []
     n_before = -1
@@ -195,7 +191,7 @@ def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Val
         if result in outputs or any(reader not in own for reader in values.readers.get(result, ()))
     }
 
-    # What is compared with a copy has to be a copy, too, and then further values may be needed again.
+    # A value that is compared with a copy has to be a copy, too, which may need further values.
     kept = read_elsewhere - values.always_kept
     while True:
         again = _needed_again(eqns, layer, what, kept | values.always_kept)
@@ -218,7 +214,7 @@ def _needed_again(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: se
 
 
 def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: Sequence[int]) -> set[Var]:
-    """Values that are compared with values that are computed again.
+    """Values that are compared with copies.
 
     The derivative of a maximum looks for the operand that is equal to it, and copies may differ in the last bit. So
     either both are copies or neither is.
@@ -236,7 +232,9 @@ def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: Sequen
 
 
 def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
-    """What the backward pass of a layer reads from other backward passes, if computed before equation `first`."""
+    """Values that the backward pass of a layer reads from other backward passes, if computed before equation
+    `first`.
+    """
     own = set(layer.backward)
     computed = {
         result
@@ -249,7 +247,7 @@ def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
 
 
 def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[Var]:
-    """The weights that nothing reads but products with, and lookups by, what is no weight."""
+    """The weights that only products with, and lookups by, other values read."""
     views = set(weights)
     for eqn in eqns:
         if is_view(eqn) and not views.isdisjoint(operand_vars(eqn)):
@@ -267,10 +265,10 @@ def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[V
 def _copies(
     eqns: Sequence[JaxprEqn], awaited: Sequence[Var], in_front: AbstractSet[Var]
 ) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
-    """A barrier and, behind it, copies of equations, each with the number of its equation; the names of the copies.
+    """A barrier, then copies of equations, each with the number of its equation; and the names of the copies.
 
-    The barrier waits for `awaited`, so that nothing is computed again before the backward pass has come that far. It
-    counts as part of the first equation. in_front: what the copies read as it is in front of the barrier.
+    The barrier waits for `awaited`, so the copies run when the backward pass needs them. It counts as part of the first
+    equation. in_front: values that the copies read without the barrier.
     """
     made = {result for eqn in eqns for result in eqn.outvars} | in_front
     inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in made)
@@ -286,7 +284,7 @@ def _copies(
 
 
 def _barrier(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-    """An `optimization_barrier` and the names of the values behind it. Barriers take no arrays of extended dtypes."""
+    """An `optimization_barrier` and the new names of the values. Barriers take no arrays of extended dtypes."""
     arrays = [value for value in values if not is_extended(aval_of(value).dtype)]
     if not arrays:
         return [], {}

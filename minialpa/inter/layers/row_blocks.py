@@ -1,6 +1,6 @@
 """Row blocks: the program of a step in which each stacked array is several variables, one for each block of its rows.
 
-`BlockLayout` says which rows and which forward group each block has. `BlockedProgram` collects the equations of the new
+`BlockLayout` holds the rows and the forward group of each block. `BlockedProgram` collects the equations of the new
 program and knows, for each variable of the old one, the variables that stand for its blocks or for all of it.
 """
 
@@ -32,10 +32,10 @@ RowBlocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What a new equation belongs to.
+    """Where a new equation belongs.
 
     Attributes:
-        origin: that of the old equation.
+        origin: of the old equation.
         group: the forward group of the new step; None for an equation of no group.
     """
 
@@ -45,12 +45,8 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How the stacks of a step are cut.
-
-    Attributes:
-        stacks: the stacks.
-        sizes: for each stack, the number of rows of each block.
-        ranges: for each stack, the first row of each block and the one behind its last.
+    """The cuts of the stacks of a step: for each stack, the number of rows and the range [start, stop) of each
+    block.
     """
 
     stacks: Stacks
@@ -65,11 +61,13 @@ class BlockLayout:
         return self.ranges[self.stacks.stack_of[v]]
 
     def owner(self, origin: Origin) -> Owner:
-        """What equations for all rows belong to."""
+        """The owner of equations for all rows."""
         return Owner(origin, None if origin.group is None else (origin.group, 0))
 
     def owner_of_block(self, origin: Origin, stack: int, block: int) -> Owner:
-        """What equations for one block of a stack belong to. What prepares weights belongs to the scan of these."""
+        """The owner of equations for one block of a stack. Equations that prepare weights belong to the weights'
+        scan.
+        """
         group, (first_row, _) = origin.group, self.ranges[stack][block]
         if group is not None and group in self.stacks.weight_groups:
             return Owner(origin, (self.stacks.first_groups[stack], first_row))
@@ -79,7 +77,6 @@ class BlockLayout:
 
 
 def block_layout(stacks: Stacks, sizes: Sequence[Sequence[int]]) -> BlockLayout:
-    """The layout of blocks with these numbers of rows."""
     for stack, (of_stack, length) in enumerate(zip(sizes, stacks.lengths, strict=True)):
         assert sum(of_stack) == length and min(of_stack) > 0, (stack, of_stack, length)
     ranges = tuple(tuple(itertools.pairwise(itertools.accumulate(of_stack, initial=0))) for of_stack in sizes)
@@ -87,15 +84,7 @@ def block_layout(stacks: Stacks, sizes: Sequence[Sequence[int]]) -> BlockLayout:
 
 
 class BlockedProgram:
-    """The new program, while its equations are added, and its variables for those of the old one.
-
-    Attributes:
-        layout: how the stacks are cut.
-        eqns: the equations so far.
-        owners: what each of them belongs to.
-        constvars: constants of the program.
-        consts: their values.
-    """
+    """The new program, while its equations and their owners are added, and its variables for the old variables."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
@@ -122,7 +111,6 @@ class BlockedProgram:
     # ---- equations ------------------------------------------------------------------------------------------------
 
     def add(self, eqn: JaxprEqn, owner: Owner) -> list[Var]:
-        """Appends an equation; returns its results."""
         self.eqns.append(eqn)
         self.owners.append(owner)
         return list(eqn.outvars)
@@ -163,7 +151,7 @@ class BlockedProgram:
         return self._joined.get(v, v)
 
     def blocks(self, v: Var, owner: Owner) -> tuple[Atom, ...]:
-        """The blocks of a stacked variable. Where it is one variable so far, slices of that are added."""
+        """The blocks of a stacked variable. If it is still one variable, slices of it are added."""
         if v in self._blocks:
             return self._blocks[v]
 
@@ -200,7 +188,7 @@ class BlockedProgram:
         return self._row[block]
 
     def as_block(self, row: Atom, owner: Owner) -> Atom:
-        """The block that has this row only."""
+        """The block with only this row."""
         if is_literal(row):
             return self.compute("expand", _as_one_row, row, owner=owner)
         eqn, block = self._expand(row)

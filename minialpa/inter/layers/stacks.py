@@ -1,8 +1,8 @@
-"""Stacks: which arrays of a step have one row for each layer that a scan applies.
+"""Stacks: the arrays of a step that have one row for each layer of a scan.
 
 A scan over layers has stacked weights as inputs, and leaves stacked residuals; its backward scan takes these and leaves
 stacked gradients; the update computes new weights from these, row by row. All of them are one *stack*: dimension 0 of
-each is the number of the layer. The rules of named factors tell which equations keep the rows apart: those where
+each is the number of the layer. The rules of named factors tell which equations keep the rows apart: in these,
 dimension 0 is a factor of its own, which may be cut into blocks of any lengths.
 """
 
@@ -25,7 +25,7 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True)
 class BlockwiseEquation:
-    """How an equation is computed in blocks of the rows of a stack.
+    """An equation that can be computed in blocks of the rows of a stack.
 
     Attributes:
         stack: the stack.
@@ -42,7 +42,6 @@ class Stacks:
 
     Attributes:
         lengths: the number of rows of each stack.
-        stack_of: the stack of each stacked variable.
         blockwise: the equations that can be computed in blocks of rows, by their numbers.
         first_groups: the forward group of the first scan of each stack.
         scan_groups: the stack of each forward group that has a scan.
@@ -101,16 +100,11 @@ def find_stacks(traced: TracedStep) -> Stacks:
 
 
 def _dependent_on_batch(traced: TracedStep) -> set[Var]:
-    varying = _batch_arguments(traced)
+    varying = set(traced.examples)
     for eqn in traced.flat.eqns:
         if any(operand in varying for operand in operand_vars(eqn)):
             varying.update(eqn.outvars)
     return varying
-
-
-def _batch_arguments(traced: TracedStep) -> set[Var]:
-    arguments = zip(traced.flat.invars, traced.batch_dims, strict=True)
-    return {argument for argument, dim in arguments if dim is not None}
 
 
 def _scans_over_layers(traced: TracedStep, varying: Container[Var]) -> list[int]:
@@ -137,8 +131,8 @@ def _applies_layers(eqn: JaxprEqn, varying: Container[Var]) -> bool:
 def _multiplies(eqns: Sequence[JaxprEqn], weights: set[Var], shared: set[Var]) -> bool:
     """Whether the equations of a scan's body multiply a matrix by weights of a row.
 
-    Both sets grow by what is computed from them: `weights` by values of a row's weights and of what all rows share,
-    `shared` by values of what all rows share alone.
+    Both sets grow: `weights` by values of a row's weights and of values that all rows share, `shared` by values of
+    shared values alone.
     """
     for eqn in eqns:
         operands = operand_vars(eqn)
@@ -186,7 +180,7 @@ def _has_rows(atom: Atom, lengths: Container[int]) -> bool:
 
 
 def _rows_shared_by_factors(factors: Factors, atoms: Sequence[Atom], lengths: Container[int]) -> list[_SharedRows]:
-    """Arrays with the same rows: those whose dimension 0 is the same factor, if the equation can be cut along it."""
+    """Arrays with the same rows: their dimension 0 is the same factor, and the equation can be cut along it."""
     arrays = (*factors.operands, *factors.results)
     firsts = dict.fromkeys(dims[0][0] for dims in arrays if dims and len(dims[0]) == 1)
     return [
@@ -201,7 +195,7 @@ def _rows_shared_by_factors(factors: Factors, atoms: Sequence[Atom], lengths: Co
 def _can_be_cut(factors: Factors, f: int) -> bool:
     """Whether blocks of any lengths along `f` give blocks or partial reductions of every result.
 
-    `f` has to be all of dimension 0 wherever it occurs.
+    `f` has to be all of dimension 0 of each array that has it.
     """
     arrays = (*factors.operands, *factors.results)
     return (
@@ -222,7 +216,7 @@ def _joined(
             for array in rows.arrays:
                 row_sets.join(rows.arrays[0], array)
 
-    # A result that replaces an argument has its rows, whatever lies between the two.
+    # A result that replaces an argument has its rows.
     for result, replaced in zip(traced.flat.outvars, traced.layouts, strict=True):
         if replaced is not None and not is_literal(result) and _has_rows(result, lengths):
             row_sets.join(result, traced.flat.invars[replaced])
@@ -234,7 +228,7 @@ def _joined(
 
 def _first_scans(traced: TracedStep, scans: Sequence[int], row_sets: DisjointSets[Var]) -> dict[Var, int]:
     """The first scan of each stack, by the root of its row set. A stack has arguments, and none of them is a batch."""
-    batch = _batch_arguments(traced)
+    batch = traced.examples
     of_batch = {row_sets.find(argument) for argument in batch}
     of_state = {row_sets.find(argument) for argument in traced.flat.invars if argument not in batch}
 
@@ -255,7 +249,9 @@ def _forward_group(traced: TracedStep, i: int) -> int:
 def _blockwise(
     shared: Mapping[int, Sequence[_SharedRows]], stack_of: Mapping[Var, int]
 ) -> dict[int, BlockwiseEquation]:
-    """The equations that are computed in blocks; one with rows of several stacks in blocks of the first of them."""
+    """The equations that are computed in blocks; an equation with rows of several stacks belongs to the first of
+    them.
+    """
     blockwise: dict[int, BlockwiseEquation] = {}
     for i, found in shared.items():
         stacked = [rows for rows in found if rows.arrays[0] in stack_of]
@@ -267,7 +263,7 @@ def _blockwise(
 def _stacks_of_groups(
     traced: TracedStep, blockwise: Mapping[int, BlockwiseEquation], varying: Container[Var]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """The stacks of the forward groups with a scan, and of those that compute rows from weights alone."""
+    """The stacks of the forward groups with a scan, and of the groups that compute rows from weights alone."""
     scan_groups: dict[int, int] = {}
     from_weights: dict[int, int] = {}
     for i, cut in blockwise.items():

@@ -5,15 +5,15 @@ A scan is one equation, and stacked weights are single arrays, so a stage cannot
     carry_1, ys[0:3] = scan(carry_0, xs[0:3])        carry_2, ys[3:5] = scan(carry_1, xs[3:5])
 
 for blocks of 3 and 2 rows, every stacked array (argument, residual, gradient, moment of the optimizer, new weight) is
-one array for each block, and stages take blocks as they take other equations. A block of one row has no scan.
+one array for each block, and stages take blocks like other equations. A block of one row has no scan.
 
-    scans                                    one for each block, by its carry behind the one before     -> _cut_scan
-    barriers                                 one for each block, and one for what is not stacked        -> _cut_barrier
+    scans                                    one for each block, chained by the carry                   -> _cut_scan
+    barriers                                 one for each block, and one for arrays without a stack     -> _cut_barrier
     row by row, as most of the update        once for each block                                        -> _cut_rows
     reductions over the rows                 of each block, then of the blocks' results                 -> _cut_rows
-    anything else                            on the blocks joined again                                 -> _cut
+    anything else                            on the blocks, joined                                      -> _cut
 
-See `stacks` for what is stacked and `row_blocks` for the variables of blocks.
+`stacks` finds the stacked arrays, `row_blocks` has the variables of blocks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def unstack(traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]],
 
 
 def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
-    """The step with its scans cut into these blocks of a plan. Raises VerifyError where they do not fit."""
+    """The step with its scans cut into these blocks of a plan. Raises VerifyError if they do not fit."""
     stacks = find_stacks(traced)
     if tuple(map(sum, row_blocks)) != stacks.lengths:
         raise VerifyError(
@@ -97,7 +97,7 @@ def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
 def _cut(
     program: BlockedProgram, eqn: JaxprEqn, origin: Origin, cut: BlockwiseEquation | None, *, inline: bool
 ) -> None:
-    """Appends to `program` what computes the results of one equation of the old program."""
+    """Appends to `program` the equations for the results of one old equation."""
     if cut is None or len(program.layout.sizes[cut.stack]) == 1:
         owner = program.layout.owner(origin)
         program.add(eqn.replace(invars=[program.joined(v, owner) for v in eqn.invars]), owner)
@@ -110,12 +110,12 @@ def _cut(
 
 
 def _cut_scan(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int, *, inline: bool) -> None:
-    """A scan for each block, or its body alone where the block has one row."""
+    """A scan for each block; for a block of one row, only its body."""
     n_consts, n_carry = scan_counts(eqn)
     sizes = program.layout.sizes[stack]
     owner = program.layout.owner(origin)
     carry = [program.joined(v, owner) for v in eqn.invars[n_consts : n_consts + n_carry]]
-    stacked = [_blocks_of_operand(program, v, stack, owner) for v in eqn.invars[n_consts + n_carry :]]
+    stacked = [program.blocks(v, owner) for v in eqn.invars[n_consts + n_carry :] if not is_literal(v)]
     body = _body(program, eqn) if inline and 1 in sizes else None
 
     # The carry passes through the blocks in the order of the scan's iterations.
@@ -137,15 +137,10 @@ def _cut_scan(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
         program.set_blocks(v, [of_block[k] for of_block in results])
 
 
-def _blocks_of_operand(program: BlockedProgram, v: Atom, stack: int, owner: Owner) -> tuple[Atom, ...]:
-    assert not is_literal(v) and program.layout.stacks.stack_of[v] == stack, v
-    return program.blocks(v, owner)
-
-
 def _body(program: BlockedProgram, eqn: JaxprEqn) -> Block:
     """The body of a scan, to be inlined. Its constants become constants of the program."""
-    # Between a forward and a backward scan nothing is shared that no residual holds, and `jax.checkpoint` in a scan
-    # relies on that; without scans, barriers have to hold it.
+    # A forward and a backward scan share only residuals, and `jax.checkpoint` in a scan relies on that; without scans,
+    # barriers have to ensure it.
     closed = eqn.params["jaxpr"]
     body = flatten_calls(closed.jaxpr, tuple(closed.consts), always_barriers=True)
     program.add_constants(body)
@@ -174,7 +169,7 @@ def _inlined(program: BlockedProgram, body: Block, operands: Sequence[Atom], own
 
 
 def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None:
-    """A barrier for each block of each stack, and one for what is not in blocks."""
+    """A barrier for each block of each stack, and one for the other arrays."""
     owner = program.layout.owner(origin)
     stacked: dict[int, list[tuple[tuple[Atom, ...], Var]]] = {}
     others: list[tuple[Atom, Var]] = []
@@ -197,7 +192,7 @@ def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None
 
 
 def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int, factor: int) -> None:
-    """Each block by itself, along `factor`. What is reduced over the rows is combined from the blocks' results."""
+    """Each block by itself, along `factor`. Reductions over the rows are combined from the blocks' results."""
     factors = factors_of(eqn)
     results: list[list[Var]] = []
     for block, n_rows in enumerate(program.layout.sizes[stack]):
@@ -221,7 +216,7 @@ def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
 
 
 def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Sequence[Atom], owner: Owner) -> Atom:
-    """The reduction over all rows, from that of each block."""
+    """The reduction over all rows, from the reductions of the blocks."""
     pair = functools.partial(combine, reduction)
     return program.compute(reduction, lambda *xs: functools.reduce(pair, xs), *partial_results, owner=owner)
 
@@ -239,7 +234,7 @@ class _Leaf:
 
 
 def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
-    """The arguments of the new step. From here on, each block of a stacked argument is an argument by itself."""
+    """The arguments of the new step: each block of a stacked argument is an argument."""
     inputs = []
     for i, (v, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
         if not program.layout.is_cut(v):

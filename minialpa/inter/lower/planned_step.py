@@ -14,8 +14,7 @@ from minialpa.inter.staging.last_pass import TaskProgram
 from minialpa.inter.staging.leaf_placement import values_of_parts
 from minialpa.inter.staging.mesh_problem import ShardedView, task_programs
 from minialpa.inter.staging.staged_step import bind_specs, final_specs
-from minialpa.inter.staging.tasks import StagedStep
-from minialpa.inter.staging.transfers import remote_readers
+from minialpa.inter.staging.tasks import StagedStep, remote_readers
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.plan import PlacedValue, Plan
 from minialpa.sharding import Spec

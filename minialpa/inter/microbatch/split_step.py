@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.ir.equations import Atom
+from minialpa.ir.equations import Atom, is_literal
 from minialpa.ir.op import Op
 from minialpa.rules.factors import Reduction
 from minialpa.tracing.trace import TracedStep
@@ -73,6 +73,21 @@ class SplitStep:
     outvars: tuple[Atom, ...]
     batch_dims: dict[Var, int]
     own: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Var, ...]:
+        """The inputs of the step: constants first, then arguments."""
+        return (*self.traced.flat.constvars, *self.traced.flat.invars)
+
+    @property
+    def results(self) -> list[Var]:
+        """The results of the step, without literals; a variable that is returned twice is listed twice."""
+        return [v for v in self.outvars if not is_literal(v)]
+
+    @property
+    def combined(self) -> list[tuple[Var, Var]]:
+        """(value of one micro-batch, value of the whole batch), for accumulators and stacks."""
+        return [*((a.loop, a.total) for a in self.accumulators), *((s.loop, s.total) for s in self.stacks)]
 
     @property
     def n_loops(self) -> int:

@@ -1,9 +1,9 @@
-"""The joint search for the fastest pipeline, over lower bounds on what its stages cost.
+"""The joint search for the fastest pipeline, over lower bounds on the costs of its stages.
 
 Stages, their submeshes and logical shapes, the number of micro-batches and rematerialisation are chosen together. The
-stage DP runs on lower bounds (`stage_bounds`). What the best pipeline under these bounds uses is solved, which raises
-them, until the best pipeline uses only what is solved. Then no pipeline in the space is cheaper by the sums of its
-pieces, and few of the thousands of costs in the space were computed.
+stage DP runs on lower bounds (`stage_bounds`). The search solves the costs that the best pipeline under these bounds
+uses, which raises the bounds, until the best pipeline uses solved costs only. Then no pipeline in the space is cheaper
+by the sums of its pieces, and few of the thousands of costs in the space were computed.
 """
 
 from __future__ import annotations
@@ -16,29 +16,25 @@ from dataclasses import dataclass
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice
+from minialpa.inter.search.stage_tables import place_of
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.options import Remat
 from minialpa.plan import Certificate
 
-#: Costs that are solved before the search takes the best that it has.
+#: Costs that are solved before the search returns its best pipeline.
 _MOST_SOLVED = 400
-#: When no more than this share of a pipeline's time is unsolved, its promise is trusted: numbers of micro-batches near
-#: its own are looked at before the rest is solved. With less, more is solved of numbers that a near one beats; with
-#: more, so is more of near numbers that turn out worse. GPT and Llama of 8 layers on 16 devices take 45 and 42 costs at
-#: 0.05, 46 and 42 at 0.3, 48 and 51 at 1, for the same pipelines.
+#: If at most this share of a pipeline's time is unsolved, the search trusts its promise: it looks at near numbers of
+#: micro-batches before it solves the rest. GPT and Llama of 8 layers on 16 devices take 45 and 42 costs at 0.05, 46 and
+#: 42 at 0.3, 48 and 51 at 1, for the same pipelines.
 _SMALL_SHARE = 0.3
-#: Numbers of micro-batches that differ by this factor are looked at first.
+#: The search first looks at numbers of micro-batches that differ by this factor.
 _FAR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FoundStage:
-    """A stage of a pipeline that was found.
-
-    Attributes:
-        choice: its layers and its column in the tables of the search.
-        candidate: the submesh of that column, with its logical shape.
-        remat: what its layers compute again.
+    """A stage of a found pipeline. choice: its layers and its column in the tables. candidate: the submesh of that
+    column.
     """
 
     choice: StageChoice
@@ -52,13 +48,7 @@ class FoundStage:
 
 @dataclass(frozen=True, slots=True)
 class FoundPipeline:
-    """A pipeline that a search found.
-
-    Attributes:
-        stages: its stages in order.
-        n_micro_batches: the number of micro-batches.
-        seconds: those of a step, by the sums of pieces.
-    """
+    """A pipeline that a search found. seconds: of a step, by the sums of pieces."""
 
     stages: tuple[FoundStage, ...]
     n_micro_batches: int
@@ -70,19 +60,19 @@ _Best = tuple[float, int, StageAssignment]
 
 
 class StageSearch:
-    """The search over one space. `best` may be asked again after `learn` and `exclude`."""
+    """The search over one space. `best` may be called more than once, after `learn` and `exclude`."""
 
     def __init__(self, bounds: StageBounds, report: Callable[[str, int, int], None]) -> None:
         self.bounds, self.space, self.report = bounds, bounds.space, report
-        #: Seconds that every pipeline takes at least, by its number of micro-batches.
+        # Lower bound on the seconds of every pipeline, by its number of micro-batches.
         self._least = dict.fromkeys(bounds.numbers, 0.0)
-        #: Numbers of micro-batches that are looked at: some far apart, then what is near the best.
+        # Numbers of micro-batches under search: some far apart, then numbers near the best.
         self._open = _far_apart(bounds.numbers)
 
     def best(self) -> FoundPipeline:
-        """A pipeline at most `tolerance` slower than any in the space, if that is known after `_MOST_SOLVED` costs.
+        """A pipeline at most `tolerance` slower than any in the space, if `_MOST_SOLVED` costs show that.
 
-        Raises InfeasibleError if nothing fits; its message is of the smallest micro-batches.
+        Raises InfeasibleError if no pipeline fits, with the message of the smallest micro-batches.
         """
         failures: dict[int, InfeasibleError] = {}
         best: _Best | None = None
@@ -93,7 +83,7 @@ class StageSearch:
             if found is None or self._solve_more(n, found):
                 continue
 
-            # All that it uses is solved, so its bounds are its costs.
+            # All of its costs are solved, so its bounds are its costs.
             seconds = self.bounds.seconds_of(n, found)
             if best is None or seconds < best[0]:
                 best = seconds, n, found
@@ -114,9 +104,9 @@ class StageSearch:
                 return None if enough or self.bounds.pieces.n_solved > _MOST_SOLVED else n
 
     def _under_bounds(self, n: int, failures: dict[int, InfeasibleError]) -> StageAssignment | None:
-        """The best pipeline with `n` micro-batches under the bounds; None if nothing fits, which `failures` notes.
+        """The best pipeline with `n` micro-batches under the bounds; None if none fits, with the error in `failures`.
 
-        Also None if it promises less than was known of `n`, since another number may be the most promising now.
+        Also None if it promises less than the known bound of `n`, since another number may be the most promising now.
         """
         least = self._least[n]
         try:
@@ -128,44 +118,43 @@ class StageSearch:
         return None if self._least[n] > least else found
 
     def _solve_more(self, n: int, found: StageAssignment) -> bool:
-        """Solve a cost that a pipeline uses, or look at more numbers of micro-batches; False if all is solved."""
+        """Solve a cost of a pipeline, or look at more numbers of micro-batches; False if all is solved."""
         unsolved = self.bounds.unsolved(n, found)
         n_solved = self.bounds.pieces.n_solved
         self.report("Costs of stages", n_solved, n_solved + len(unsolved))
 
-        # Numbers near a good one may be better still: before it is known to the last, they are looked at.
+        # Numbers near a good one may be better still: they come before its last costs.
         if unsolved and (sum(one.share for one in unsolved) > _SMALL_SHARE or not self._open_near(n)):
             self.bounds.raise_bound(n, unsolved[0].piece, unsolved[0].column)
         return bool(unsolved)
 
     def _open_near(self, n: int) -> bool:
-        """Look at the numbers of micro-batches near `n`, too; whether there are any that were not looked at."""
+        """Look at the numbers of micro-batches near `n`, too; whether any of them is new."""
         near = {m for m in self.bounds.numbers if n / _FAR < m < n * _FAR} - self._open
         self._open |= near
         return bool(near)
 
     @property
     def certificate(self) -> Certificate:
-        """What is known after `best`. Numbers of micro-batches that were not looked at are not in it."""
+        """The bounds after `best`, without numbers of micro-batches that the search did not look at."""
         looked_at = tuple(sorted(self._open))
         return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.pieces.n_solved)
 
     def learn(self, found: FoundPipeline, seconds: Sequence[tuple[float, float]]) -> None:
-        """Note what stages cost that were solved as a whole: seconds per micro-batch, and once per step."""
+        """seconds: of stages that were solved as a whole, per micro-batch and once per step."""
         n = found.n_micro_batches
         for stage, (t, step) in zip(found.stages, seconds, strict=True):
-            self.bounds.learn(n, stage.choice, t, step)
-        # A whole stage may cost less than its pieces, each of which saves memory and starts collectives by itself.
+            self.bounds.tables[n].learn(place_of(stage.choice), t, step)
+        # A whole stage may cost less than its pieces, each of which saves memory and starts collectives separately.
         self._least[n] = 0.0
 
     def exclude(self, found: FoundPipeline, stage: int, n_live: int) -> None:
-        """Note that a stage does not fit with `n_live` micro-batches in flight."""
-        self.bounds.exclude(found.n_micro_batches, found.stages[stage].choice, n_live)
+        self.bounds.tables[found.n_micro_batches].exclude(place_of(found.stages[stage].choice), n_live)
 
     def alike(self, found: FoundPipeline) -> Iterator[FoundPipeline]:
-        """`found` with one logical shape for all of its stages, where these have the same submesh.
+        """`found` with one logical shape for all of its stages, if these have the same submesh.
 
-        For each shape that may be as fast up to the tolerance: sums of pieces are not that exact.
+        For each shape that may be as fast up to the tolerance: sums of pieces are not exact.
         """
         bounds, n = self.bounds, found.n_micro_batches
         submeshes = {(stage.candidate.submesh, stage.candidate.device) for stage in found.stages}
@@ -190,7 +179,7 @@ class StageSearch:
 
 
 def _far_apart(numbers: Sequence[int]) -> set[int]:
-    """The largest number, and smaller ones, each at most a `_FAR`-th of the one before; 1 if it is there."""
+    """The largest number, and smaller ones, each at most a `_FAR`-th of the one before; and 1 if it is there."""
     out: list[int] = []
     for n in sorted(numbers, reverse=True):
         if not out or n * _FAR <= out[-1] or n == 1:

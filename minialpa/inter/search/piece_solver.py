@@ -1,9 +1,8 @@
 """The pieces of a step, staged and solved as a joint search asks for their costs.
 
 For each number of micro-batches and rematerialisation there is one staged step, and one solver for each distinct piece
-of it on each submesh: all of them together are many times the step, so only the last ones are kept. The whole step is
-staged once. All later times it is staged without most of its repeated pieces (`short_step`), if that is found to give
-the same problems.
+of it on each submesh. All of them together are many times the step, so only the last ones are kept. The whole step is
+staged once. Later it is staged without most of its repeated pieces (`short_step`), if that gives the same problems.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from minialpa.errors import TraceError
 from minialpa.inter.layers.forward import pieces_of
 from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.search.short_step import NotShortened, PiecedStep, StagedPieces, shortened, whole_step
-from minialpa.inter.search.space import Columns, Space
-from minialpa.inter.search.stage_cost import MEMORY_PRICES, PieceCost, PieceCosts, border_bytes
-from minialpa.inter.search.submeshes import Candidate
+from minialpa.inter.search.stage_cost import PieceCost, PieceCosts, border_bytes
+from minialpa.inter.search.submeshes import MEMORY_PRICES, Candidate, Columns, Space
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
@@ -28,23 +26,13 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
 
-#: Bytes of the staged steps, and of the solvers of pieces, that a search keeps for when they are asked for again.
+#: Bytes of the staged steps, and of the solvers of pieces, that a search keeps.
 _MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceSearch:
-    """What a search solves pieces of, and where.
-
-    Attributes:
-        traced: the traced step.
-        layer_of_group: the layer of each forward equation.
-        cluster: the cluster.
-        compiler: what compiles the pieces.
-        space: what to choose from.
-        option: how pieces are sharded.
-        strategy_cache: the strategies of equations, which all solvers share.
-    """
+    """The step and the space of a search. All solvers share the `strategy_cache`."""
 
     traced: TracedStep
     layer_of_group: Sequence[int]
@@ -56,14 +44,12 @@ class PieceSearch:
 
 
 class PieceSolver:
-    """Solves pieces when their costs are first asked for.
+    """Solves a piece when its cost is first asked for.
 
     Attributes:
         layer_of_piece: the layer of each piece.
-        border_bytes: what crosses the border behind each piece but the last, see `border_bytes`, in the step as it was
-            staged first; empty before that.
+        border_bytes: see `border_bytes`, in the step as it was staged first; empty before that.
         short: the step without most of its repeated pieces, or why it is not used; None before it is asked for.
-        n_solved: the number of costs that were solved so far.
     """
 
     def __init__(self, search: PieceSearch, columns: Columns, known: dict[str, PieceCost]) -> None:
@@ -101,7 +87,7 @@ class PieceSolver:
         return self._pieces(n, remat).cost(piece, candidate, None, 0.0, limited=False)
 
     def cost(self, n: int, piece: int, c: int) -> PieceCost:
-        """The cost of a piece in column `c`, within the memory of its devices; of pieces that are alike the same."""
+        """The cost of a piece in column `c`, within the memory of its devices. Pieces that are alike share one cost."""
         column = self._columns[c]
         kind = self.kinds(n, column.remat)[piece]
         key = (n, kind, c)
@@ -124,7 +110,9 @@ class PieceSolver:
         return self._staged.once((n, remat), lambda: self._staged_pieces(n, remat))
 
     def _staged_pieces(self, n: int, remat: Remat) -> PieceCosts:
-        """The pieces of the whole step where they are asked for first, and those of the short step for all others."""
+        """The pieces of the whole step at the first call and for its arguments; the pieces of the short step for all
+        others.
+        """
         if self._first is None:
             pieces = self._costs_of(self._whole, n, remat)
             self._first, self.border_bytes = (n, remat), tuple(border_bytes(pieces.staged))
@@ -143,7 +131,7 @@ class PieceSolver:
         return self._costs_of(self._whole, n, remat)
 
     def _shortened(self, n: int, remat: Remat) -> PiecedStep | NotShortened:
-        """The short step, if it has the problems of the whole one where both are staged for `n` and `remat`."""
+        """The short step, if it has the problems of the whole one when both are staged for `n` and `remat`."""
         pieces = self._pieces(n, remat)
         short = shortened(
             StagedPieces(whole=self._whole, staged=pieces.staged, problems=pieces.problems, kind=pieces.kind)

@@ -1,19 +1,19 @@
-"""A shorter step with the same distinct pieces: a staged step in, and the step without most of what repeats in it out.
+"""A shorter step with the same distinct pieces: a staged step in, and the step without most of its repetitions out.
 
 A search stages the step for each number of micro-batches and each rematerialisation. Of a hundred equal layers it
 solves the costs of one, so a step with a few of them is enough:
 
-    pieces      0 1 2 3 4 5 6 7 8 9          a unit is what repeats: some neighbouring pieces, here a single one
+    pieces      0 1 2 3 4 5 6 7 8 9          a unit repeats: some neighbouring pieces, here a single one
     kinds       A B B B B B B B B C          pieces of one kind are equal problems
-    stay        0 1 2 3         8 9          the first three units, the last one, and all that does not repeat
-    costed as   0 1 2 2 2 2 2 2 8 9          for each piece, the one whose costs are taken for it
+    stay        0 1 2 3         8 9          the first three units, the last one, and all pieces outside of units
+    costed as   0 1 2 2 2 2 2 2 8 9          for each piece, the piece with its costs
 
 Equations that stay may have read values of a unit that is left out. The third unit stands for all of these units. Its
-backward pass reads what the last unit's backward pass leaves, as if the last unit came next. All others read a copy:
-the equation of the third unit that makes the like value is written once more. So they read as many different values as
-before, and still those of another piece. This makes the third unit unlike all others, so its costs are not used.
+backward pass reads values of the last unit's backward pass, as if the last unit came next. All others read a copy: a
+second copy of the third unit's equation that makes the like value. So they read as many different values as before, and
+still values of another piece. This makes the third unit unlike all others, so its costs are not used.
 
-The short step computes other numbers than the whole one: costs are read from it, and no plan is made of it.
+The short step computes other numbers than the whole one: it gives costs, but no plan.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ _THIRD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiecedStep:
-    """A step in pieces: the whole step, or a short one.
+    """A step in pieces, without rematerialisation: the whole step, or a short one with the group numbers of the whole
+    step.
 
-    Attributes:
-        step: the step, without rematerialisation. Its forward groups have the numbers that they have in the whole step.
-        piece_of_group: the piece of each forward group.
-        place: for each piece of the whole step, the piece of this one that is costed for it.
-        kept: for each piece that is costed, the piece of the whole step that it is.
+    place: for each piece of the whole step, the piece of this one that is costed for it.
+    kept: for each piece that is costed, its number in the whole step.
     """
 
     step: TracedStep
@@ -68,13 +66,10 @@ def whole_step(step: TracedStep, piece_of_group: Sequence[int]) -> PiecedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPieces:
-    """A whole step that is staged with one piece on each mesh.
+    """A whole step that is staged with one piece on each mesh, for any number of micro-batches and any
+    rematerialisation.
 
-    Attributes:
-        whole: the step.
-        staged: the step, staged for any number of micro-batches and any rematerialisation.
-        problems: the equations of each piece of `staged`.
-        kind: for each piece, the first piece with an equal problem.
+    problems: the equations of each piece. kind: for each piece, the first piece with an equal problem.
     """
 
     whole: PiecedStep
@@ -99,7 +94,6 @@ class Run:
     n_units: int
 
     def unit(self, number: int) -> range:
-        """The pieces of a unit."""
         start = self.first + number * self.period
         return range(start, start + self.period)
 
@@ -117,7 +111,7 @@ class Run:
 
 
 def runs_of(kinds: Sequence[int]) -> list[Run]:
-    """The runs with units to leave out, in order; of those that start at one piece, the one with most to leave out."""
+    """The runs with units to leave out, in order; of runs that start at one piece, the one with most to leave out."""
     runs: list[Run] = []
     start = 0
     while start < len(kinds):
@@ -163,7 +157,7 @@ class _Where:
     """Where the equations of the traced step run, by their numbers.
 
     Attributes:
-        of_piece: for each piece, the traced equation that each equation of its problem comes from; None without one.
+        of_piece: for each piece, the traced equation of each equation of its problem; None without one.
         pieces: for each equation that runs, its pieces, in the order of the traced step.
     """
 
@@ -195,8 +189,8 @@ class _Where:
 def _alike(pieces: StagedPieces, where: _Where) -> list[int]:
     """For each piece, the first one like it: the same problem, which stays the same under rematerialisation.
 
-    Rematerialisation goes by groups. So pieces are alike only if the same of their equations run on another piece than
-    that of their group.
+    Rematerialisation goes by groups. So in pieces that are alike, the same equations run on another piece than their
+    group's.
     """
     origins, piece_of_group = pieces.whole.step.origins, pieces.whole.piece_of_group
     astray: dict[int, list[object]] = {piece: [] for piece in pieces.whole.kept}
@@ -207,14 +201,14 @@ def _alike(pieces: StagedPieces, where: _Where) -> list[int]:
             if found != {piece}:
                 astray[piece].append((origin.direction, "runs on", *sorted(other - piece for other in found)))
                 for other in found - {piece}:
-                    # An equation that several pieces run is shared by them, as masks and tables of positions are.
+                    # Several pieces share some equations, such as masks and tables of positions.
                     astray[other].append((origin.direction, "is of", piece - other if len(found) == 1 else i))
 
     keys = [(kind, tuple(astray[piece])) for piece, kind in enumerate(pieces.kind)]
     return [keys.index(key) for key in keys]
 
 
-# ---- what is left out ------------------------------------------------------------------------------------------------
+# ---- the shorter step -----------------------------------------------------------------------------------------------
 
 
 class _Shortening:
@@ -225,7 +219,7 @@ class _Shortening:
         self.eqns, self.origins = pieces.whole.step.flat.eqns, pieces.whole.step.origins
         self.maker = {result: i for i, eqn in enumerate(self.eqns) for result in eqn.outvars}
 
-        # An equation is left out if it runs on nothing but pieces that are left out.
+        # An equation is left out if all of its pieces are left out.
         out = {piece for run in runs for piece in run.left_out}
         third = {piece for run in runs for piece in run.third}
         self.is_out = frozenset(i for i, found in where.pieces.items() if found <= out)
@@ -241,10 +235,10 @@ class _Shortening:
                     pairs = zip(where.of_piece[piece], where.of_piece[other], strict=True)
                     like.update((i, j) for i, j in pairs if i in self.is_out and j is not None)
 
-    # ---- what is read in place of what is left out ------------------------------------------------------------------
+    # ---- stand-ins for values that are left out ---------------------------------------------------------------------
 
     def _operations(self) -> list[Op]:
-        """The equations that stay, which read nothing that is left out, and copies of those of third units."""
+        """The equations that stay, which read no value that is left out, and copies of equations of third units."""
         copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a third unit, by its number
         copied: dict[int, JaxprEqn] = {}  # by the number of the equation that is left out
 
@@ -254,7 +248,7 @@ class _Shortening:
                 return value
             result = self.eqns[made_by].outvars.index(value)
 
-            # A backward pass reads what the unit behind it leaves. A copy of its own would be computed too late.
+            # A backward pass reads values of the next unit's. A separate copy would be computed too late.
             if reader in self.in_third and self.origins[made_by].direction != "forward":
                 return self._counterpart(self.like_last, made_by).outvars[result]
             if made_by not in copied:
@@ -314,14 +308,14 @@ class _Shortening:
 
 
 def _with_equations(step: TracedStep, ops: Sequence[Op], gone_inputs: AbstractSet[Var]) -> TracedStep:
-    """`step` with other equations, with those of its results that they make, and without some of its inputs."""
+    """`step` with other equations, with the results that they make, and without some of its inputs."""
     flat = step.flat
     inputs = {*flat.constvars, *flat.invars} - gone_inputs
     made = inputs.union(*(op.eqn.outvars for op in ops))
     results = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
     outvars = [flat.outvars[o] for o in results]
 
-    # Not all that third units compute is still read.
+    # Some values of third units have no reader any more.
     live = live_equations([op.eqn for op in ops], outvars)
     ops = list(itertools.compress(ops, live))
     _check_order([op.eqn for op in ops], outvars, inputs)
@@ -338,10 +332,10 @@ def _with_equations(step: TracedStep, ops: Sequence[Op], gone_inputs: AbstractSe
 
 
 def _check_order(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], inputs: AbstractSet[Var]) -> None:
-    """Raise `_NotAlikeError` if something is read before it is made."""
+    """Raise `_NotAlikeError` if an equation reads a value before it is made."""
     known = set(inputs)
     for eqn in eqns:
         if not known.issuperset(operand_vars(eqn)):
-            raise _NotAlikeError(f"`{eqn.primitive.name}` would read what is computed behind it.")
+            raise _NotAlikeError(f"`{eqn.primitive.name}` would read a value that is computed later.")
         known.update(eqn.outvars)
     assert known.issuperset(v for v in outvars if not is_literal(v)), "a result without its equation"

@@ -1,22 +1,25 @@
-"""What each piece of a model costs on each submesh: seconds and bytes per device.
+"""Costs of each piece of a model on each submesh: seconds and bytes per device.
 
-Pieces that are the same up to names are solved once. A stage costs the sum of its pieces: borders inside a stage are
-thereby priced as if both sides agreed on the sharding, which the final solve of the stage then makes them do.
+Pieces that are the same up to names are solved once. A stage costs the sum of its pieces: this prices borders inside a
+stage as if both sides agreed on the sharding, and the final solve of the stage makes them agree.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.errors import InfeasibleError
+from minialpa.errors import InfeasibleError, VerifyError
 from minialpa.inter.search.stage_memory import kept_usages, mesh_memory
 from minialpa.inter.search.stage_times import stage_times
 from minialpa.inter.search.submeshes import Candidate
@@ -30,30 +33,32 @@ from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.ir.equations import Atom, bytes_of, is_literal
 from minialpa.options import AutoShardingOption
+from minialpa.support.files import write_text
 from minialpa.support.recent import Recent
 
 #: Seconds that a solver may take to prove the sharding of one piece.
 _PIECE_TIME_LIMIT_S = 5.0
-#: Bytes that one equation of a staged step takes in the planner's own memory, about, as measured.
+#: Bytes of one equation of a staged step in the planner's own memory, about, as measured.
 _EQUATION_BYTES = 2000
-#: Prices of memory that pieces are solved under: what keeping nothing is worth, in step times of the piece.
-MEMORY_PRICES = (0.0, 0.1, 1.0)
 #: Micro-batches in flight, at most, for which pieces save memory under such a price.
 _USUALLY_LIVE = 8
+#: Version of cost files. Raise it with every change after which some piece has another cost (rules, strategies, prices,
+#: memory, names): the names of costs tell pieces, meshes and options apart, but not versions of the code.
+_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceCost:
-    """One piece on a mesh; bytes are per device.
+    """One piece on a mesh; bytes are per device. Several pieces in a stage add up, except pass_temp_bytes: the largest
+    counts.
 
     Attributes:
-        seconds: of one micro-batch, forward and backward; inf where the piece does not fit.
+        seconds: of one micro-batch, forward and backward; inf if the piece does not fit.
         step_seconds: once per step.
         fixed_bytes: parameters, optimizer state and accumulated gradients.
-        in_flight_bytes: for each micro-batch in flight.
-        pass_temp_bytes: what a pass needs besides; of several pieces in a stage, the largest counts.
-        left_bytes: what a pass leaves in the end; of several pieces they add up.
-        update_temp_bytes: what the update needs besides; of several pieces they add up.
+        in_flight_bytes: for each micro-batch in flight. pass_temp_bytes, update_temp_bytes: further bytes of a pass and
+            of the update.
+        left_bytes: bytes that a pass leaves in the end.
     """
 
     seconds: float = math.inf
@@ -68,9 +73,9 @@ class PieceCost:
 class PieceCosts:
     """Costs of the pieces of a step that is staged with one piece on each mesh.
 
-    place: for each piece, the mesh with the problem that it is; several pieces may share one, see `short_step`.
-    known: costs by `name`, which grow. solvers: of pieces on meshes, as far as there is room for them; a search has one
-    such object for all of its `PieceCosts`.
+    place: for each piece, the mesh with its problem; several pieces may share one, see `short_step`.
+    known: costs by `name`, which grow. solvers: of pieces on meshes, as far as they fit; a search has one such object
+    for all of its `PieceCosts`.
     """
 
     def __init__(
@@ -87,8 +92,8 @@ class PieceCosts:
     ) -> None:
         self.staged, self.cluster, self.compiler = staged, cluster, compiler
         self.strategy_cache, self.known = strategy_cache, known
-        self._solvers, self._mine = solvers, object()  # the same step, staged again, has other variables
-        # There are hundreds of costs: one that is a little too high is better than minutes of proof for each.
+        self._solvers, self._mine = solvers, object()  # each staging has other variables
+        # There are hundreds of costs: a cost that is a little too high is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
 
         # Pieces with equal keys are the same problem, and share costs between searches by the digests of these.
@@ -100,16 +105,15 @@ class PieceCosts:
 
     @property
     def n_bytes(self) -> float:
-        """About what the staged step holds."""
+        """About the bytes of the staged step."""
         return _EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
 
     def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, price: float, limited: bool) -> PieceCost:
         """A piece on a submesh, with seconds of inf if it does not fit.
 
-        Args:
-            fastest: its sharding of least seconds; None to look for that one.
-            price: what keeping nothing in memory is worth, in step times of the `fastest` sharding.
-            limited: whether the piece alone has to fit in memory.
+        fastest: its sharding of least seconds; None to look for that one.
+        price: the worth of keeping no value in memory, in step times of the `fastest` sharding.
+        limited: whether the piece alone has to fit in memory.
         """
         n, place = self.staged.split.n_micro_batches, self.place[piece]
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
@@ -128,7 +132,7 @@ class PieceCosts:
             return self.known[name]
 
         free, n_bytes = known(None), self.option.limit_bytes(mesh.device)
-        # What is best of all is best under a limit that it keeps.
+        # The best of all is best under a limit that it keeps.
         return free if not limited or n_bytes is None or free.fixed_bytes <= n_bytes else known(n_bytes)
 
     def _solve(
@@ -144,7 +148,7 @@ class PieceCosts:
 
         view = ShardedView.of(mesh, self.option)
         programs = mesh_programs(staged, place, problem, solution, view)
-        # At the prices of the solver, so that a cost bounds those of problems whose shardings are all among its own.
+        # At the prices of the solver: a sharding of least cost then has the least seconds.
         moved = mesh_collectives(programs)
         times = stage_times(problem, solution, moved, mesh, staged.split.n_loops, hides=False)
         memory = mesh_memory(staged, place, programs, solution, view, compiler=self.compiler)
@@ -168,7 +172,7 @@ class PieceCosts:
 def border_bytes(staged: StagedStep) -> list[float]:
     """Bytes of one micro-batch, both directions, that cross the border after each chunk but the last.
 
-    A chunk may have no task: where the loop needs nothing of its layers.
+    A chunk may have no task, if the loop does not need its layers.
     """
     loop = [task for task in staged.tasks if task.per_micro_batch]
     crossing = [0.0] * len(staged.mesh_of_chunk)
@@ -205,13 +209,13 @@ def problem_key(problem: MeshEquations) -> str:
 
     parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
     for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):
-        # A number that is folded into a key costs what any other one does.
+        # All numbers that are folded into a key cost the same.
         is_folded = eqn.primitive.name == "random_fold_in"
         ends = " ".join(type_of(v) if is_folded and is_literal(v) else name(v) for v in (*eqn.invars, *eqn.outvars))
         dims = [problem.batch_dims.get(v) for v in eqn.outvars]
         parts.append(f"{eqn.primitive.name} {ends} {_costed_params(eqn)} {times} {late} {dims}")
     parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
-    # Inputs are never partial sums, whoever else reads them.
+    # Inputs are never partial sums.
     made = (v for eqn in problem.eqns for v in eqn.outvars)
     parts.append(str([number[v] for v in made if v in problem.not_partial]))
     parts.append(str([number[v] for v, _ in problem.results if v in number]))
@@ -219,12 +223,43 @@ def problem_key(problem: MeshEquations) -> str:
 
 
 def _costed_params(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation, without the functions, and without those that only say where a part lies.
+    """The parameters of an equation without functions, and without parameters that only locate a part.
 
-    Each layer reads another key, or another row of a stack. The shapes of a slice say which dimensions are cut.
+    Each layer reads another key, or another row of a stack. The shapes of a slice show which dimensions are cut.
     """
     if eqn.primitive.name == "slice":
         return {}
     if eqn.primitive.name == "pad":
         return {"is_whole": [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]}
     return {name: value for name, value in eqn.params.items() if not callable(value)}
+
+
+# ---- costs on disk ---------------------------------------------------------------------------------------------------
+
+
+def load_costs(path: str | Path | None) -> dict[str, PieceCost]:
+    """The costs in a JSON file by name; empty without a file or in another version. Raises VerifyError for another
+    file.
+    """
+    if path is None or not Path(path).exists():
+        return {}
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if data["version"] != _VERSION:
+            return {}
+        return {name: _cost(values) for name, values in data["costs"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise VerifyError(f"`{path}` holds no costs of pieces ({error!r}). Remove it, or name another file.") from error
+
+
+def _cost(values: Sequence[float]) -> PieceCost:
+    names = (field.name for field in dataclasses.fields(PieceCost))
+    return PieceCost(**{name: float(value) for name, value in zip(names, values, strict=True)})
+
+
+def save_costs(path: str | Path | None, costs: dict[str, PieceCost]) -> None:
+    """Write costs to a file, atomically."""
+    if path is None:
+        return
+    data = {"version": _VERSION, "costs": {name: dataclasses.astuple(cost) for name, cost in sorted(costs.items())}}
+    write_text(path, json.dumps(data))

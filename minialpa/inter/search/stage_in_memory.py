@@ -1,13 +1,13 @@
-"""Solves a stage in the memory that it has: the cheapest shardings that fit, at given prices.
+"""Solves a stage within its memory: the cheapest shardings that fit, at given prices.
 
-The cost graph counts tensors as they are stored; what a solution communicates needs room as well. So the solution is
-measured, and where it is too large the problem is solved again with that much less room, or half as much less where
-that is too little for any. A stage that was solved with other micro-batches in flight says how much less it will be.
-The graph may also count more than a program needs, and then what a solution leaves is tried.
+The cost graph counts stored tensors, without the buffers of collectives. So the solution is measured. If it is too
+large, the problem is solved with less room: less by the missing bytes, or by half of that if no solution fits. A stage
+that was solved with other micro-batches in flight predicts the difference. The graph may also count too much; then a
+solve with more room follows.
 
-If no such solution fits, there are others. The graph also counts weights as they are gathered, which it does not do at
-first, because that is too much for weights that are stored whole. Examples are split over a mesh axis, so that little
-but weights is gathered. If nothing else fits, the plans that everybody knows are measured.
+If no such solution fits, there are others. The graph also counts gathered weights, which is too much for weights that
+are stored whole. Examples are split over a mesh axis, so only weights are gathered. Last, the standard plans are
+measured.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from jax.extend.core import Var
 
+from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
 from minialpa.inter.search.stage_times import stage_times
-from minialpa.inter.search.standard_plans import splits_of_examples, standard_plans
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
@@ -34,25 +35,22 @@ from minialpa.intra.solver.clock import Deadline
 from minialpa.ir.equations import bytes_of, source_line
 from minialpa.options import AutoShardingOption
 
-#: How often a stage is solved with more room.
+#: Solves of a stage with more room, at most.
 _MAX_WITH_MORE_ROOM = 2
-#: How often a stage is solved with less room.
+#: Solves of a stage with less room, at most.
 _MAX_SOLVES = 5
-#: Part of a step that more room has to promise to be tried.
+#: More room is tried if it promises more than this part of a step.
 _LITTLE_GAIN = 0.005
-#: Part of the limit that a solution may leave when its room was a guess.
+#: A solution with guessed room may leave this part of the limit.
 _LITTLE_LEFT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeSolution:
-    """The cheapest shardings of a stage with no regard to memory.
+    """The cheapest shardings of a stage in unlimited memory: seconds of one step, and bytes per device.
 
-    Attributes:
-        seconds: of one step, without waiting for other stages.
-        n_bytes: that they need per device.
-        limit_bytes: that each device has; inf without a limit.
-        bound_s: seconds of one step that any shardings take at least; 0 where that is not known.
+    limit_bytes: of each device; inf without a limit.
+    bound_s: lower bound on the seconds of one step with any shardings; 0 if it is not known.
     """
 
     seconds: float
@@ -67,13 +65,10 @@ class FreeSolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedStage:
-    """Shardings of a stage, and what its tasks communicate and need in memory under them.
+    """Shardings of a stage, with the collectives and the memory of its tasks.
 
-    Attributes:
-        sharding: the shardings.
-        moved: what the tasks communicate.
-        measured: returns the memory that the tasks need, which is not computed for solutions that are too slow.
-        free: the cheapest shardings with no regard to memory, which these are if they fit; None if that is not known.
+    measured: returns the memory of the tasks; too slow solutions never compute it.
+    free: the cheapest shardings in unlimited memory; these ones, if they fit. None if unknown.
     """
 
     sharding: MeshSharding
@@ -88,16 +83,7 @@ class SolvedStage:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Stage:
-    """A stage to solve.
-
-    Attributes:
-        staged: the step.
-        mesh: number of the mesh of the stage.
-        problem: the equations of the mesh.
-        view: its logical mesh, and the collectives that its options forbid.
-        compiler: of its programs.
-        solver: of the problem.
-    """
+    """A stage to solve: its equations and mesh in a staged step, its view, and its solver."""
 
     staged: StagedStep
     mesh: int
@@ -109,16 +95,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Wanted:
-    """What a solution has to keep, and what others say about it.
+    """The limits of a solution, and hints from other solutions.
 
     Attributes:
         option: the options, with the memory limit.
         moments: see `live_counts`.
-        n_bytes: bytes of memory that each device has, also where `option` has no limit.
-        uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
+        n_bytes: memory of each device, also if `option` has no limit.
+        uncounted_bytes: a guess of the bytes beyond the counted ones.
         free: if there is a limit, seconds of a step and bytes per device of the solution without it.
-        in_other_ways: whether there may be solutions that the limit does not find by what it counts. They have prices
-            of their own.
+        in_other_ways: whether to look for solutions that the counted bytes miss. They have prices of their own.
     """
 
     option: AutoShardingOption
@@ -130,7 +115,7 @@ class Wanted:
 
 
 def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
-    """The cheapest solution that keeps the limit, at the prices of the solver of `stage`."""
+    """The cheapest solution within the limit, at the prices of the solver of `stage`."""
     limit = _limit(stage, wanted.option, wanted.moments)
     try:
         solved = _within_limit(stage, wanted.option, wanted.moments, limit, wanted.uncounted_bytes)
@@ -140,7 +125,7 @@ def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
         found = list(_in_other_ways(stage, wanted, limit)) or list(_as_everybody_does(stage, wanted, limit))
         if not found:
             raise
-        # The fastest, if possible of those that leave the reserve.
+        # The fastest, if possible with the reserve.
         with_reserve = [one for one in found if needed(one[1].memory, wanted.moments) <= limit.limit_bytes]
         limit, solved = min(with_reserve or found, key=lambda one: seconds_of(stage, one[1]))
     if limit is None or wanted.free is None:
@@ -149,58 +134,58 @@ def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
 
 
 def needed(memory: MeshMemory, moments: Moments) -> float:
-    """Bytes per device at the fullest of `moments`, with the reserve for what predictions miss."""
+    """Bytes per device at the fullest of `moments`, with the reserve for errors of the prediction."""
     return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
 def seconds_of(stage: Stage, solved: SolvedStage) -> float:
-    """Seconds of one step, without waiting for other stages, from what the programs communicate."""
+    """Seconds of one step, without waiting for other stages, by the collectives of the programs."""
     split = stage.staged.split
     times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops)
     return split.n_micro_batches * times.pass_s + times.once_s
 
 
 def uncounted(solved: SolvedStage, moments: Moments) -> float:
-    """Bytes that a solution needs beyond what the limit counts; negative if the limit counts more."""
+    """Bytes of a solution beyond the counted ones; negative if the limit counts too much."""
     counted = solved.sharding.counted_bytes
     return needed(solved.memory, moments) - counted if counted else 0.0
 
 
 def _in_other_ways(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
-    """Solutions that keep `limit`, each with the limit that counts it, where those at first sight do not."""
+    """Solutions within `limit` that the counted bytes of the first solves miss, each with the limit that counts it."""
     option, moments = wanted.option, wanted.moments
     usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler, gathered=True)
     counted = replace(limit, usages=usages)
     with contextlib.suppress(InfeasibleError):
         yield counted, _with_less_room(stage, option, moments, counted)
 
-    # Without exchanges of activations, which the graph does not count either, it counts what programs need.
+    # Without exchanges of activations, which the graph does not count, its count is complete.
     for split in splits_of_examples(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
             yield limit, _with_less_room(_under(stage, split), option, moments, limit)
 
 
 def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
-    """Standard plans that keep `limit`."""
+    """Standard plans within `limit`."""
     option = wanted.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            solved = _solved(_under(stage, standard), None, _deadline(option))
+            solved = _solved(_under(stage, standard), None, Deadline(option.solver_time_limit_s))
             if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
                 yield limit, solved
 
 
 def _under(stage: Stage, option: AutoShardingOption) -> Stage:
-    """The stage with a solver that keeps `option`."""
+    """The stage under other options."""
     return replace(stage, solver=MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache))
 
 
 def _with_more_room(
     stage: Stage, wanted: Wanted, limit: MemoryLimit, best: SolvedStage, free: tuple[float, float]
 ) -> SolvedStage:
-    """`best`, or a faster solution with the room that it leaves: what the limit counts may be more than it needs.
+    """`best`, or a faster solution that uses the memory that `best` leaves, if the limit counts too much.
 
-    free: seconds and bytes of the solution in memory without end, which say about how much room may gain.
+    free: seconds and bytes of the solution in unlimited memory. They predict the gain from more room.
     """
     best_s, part = seconds_of(stage, best), 1.0
     free_s, free_bytes = free
@@ -214,7 +199,7 @@ def _with_more_room(
 
         room = replace(limit, limit_bytes=best.sharding.counted_bytes + left_bytes)
         try:
-            other = _solved(stage, room, _deadline(wanted.option))
+            other = _solved(stage, room, Deadline(wanted.option.solver_time_limit_s))
         except InfeasibleError:  # in time
             break
         if needed(other.memory, wanted.moments) > limit.limit_bytes:
@@ -230,14 +215,14 @@ def _with_more_room(
 def _within_limit(
     stage: Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None, uncounted_bytes: float
 ) -> SolvedStage:
-    """A solution that keeps the limit, the first one with as much room as a guess of what is not counted leaves."""
+    """A solution within the limit; the first solve leaves room for the guessed uncounted bytes."""
     if limit is None or not limit.usages or not uncounted_bytes or uncounted_bytes >= limit.limit_bytes:
         return _with_less_room(stage, option, moments, limit)
 
-    # With the right guess, one solution is enough. It is not taken if it leaves much of the memory.
-    guess: SolvedStage | None = None
+    # With the right guess, one solution is enough, unless it leaves much of the memory.
+    room = replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes)
     try:
-        guess = _solved(stage, replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes), _deadline(option))
+        guess = _solved(stage, room, Deadline(option.solver_time_limit_s))
     except InfeasibleError:
         return _with_less_room(stage, option, moments, limit)
     left_bytes = limit.limit_bytes - needed(guess.memory, moments)
@@ -254,9 +239,9 @@ def _within_limit(
 def _with_less_room(
     stage: Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None
 ) -> SolvedStage:
-    """Solutions with ever less room until one keeps `limit`."""
+    """Solutions with ever less room until one is within `limit`."""
     room, found = limit, list[SolvedStage]()
-    deadline = _deadline(option)
+    deadline = Deadline(option.solver_time_limit_s)
     solved_bytes = hopeless_bytes = 0.0  # what the limit counted of the last solution; room that was too little
     for _ in range(_MAX_SOLVES):
         try:
@@ -274,24 +259,19 @@ def _with_less_room(
         if n_needed <= limit.limit_bytes:
             return solved
 
-        # Less room by what is missing, or half as much less where that much was too little. Room that the solution
-        # leaves does not help: with a little less of it, the same solution would come again.
+        # Less room by the missing bytes, or by half of that if it was too little. Room that the solution leaves does
+        # not help: with a little less of it, the solver would return the same solution.
         found.append(solved)
         solved_bytes = min(room.limit_bytes, solved.sharding.counted_bytes or room.limit_bytes)
         less = max(solved_bytes - (n_needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
         room = replace(room, limit_bytes=less)
 
-    # What only lacks the reserve for small buffers is taken.
+    # A solution that only lacks the reserve for small buffers is good enough.
     assert limit is not None
     smallest = min(found, key=lambda solved: solved.memory.peak_bytes(moments))
     if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
         raise _too_large(smallest.memory, limit, moments)
     return smallest
-
-
-def _deadline(option: AutoShardingOption) -> Deadline:
-    """The end of a stage's solver, in counted work."""
-    return Deadline(option.solver_time_limit_s)
 
 
 def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
@@ -329,13 +309,13 @@ def _explained(
 
 
 def _limit(stage: Stage, option: AutoShardingOption, moments: Moments) -> MemoryLimit | None:
-    """The limit of the options, with what counts towards it where that may reach it; None for no limit."""
+    """The limit of the options, with the usages that count towards it if they may reach it; None without a limit."""
     problem, view = stage.problem, stage.view
     n_bytes = option.limit_bytes(view.mesh.device)
     if n_bytes is None or math.isinf(n_bytes):
         return None
     unsharded = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
-    if (1 + max(map(max, moments))) * unsharded <= n_bytes:  # nothing needs counting
+    if (1 + max(map(max, moments))) * unsharded <= n_bytes:  # no count can reach the limit
         return MemoryLimit(n_bytes)
 
     def name_of(var: Var) -> str:
@@ -354,3 +334,34 @@ def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> Infe
         f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
         f"tensors:{listed}"
     )
+
+
+# ---- standard plans --------------------------------------------------------------------------------------------------
+
+
+def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
+    """`option` with one well-known plan after the other: ZeRO-3, ZeRO-2, and 2-D plans, which split examples over one
+    axis of the mesh and layers over the other, with and without whole parameters. Empty if `option` asks for such a
+    plan itself.
+    """
+    splits = tuple(splits_of_examples(option, mesh))
+    if not splits:
+        return
+    yield replace(option, force_zero_stage_3=True)
+    if option.allow_replicated_parameters:
+        yield replace(option, force_data_parallel=True, prefer_reduce_scatter=True)
+    for split in splits:
+        sharded = replace(split, prefer_reduce_scatter=True)
+        yield replace(sharded, allow_replicated_parameters=False)
+        if option.allow_replicated_parameters:
+            yield sharded
+
+
+def splits_of_examples(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
+    """`option` with the examples split over one mesh axis after the other; empty if it fixes their split."""
+    if not option.enable_auto_sharding or option.data_parallel or option.force_batch_dim_to_mesh_dim is not None:
+        return
+    axes: tuple[Literal[0, 1], ...] = (0, 1)
+    for axis, n_devices in zip(axes, mesh.shape, strict=False):
+        if n_devices > 1:
+            yield replace(option, force_batch_dim_to_mesh_dim=axis)

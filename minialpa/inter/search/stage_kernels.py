@@ -60,13 +60,12 @@ def most_live(fixed: Floats, in_flight: Floats, memory: Floats, live: Floats) ->
 
 @compiled
 def least_stages(
-    values: Floats, step: Floats, rest: Floats, most: Ints, used: Ints, n_live: int, groups: Ints, n_groups: int,
-    tau: float, sigma: float, rho: float,
+    values: Floats, step: Floats, most: Ints, used: Ints, n_live: int, groups: Ints, n_groups: int,
+    tau: float, sigma: float,
 ) -> Floats:  # fmt: skip
     """best[l, i, g, j]: least of `values[m, i, j]` over the candidates m of group g that fit with the l-th of `live`.
 
-    most: see `most_live`. Candidates that are not `used`, or with values > tau, step > sigma or rest > rho, are left
-    out.
+    most: see `most_live`. Leaves out candidates that are not `used`, or with values > tau or step > sigma.
     """
     n_layers = values.shape[1]
     best = np.full((n_live, n_layers, n_groups, n_layers), np.inf)
@@ -75,7 +74,7 @@ def least_stages(
         for i in range(n_layers):
             for j in range(i, n_layers):
                 value, k = values[m, i, j], most[m, i, j]
-                fits = value <= tau and k >= 0 and step[m, i, j] <= sigma and rest[m, i, j] <= rho
+                fits = value <= tau and k >= 0 and step[m, i, j] <= sigma
                 if fits and value < best[k, i, g, j]:
                     best[k, i, g, j] = value
 
@@ -89,7 +88,7 @@ def least_stages(
 def _put_in_front(
     value: float, rest: Floats, n: int, may_start: Bools, code: int, total: Floats, at: Ints, maximum: bool
 ) -> None:
-    """Lower `total[p]`, and set `at[p]` to `code`, where a stage of `n` devices from p on, before `rest`, is less."""
+    """Lower `total[p]`, and set `at[p]` to `code`, if a stage of `n` devices from p on, before `rest`, is less."""
     for p in range(len(total) - n):
         x = max(value, rest[p + n]) if maximum else value + rest[p + n]
         if x < total[p] and may_start[p]:
@@ -100,7 +99,7 @@ def _put_in_front(
 def _fill_row(
     total: Floats, at: Ints, border: Floats, skip_to: Ints, idle: bool, cap: float, f: Floats, how: Ints
 ) -> bool:  # fmt: skip
-    """Fill a row of both tables, where the first stage starts at p: `f[p]` and `how[p]`; whether anything is reached.
+    """Fill a row of both tables, whose first stage starts at p: `f[p]` and `how[p]`. Returns whether a value is finite.
 
     total, at: from `_put_in_front`. border: [p], the transfer to a stage that starts at p. Others: see `fill_tables`.
     """
@@ -121,18 +120,16 @@ def fill_tables(
     best: Floats, live_of: Ints, counts: Ints, may_start: Bools, skip_to: Ints, transfer: Floats, idle: bool,
     maximum: bool, cap: float,
 ) -> tuple[Floats, Ints]:  # fmt: skip
-    """f[s, i, p] of the stage DP, and how it is reached: j * n_groups + g, or IDLE.
+    """f[s, i, p] of the stage DP, and its argmin `how`: j * n_groups + g, or IDLE.
 
     Args:
         best: [l, i, g, j], see `least_stages`.
-        live_of: [s], the last index l of `best` for a stage with s stages from itself to the end.
-        counts: [g], devices of each group of candidates.
-        may_start: [g, p], whether they may start at device p.
-        skip_to: [p], where to go on if device p stays idle.
+        live_of: [s], the last index l of `best` for a stage with s stages from itself to the end. counts, may_start:
+            [g] and [g, p], devices of each group of candidates, and whether they may start at device p.
+        skip_to: [p], the next place if device p stays idle, which `idle` allows.
         transfer: [j, p], from layer j to a stage that starts at device p; it counts for that stage.
-        idle: whether devices may stay idle.
         maximum: combine stages by their largest value, without transfers, instead of their sum.
-        cap: what is more counts as infinite.
+        cap: larger values count as infinite.
     """
     n_layers, n_groups = best.shape[1], best.shape[2]
     n_stages, n_devices = len(live_of) - 1, may_start.shape[1]

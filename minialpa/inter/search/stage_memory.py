@@ -1,13 +1,12 @@
-"""Memory of one mesh over a step: the bytes per device that its tasks need with their shardings.
+"""Memory of one mesh over a step: bytes per device of its tasks and their shardings.
 
     peak = fixed + max over moments (sum_c live[c] * kept[c]) + temp
 
-fixed: what stays for the whole step: parameters, optimizer state and, over micro-batches, the accumulated gradients and
-what a loop leaves of each micro-batch for a later one.
-kept[c]: what chunk c of the mesh is sent or makes in its forward pass of a micro-batch, and later passes read. live[c]:
-for how many micro-batches it does so at a moment, see `schedules.live_counts`. temp: what the hungriest task has
-besides, by intra/memory/liveness.py. `mesh_usages` says the same with variables in place of bytes, for the planner's
-limit.
+fixed: bytes for the whole step: parameters, optimizer state and, over micro-batches, accumulated gradients and values
+of a loop that a later one reads. kept[c]: per micro-batch, values that chunk c of the mesh receives or makes in its
+forward pass and later passes read. live[c]: the number of such micro-batches at a moment, see `schedules.live_counts`.
+temp: further bytes of the hungriest task, by intra/memory/liveness.py. `mesh_usages` returns the same as variables, for
+the planner's limit.
 """
 
 from __future__ import annotations
@@ -45,23 +44,18 @@ Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 
 def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
-    """Bytes of a limit that is kept: those of what stays, such as parameters and residuals, which are exact, and those
-    of temporaries, which are predicted, with the reserve for what predictions miss. One device, or an array of them."""
+    """Bytes per device, with the reserve. kept: exact bytes, such as parameters; temp: predicted temporaries."""
     return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMemory:
-    """Bytes per device, as in the formula above.
+    """Bytes per device, as in the formula above; `temp` is the larger of the passes' and the update's.
 
-    Attributes:
-        fixed_bytes: what stays for the whole step.
-        kept_bytes: for each chunk of the mesh, what each micro-batch in flight keeps.
-        pass_temp_bytes: `temp` of the passes.
-        update_temp_bytes: `temp` of what runs once per step.
-        left_bytes: the part of `pass_temp_bytes` that a pass leaves, such as gradients that are yet to be added to
-            those of other micro-batches.
-        largest: tensors at the peak of the hungriest task.
+    kept_bytes: for each chunk of the mesh, per micro-batch in flight. largest: tensors at the peak of the hungriest
+    task.
+    left_bytes: the part of `pass_temp_bytes` that a pass leaves, such as gradients before they are added to their
+    totals.
     """
 
     fixed_bytes: float
@@ -89,9 +83,9 @@ class MeshMemory:
 class _Kept:
     """Variables of a mesh that outlive its tasks, in a fixed order.
 
-    fixed: those that stay for a whole loop, with how many of them there are: one, or one for each micro-batch.
-    residuals: those that passes leave for later passes of the loop, with the chunk of the mesh, from 0, that keeps
-        them.
+    fixed: values that stay for a whole loop, with their number: one, or one for each micro-batch.
+    residuals: values that passes leave for later passes of the loop, with the chunk of the mesh, from 0, that keeps
+    them.
     """
 
     fixed: dict[Var, int]
@@ -108,7 +102,7 @@ def mesh_memory(
     *,
     compiler: Compiler,
 ) -> MeshMemory:
-    """What `mesh` keeps and needs when its tasks run as `sharding` says, compiled by `compiler`."""
+    """The memory of `mesh` when its tasks run under `sharding`, compiled by `compiler`."""
     kept = _kept(staged, mesh)
     temps, left = {True: 0.0, False: 0.0}, 0.0  # whether for each micro-batch
     largest: tuple[LargeTensor, ...] = ()
@@ -144,7 +138,7 @@ def mesh_memory(
 
 
 def _programs(tasks: Sequence[TaskProgram]) -> Iterator[tuple[TaskProgram, ShardedEquations]]:
-    """The programs of tasks: of each run, and of the last one where that is another program."""
+    """The programs of tasks: of each run, and of the last one if that is another program."""
     for one in tasks:
         yield one, one.program
         if one.last is not None:
@@ -160,20 +154,20 @@ def mesh_usages(
     compiler: Compiler,
     gathered: bool = False,
 ) -> tuple[Usage, ...]:
-    """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
+    """The memory usages of `mesh` over time, besides parameters and optimizer state; tasks run one after the other.
 
-    Of the moments it takes the one that would be the fullest without sharding. `compiler` compiles the tasks.
-    gathered: also count arguments as products read them, and operands as loops do, which is too much where they are
-        stored like that.
+    Takes the fullest of the moments without sharding. `compiler` compiles the tasks.
+    gathered: also count arguments as products read them, and operands as loops do. That is too much for arrays that are
+    stored like that.
     """
     kept = _kept(staged, mesh)
     live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
     inputs = set(staged.inputs)
     usages: list[Usage] = []
 
-    # Times of one task follow those of the task before it.
+    # The times of one task follow the times of the task before it.
     now = 0
-    for task in _tasks(staged, mesh):
+    for task in staged.tasks_of(mesh):
         given = set(donations(staged, task))
         pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
         # A value that is added to its total at once is gone before the task ends.
@@ -199,9 +193,9 @@ def mesh_usages(
 
 
 def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iterator[Usage]:
-    """Operands of loops while these run: such as weights that are gathered in front of a loop over layers.
+    """Operands of loops while these run, such as weights that are gathered before a loop over layers.
 
-    made: when each variable is first in memory. gathered: count them also where the operand could be stored like that.
+    made: the first time of each variable in memory. gathered: count them even if the operand could be stored like that.
     """
     for eqn in task.eqns:
         body = scan_body(eqn)
@@ -215,9 +209,9 @@ def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iter
 
 
 def _gathered_usages(task: Task, made: Mapping[Var, int], early: Collection[Var], start: int) -> Iterator[Usage]:
-    """What is known `early`, as products and look-ups read it. It is gathered first of all, since it waits for nothing.
+    """`early` values as products and look-ups read them. They wait for no other value, so they are gathered first.
 
-    made: when each variable is first in memory. start: when the task starts.
+    made: the first time of each variable in memory. start: of the task.
     """
     now, free_at = start, defaultdict[Var, int](lambda: start)
     for eqn in task.eqns:
@@ -232,29 +226,25 @@ def _gathered_usages(task: Task, made: Mapping[Var, int], early: Collection[Var]
 
 
 def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
-    """What outlives the tasks of a mesh."""
+    """Values of a mesh that outlive its tasks."""
     kept = _kept(staged, mesh)
     stays = [Usage(v, n, 0, 1) for v, n in kept.fixed.items()]
     return (*stays, *(Usage(v, n_live, 0, 1) for v in kept.residuals))
 
 
 def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
-    """Inputs of a task whose buffers its outputs may take over: the step owns them and nothing reads them later."""
+    """Inputs of a task whose buffers its outputs may take over: the step owns them and does not read them later."""
     split = staged.split
     traced = split.traced
     given = {traced.flat.invars[a] for a in traced.aliases if a is not None}
     foreign = set(staged.inputs) - given
     results = {v for v in split.outvars if not is_literal(v)}
-    tasks = [t for t in staged.tasks if t.mesh == task.mesh]
+    tasks = staged.tasks_of(task.mesh)
     later = {v for t in tasks[tasks.index(task) + 1 :] for v in t.invars}
     once = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
     again = once if task.per_micro_batch and split.n_micro_batches > 1 else set()  # read by the next micro-batch
     kept = foreign | results | later | again
     return tuple(i for i, v in enumerate(task.invars) if v not in kept)
-
-
-def _tasks(staged: StagedStep, mesh: int) -> list[Task]:
-    return [task for task in staged.tasks if task.mesh == mesh]
 
 
 def _kept(staged: StagedStep, mesh: int) -> _Kept:
@@ -264,13 +254,13 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
 
 
 def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
-    """Arguments, and what loops over the micro-batches leave for the segments behind them."""
+    """Arguments, and values that loops over the micro-batches leave for later segments."""
     n = staged.split.n_micro_batches
     fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
-    tasks = _tasks(staged, mesh)
+    tasks = staged.tasks_of(mesh)
     made = {v for task in tasks for v in task.outvars}
     fixed.update((a.total, 1) for a in staged.split.accumulators if a.loop in made)
-    # The rows of a micro-batch wait for those of all others, and are put together.
+    # The rows of a micro-batch wait for the rows of all others.
     for stack in staged.split.stacks:
         if stack.loop in made:
             fixed.update({stack.loop: n, stack.total: 1})
@@ -279,21 +269,21 @@ def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
     loop_of = {v: task.loop for task in staged.tasks if task.per_micro_batch for v in task.outvars}
     for task in tasks:
         if task.per_micro_batch:
-            # What stays for a whole loop: values that were computed behind another one, once or for each micro-batch.
+            # Values of earlier loops stay for a whole loop, one or one for each micro-batch.
             fixed.update((v, 1) for v in task.invars if v in once)
             fixed.update((v, n) for v in task.invars if loop_of.get(v, task.loop) < task.loop)
     return fixed
 
 
 def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[Var, int]:
-    """What passes of a loop read that earlier ones of the same micro-batch made, or were sent."""
-    tasks = _tasks(staged, mesh)
+    """Values that passes of a loop read and earlier passes of the same micro-batch made or received."""
+    tasks = staged.tasks_of(mesh)
     loop = [task for task in tasks if task.per_micro_batch]
     chunks = [c for c, home in enumerate(staged.mesh_of_chunk) if home == mesh]
     never = {*fixed, *(part for _, part in staged.split.micro_inputs), staged.split.micro_index}
     never.update(v for task in tasks if not task.per_micro_batch for v in task.outvars)
 
-    # A residual outlives a task: a later one of the loop reads it again.
+    # A residual outlives a task: a later task of the loop reads it.
     seen: set[Var] = set()
     residuals: dict[Var, int] = {}
     for task in loop:

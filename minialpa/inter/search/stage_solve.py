@@ -1,7 +1,7 @@
 """Solves whole stages: shardings that fit in memory, with their collectives and memory, each distinct stage once.
 
-`stage_in_memory.py` solves a stage at given prices of collectives. Here a stage is solved again at other prices, if its
-solution combines fewer sums into one collective than the prices assumed.
+`stage_in_memory.py` solves a stage at given prices of collectives. If its solution combines fewer sums into one
+collective than the prices assumed, this module solves it at other prices.
 """
 
 from __future__ import annotations
@@ -37,27 +37,23 @@ from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
 
-#: Bytes of solvers of whole stages that are kept for when memory is short in one of them.
+#: Bytes of solvers of whole stages that are kept for stages whose memory is short.
 _MOST_SOLVER_BYTES = 2**29
-#: How often a stage is solved with other prices of starts, and how often where memory is short, which takes longer.
+#: Solves of a stage with other prices of starts, at most; fewer in short memory, where a solve takes longer.
 _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
-#: What can be gained is not looked for where it is less than this part of a step.
+#: A gain of less than this part of a step is not worth a solve.
 _LITTLE = 1e-3
 
 
 class NotFasterError(InfeasibleError):
-    """The caller has a plan that is as fast as any shardings of this stage that fit and treat repeated layers alike."""
+    """The caller's plan is as fast as any shardings of this stage that fit and treat repeated layers alike."""
 
     def __init__(self, seconds: float, below_s: float) -> None:
         super().__init__(f"A step takes {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")
 
 
 class StageMemoryError(InfeasibleError):
-    """Shardings do not fit in memory.
-
-    Attributes:
-        free: the cheapest shardings with no regard to memory.
-    """
+    """Shardings do not fit in memory. free: the cheapest shardings in unlimited memory."""
 
     def __init__(self, message: str, free: FreeSolution) -> None:
         super().__init__(message)
@@ -66,14 +62,10 @@ class StageMemoryError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Solution:
-    """What is kept of a solved stage: not its equations.
+    """The parts of a solved stage that are kept, without its equations. seconds: of one step, see `seconds_of`.
 
-    Attributes:
-        variables: see `_variables`.
-        sharding: the specs.
-        memory: bytes per device.
-        seconds: of one step, see `seconds_of`.
-        bound_s: seconds of one step that any shardings take at least, in memory without end too.
+    variables: see `_variables`. bound_s: lower bound on the seconds of one step with any shardings, in unlimited memory
+    too.
     """
 
     variables: tuple[Var, ...]
@@ -86,9 +78,8 @@ class _Solution:
 class StageSolver:
     """Solves stages, each distinct one once.
 
-    Stages are alike if their equations are, up to the names of variables; what a solution says of the variables of one
-    is then said of those of the other. A solution that has no regard to memory serves for any number of micro-batches
-    in flight with which it fits.
+    Stages are alike if their equations are, up to the names of variables; a solution is translated between these names.
+    A solution in unlimited memory serves for any number of micro-batches in flight with which it fits.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -104,12 +95,12 @@ class StageSolver:
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
         moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True,
     ) -> SolvedStage:  # fmt: skip
-        """The cheapest shardings of a stage with so much in flight (see `live_counts`).
+        """The cheapest shardings of a stage with so many micro-batches in flight (see `live_counts`).
 
-        below_s: seconds of a step from which the stage is of no use to the caller.
-        saves_memory: whether shardings that cost more are looked for where the cheapest ones do not fit.
-        Raises StageMemoryError where they do not fit in memory, NotFasterError where all that fit take `below_s` or
-        more, InfeasibleError where the options forbid all shardings.
+        below_s: seconds of a step from which the stage is useless to the caller.
+        saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
+        Raises StageMemoryError if they do not fit in memory, NotFasterError if all that fit take `below_s` or more,
+        InfeasibleError if the options forbid all shardings.
         """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
@@ -183,7 +174,7 @@ class StageSolver:
     def _rebound(
         self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
     ) -> SolvedStage:
-        """A solution in the variables of `problem`, with what its programs communicate."""
+        """A solution in the variables of `problem`, with the collectives of its programs."""
         if self._last is not None and self._last[0] is solution and self._last[2] is staged:
             variables = _variables(problem)
             if variables == solution.variables:
@@ -201,16 +192,16 @@ class StageSolver:
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:
-    """The variables that solutions have specs of, in the same order for all problems that are alike."""
+    """The variables of a solution's specs, in the same order for all problems that are alike."""
     made = (v for eqn in problem.eqns for v in eqn.outvars)
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
 
 def _bound_s(stage: Stage, full_s: float) -> float:
-    """Seconds of one step that any shardings of a stage take at least, which at full prices cost at least `full_s`.
+    """Lower bound on the seconds of one step with any shardings of a stage, which cost `full_s` or more at full prices.
 
-    Work hides at most the part `overlap` of its own seconds:  t >= full - overlap * compute  and  t >= compute,
-    so that  (1 + overlap) * t >= full.
+    Work hides at most the part `overlap` of its own seconds: t >= full - overlap * compute and t >= compute, so (1 +
+    overlap) * t >= full.
     """
     mesh = stage.view.mesh
     if is_gpu(mesh.device):
@@ -220,10 +211,10 @@ def _bound_s(stage: Stage, full_s: float) -> float:
 
 
 def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
-    """The cheapest shardings, solved from nothing, and `_bound_s`.
+    """The cheapest shardings, and `_bound_s`.
 
-    Which sums start as one depends on the solution. So the first prices let as many share each start as can, which
-    makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
+    The solution decides which sums start as one. The first prices let as many share each start as possible, which makes
+    a bound, and the next ones as many as the last solution has. The fastest program wins.
     """
     best = solve_in_memory(stage, wanted)
     least_s = _bound_s(stage, best.sharding.bound_s)
@@ -254,8 +245,8 @@ def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
 def _or_hiding_more(stage: Stage, wanted: Wanted, best: SolvedStage) -> SolvedStage:
     """`best`, or the cheapest solution at prices at which hidden collectives are nearly free, if that is faster.
 
-    How much is hidden depends on the solution: as long as there is work to hide it, these are the right prices, and
-    beyond that the full ones.
+    The hidden seconds depend on the solution: these prices are right while there is work to hide them, full prices
+    beyond.
     """
     mesh = stage.view.mesh
     if not is_gpu(mesh.device) or not any(one.can_hide for task in best.moved for one in task.last or task.collectives):

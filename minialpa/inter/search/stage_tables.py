@@ -1,7 +1,7 @@
 """Bounds on the costs of pieces for one number of micro-batches in, the table of stages for the DP out.
 
-A table has costs for each run of layers in each column. Between one table and the next, a search raises only a few
-bounds. So sums over runs are kept, and only those of candidates whose costs have changed are computed again.
+A table has costs for each run of layers in each column. A search raises only a few bounds between two tables, so only
+sums over runs of changed candidates are computed anew.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import numpy as np
 
 from minialpa.cluster import ClusterSpec
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
-from minialpa.inter.search.space import Columns, Space
-from minialpa.inter.search.stage_cost import MEMORY_PRICES, PieceCost
+from minialpa.inter.search.stage_cost import PieceCost
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, StageCostTable
 from minialpa.inter.search.stage_kernels import Bools, Floats, Ints, run_maxima, run_sums
 from minialpa.inter.search.stage_memory import needed_bytes
-from minialpa.inter.search.submeshes import preferred_seconds, skip_to, transfer_seconds
+from minialpa.inter.search.submeshes import MEMORY_PRICES, Columns, Space, preferred_seconds, skip_to, transfer_seconds
 
 NAMES = tuple(field.name for field in fields(PieceCost))
 
@@ -27,24 +26,20 @@ Place = tuple[int, int, int]
 
 
 class StageTables:
-    """Costs of pieces for one number of micro-batches, as far as they are known, and the tables of stages.
+    """Known costs of pieces for one number `n` of micro-batches, and the tables of stages.
 
     Attributes:
-        n: the number of micro-batches.
-        by_name: [piece, column] by the names of the fields of `PieceCost`; lower bounds where they are not solved.
-        whole_s: [piece, column], bounds on n * seconds + step_seconds, which say more than those of the two.
-        solved: [piece, column], whether the costs are no bounds any more.
-        exact: seconds per micro-batch and per step that whole stages were found to cost.
+        by_name: [piece, column] by the names of the fields of `PieceCost`; lower bounds until they are `solved`.
+        exact: seconds per micro-batch and per step of whole stages.
         misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory.
-        chosen: the best pipeline when it was last looked for.
-        changed: whether costs have changed since.
+        chosen: the last best pipeline. changed: whether costs have changed since.
     """
 
     def __init__(
         self, n: int, *, cluster: ClusterSpec, space: Space, columns: Columns, layer_of_piece: Ints,
         crossing_bytes: Floats,
     ) -> None:  # fmt: skip
-        """`crossing_bytes`: of one micro-batch over the border behind each layer but the last."""
+        """`crossing_bytes`: of one micro-batch over the border after each layer but the last."""
         self.n, self.cluster, self.space, self.columns = n, cluster, space, columns
         self.exact: dict[Place, tuple[float, float]] = {}
         self.misfits: list[tuple[Place, int]] = []
@@ -53,17 +48,17 @@ class StageTables:
 
         pieces = (len(layer_of_piece), len(columns))
         self.by_name = {name: np.zeros(pieces) for name in NAMES}
-        self.whole_s, self.solved = np.zeros(pieces), np.zeros(pieces, np.bool_)
+        self.solved = np.zeros(pieces, np.bool_)
 
-        # [column, i, j] each; all candidates are to be made.
+        # [column, i, j] each; all candidates are still to be computed.
         self._first_pieces = np.flatnonzero(np.diff(layer_of_piece, prepend=-1))
         n_layers = len(self._first_pieces)
-        names = ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes", "rest_seconds")
+        names = ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes")
         self._cubes = {name: np.zeros((len(columns), n_layers, n_layers)) for name in names}
         self._stale: Bools = np.ones(len(space.candidates), np.bool_)
         self._transfer_s, self._skip_to = transfer_seconds(cluster, crossing_bytes), skip_to(cluster)
 
-        # Micro-batches that a stage holds at most, wherever it is in a pipeline of any length.
+        # Micro-batches of any stage, at most, in a pipeline of any length.
         most_stages = min(n_layers, cluster.n_devices)
         self._most_live = max_live(space.schedule, 0, PipelineSize(most_stages, n))
 
@@ -72,42 +67,30 @@ class StageTables:
         return len(self.columns) // len(self.space.candidates)
 
     def change(self, columns: Ints) -> None:
-        """Note that costs in columns have changed."""
         self.changed = self.changed or len(columns) > 0
         self._stale[columns // self._columns_per_candidate] = True
-
-    def raise_whole(self, pieces: Ints, columns: Ints, whole_s: Floats) -> None:
-        """Raise bounds on the seconds of a step: those of some pieces in columns, `whole_s` by column."""
-        at = np.ix_(pieces, columns)
-        before = self.whole_s[at]
-        raised = np.where(self.solved[at], before, np.maximum(before, whole_s))
-        self.whole_s[at] = raised
-        self.change(columns[(raised > before).any(axis=0)])
 
     def solve(self, pieces: Ints, column: int, cost: PieceCost) -> None:
         """Put the cost of pieces in place of its bounds."""
         for name in NAMES:
             self.by_name[name][pieces, column] = getattr(cost, name)
-        self.whole_s[pieces, column] = self.n * cost.seconds + cost.step_seconds
         self.solved[pieces, column] = True
         self.change(np.array([column]))
 
     def learn(self, place: Place, seconds: float, step_seconds: float) -> None:
-        """Note what a stage was found to cost."""
         self.exact[place] = seconds, step_seconds
         self.change(np.array([place[2]]))
-        # It was the best while all costs were lower bounds, and this cost may be less than its bound.
+        # It was the best while all costs were lower bounds; this cost may be below its bound.
         self.chosen = None
 
     def exclude(self, place: Place, n_live: int) -> None:
-        """Note that a stage does not fit with `n_live` micro-batches in flight."""
         self.misfits.append((place, n_live))
         self.change(np.array([place[2]]))
 
     # ---- stages ---------------------------------------------------------------------------------------------------
 
     def table(self) -> StageCostTable:
-        """The bounds as they are, for stages of any layers; to be read before anything changes."""
+        """The current bounds, for stages of any layers; to be read before they change."""
         if self._stale.any():
             width = self._columns_per_candidate
             self._refresh(np.flatnonzero(np.repeat(self._stale, width)))
@@ -125,47 +108,43 @@ class StageTables:
         )
 
     def _refresh(self, columns: Ints) -> None:
-        """Compute the sums of columns again. These are all columns of some candidates."""
+        """Compute the sums of columns anew, for all columns of some candidates."""
         cost = {name: values[:, columns] for name, values in self.by_name.items()}
 
         def sums(values: Floats) -> Floats:
             return run_sums(np.add.reduceat(values, self._first_pieces, axis=0))
 
-        # Sums over the pieces of each run of layers; of what a pass needs besides, the largest.
+        # Sums over the pieces of each run of layers; of a pass's further bytes, the largest.
         seconds, step_seconds, in_flight = (sums(cost[k]) for k in ("seconds", "step_seconds", "in_flight_bytes"))
         passes = run_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], self._first_pieces, axis=0))
         passes += np.where(np.isfinite(seconds), sums(cost["left_bytes"]), 0.0)
         fixed = needed_bytes(sums(cost["fixed_bytes"]), np.maximum(passes, sums(cost["update_temp_bytes"])))
-        whole_s = sums(self.whole_s[:, columns])
 
-        # What is known of whole stages takes the place of sums.
+        # Costs of whole stages replace sums.
         row = {int(c): k for k, c in enumerate(columns)}
         memory_bytes = self.columns.memory_bytes[columns]
         for (i, j, c), (t, step) in self.exact.items():
             if c in row:
                 at = row[c], i, j
-                seconds[at], step_seconds[at], whole_s[at] = t, step, self.n * t + step
+                seconds[at], step_seconds[at] = t, step
         for (i, j, c), n_live in self.misfits:
             if c in row:
                 at = row[c], i, j
                 fixed[at] = max(fixed[at], _above(memory_bytes[row[c]]) - n_live * in_flight[at])
 
-        # Larger shares of the devices are made a little slower in each micro-batch. `whole_s` is without that.
+        # Larger shares of the devices are made a little slower in each micro-batch.
         share = (self.columns.n_devices[columns] / self.cluster.n_devices)[:, None, None]
         preferred = preferred_seconds(seconds, share)
-        known = np.isfinite(seconds) & np.isfinite(whole_s)
-        with np.errstate(invalid="ignore"):
-            rest = np.where(known, whole_s - seconds + (self.n - 1) * (preferred - seconds), 0.0)
         preferred[self._needless(fixed + self._most_live * in_flight <= memory_bytes[:, None, None])] = np.inf
 
-        made = (preferred, step_seconds, fixed, in_flight, np.maximum(rest, 0.0))
+        made = (preferred, step_seconds, fixed, in_flight)
         for cube, values in zip(self._cubes.values(), made, strict=True):
             cube[columns] = values
 
     def _needless(self, fits: Bools) -> Bools:
         """[column, i, j]: whether a stage that saves less memory, and is as fast or faster, always fits there.
 
-        On one submesh, what computes more again is never faster, and neither is what has a higher price of memory.
+        On one submesh, more rematerialisation is never faster, and neither is a higher price of memory.
         """
         by_column = fits.reshape(-1, len(self.space.remats), len(MEMORY_PRICES), *fits.shape[1:])
         free = by_column[:, :, 0]  # no price of memory
@@ -181,5 +160,5 @@ def place_of(stage: StageChoice) -> Place:
 
 
 def _above(limit_bytes: float) -> float:
-    """A little more than a limit: enough that sums and differences with it are not rounded to the limit."""
+    """A little more than a limit: enough that rounding in sums and differences does not reach the limit."""
     return limit_bytes + 2 * float(np.spacing(limit_bytes)) if math.isfinite(limit_bytes) else math.inf

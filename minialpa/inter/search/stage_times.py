@@ -24,9 +24,9 @@ _EXPOSED = -1
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of each pass of a stage for one micro-batch, and of what it does once per step.
+    """Seconds of each pass of a stage for one micro-batch, and of its work once per step.
 
-    update_s: before the first loop and behind the last; between_s: behind each other loop.
+    update_s: before the first loop and after the last; between_s: after each other loop.
     """
 
     passes: tuple[PlannedPass, ...]
@@ -35,12 +35,10 @@ class StageTimes:
 
     @property
     def pass_s(self) -> float:
-        """Seconds of one micro-batch in all passes."""
         return sum(one.seconds for one in self.passes)
 
     @property
     def once_s(self) -> float:
-        """Seconds of all that is done once per step."""
         return self.update_s + sum(self.between_s)
 
 
@@ -53,18 +51,16 @@ def stage_times(
     *,
     hides: bool = True,
 ) -> StageTimes:
-    """Times of a mesh under `sharding`.
+    """Times of a mesh under `sharding`. Collectives of an update do not wait for each other.
 
-    moved: the tasks of the mesh, in order, and what they communicate. n_loops: of the step. hides: whether work hides
-    collectives where devices are GPUs; else all seconds of collectives are waited for, and adding to totals is free, as
-    solvers price them.
-
-    Collectives of an update do not wait for each other.
+    moved: the tasks of the mesh, in order, with their collectives. n_loops: of the step.
+    hides: whether work hides collectives on GPUs. If not, devices wait for all collectives, and adding to totals is
+    free, as solvers price them.
     """
     compute_s = {eqn: seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
 
-    # By loop: the seconds of what runs behind it, what its last pass waits for, and collectives, which may be combined.
+    # By loop: seconds of the work after it, seconds that its last pass waits, and collectives, which may be combined.
     once_s, waited_s = [0.0] * n_loops, [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
     for one in moved:
@@ -72,7 +68,7 @@ def stage_times(
         behind = (task.loop or n_loops) - 1  # A prologue counts with the update.
         if task.kind == "prologue" or task.kind == "update":
             once_s[behind] += compute
-            # Those of a kind that work hides start together, and the others do.
+            # Hidden collectives of a kind start together, and so do the others.
             groups = {True: WITH_GRADIENTS, False: _EXPOSED}
             in_update[behind] += [each._replace(group=groups[each.can_hide], after=0) for each in one.collectives]
             continue
@@ -90,7 +86,7 @@ def stage_times(
             )
         )
         if one.last is not None:
-            # What the last pass waits for longer than the others counts with what is done once.
+            # The longer wait of the last pass counts with the work once per step.
             last_s, _ = _communication_s(one.last, mesh, compute, compute_s if hides else None)
             waited_s[behind] += max(0.0, last_s - exposed_s)
 
@@ -102,12 +98,12 @@ def stage_times(
 
 
 def _adding_s(totals_bytes: float, mesh: LogicalMesh) -> float:
-    """Seconds of adding to totals: each is read and written, and what is added to it is read."""
+    """Seconds of adding to totals: two reads and a write of each."""
     return 3 * totals_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
 
 
 def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:
-    """How many sums of these kinds start with those of the gradients; of the task that has most of them."""
+    """The number of sums of these kinds that start with the gradients' sums, in the task with most of them."""
     most: Counter[tuple[CollectiveKind, tuple[int, ...]]] = Counter()
     for task in moved:
         most |= Counter(
@@ -119,7 +115,7 @@ def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[Collective
 
 
 def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
-    """Seconds that starting each of these kinds along these axes takes, once."""
+    """Seconds of one start of each of these kinds along these axes."""
     return sum(Collective(kind, 0.0, axes).seconds(mesh) for kind, axes, _ in counts)
 
 
@@ -135,9 +131,9 @@ def _work_s(
 def _communication_s(
     collectives: Sequence[Communication], mesh: LogicalMesh, total_s: float, compute_s: Mapping[JaxprEqn, float] | None
 ) -> tuple[float, float]:
-    """Seconds of collectives that devices wait for, and of those that their work hides.
+    """Seconds of collectives that devices wait for, and of collectives that their work hides.
 
-    total_s: seconds of that work. compute_s: of the equations in it; None if it hides nothing.
+    total_s: seconds of that work. compute_s: of its equations; None if it hides no collective.
     """
     work_s = {} if compute_s is None else _work_s(collectives, total_s, compute_s)
     starts = _starts(collectives, mesh)
@@ -160,7 +156,7 @@ def _communication_s(
 def _starts(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int]:
     """For each collective, the number of the first that starts with it.
 
-    Compilers combine those of one group, kind and axes, on GPUs until they write as much as is combined at most.
+    Compilers combine collectives of one group, kind and axes; on GPUs up to a limit on the bytes that they write.
     """
     combined, most_bytes = combined_kinds(mesh), GPU_COMBINED_BYTES if is_gpu(mesh.device) else math.inf
     starts: list[int] = []
@@ -181,8 +177,8 @@ def _starts(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int
 def _exposed(collectives: Sequence[Communication], starts: Sequence[int]) -> set[int]:
     """The starts that no work hides.
 
-    What starts together waits for the last: no work is left beside it if none is beside one of them. Nor is any beside
-    what waits for such a start, as the gathers of new weights wait for the sums of gradients.
+    Collectives that start together wait for the last: no work is left beside them if none is beside one of them. Nor is
+    any beside a collective that waits for such a start, as gathers of new weights wait for sums of gradients.
     """
     exposed = {start for start, one in zip(starts, collectives, strict=True) if not one.can_hide}
     late = sum(1 << i for i, start in enumerate(starts) if start in exposed)

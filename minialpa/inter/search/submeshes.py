@@ -1,18 +1,25 @@
-"""Which submeshes of a cluster a stage may have, how they may be viewed, and where in the row of devices they start."""
+"""The space of a search: submeshes of a cluster, their logical shapes and starts, and the columns of cost tables.
+
+A column is a submesh with a rematerialisation and a price of memory: one way in which a stage may use the submesh.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from minialpa.cluster import ClusterSpec, DeviceSpec
 from minialpa.inter.search.stage_kernels import Bools, Floats, Ints
-from minialpa.options import AutoStageOption, PhysicalSpace
+from minialpa.options import AutoShardingOption, AutoStageOption, PhysicalSpace, Remat
 
-#: By how much of its time what uses all devices has to be faster than what uses none.
+#: Prices of memory under which pieces are solved: the worth of keeping no value, in step times of the piece.
+MEMORY_PRICES = (0.0, 0.1, 1.0)
+#: A plan on all devices has to be faster than one on no device by this fraction of its time.
 _PER_DEVICE = 1e-3
 
 Seconds = TypeVar("Seconds", float, Floats)
@@ -20,7 +27,7 @@ Seconds = TypeVar("Seconds", float, Floats)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A submesh of (hosts, devices per host) viewed as a logical shape; None for the device that all hosts have."""
+    """A submesh of (hosts, devices per host) viewed as a logical shape. device: None if all hosts have the same."""
 
     submesh: tuple[int, int]
     logical_shape: tuple[int, ...]
@@ -34,10 +41,10 @@ class Candidate:
 def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]:
     """Submeshes within a host by the option's rule, then whole hosts alike; each with its logical shapes."""
     out = []
-    for device, runs in _runs_of_hosts(cluster).items():
+    for device, n_hosts in _longest_runs(cluster).items():
         out += [
             Candidate(submesh, shape, device if cluster.host_devices else None)
-            for submesh in _submeshes(option.submesh_physical_shape_space, max(runs), cluster.devices_per_host)
+            for submesh in _submeshes(option.submesh_physical_shape_space, n_hosts, cluster.devices_per_host)
             for shape in logical_shapes(submesh, option.submesh_logical_shape_space)
         ]
     return out
@@ -61,31 +68,6 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
             return [(1, n)]
         case _:
             return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
-
-
-def is_coarser(cluster: ClusterSpec, coarse: Candidate, fine: Candidate) -> bool:
-    """Whether each device of `coarse` can do the work of some neighbours of `fine`: as fast, over links as good."""
-    if coarse.device != fine.device:
-        return False
-    small = cluster.logical_mesh(coarse.submesh, coarse.logical_shape, coarse.device)
-    large = cluster.logical_mesh(fine.submesh, fine.logical_shape, fine.device)
-
-    # Axes of one device have no links. A row of devices may stand for either axis.
-    def goes_into(axes: tuple[int, ...]) -> bool:
-        places = dict(zip(axes, range(len(small.shape)), strict=True))
-        return all(
-            n % (k := 1 if axis not in places else small.shape[places[axis]]) == 0
-            and (
-                k == 1
-                or (small.alpha[places[axis]] <= large.alpha[axis] and small.beta[places[axis]] <= large.beta[axis])
-            )
-            for axis, n in enumerate(large.shape)
-        )
-
-    axes = range(len(large.shape))
-    return len(small.shape) <= len(large.shape) and any(
-        goes_into(chosen) for chosen in itertools.combinations(axes, len(small.shape))
-    )
 
 
 def may_start(cluster: ClusterSpec, choices: list[Candidate]) -> Bools:
@@ -121,17 +103,90 @@ def transfer_seconds(cluster: ClusterSpec, border_bytes: Floats) -> Floats:
 
 
 def preferred_seconds(seconds: Seconds, share: Seconds) -> Seconds:
-    """Seconds to compare by, of what takes a share of the devices: of what hardly differs, fewer are preferred."""
+    """Seconds for comparisons: of nearly equal times, the smaller share of the devices wins."""
     return seconds * (1 + _PER_DEVICE * share)
 
 
-def _runs_of_hosts(cluster: ClusterSpec) -> dict[DeviceSpec, list[int]]:
-    """For each kind of device, how many hosts in a row have it."""
-    runs: dict[DeviceSpec, list[int]] = {}
+def _longest_runs(cluster: ClusterSpec) -> dict[DeviceSpec, int]:
+    """For each kind of device, the most hosts in a row that have it."""
+    longest: dict[DeviceSpec, int] = {}
     for device, hosts in itertools.groupby(cluster.device_of(h) for h in range(cluster.num_hosts)):
-        runs.setdefault(device, []).append(len(list(hosts)))
-    return runs
+        longest[device] = max(longest.get(device, 0), len(list(hosts)))
+    return longest
 
 
 def _counts(n: int, space: str) -> list[int]:
     return [k for k in range(1, n + 1) if space == "all" or k & (k - 1) == 0 or k == n]
+
+
+# ---- the space of a search -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The choices of a search.
+
+    remats: the same in all layers of a stage.
+    tolerance: fraction of the step time by which a pipeline may be slower than the fastest.
+    """
+
+    micro_batches: tuple[int, ...]
+    remats: tuple[Remat, ...]
+    candidates: tuple[Candidate, ...]
+    schedule: str
+    use_all_devices: bool
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Numbers in `Space.candidates` and `MEMORY_PRICES`, and a rematerialisation."""
+
+    candidate: int
+    remat: Remat
+    price: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """All columns of a space, by their numbers in the cost tables: prices change fastest, then rematerialisation.
+
+    memory_bytes: the memory limit per device of each column; inf without one.
+    may_start: [column, device]: whether the submesh may begin at that device of the cluster.
+    """
+
+    columns: tuple[Column, ...]
+    number: Mapping[Column, int]
+    n_devices: Ints
+    memory_bytes: Floats
+    may_start: Bools
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, number: int) -> Column:
+        return self.columns[number]
+
+    def at_price(self, column: Column, price: int) -> int:
+        """The number of `column` at another price of memory."""
+        return self.number[replace(column, price=price)]
+
+
+def columns_of(space: Space, cluster: ClusterSpec, option: AutoShardingOption) -> Columns:
+    columns = tuple(
+        Column(candidate, remat, price)
+        for candidate in range(len(space.candidates))
+        for remat in space.remats
+        for price in range(len(MEMORY_PRICES))
+    )
+
+    # Hosts may have devices of different kinds, with different memory.
+    devices = [space.candidates[column.candidate].device or cluster.device for column in columns]
+    starts = may_start(cluster, list(space.candidates))
+    return Columns(
+        columns=columns,
+        number={column: c for c, column in enumerate(columns)},
+        n_devices=np.array([space.candidates[column.candidate].n_devices for column in columns]),
+        memory_bytes=np.array([option.limit_bytes(device) or math.inf for device in devices]),
+        may_start=np.array([starts[column.candidate] for column in columns]),
+    )

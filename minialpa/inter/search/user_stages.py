@@ -11,18 +11,12 @@ from minialpa.cluster import ClusterSpec
 from minialpa.errors import ShardingError
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.options import AutoShardingOption, ManualStageOption, PlanOptions, UniformStageOption
+from minialpa.plan import StagePlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecidedStage:
-    """A stage whose mesh is not solved yet.
-
-    Attributes:
-        layers: numbers of its layers; empty for a step without layers.
-        candidate: its submesh and logical shape.
-        option: what its shardings keep to.
-        first_device: number of its first device in the cluster.
-    """
+    """A stage whose mesh is not solved yet. It has no layers in a step without layers."""
 
     layers: tuple[int, ...]
     candidate: Candidate
@@ -30,8 +24,15 @@ class DecidedStage:
     first_device: int
 
 
+def as_planned(stage: StagePlan, cluster: ClusterSpec, layers: tuple[int, ...]) -> DecidedStage:
+    """The stage of a plan on `cluster`, with other layers."""
+    device = cluster.device_of(stage.first_device // cluster.devices_per_host) if cluster.host_devices else None
+    candidate = Candidate(stage.submesh, stage.logical_shape, device)
+    return DecidedStage(layers, candidate, stage.option, stage.first_device)
+
+
 def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> list[DecidedStage]:
-    """The stages of the options, equal ones by default. Raises ShardingError where there is no room for them."""
+    """The stages of the options, equal ones by default. Raises ShardingError if they do not fit on the cluster."""
     match options.stages:
         case ManualStageOption() as manual:
             return _manual(manual, cluster, options.sharding, n_layers)
@@ -100,7 +101,7 @@ def _manual(
             f"stages; got {len(shapes)}, {len(logical)} and {len(dicts)}."
         )
 
-    # The options of a stage are those of the step, but for the fields that the user gives for it.
+    # The options of a stage are the step's, with the fields that the user gives for it.
     parts = [
         (ids, Candidate((submesh[0], submesh[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
         for ids, submesh, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
@@ -132,7 +133,7 @@ def _check_names(dicts: Sequence[dict[str, Any]]) -> None:
 def placed_stages(
     parts: Sequence[tuple[tuple[int, ...], Candidate, AutoShardingOption]], cluster: ClusterSpec
 ) -> list[DecidedStage]:
-    """Stages on the devices of the cluster in order, each where the one before ends or on the next host."""
+    """Stages on the devices of the cluster in order, each at the end of the one before or on the next host."""
     needed = sum(candidate.n_devices for _, candidate, _ in parts)
     if needed > cluster.n_devices:
         raise ShardingError(
@@ -142,7 +143,7 @@ def placed_stages(
     per_host, at = cluster.devices_per_host, 0
     stages = []
     for k, (layers, candidate, option) in enumerate(parts):
-        # What does not fit in the rest of a host begins on the next one.
+        # A stage that does not fit in the rest of a host begins on the next one.
         hosts, n = candidate.submesh
         if (hosts > 1 or at % per_host + n > per_host) and at % per_host:
             at += per_host - at % per_host

@@ -1,13 +1,12 @@
 """Weights are cast once per step: a split step in; the same step, whose loops read weights in narrower types, out.
 
-A step in mixed precision keeps weights in float32 and casts them where it reads them: in each pass of each micro-batch.
-Here the casts run before the first loop, and the loops read their results. These take memory for the whole step. But
-they can be gathered, once and in the narrower type, while the weights themselves stay sharded.
+A step in mixed precision keeps weights in float32 and casts them at each reader: in each pass of each micro-batch. Here
+the casts run before the first loop, and the loops read their results. These take memory for the whole step. But they
+can be gathered, once and in the narrower type, while the weights themselves stay sharded.
 
-A cast may stand behind a barrier, which rematerialisation has put there, or inside a scan over layers, which casts a
-slice of the weight in each iteration. The barrier and the scan then take the narrower array. But what products and
-lookups alone read passes no barrier: they wait for their other operands, and on GPUs a barrier writes what is behind it
-once more.
+A cast may follow a barrier of rematerialisation, or be inside a scan over layers, which casts a slice of the weight in
+each iteration. The barrier and the scan then take the narrower array. But weights that only products and lookups read
+bypass barriers: these wait for their other operands, and on GPUs a barrier may write each array once more.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.inter.microbatch.split_step import PROLOGUE, SplitStep, is_loop
-from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.intra.strategies.sharing import shared_copies
 from minialpa.ir.block import Block
 from minialpa.ir.equations import (
@@ -45,16 +43,15 @@ from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.new_equations import equations_for
 
-#: By variable, the one that holds its value in a narrower type.
+#: By variable, the variable with its value in a narrower type.
 _Narrow = Mapping[Var, Var]
 
 
 def with_weights_cast_once(split: SplitStep) -> SplitStep:
     """`split`, in which no loop casts a weight to a narrower type; the same object if none does."""
-    batch = {v for v, dim in zip(split.traced.flat.invars, split.traced.batch_dims, strict=True) if dim is not None}
-    weights = {v for v in step_inputs(split) if v not in batch and is_inexact(v)}
+    weights = {v for v in set(split.inputs) - split.traced.examples if is_inexact(v)}
     in_loops = [op.eqn for op in split.ops if is_loop(op.segment)]
-    left = {*step_results(split), *(value for value, _ in combined_values(split))}
+    left = {*split.results, *(value for value, _ in split.combined)}
     left.update(v for op in split.ops if not is_loop(op.segment) for v in operand_vars(op.eqn))
     loops = _Equations(in_loops, left - weights)
 
@@ -72,7 +69,7 @@ def with_weights_cast_once(split: SplitStep) -> SplitStep:
 class _Casts:
     """The casts before the first loop.
 
-    A cast is sharded like the weight. So a copy follows, for which the planner chooses how the loops read it.
+    A cast is sharded like the weight. So a copy follows, whose spec in the loops the planner chooses.
     """
 
     def __init__(self) -> None:
@@ -81,7 +78,7 @@ class _Casts:
         self._copies: dict[tuple[Var, np.dtype[Any]], Var] = {}
 
     def of(self, weight: Var, dtype: np.dtype[Any], reader: Op) -> Var:
-        """The weight in another type, as it is known before the loops. reader: the operation that reads it."""
+        """The weight in another type, before the loops. reader: the operation that reads it."""
         if (weight, dtype) not in self._copies:
             cast, (narrow,) = equations_for(lambda x: lax.convert_element_type(x, dtype), weight)
             assert not is_literal(narrow)
@@ -95,7 +92,7 @@ class _Casts:
 
 @dataclass(frozen=True)
 class _Equations:
-    """Equations that run together, those of the loops or those in the body of a scan.
+    """Equations that run together: of the loops or of the body of a scan.
 
     Attributes:
         eqns: in order.
@@ -107,7 +104,7 @@ class _Equations:
     _bodies: dict[JaxprEqn, _Body] = field(default_factory=dict)
 
     def narrow_reads(self, eqn: JaxprEqn, values: AbstractSet[Var]) -> dict[Var, np.dtype[Any]]:
-        """The operands among `values` that an equation needs in a narrower type alone, with that type."""
+        """The operands among `values` that an equation needs only in a narrower type, with that type."""
         found: dict[Var, np.dtype[Any]] = {}
         for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v) and v in values):
             types = {self._type_read(eqn, k) for k, atom in enumerate(eqn.invars) if atom is v}
@@ -142,7 +139,7 @@ class _Equations:
         return types.pop() if len(types) == 1 and var not in self.left else None
 
     def is_read_in_place(self, var: Var) -> bool:
-        """Whether nothing but products, lookups, and scans with products in them reads what a value is cast to."""
+        """Whether only products, lookups, and scans with products in them read the cast value."""
         return all(
             self.is_read_in_place(eqn.outvars[0]) if self._narrows(eqn) or is_view(eqn) else reads_in_place(eqn)
             for eqn, _ in self._readers.get(var, ())
@@ -158,7 +155,6 @@ class _Equations:
         return found
 
     def body(self, eqn: JaxprEqn) -> _Body:
-        """The body of a scan."""
         if eqn not in self._bodies:
             closed, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
             flat = flat_body(closed.jaxpr, tuple(closed.consts))
@@ -181,15 +177,15 @@ class _Body:
 
 
 class _Rewriting:
-    """Writes equations anew, in order, whose operands are there in narrower types."""
+    """Rewrites equations, in order, for operands in narrower types."""
 
     def __init__(self, equations: _Equations) -> None:
         self._equations = equations
-        self._narrow: dict[Var, Var] = {}  # of values behind barriers
+        self._narrow: dict[Var, Var] = {}  # of results of barriers
         self._names: dict[Var, Var] = {}  # of the results of casts that are gone
 
     def rewritten(self, eqn: JaxprEqn, given: _Narrow) -> list[JaxprEqn]:
-        """What does the same as `eqn`; none if it is a cast. given: its operands that it reads in narrower types."""
+        """Equations that do the same as `eqn`; none if it is a cast. given: its operands in narrower types."""
         narrow = {**given, **{v: self._narrow[v] for v in eqn.invars if not is_literal(v) and v in self._narrow}}
         if not narrow:
             return [reading(eqn, self._names)]
@@ -203,7 +199,7 @@ class _Rewriting:
         return []
 
     def _barrier(self, eqn: JaxprEqn, narrow: _Narrow) -> list[JaxprEqn]:
-        """The barrier before narrower arrays, if any are left; all that reads what is behind it reads it narrow."""
+        """The barrier before narrower arrays, if any are left; all readers of its results read them narrow."""
         passed: list[tuple[Atom, Var]] = []
         for atom, result in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(atom) or atom not in narrow:
@@ -220,7 +216,7 @@ class _Rewriting:
 
 
 def _scan_of(body: _Body, narrow: _Narrow) -> JaxprEqn:
-    """The scan of `body` that takes the operands in `narrow` in their narrower types, and casts them no more."""
+    """The scan of `body` that takes the operands in `narrow` in their narrower types, without their casts."""
     given = {
         inner: fresh_var(changed_aval(aval_of(inner), dtype=aval_of(narrow[outer]).dtype))
         for outer, inner in zip(body.eqn.invars, body.flat.invars, strict=True)

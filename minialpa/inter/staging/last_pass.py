@@ -1,10 +1,10 @@
 """Last passes: the programs of a mesh in, the same programs with the sums of gradients in the last pass of a loop out.
 
-Totals over micro-batches are partial sums, which the update sums over devices, and nothing runs beside these sums. The
+Totals over micro-batches are partial sums. The update would sum them over devices, with no work to hide these sums. The
 pass of the last micro-batch completes one total after the other. So on GPUs it sums them, too, while it computes:
 
     pass            (*inputs, *totals) -> (*results, *totals)             of all micro-batches but the last
-    last pass       (*inputs, *totals) -> (*results, *totals, *sums)      fewer totals: those that it does not sum
+    last pass       (*inputs, *totals) -> (*results, *totals, *sums)      fewer totals, without the summed ones
     update          (*inputs, *sums)   -> results                         without the equations that sum
 
 The gradients of layers in a scan are complete when the scan ends. There the sums move into the scan, see
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.staging.split_values import step_results
 from minialpa.inter.staging.sums_in_scans import sum_gradients_in_scans, sum_totals_in_scans
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.inter.staging.totals import added_inside, added_up, bytes_of_totals, only_added, with_results, with_totals
@@ -30,13 +29,10 @@ from minialpa.ir.equations import is_gradient_marker, operand_vars
 
 @dataclass(frozen=True, slots=True)
 class LastPass:
-    """The program of the last run of a task in its loop.
+    """The program of the last run of a task in its loop, with the arguments of the other runs. Its results end with
+    `totals`, which the update sums, then `sums`, totals that are summed over devices.
 
-    Attributes:
-        program: its arguments are those of the other runs. Its results end with `totals`, then `sums`.
-        totals: the totals that it leaves for the update to sum.
-        sums: values of the update that it leaves: totals, summed over devices.
-        loops: for the `id` of each scan that sums totals, that of the scan of the other passes.
+    loops: for each scan that sums totals, the scan of the other passes.
     """
 
     program: ShardedEquations
@@ -45,19 +41,16 @@ class LastPass:
     loops: dict[JaxprEqn, JaxprEqn]
 
     def collectives(self) -> tuple[Communication, ...]:
-        """What the last pass communicates, in the loops of the other passes."""
+        """The collectives of the last pass, in the loops of the other passes."""
         return _in_loops(collectives_of(self.program), self.loops)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProgram:
-    """A task and its program, whose arguments may be more than those of the task: the totals that it adds to.
+    """A task and its program, which may have further arguments: the totals that it adds to.
 
-    Attributes:
-        task: the task.
-        program: of each run, or of each but the last.
-        last: of the last run in the loop; None if it is like the others.
-        loops: for the `id` of each scan of `program` that sums gradients, that of the scan of the task.
+    last: of the last run in the loop; None if it is like the others.
+    loops: for each scan of `program` that sums gradients, the scan of the task.
     """
 
     task: Task
@@ -66,22 +59,21 @@ class TaskProgram:
     loops: Mapping[JaxprEqn, JaxprEqn] = field(default_factory=dict)
 
     def collectives(self) -> tuple[Communication, ...]:
-        """What each run communicates, in the loops of the task."""
+        """The collectives of each run, in the loops of the task."""
         return _in_loops(collectives_of(self.program), self.loops)
 
     @property
     def totals(self) -> tuple[Var, ...]:
-        """The totals that it adds to."""
         return self.program.invars[len(self.task.invars) :]
 
     @property
     def totals_bytes(self) -> float:
-        """Bytes per device of these totals."""
+        """Per device."""
         return bytes_of_totals(self.program, self.totals)
 
     @property
     def summed_before(self) -> tuple[Var, ...]:
-        """Totals that the task reads, but not its program, which reads the sums that a last pass has made of them."""
+        """Totals that the task reads, but not its program, which reads the sums from a last pass."""
         read = set(self.program.invars)
         return tuple(v for v in self.task.invars if v not in read)
 
@@ -91,7 +83,7 @@ def _in_loops(found: Sequence[Communication], loops: Mapping[JaxprEqn, JaxprEqn]
 
 
 def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
-    """Programs of the tasks of one mesh, which sum gradients where their work hides it.
+    """Programs of the tasks of one mesh, which hide sums of gradients behind their work.
 
     plain: the tasks in order, with programs that add to no totals.
     """
@@ -102,7 +94,7 @@ def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqua
 
 
 def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
-    """Programs that add to totals, and whose last passes sum what they can hide."""
+    """Programs that add to totals, and whose last passes sum the totals that they can hide."""
     updates = [task for task, _ in plain if task.kind == "update"]
     last: dict[Task, LastPass] = {}
     moved: dict[Var, JaxprEqn] = {}
@@ -122,12 +114,12 @@ def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqu
 def _sums_of(staged: StagedStep, task: Task, updates: Sequence[Task]) -> dict[Var, JaxprEqn]:
     """For totals of `task`, the equation of an update on the same mesh that sums each of them over devices.
 
-    Without totals that anything else reads, and without sums that other meshes read or the step returns.
+    Without totals that any other equation reads, and without sums that other meshes read or the step returns.
     """
     totals = {one.total for one in added_inside(staged, task)}
     n_tasks = Counter(v for other in staged.tasks for v in other.invars)
     elsewhere = {v for other in staged.tasks if other.mesh != task.mesh for v in other.invars}
-    leaving = {*step_results(staged.split), *elsewhere}
+    leaving = {*staged.split.results, *elsewhere}
 
     found: dict[Var, JaxprEqn] = {}
     for update in updates:
@@ -155,7 +147,7 @@ def _last_pass(
     in_scans = {one.total for one in added if one.loop in scanned.summed}
     made = added_up(scanned.program, [one for one in added if one.total not in in_scans])
 
-    # What scans have not summed is summed behind the pass, which has other work beside it.
+    # Totals that scans have not summed are summed after the pass, beside other work.
     eqns, equations, specs = list(made.program.eqns), dict(made.program.equations), dict(made.program.specs)
     for total, eqn in sums.items():
         if total not in in_scans:
@@ -183,7 +175,7 @@ def _last_pass(
 
 
 def _without(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> ShardedEquations:
-    """A program of an update without the equations that last passes have: it takes what they make."""
+    """A program of an update without the equations of last passes: it takes their results."""
     gone = set(moved.values())
     eqns = tuple(eqn for eqn in program.eqns if eqn not in gone)
     if len(eqns) == len(program.eqns):

@@ -75,7 +75,7 @@ def _blocks(parts: Sequence[Part]) -> tuple[BlockRows | None, ...]:
 
 
 def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
-    """A value with its spec on each mesh; replicated where the spec is not known."""
+    """A value with its spec on each mesh; replicated if the spec is not known."""
     replicated = Spec.replicated(len(shape_of(atom)))
     return PlacedValue(
         path=path,
@@ -103,7 +103,7 @@ def placed_inputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tu
 
 
 def placed_outputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:
-    """Result leaves. `specs`: in which the results of the step are left on each mesh.
+    """Result leaves. `specs`: of the results of the step at the end, on each mesh.
 
     A replacement of a donated argument has the spec of that argument, so that the next call needs no resharding.
     """

@@ -12,7 +12,6 @@ from minialpa.cluster import LogicalMesh
 from minialpa.cost import CollectiveKind, is_gpu
 from minialpa.inter.microbatch.split_step import is_loop
 from minialpa.inter.staging.last_pass import TaskProgram, with_hidden_sums
-from minialpa.inter.staging.split_values import combined_values, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.narrow_moves import with_narrow_moves
@@ -24,15 +23,15 @@ from minialpa.sharding import EquationSpecs, Spec
 
 
 def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
-    """The equations that run on `mesh`, each once even if several tasks run it, and the roles of its inputs."""
+    """The equations of `mesh`, each once even if several tasks run it, and the roles of its inputs."""
     split = staged.split
-    tasks = [task for task in staged.tasks if task.mesh == mesh]
+    tasks = staged.tasks_of(mesh)
     times = _times(tasks, split.n_micro_batches)
     # Where the whole step is one task, the update is a part of that task.
     updates = {op.eqn for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
 
     made = {v for eqn, _ in times for v in eqn.outvars}
-    total_of = {value: total for value, total in combined_values(split) if value in made}
+    total_of = {value: total for value, total in split.combined if value in made}
     made.update(total_of.values())
     inputs = tuple((v, role) for v, role in _inputs(staged, tasks, mesh) if v not in made)
     known = made | {v for v, _ in inputs}
@@ -56,7 +55,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
 
 
 def _times(tasks: Sequence[Task], n_micro_batches: int) -> list[tuple[JaxprEqn, int]]:
-    """Each equation of `tasks`, and how often a step runs it: by the first task that has it."""
+    """Each equation of `tasks`, and its runs in a step, by the first task that has it."""
     found: dict[JaxprEqn, tuple[JaxprEqn, int]] = {}
     for task in tasks:
         n_runs = n_micro_batches if task.per_micro_batch else 1
@@ -66,7 +65,7 @@ def _times(tasks: Sequence[Task], n_micro_batches: int) -> list[tuple[JaxprEqn, 
 
 
 def _aliases(staged: StagedStep, mesh: int, made: AbstractSet[Var]) -> tuple[tuple[Var, Var], ...]:
-    """Arguments on this mesh and their replacements, which take over the shardings. `made`: what the mesh makes."""
+    """Arguments on this mesh and their replacements, which take over the shardings. `made`: variables of the mesh."""
     traced = staged.split.traced
     meshes_of_argument = staged.input_meshes[len(traced.flat.constvars) :]
     return tuple(
@@ -84,12 +83,11 @@ def _input_paths(staged: StagedStep) -> dict[Var, str]:
 
 
 def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
-    """Variables that may not be left as partial sums.
-
-    They are results of the step, values that other meshes read, and what micro-batches combine other than by a sum.
+    """Variables that may not be left as partial sums: results of the step, values that other meshes read, and values
+    that micro-batches combine other than by a sum.
     """
     split = staged.split
-    complete = set(step_results(split))
+    complete = set(split.results)
     complete.update(stack.loop for stack in split.stacks)
     complete.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.total in complete)
 
@@ -102,11 +100,9 @@ def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
 
 
 def _inputs(staged: StagedStep, tasks: Sequence[Task], mesh: int) -> list[tuple[Var, Role]]:
-    """Inputs of the step on this mesh in order, then what other meshes send."""
-    traced = staged.split.traced
+    """Inputs of the step on this mesh in order, then values from other meshes."""
     in_loop = _read_in_loops(staged, tasks)
-    batch = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
-    batch.update(micro for _, micro in staged.split.micro_inputs)
+    batch = staged.split.traced.examples.union(micro for _, micro in staged.split.micro_inputs)
 
     roles: dict[Var, Role] = {}
     for var, meshes in zip(staged.inputs, staged.input_meshes, strict=True):
@@ -143,13 +139,11 @@ def task_programs(
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> list[TaskProgram]:
-    """The tasks of a mesh, in order, with their programs.
+    """The tasks of a mesh, in order, with their programs. specs, equations: of the variables and equations of the mesh.
 
-    specs: of the variables of the mesh.
-    equations: of equations, by their ids.
     results: specs in which the results of the step are left on the mesh at the end.
     """
-    tasks = [task for task in staged.tasks if task.mesh == mesh]
+    tasks = staged.tasks_of(mesh)
     plain = [(task, with_narrow_moves(task_program(staged, task, specs, equations, view, results))) for task in tasks]
     if view.adds_totals:
         return with_hidden_sums(staged, plain)
@@ -157,7 +151,6 @@ def task_programs(
 
 
 def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
-    """What each task of a mesh communicates."""
     return [
         TaskCollectives(
             task=one.task,
@@ -171,13 +164,10 @@ def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCollectives:
-    """The collectives of a task.
+    """The collectives of a task, each with its number in one run. totals_bytes: per device, of the totals that it adds
+    to.
 
-    Attributes:
-        task: the task.
-        collectives: each with the number of times that one run of the task has it.
-        totals_bytes: per device, of the totals that it adds to.
-        last: the collectives of the last run in its loop; None if it is like the others.
+    last: the collectives of the last run in its loop; None if it is like the others.
     """
 
     task: Task
@@ -188,14 +178,11 @@ class TaskCollectives:
 
 @dataclass(frozen=True, slots=True)
 class ShardedView:
-    """The logical mesh of a stage, and which collectives may reshard on it.
+    """The logical mesh of a stage, and its collectives: kinds that may not reshard, and kinds of sums that start
+    together.
 
-    Attributes:
-        mesh: the logical mesh.
-        forbidden: kinds of collectives that may not be used for resharding.
-        combined: kinds of sums that start together.
-        adds_totals: whether passes add what they make to totals, see `totals.py`, and sum gradients where their work
-            hides it, see `last_pass.py`.
+    adds_totals: whether passes add their values to totals (`totals.py`) and sum gradients beside their work
+    (`last_pass.py`).
     """
 
     mesh: LogicalMesh
@@ -205,7 +192,7 @@ class ShardedView:
 
     @staticmethod
     def of(mesh: LogicalMesh, option: AutoShardingOption) -> ShardedView:
-        """What `option` allows on `mesh`."""
+        """The view under `option`."""
         combined = combined_sums(mesh, option)
         return ShardedView(mesh, option.forbidden_collectives, combined, adds_totals=is_gpu(mesh.device))
 
@@ -218,18 +205,13 @@ def task_program(
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> ShardedEquations:
-    """The equations of a task with their specs. It adds to no totals.
-
-    specs: of the variables of its mesh.
-    equations: of equations, by their ids.
-    results: specs in which the results of the step are left on its mesh at the end.
-    """
+    """The equations of a task with their specs, without totals. specs, equations, results: see `task_programs`."""
     # A result that another task reads keeps its spec, and is resharded when the step ends.
     is_last = task.kind == "update" or (task.kind == "step" and staged.split.n_micro_batches == 1)
     read = {v for other in staged.tasks for v in other.invars}
     final = {v: spec for v, spec in results.items() if is_last and v not in read}
 
-    # What a pass leaves for another pass of the same micro-batch is waited for.
+    # Other passes of the same micro-batch wait for a pass's values.
     of_passes = {v for other in staged.tasks if other.per_micro_batch for v in other.invars}
     early = staged.early.difference(staged.split.batch_dims)
 

@@ -1,4 +1,4 @@
-"""A plan, and a step that it may not have been made for: where they differ, and options that decide as the plan did."""
+"""A plan, and a step that may be another one: their differences, and options that repeat the decisions of the plan."""
 
 from __future__ import annotations
 
@@ -23,20 +23,18 @@ _ABOUT_WEAK_TYPES = (
 
 
 def options_of(plan: Plan) -> PlanOptions:
-    """The options under which planning decides all that `plan` decided, but for the shardings."""
+    """The options under which planning repeats all decisions of `plan` except the shardings."""
     first = plan.stages[0]
+    options = PlanOptions(
+        n_micro_batches=plan.n_micro_batches,
+        schedule=plan.schedule,
+        sharding=first.option,
+        keep_rows=plan.keeps_rows,
+        cast_once=plan.casts_once,
+    )
     # Without layers there is one stage, and no choice of layers to repeat.
     if not plan.layer_of_group:
-        return PlanOptions(
-            n_micro_batches=plan.n_micro_batches,
-            schedule=plan.schedule,
-            sharding=first.option,
-            logical_shape=first.logical_shape,
-            submesh=first.submesh,
-            remat="none",
-            keep_rows=plan.keeps_rows,
-            cast_once=plan.casts_once,
-        )
+        return dataclasses.replace(options, logical_shape=first.logical_shape, submesh=first.submesh, remat="none")
 
     stages = ManualStageOption(
         tuple(stage.layers for stage in plan.stages),
@@ -47,21 +45,13 @@ def options_of(plan: Plan) -> PlanOptions:
         ),
     )
     layers = FixedLayerOption(plan.layer_of_group, plan.remat, plan.row_blocks)
-    return PlanOptions(
-        n_micro_batches=plan.n_micro_batches,
-        schedule=plan.schedule,
-        layers=layers,
-        stages=stages,
-        sharding=first.option,
-        keep_rows=plan.keeps_rows,
-        cast_once=plan.casts_once,
-    )
+    return dataclasses.replace(options, layers=layers, stages=stages)
 
 
 def logical_mesh_of(plan: Plan) -> LogicalMesh | None:
-    """The LogicalMesh that a user gave in place of a cluster; None where the plan's links are those of its cluster.
+    """The LogicalMesh that a user gave in place of a cluster; None if the plan's links are those of its cluster.
 
-    A mesh without a device has no seconds of compute, which is how it is recognised.
+    A mesh without a device has no seconds of compute, which identifies it.
     """
     stage = plan.stages[0]
     mesh = plan.cluster.logical_mesh(stage.submesh, stage.logical_shape)
@@ -72,14 +62,14 @@ def logical_mesh_of(plan: Plan) -> LogicalMesh | None:
 
 
 def difference(traced: TracedStep, plan: Plan) -> str | None:
-    """How a step differs from the one that `plan` was made for, in a sentence; None if it does not."""
+    """The difference of a step from the step of `plan`, in a sentence; None if they are equal."""
     if traced.fingerprint == plan.fingerprint:
         return None
     return _argument_difference(traced, plan) or "the step itself has changed: " + _step_difference(traced, plan)
 
 
 class StalePlanError(VerifyError):
-    """A plan was made for another step or other shapes. Attribute `difference`: what differs."""
+    """A plan was made for another step or other shapes. difference: between the two."""
 
     def __init__(self, difference: str) -> None:
         super().__init__(
@@ -91,7 +81,7 @@ class StalePlanError(VerifyError):
 
 
 def check_fits(traced: TracedStep, plan: Plan) -> None:
-    """Raise VerifyError, which says where they differ, unless `plan` was made for this step and these shapes."""
+    """Raise StalePlanError unless `plan` was made for this step and these shapes."""
     found = difference(traced, plan)
     if found is not None:
         raise StalePlanError(found)
@@ -113,7 +103,7 @@ def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:
 
 
 def _listed(differences: Sequence[str], separator: str) -> str:
-    """The first differences, and how many more there are."""
+    """The first differences, and the number of others."""
     more = len(differences) - _MOST_NAMED
     named = separator.join(differences[:_MOST_NAMED])
     return f"{named}{separator}and {more} more" if more > 0 else named
@@ -124,7 +114,7 @@ def _type(dtype: str, shape: Sequence[int]) -> str:
 
 
 def _step_difference(traced: TracedStep, plan: Plan) -> str:
-    """How the operations of a step differ from those of the plan's: their numbers, and the first place."""
+    """The differences of the operations of a step from the plan's: their numbers, and the first place."""
     now, was = dict(traced.fingerprint.primitives), dict(plan.fingerprint.primitives)
     counts = [
         f"{now.get(name, 0)} `{name}` where the plan has {was.get(name, 0)}"

@@ -1,7 +1,7 @@
-"""From a plan's decisions back to placed equations: the staged step of a traced step and its stages.
+"""From a plan's decisions to placed equations: the staged step of a traced step and its stages.
 
 Used twice: by the planner, which then solves each mesh, and to realise a plan, whose specs are bound to the same
-equations again. Tracing and splitting are deterministic, so numbers of equations are enough to tie them together.
+equations. Tracing and splitting are deterministic, so numbers of equations tie them together.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec
 
 
 def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
-    """In which specs the results of a step are left on a mesh."""
+    """The specs in which the results of a step are left on a mesh."""
     outputs = values_of_parts(plan.outputs, staged.split.traced.out_parts)
     return {
         atom: spec
@@ -99,12 +99,8 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RealisedStep:
-    """A traced step as the decisions of a plan make it, phase after phase.
-
-    Attributes:
-        cut: after scans over layers are cut between layers.
-        rematerialised: in which backward passes compute again what layers do not keep.
-        staged: its micro-batches, as tasks on meshes.
+    """A traced step as the decisions of a plan make it: with scans cut, then with rematerialisation, then as tasks on
+    meshes.
     """
 
     cut: TracedStep
@@ -116,7 +112,7 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
     """The phases from a traced step to the tasks of its plan.
 
     Raises VerifyError if the plan was made for another step or other shapes, or if the step does not allow one of its
-    decisions; its specs are verified later, by `verify_staged`.
+    decisions. `verify_staged` verifies its specs later.
     """
     check_fits(traced, plan)
     verify_decisions(traced, plan)

@@ -1,13 +1,13 @@
 """Sums inside of scans: a program in, the same program whose scans sum the gradients of their layers out.
 
-A scan over layers stacks their gradients, so that all of them are complete only when it ends. With one micro-batch, and
-in the last pass over several, with a row t of the total for each layer,
+A scan over layers stacks their gradients, so all of them are complete only when it ends. With one micro-batch, and in
+the last pass over several, with a row t of the total for each layer,
 
     for each layer:  g = gradient          becomes          for each layer:
     sum(t + g) over devices                                     g = sum(t + gradient) over devices
 
-so that the sums of one layer have the work of the next one beside them. A row is added and summed as the whole array
-is: only scans that are planned as loops qualify, and sums that do not split the dimension of the layers.
+so the work of the next layer hides the sums of a layer. A row is added and summed like the whole array: only scans that
+are planned as loops qualify, and sums that do not split the dimension of the layers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ from minialpa.tracing.new_equations import equations_for
 
 @dataclass(frozen=True, slots=True)
 class SummedInScans:
-    """A program whose scans sum gradients.
+    """A program whose scans sum the stacked gradients `summed` before they stack them.
 
-    Attributes:
-        program: the program.
-        summed: the stacked gradients that its scans sum before they stack them.
-        loops: for the `id` of each scan that does so, that of the scan in its place before.
+    loops: for each scan with sums, the scan that it replaces.
     """
 
     program: ShardedEquations
@@ -59,14 +56,9 @@ class SummedInScans:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A stacked result of a scan that is to be summed over devices.
+    """The stacked result `value` of a scan, and its sum over devices, after it is added to `total`, if there is one.
 
-    Attributes:
-        value: the stacked result.
-        total: what it is added to before; None for nothing.
-        result: the sum.
-        spec: of the value and the total.
-        specs: of the identity whose result is the sum.
+    spec: of the value and the total. specs: of the identity whose result is the sum.
     """
 
     value: Var
@@ -79,9 +71,9 @@ class _Sum:
 def sum_totals_in_scans(
     program: ShardedEquations, added: Sequence[Accumulator], markers: Mapping[Var, JaxprEqn]
 ) -> SummedInScans:
-    """`program`, whose scans add to totals and sum these, as far as they can.
+    """`program`, whose scans add to totals and sum these, if they can.
 
-    added: the totals, and what the program makes for them. markers: for totals, the equation that sums each of them.
+    added: the totals, with their values in the program. markers: for totals, the equation that sums each of them.
     """
     sums = [
         _Sum(one.loop, one.total, marker.outvars[0], program.specs[one.loop], program.equations[marker])
@@ -92,9 +84,9 @@ def sum_totals_in_scans(
 
 
 def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
-    """`program`, whose scans sum the gradients that it sums itself, as far as they can."""
+    """`program`, whose scans sum the gradients that it sums itself, if they can."""
     sums = [
-        _Sum(value, None, result, program.specs[value], _specs_of_operand(program.equations[eqn], k))
+        _Sum(value, None, result, program.specs[value], _picked(program.equations[eqn], [k]))
         for eqn in program.eqns
         if is_gradient_marker(eqn)
         for k, (value, result) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
@@ -104,29 +96,29 @@ def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
     if not made.summed:
         return made
 
-    # What is left to the markers.
+    # The markers keep the other gradients.
     eqns, equations = list[JaxprEqn](), dict(made.program.equations)
     for eqn in made.program.eqns:
         kept = [k for k, v in enumerate(eqn.invars) if is_literal(v) or v not in made.summed]
         if is_gradient_marker(eqn) and len(kept) < len(eqn.invars):
-            chosen = equations[eqn]
-            invars, outvars = [eqn.invars[k] for k in kept], [eqn.outvars[k] for k in kept]
-            eqn = eqn.replace(invars=invars, outvars=outvars)
-            parts = (chosen.operands, chosen.made, chosen.results)
-            operands, made_as, results = (tuple(part[k] for k in kept) for part in parts)
-            equations[eqn] = EquationSpecs(operands, made_as, results)
+            chosen = _picked(equations[eqn], kept)
+            eqn = eqn.replace(invars=[eqn.invars[k] for k in kept], outvars=[eqn.outvars[k] for k in kept])
+            equations[eqn] = chosen
         if eqn.outvars or not is_gradient_marker(eqn):
             eqns.append(eqn)
     changed = dataclasses.replace(made.program, eqns=tuple(eqns), equations=equations)
     return dataclasses.replace(made, program=changed)
 
 
-def _specs_of_operand(specs: EquationSpecs, k: int) -> EquationSpecs:
-    return EquationSpecs((specs.operands[k],), (specs.made[k],), (specs.results[k],))
+def _picked(specs: EquationSpecs, numbers: Sequence[int]) -> EquationSpecs:
+    """The specs of some operands of an identity, and of their results."""
+    parts = (specs.operands, specs.made, specs.results)
+    operands, made, results = (tuple(part[k] for k in numbers) for part in parts)
+    return EquationSpecs(operands, made, results)
 
 
 def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans:
-    # Read once: by the marker, or by nothing, and it leaves the program for its total.
+    # One reader: the marker, or the program's results, for the total.
     reads = Counter(v for eqn in program.eqns for v in operand_vars(eqn))
     reads.update(v for v in program.outvars if not is_literal(v))
     possible = {one.value: one for one in sums if reads[one.value] == 1 and _sums_rows(one)}
@@ -150,14 +142,14 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
 
 
 def _sums_rows(one: _Sum) -> bool:
-    """Whether it is a sum over devices that leaves the dimension of the layers whole, which a scalar has not."""
+    """Whether it is a sum over devices that leaves the dimension of the layers whole. A scalar has none."""
     specs = (one.spec, *one.specs.operands, *one.specs.made, *one.specs.results)
     is_sum = bool(one.spec.partial) and not one.specs.results[0].partial
     return is_sum and all(spec.dims and not spec.dims[0] for spec in specs)
 
 
 def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tuple[JaxprEqn, EquationSpecs] | None:
-    """A scan that makes the results of `sums`, with its specs; None if its body would not be the same equations."""
+    """A scan with the results of `sums`, with its specs; None if its body would not have the same equations."""
     totals = [(one.total, one.spec) for one in sums if one.total is not None]
     operands = [*eqn.invars, *(total for total, _ in totals)]
     specs = [*chosen.operands, *(spec for _, spec in totals)]
@@ -184,7 +176,7 @@ def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tu
 
 
 def _left(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> list[tuple[Var, Spec]]:
-    """The results of a scan with sums in place of what they sum, and their specs."""
+    """The results of a scan with sums in place of the summed values, and their specs."""
     summed = {one.value: (one.result, one.specs.results[0]) for one in sums}
     return [summed.get(v, (v, spec)) for v, spec in zip(eqn.outvars, chosen.results, strict=True)]
 
@@ -221,7 +213,7 @@ def _scan(eqn: JaxprEqn, sums: Sequence[_Sum], arrays: Sequence[Any]) -> list[An
 def _body_specs(
     old: ScanBody, new: ScanBody | None, chosen: EquationSpecs, sums: Sequence[_Sum]
 ) -> tuple[EquationSpecs, ...] | None:
-    """Specs of the equations of a body that ends with sums; None if it does not begin as the old one does."""
+    """Specs of the equations of a body that ends with sums; None if its beginning differs from the old body."""
     if new is None:
         return None
     n = len(old.flat.eqns)
@@ -229,7 +221,7 @@ def _body_specs(
     if len(new.flat.eqns) < n or any(_kind(a) != _kind(b) for a, b in pairs):
         return None
 
-    # Behind the old equations, those of one sum after the other: perhaps a conversion, an addition and the marker.
+    # After the old equations, one sum after the other: perhaps a conversion, an addition and the marker.
     specs, waiting = list(chosen.body), iter(sums)
     row, marked = Spec(()), EquationSpecs((), (), ())
     one = None
@@ -248,7 +240,6 @@ def _body_specs(
 
 
 def _row(spec: Spec) -> Spec:
-    """The spec of a row of a stacked array."""
     return Spec(spec.dims[1:], spec.partial)
 
 

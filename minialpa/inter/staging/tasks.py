@@ -1,7 +1,7 @@
 """Tasks: the equations of a split step, grouped by when and on which mesh they run.
 
-`place_loops` and `place_updates` say where each equation runs; here tasks are made of them, and the inputs and results
-of the step get their meshes. What runs before the loops is copied to every mesh that reads it.
+`place_loops` and `place_updates` place each equation; here they become tasks, and the inputs and results of the step
+get their meshes. Prologues are copied to every mesh that reads them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Literal, NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.split_step import LOOP, PROLOGUE, SplitStep, is_loop
-from minialpa.inter.staging.loop_positions import ChunkedStep, place_loops
-from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
-from minialpa.inter.staging.update_meshes import place_updates
-from minialpa.ir.equations import Atom, is_literal, live_equations, operand_vars
+from minialpa.inter.staging.placement import ChunkedStep, place_loops, place_updates
+from minialpa.ir.equations import Atom, bytes_of, is_literal, live_equations, operand_vars
+from minialpa.plan import PassName, PlannedTransfer
 from minialpa.tracing.trace import TracedStep
 
 TaskKind = Literal["prologue", "forward", "backward", "step", "update"]
@@ -25,18 +24,16 @@ TaskKind = Literal["prologue", "forward", "backward", "step", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """Equations that run together on one mesh.
+    """Equations that run together on one mesh. Their variables are in a fixed order.
 
     Attributes:
-        kind: `step` is forward and backward in one, for a single stage; `update` is what runs behind a loop.
-        segment: when it runs, see `SplitStep`.
-        mesh: where it runs.
+        kind: `step` is forward and backward in one, for a single stage; `update` runs after a loop.
+        segment: see `SplitStep`.
         chunk: of a forward or backward task, counted over the pipeline; 0 for other tasks.
         level: order among the updates of a mesh in a segment; tasks of level l + 1 wait for other meshes' results of
             level l.
-        eqns: in order.
-        invars: variables that are read from inputs or other tasks, in a fixed order.
-        outvars: variables that are left for other tasks or as results, in a fixed order.
+        invars: variables that are read from inputs or other tasks.
+        outvars: variables that are left for other tasks or as results.
     """
 
     kind: TaskKind
@@ -56,7 +53,7 @@ class Task:
 
     @property
     def loop(self) -> int:
-        """The loop that the task is part of, or runs behind; 0 for a prologue."""
+        """The loop of the task, or the loop before it; 0 for a prologue."""
         return (self.segment + 1) // 2
 
     @property
@@ -66,12 +63,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedStep:
-    """A step as tasks on meshes.
+    """A step as tasks on meshes, in the order of segments, and in the order of one micro-batch within a loop.
 
     Attributes:
-        split: the step over micro-batches.
         mesh_of_chunk: the mesh of each chunk of the pipeline; one chunk without a pipeline.
-        tasks: in the order of segments, and in that of one micro-batch within a loop.
         input_meshes: for each input (constants first, then arguments), the meshes that read the full-batch array.
         output_meshes: for each result, the mesh that holds it at the end; for the replacement of a donated input, the
             first one that reads that input.
@@ -87,17 +82,20 @@ class StagedStep:
     def n_meshes(self) -> int:
         return max(self.mesh_of_chunk) + 1
 
+    def tasks_of(self, mesh: int) -> list[Task]:
+        return [task for task in self.tasks if task.mesh == mesh]
+
     def trains(self, loop: int) -> bool:
         """Whether a loop has backward passes."""
         return any(task.kind == "backward" and task.loop == loop for task in self.tasks)
 
     @property
     def inputs(self) -> tuple[Var, ...]:
-        return step_inputs(self.split)
+        return self.split.inputs
 
     @property
     def early(self) -> frozenset[Var]:
-        """What is known before the first loop: the inputs, and what prologues compute."""
+        """The values that are known before the first loop: the inputs, and results of prologues."""
         return frozenset((*self.inputs, *(v for task in self.tasks if task.kind == "prologue" for v in task.outvars)))
 
 
@@ -129,23 +127,23 @@ def stage_split(split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: 
 def _one_task(split: SplitStep) -> StagedStep:
     """Everything in one program: no pipeline and no micro-batches."""
     eqns = tuple(op.eqn for op in split.ops)
-    results = set(step_results(split))
+    results = set(split.results)
     read = {v for eqn in eqns for v in operand_vars(eqn)}
     invars, outvars = _paired(
         split,
-        [v for v in step_inputs(split) if v in read],
+        [v for v in split.inputs if v in read],
         [v for eqn in eqns for v in eqn.outvars if v in results],
     )
     task = Task(kind="step", segment=LOOP, mesh=0, chunk=0, level=0, eqns=eqns, invars=invars, outvars=outvars)
 
-    # A donated argument stays on the mesh for its replacement, even if nothing reads it.
+    # A donated argument stays on the mesh for its replacement, even without a reader.
     replaced = {split.traced.flat.invars[i] for i in split.traced.aliases if i is not None}
     kept = read | results | replaced
     return StagedStep(
         split=split,
         mesh_of_chunk=(0,),
         tasks=(task,) if eqns else (),
-        input_meshes=tuple((0,) if v in kept else () for v in step_inputs(split)),
+        input_meshes=tuple((0,) if v in kept else () for v in split.inputs),
         output_meshes=((0,),) * len(split.outvars),
     )
 
@@ -154,13 +152,7 @@ def _one_task(split: SplitStep) -> StagedStep:
 
 
 class _TaskKey(NamedTuple):
-    """What tells one task from another. Tasks are in the order of their keys.
-
-    Attributes:
-        segment: see `SplitStep`.
-        order: position in a loop, or level between loops.
-        mesh: where it runs.
-    """
+    """Identity of a task, and its place among tasks. order: position in a loop, or level between loops."""
 
     segment: int
     order: int
@@ -172,7 +164,7 @@ class _Placement:
     """Where the equations of a step run.
 
     Attributes:
-        eqns: those of each task, in order.
+        eqns: of each task, in order.
         floating: variables that each task of a loop computes for itself if it reads them, see `LoopPlacement`.
     """
 
@@ -192,7 +184,9 @@ def _placement(step: ChunkedStep) -> _Placement:
 
 
 def _prologues(split: SplitStep, placed: Mapping[_TaskKey, Sequence[JaxprEqn]]) -> dict[_TaskKey, list[JaxprEqn]]:
-    """What runs before the loops, on each mesh that reads it; results of the step on mesh 0. `placed`: the rest."""
+    """The equations before the loops, on each mesh that reads them; results of the step on mesh 0. `placed`: the
+    rest.
+    """
     prologue = [op.eqn for op in split.in_segment(PROLOGUE)]
     if not prologue:
         return {}
@@ -201,7 +195,7 @@ def _prologues(split: SplitStep, placed: Mapping[_TaskKey, Sequence[JaxprEqn]]) 
     wanted: dict[int, set[Var]] = defaultdict(set)
     for key, eqns in placed.items():
         wanted[key.mesh].update(v for eqn in eqns for v in operand_vars(eqn) if v in made)
-    wanted[0].update(v for v in step_results(split) if v in made)
+    wanted[0].update(v for v in split.results if v in made)
 
     copies = {}
     for mesh, needed in wanted.items():
@@ -217,12 +211,12 @@ def _prologues(split: SplitStep, placed: Mapping[_TaskKey, Sequence[JaxprEqn]]) 
 def _tasks(step: ChunkedStep, placement: _Placement) -> tuple[Task, ...]:
     split, keys = step.split, sorted(placement.eqns)
     reads = {key: _read_from_outside(placement.eqns[key]) for key in keys}
-    wanted = set(step_results(split)).union(*reads.values(), (value for value, _ in combined_values(split)))
+    wanted = set(split.results).union(*reads.values(), (value for value, _ in split.combined))
 
     tasks = []
     for key in keys:
         eqns, kind = placement.eqns[key], _kind(step, key)
-        # Each task of a loop has its own copy of floating equations, and leaves their results to nobody.
+        # Each task of a loop has its own copy of floating equations, and keeps their results.
         hidden = placement.floating if is_loop(key.segment) else frozenset[Var]()
         left = _unique(v for eqn in eqns for v in eqn.outvars if v in wanted and v not in hidden)
         invars, outvars = _paired(split, reads[key], left)
@@ -263,7 +257,7 @@ def _input_and_output_meshes(
         home = _first_home(atom, makers, readers)
         if replaced is not None:
             argument = split.traced.flat.invars[replaced]
-            # An argument that nothing reads lives where its replacement is made: the next call gets it from there.
+            # An argument without a reader lives where its replacement is made: the next call gets it from there.
             if is_literal(atom):
                 readers[argument].add(0)
             elif not readers[argument]:
@@ -271,7 +265,7 @@ def _input_and_output_meshes(
             home = tuple(sorted(readers[argument]))[:1] or home
         outputs.append(home or (0,))
 
-    inputs = step_inputs(split)
+    inputs = split.inputs
     given = frozenset(inputs)
     for atom, where in zip(split.outvars, outputs, strict=True):
         if not is_literal(atom) and atom in given:
@@ -280,18 +274,17 @@ def _input_and_output_meshes(
 
 
 def _makers(split: SplitStep, tasks: Sequence[Task]) -> dict[Var, set[int]]:
-    """Meshes that make each variable; totals are made where the values of micro-batches are."""
+    """Meshes that make each variable; the meshes of micro-batches' values make their totals."""
     makers: dict[Var, set[int]] = defaultdict(set)
     for task in tasks:
         for v in task.outvars:
             makers[v].add(task.mesh)
-    for value, total in combined_values(split):
+    for value, total in split.combined:
         makers[total] |= makers[value]
     return makers
 
 
 def _readers(tasks: Sequence[Task]) -> dict[Var, set[int]]:
-    """Meshes that read each variable."""
     readers: dict[Var, set[int]] = defaultdict(set)
     for task in tasks:
         for v in task.invars:
@@ -311,10 +304,10 @@ def _unique(variables: Iterable[Var]) -> tuple[Var, ...]:
 
 
 def _paired(split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
-    """Inputs and outputs of a task, the arguments that it replaces and their replacements first, in the same order.
+    """Inputs and outputs of a task; first the arguments that it replaces and their replacements, in the same order.
 
-    `jax.jit` lets the first output of a shape take over the first donated input of that shape, and so on. Where an
-    array is not paired with its own replacement, XLA copies it.
+    `jax.jit` lets the first output of a shape take over the first donated input of that shape, and so on. XLA copies an
+    array that is not paired with its own replacement.
     """
     arguments = split.traced.flat.invars
     read, made = set(invars), set(outvars)
@@ -323,3 +316,45 @@ def _paired(split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]) -> 
         if number is not None and not is_literal(atom) and atom in made and arguments[number] in read:
             replacement[arguments[number]] = atom
     return _unique((*replacement, *invars)), _unique((*replacement.values(), *outvars))
+
+
+# ---- between meshes --------------------------------------------------------------------------------------------------
+
+
+def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:
+    """(variable, first mesh that makes it) -> other meshes that read it and do not make it."""
+    makers = _makers(staged.split, staged.tasks)
+
+    # A mesh that makes a variable itself needs no copy; of several makers, the first one sends.
+    readers: dict[tuple[Var, int], set[int]] = defaultdict(set)
+    for task in staged.tasks:
+        for v in task.invars:
+            if v in makers and task.mesh not in makers[v]:
+                readers[v, min(makers[v])].add(task.mesh)
+    return readers
+
+
+def planned_transfers(staged: StagedStep) -> tuple[PlannedTransfer, ...]:
+    """Bytes that passes send to passes of other meshes. A mesh gets a value once, for its first reader."""
+    maker = {(v, task.mesh): task for task in staged.tasks for v in task.outvars}
+    loop_of = {v: task.loop for task in staged.tasks for v in task.outvars}
+    loop_of.update({total: loop_of[value] for value, total in staged.split.combined if value in loop_of})
+
+    n_bytes: dict[tuple[PassName, PassName], float] = defaultdict(float)
+    for (v, mesh), readers in remote_readers(staged).items():
+        task = maker.get((v, mesh))
+        # No task makes a total: it is sent after the loop, like results of its mesh's first update.
+        source = _pass_of(task) if task else PassName("update", mesh, loop_of[v])
+        for reader in sorted(readers):
+            # Tasks are in the order of one micro-batch, so this is the first that needs the value.
+            first = next(task for task in staged.tasks if task.mesh == reader and v in task.invars)
+            n_bytes[source, _pass_of(first)] += bytes_of(v)
+    return tuple(PlannedTransfer(source, target, size) for (source, target), size in sorted(n_bytes.items()))
+
+
+def _pass_of(task: Task) -> PassName:
+    if task.kind == "forward" or task.kind == "backward":
+        return PassName(task.kind, task.chunk, task.loop)
+    # Every mesh computes the prologue that it reads, and `step` is for a single mesh.
+    assert task.kind == "update", task.kind
+    return PassName("update", task.mesh, task.loop)

@@ -1,10 +1,11 @@
-"""Totals of micro-batches: the program of a pass in, the same program that adds what it makes to totals out.
+"""Totals of micro-batches: the program of a pass in, the same program with additions to totals out.
 
-A pass of one micro-batch leaves gradients, which are added to those of the others. On GPUs the pass adds them itself:
+A pass of one micro-batch leaves gradients, which are added to the gradients of the others. On GPUs the pass adds them
+itself:
 
     (*inputs, *totals) -> (*results, *totals)        each total is donated, so that it is written in place
 
-so that no gradient of a micro-batch stays beside its total, and no program reads and writes all of them once more.
+so no gradient of a micro-batch stays beside its total, and no other program reads and writes all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import jax
 from jax.extend.core import Var
 
 from minialpa.inter.microbatch.split_step import Accumulator
-from minialpa.inter.staging.split_values import step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, bytes_of, dtype_name
@@ -25,7 +25,7 @@ from minialpa.tracing.new_equations import EquationMaker
 
 
 def added_inside(staged: StagedStep, task: Task) -> tuple[Accumulator, ...]:
-    """The totals that a task can add to itself: the sums over micro-batches of what it makes."""
+    """The totals to which a task can add: the sums over micro-batches of its results."""
     split = staged.split
     if not task.per_micro_batch or split.n_micro_batches == 1:
         return ()
@@ -34,15 +34,15 @@ def added_inside(staged: StagedStep, task: Task) -> tuple[Accumulator, ...]:
 
 
 def only_added(staged: StagedStep, added: Sequence[Accumulator]) -> set[Var]:
-    """The values of a micro-batch that nobody reads but those who add them up."""
-    read = {v for task in staged.tasks for v in task.invars} | set(step_results(staged.split))
+    """The values of a micro-batch that only their sums read."""
+    read = {v for task in staged.tasks for v in task.invars} | set(staged.split.results)
     read.update(a.loop for a in staged.split.accumulators if a not in added)
     read.update(stack.loop for stack in staged.split.stacks)
     return {a.loop for a in added if a.loop not in read}
 
 
 def with_totals(program: ShardedEquations, staged: StagedStep, task: Task) -> ShardedEquations:
-    """The program of `task`, which adds to its totals if it is one that does.
+    """The program of `task`, with additions to its totals if it has any.
 
     Its arguments end with the totals so far, and its results with the new ones.
     """
@@ -68,7 +68,7 @@ class Added:
 
 
 def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
-    """`program` with equations behind it that add what it makes to totals."""
+    """`program`, followed by additions of its values to totals."""
     eqns, totals = list(program.eqns), dict[Var, Atom]()
     specs, equations, maker = dict(program.specs), dict(program.equations), EquationMaker()
 
@@ -90,7 +90,7 @@ def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
 def with_results(
     program: ShardedEquations, left: Sequence[tuple[Atom, Spec]], dropped: Collection[Var]
 ) -> ShardedEquations:
-    """`program`, which leaves its results without `dropped`, and behind them `left`, each in its spec."""
+    """`program` without the results `dropped`, and with the further results `left`, each in its spec."""
     results = [(v, s) for v, s in zip(program.outvars, program.out_specs, strict=True) if v not in dropped]
     outvars, out_specs = zip(*results, *left, strict=True) if results or left else ((), ())
     return dataclasses.replace(program, outvars=outvars, out_specs=out_specs)
@@ -101,5 +101,5 @@ def adding(total: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def bytes_of_totals(program: ShardedEquations, totals: Sequence[Var]) -> float:
-    """Bytes per device of totals that a program takes."""
+    """Per device."""
     return sum(bytes_of(v) / program.specs[v].n_shards(program.mesh.shape) for v in totals)

@@ -1,9 +1,8 @@
-"""The verifier of a plan against the step that it is to run, before the step is split and before programs are made.
+"""The verifier of a plan against its step, before the step is split and before programs are made.
 
-`plan.verify` checks a plan by itself, and `replan.check_fits` that it was made for this step. What is left is what
-somebody may have edited: decisions are checked against what they are about, and what else a plan says (where arguments
-and results live, which passes its stages have) is worked out again and compared. Predicted seconds and bytes decide
-nothing and are not.
+`plan.verify` checks a plan by itself, and `replan.check_fits` that it was made for this step. Files can be edited, so
+decisions are checked here, and their consequences (where arguments and results live, which passes its stages have) are
+derived and compared. Predicted seconds and bytes decide nothing and are not checked.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def verify_layers(n_groups: int, plan: Plan) -> None:
 
 @contextmanager
 def blamed(where: str, found: Any) -> Iterator[None]:
-    """Raise errors of the body as VerifyErrors about the field `where` of the plan, which is `found`."""
+    """Raise errors of the body as VerifyErrors about the field `where` of the plan, whose value is `found`."""
     try:
         yield
     except MinialpaError as error:
@@ -61,13 +60,13 @@ def blamed(where: str, found: Any) -> Iterator[None]:
 def verify_staged(staged: StagedStep, problems: Sequence[MeshEquations], plan: Plan) -> None:
     """Raise VerifyError, with the name of the field, unless
 
-    - stages have the passes of the step, and the schedule runs them all;
-    - the specs of each stage are right, see `verify_specs`;
-    - arguments and results live where the stages have them, in specs that their meshes can turn them into.
+    - stages have the passes of the step, and the schedule runs them all; - the specs of each stage are right, see
+    `verify_specs`; - arguments and results live where the stages have them, in specs that their meshes can turn them
+    into.
     """
     require(len(plan.stages) == len(problems), "stages", f"a list of {len(plan.stages)}", f"{len(problems)} stages")
 
-    # Specs of arguments and results are compared with those of their stages, so these come first.
+    # Specs of arguments and results are compared with their stages, so these come first.
     known: list[dict[Var, Spec]] = []
     for k, (problem, stage) in enumerate(zip(problems, plan.stages, strict=True)):
         _verify_passes(staged, plan, k)
@@ -90,10 +89,10 @@ def _verify_passes(staged: StagedStep, plan: Plan, mesh: int) -> None:
     require(len(stage.between_s) == n_loops - 1, f"stages[{mesh}].between_s", stage.between_s, between)
 
     passes = [(one.kind, one.chunk, one.loop) for one in stage.passes]
-    tasks = [(task.kind, task.chunk, task.loop) for task in staged.tasks if task.mesh == mesh and task.per_micro_batch]
+    tasks = [(task.kind, task.chunk, task.loop) for task in staged.tasks_of(mesh) if task.per_micro_batch]
     require(passes == tasks, f"stages[{mesh}].passes", passes, f"the kinds, chunks and loops {tasks}")
 
-    # The schedule for inference has no backward passes, and would leave those of the tasks out.
+    # The schedule for inference has no backward passes, and would leave the tasks' out.
     trains = any(kind == "backward" for kind, _, _ in tasks)
     runs = not trains or plan.schedule != "inference"
     require(runs, "schedule", plan.schedule, "one with backward passes, as the step computes gradients")

@@ -60,20 +60,13 @@ def n_contractions(flat: Any) -> int:
     return sum(eqn.primitive.name == "dot_general" for eqn in flat.eqns)
 
 
-@pytest.mark.parametrize(
-    ("remat", "name"),
-    [
-        ("full", "gpt"),
-        pytest.param("dots", "gpt", marks=pytest.mark.slow),
-        *(pytest.param(remat, "unet", marks=pytest.mark.slow) for remat in ("dots", "full")),
-    ],
-)
-def test_the_program_computes_the_same_numbers(name: str, remat: Any, key: jax.Array) -> None:
-    case = models.build(name)
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_the_program_computes_the_same_numbers(remat: Any, key: jax.Array) -> None:
+    case = models.build("mlp")
     state, batch = case.init(key), case.make_batch(0, case.batch_size)
     traced = trace(case.train_step(minialpa.value_and_grad), state, batch)
-    layers = assign_layers(traced, AutoLayerOption(layer_num=3))
-    again = rematerialise(traced, layers, (remat,) * 3)
+    layers = assign_layers(traced, AutoLayerOption(layer_num=2))
+    again = rematerialise(traced, layers, (remat,) * 2)
     assert len(again.flat.eqns) > len(traced.flat.eqns)
     leaves = jax.tree.leaves((state, batch))
     results = [jax.jit(functools.partial(eval_flat, step.flat))(leaves) for step in (again, traced)]
@@ -148,20 +141,6 @@ def test_weights_that_only_products_and_lookups_read_pass_no_barrier() -> None:
     assert {arguments[v] for v in barrier.invars if v in arguments} == {"left", "right", "scale", "summed"}
 
 
-@pytest.mark.slow  # the programs of the test above compute the same, and test_interleaved.py trains with such stages
-@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_pipeline_trains_as_on_one_device(remat: Any, key: jax.Array) -> None:
-    case = models.build("gpt")
-    state, batch = case.init(key), case.make_batch(0, case.batch_size)
-    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method(remat), donate_argnums=())
-    expected = jax.jit(case.train_step(jax.value_and_grad))
-    serial = state
-    for _ in range(3):
-        state, metrics = step(state, batch)
-        serial, wanted = expected(serial, batch)
-        assert_allclose(metrics, wanted, rtol=2e-4)
-
-
 @pytest.mark.slow  # the programs of the tests above compute again, too
 def test_less_is_in_flight_the_more_is_computed_again() -> None:
     none, dots, full = (plan_for("gpt", remat) for remat in ("none", "dots", "full"))
@@ -182,22 +161,6 @@ def test_auto_computes_again_where_memory_is_short() -> None:
     assert all(stage.peak_bytes <= short for stage in plan.stages)
     with pytest.raises(InfeasibleError):
         plan_for("gpt", "auto", with_memory(short / 10))
-
-
-def test_a_plan_with_rematerialisation_survives_json() -> None:
-    plan = plan_for("gpt", "dots")
-    assert Plan.from_json(plan.to_json()) == plan
-    assert plan.remat == ("dots", "dots")
-    assert "rematerialisation dots" in plan.summary()
-
-
-@pytest.mark.slow  # test_a_plan_with_rematerialisation_survives_json is the short relative
-def test_a_saved_plan_runs(key: jax.Array) -> None:
-    case = models.build("gpt")
-    state, batch = case.init(key), case.make_batch(0, case.batch_size)
-    expected = jax.jit(case.train_step(jax.value_and_grad))(state, batch)
-    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=plan_for("gpt", "full"))
-    assert_allclose(step(state, batch)[1], expected[1], rtol=2e-4)
 
 
 def test_an_unknown_choice_is_refused() -> None:

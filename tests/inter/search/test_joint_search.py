@@ -25,19 +25,16 @@ from minialpa import (
     VerifyError,
     models,
 )
-from minialpa.inter.compilers import compiler_of
+from minialpa.inter.context import compiler_of
 from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_layers, pieces_of
 from minialpa.inter.pipeline import plan_step
-from minialpa.inter.search.cost_cache import load_costs
 from minialpa.inter.search.joint_search import StageSearch
 from minialpa.inter.search.piece_solver import PieceSearch
-from minialpa.inter.search.space import Space
 from minialpa.inter.search.stage_bounds import StageBounds
-from minialpa.inter.search.stage_cost import PieceCosts
-from minialpa.inter.search.submeshes import candidates, may_start, skip_to, transfer_seconds
+from minialpa.inter.search.stage_cost import PieceCosts, load_costs
+from minialpa.inter.search.submeshes import Space, candidates, may_start, skip_to, transfer_seconds
 from minialpa.options import Remat
 from minialpa.plan import verify_plan
-from minialpa.testing import assert_allclose
 from minialpa.tracing.trace import TracedStep
 from tests.helpers import descent_step, trace
 
@@ -91,7 +88,7 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     for n in full.numbers:
         for c in range(len(full.columns)):
             for piece in range(full.pieces.n_pieces):
-                while not full.is_solved(n, piece, c):
+                while not full.tables[n].solved[piece, c]:
                     full.raise_bound(n, piece, c)
         try:
             seconds[n] = full.choose(n).seconds
@@ -104,15 +101,6 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     assert found.seconds * 0.98 <= bound_s <= min(seconds[n] for n in certificate.n_micro_batches) * (1 + 1e-9)
 
 
-def test_without_a_method_everything_is_chosen_and_the_numbers_are_those_of_one_device() -> None:
-    case = models.build("mlp")
-    state, batch = case.init(jax.random.key(0)), case.make_batch(0, case.batch_size)
-    expected = jax.jit(case.train_step(jax.value_and_grad))(state, batch)
-    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), donate_argnums=())
-    assert_allclose(step(state, batch), expected, rtol=2e-4, atol=1e-5)
-    verify_plan(step.get_last_executable().get_parallel_plan())
-
-
 def test_no_more_devices_than_are_of_use() -> None:
     """A step that is nothing but latency is best left on one device."""
 
@@ -122,22 +110,6 @@ def test_no_more_devices_than_are_of_use() -> None:
     step = descent_step(loss_fn, minialpa.value_and_grad)
     plan = minialpa.plan(step, (np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)), cluster=V100)
     assert [stage.n_devices for stage in plan.stages] == [1] and plan.cluster == V100
-
-
-@pytest.mark.slow  # layers/test_remat.py has its short relative
-def test_memory_decides_on_rematerialisation_and_micro_batches() -> None:
-    case = models.build("gpt", n_layers=2, hidden=512, seq_len=256, batch_size=32)
-    state = jax.eval_shape(case.init, jax.random.key(0))
-    step, batch = case.train_step(minialpa.value_and_grad), case.make_batch(0, case.batch_size)
-    peaks, seconds = [], []
-    for memory in (16e9, 2e8):
-        device = dataclasses.replace(V100.device, memory_bytes=memory)
-        plan = minialpa.plan(step, (state, batch), cluster=dataclasses.replace(V100, devices_per_host=2, device=device))
-        assert max(plan.cost.peak_bytes) <= memory
-        peaks.append(max(plan.cost.peak_bytes))
-        seconds.append(plan.cost.total_s)
-        verify_plan(plan)
-    assert peaks[1] < peaks[0] and seconds[1] >= seconds[0]
 
 
 def test_the_slow_host_gets_fewer_layers() -> None:
@@ -201,11 +173,11 @@ def traced_model(name: str, **sizes: Any) -> TracedStep:
 
 def test_layers_are_the_blocks_of_a_model_and_its_head() -> None:
     """A head as heavy as three blocks is one layer more; one layer costs what the blocks inside it cost."""
-    traced = traced_model("gpt", n_layers=12, hidden=64, vocab_size=6400)
-    assert natural_layers(traced) == 25  # two for each block, to have at least 16
+    traced = traced_model("gpt", n_layers=8, hidden=64, vocab_size=6400)
+    assert natural_layers(traced) == 17  # two for each block, to have at least 16
     layers = assign_layers(traced, AutoLayerOption(layer_num=4))
     pieces, layer_of_piece = pieces_of(traced, layers)
-    assert sorted(set(pieces)) == list(range(len(layer_of_piece))) and len(layer_of_piece) >= 25
+    assert sorted(set(pieces)) == list(range(len(layer_of_piece))) and len(layer_of_piece) >= 17
     assert [layer_of_piece[piece] for piece in pieces] == list(layers)
 
 
@@ -223,7 +195,7 @@ def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
     verify_plan(plan)
 
 
-@pytest.mark.parametrize("n_runs", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_runs", [1, 3])
 def test_balanced_runs_are_as_light_as_can_be(n_runs: int) -> None:
     weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
 

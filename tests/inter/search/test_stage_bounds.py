@@ -11,62 +11,38 @@ import pytest
 
 from minialpa import ClusterSpec
 from minialpa.inter.search.stage_bounds import StageBounds
-from minialpa.inter.search.submeshes import Candidate, is_coarser
+from minialpa.inter.search.stage_tables import place_of
 from tests.inter.search.test_joint_search import V100, bounds_of, mlp, traced_model
 
 HOSTS = dataclasses.replace(V100, num_hosts=2)
 
 
-def check_bounds(bounds: StageBounds, seed: int, n_columns: int) -> int:
-    """Solve columns in some order. Each cost is at least its bounds before; returns how often one bounded another."""
+def check_bounds(bounds: StageBounds, seed: int, n_columns: int) -> None:
+    """Solve columns in some order. Each cost is at least its bounds before."""
     rng = random.Random(seed)
-    n_raised = 0
     all_columns = [(n, c) for n in bounds.numbers for c in range(len(bounds.columns))]
     for n, c in rng.sample(all_columns, min(n_columns, len(all_columns))):
         tables = bounds.tables[n]
         for piece in range(bounds.pieces.n_pieces):
-            if tables.solved[piece, c]:
-                continue
-            own_s = n * tables.by_name["seconds"][piece, c] + tables.by_name["step_seconds"][piece, c]
+            before = {name: values[piece, c] for name, values in tables.by_name.items()}
             while not tables.solved[piece, c]:
                 before = {name: values[piece, c] for name, values in tables.by_name.items()}
-                whole_s = tables.whole_s[piece, c]
                 bounds.raise_bound(n, piece, c)
-            n_raised += whole_s > own_s
             for name, value in before.items():
                 assert value <= tables.by_name[name][piece, c] * (1 + 1e-9), (name, n, piece, bounds.columns[c])
-            assert whole_s <= tables.whole_s[piece, c] * (1 + 1e-9), (n, piece, bounds.columns[c])
-    return n_raised
 
 
 def test_bounds_are_at_most_the_costs() -> None:
-    assert check_bounds(bounds_of(mlp(2, 4096, 1024), V100, (1, 2, 8), ("none", "full")), 0, 60) > 20
+    check_bounds(bounds_of(mlp(2, 4096, 1024), V100, (1, 2, 8), ("none", "full")), 0, 60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "moe", "llama"])
-@pytest.mark.parametrize("cluster", [V100, HOSTS], ids=["host", "hosts"])
+@pytest.mark.parametrize(("name", "cluster"), [("gpt", HOSTS), ("moe", V100), ("llama", V100)])
 def test_bounds_are_at_most_the_costs_of_models(name: str, cluster: ClusterSpec) -> None:
     """Tiny ones, where latency, which a few collectives share, is most of the time."""
     sizes = {} if name == "moe" else {"n_layers": 1, "hidden": 128, "seq_len": 64}
     traced = traced_model(name, batch_size=32, **sizes)
-    bounds = bounds_of(traced, cluster, (1, 2, 4, 16), ("none", "dots", "full"))
-    check_bounds(bounds, 1, 60)
-
-
-def test_large_costs_of_a_small_submesh_bound_those_of_larger_ones() -> None:
-    bounds = bounds_of(mlp(2, 4096, 1024), V100, (2,))
-    column = {
-        (bounds.space.candidates[c.candidate].logical_shape, c.price): i for i, c in enumerate(bounds.columns.columns)
-    }
-    while not bounds.is_solved(2, 0, column[(2,), 0]):
-        bounds.raise_bound(2, 0, column[(2,), 0])
-    tables = bounds.tables[2]
-    solved, bound = tables.whole_s[0, column[(2,), 0]], tables.whole_s[0]
-    for shape in ((4,), (2, 2)):
-        for price in range(3):
-            assert 0.4 * solved < bound[column[shape, price]] <= 0.5 * solved
-    assert bound[column[(1,), 0]] == 0
+    check_bounds(bounds_of(traced, cluster, (1, 2, 4, 16), ("none", "dots", "full")), 1, 60)
 
 
 def test_tables_that_are_kept_are_those_that_are_made_anew() -> None:
@@ -77,8 +53,8 @@ def test_tables_that_are_kept_are_those_that_are_made_anew() -> None:
         piece = rng.randrange(bounds.pieces.n_pieces)
         bounds.raise_bound(8, piece, c)
         found = bounds.choose(8)
-        bounds.learn(8, found.stages[0], 1e-3 * rng.random(), 1e-4)
-        bounds.exclude(8, found.stages[-1], 1)
+        bounds.tables[8].learn(place_of(found.stages[0]), 1e-3 * rng.random(), 1e-4)
+        bounds.tables[8].exclude(place_of(found.stages[-1]), 1)
         for n in bounds.numbers:
             tables = bounds.tables[n]
             kept = {f.name: np.array(getattr(tables.table(), f.name)) for f in dataclasses.fields(tables.table())}
@@ -100,31 +76,3 @@ def test_a_search_that_starts_from_a_pipeline_finds_no_worse_one_than_another() 
         bounds.tables[8].changed |= rng.random() < 0.5
         first, second = bounds.choose(8).seconds, anew.choose(8).seconds
         assert math.isclose(first, second, rel_tol=bounds.space.tolerance)
-
-
-@pytest.mark.parametrize(
-    ("coarse", "fine", "expected"),
-    [
-        (((1, 2), (2,)), ((1, 4), (4,)), True),
-        (((1, 2), (2,)), ((1, 4), (2, 2)), True),
-        (((1, 4), (4,)), ((1, 4), (2, 2)), False),  # 4 devices in a row do not go into 2 x 2
-        (((1, 4), (2, 2)), ((1, 4), (4,)), False),
-        (((1, 4), (4,)), ((2, 4), (2, 4)), True),
-        (((1, 4), (4,)), ((2, 4), (8,)), True),
-        (((2, 4), (8,)), ((2, 4), (8,)), True),
-        (((2, 4), (2, 4)), ((1, 4), (2, 2)), False),  # more devices
-        (((1, 3), (3,)), ((1, 4), (4,)), False),
-        (((2, 4), (4, 2)), ((2, 4), (2, 4)), False),
-    ],
-)
-def test_coarser_meshes(
-    coarse: tuple[tuple[int, int], tuple[int, ...]], fine: tuple[tuple[int, int], tuple[int, ...]], expected: bool
-) -> None:
-    assert is_coarser(HOSTS, Candidate(*coarse), Candidate(*fine)) is expected
-
-
-def test_no_mesh_of_slower_links_or_other_devices_is_coarser() -> None:
-    fast = ClusterSpec.preset("h100").device
-    assert not is_coarser(HOSTS, Candidate((1, 2), (2,), fast), Candidate((1, 4), (4,)))
-    slow = dataclasses.replace(HOSTS, inter_host=HOSTS.intra_host, intra_host=HOSTS.inter_host)
-    assert not is_coarser(slow, Candidate((1, 4), (4,)), Candidate((2, 4), (8,)))

@@ -17,7 +17,7 @@ import minialpa
 from minialpa import AutoShardingOption, LogicalMesh, ShardParallel, models
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search import stage_in_memory
-from minialpa.inter.search.standard_plans import splits_of_examples, standard_plans
+from minialpa.inter.search.stage_in_memory import splits_of_examples, standard_plans
 from minialpa.intra.graph.decisions import Choice
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage, demands_of
 from minialpa.sharding import Spec
@@ -55,20 +55,15 @@ def test_a_guess_that_fits_is_the_only_solve(monkeypatch: pytest.MonkeyPatch) ->
     assert solve(monkeypatch, lambda room: room + 45, 50.0) == (995.0, [950.0])
 
 
-@pytest.mark.parametrize("excess", [0.0, 60.0])
-def test_a_guess_that_leaves_much_or_does_not_fit_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, excess: float
-) -> None:
-    needed, rooms = solve(monkeypatch, lambda room: room + excess, 50.0)
-    without, usual_rooms = solve(monkeypatch, lambda room: room + excess, 0.0)
+@pytest.mark.parametrize(
+    "needs",
+    [lambda room: room, lambda room: room + 60, lambda room: room if room > 960 else math.inf],
+    ids=["leaves much", "does not fit", "too little room"],
+)
+def test_a_wrong_guess_changes_nothing(monkeypatch: pytest.MonkeyPatch, needs: Callable[[float], float]) -> None:
+    needed, rooms = solve(monkeypatch, needs, 50.0)
+    without, usual_rooms = solve(monkeypatch, needs, 0.0)
     assert (needed, rooms) == (without, [950.0, *usual_rooms])
-
-
-def test_a_guess_with_too_little_room_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def needs(room: float) -> float:
-        return room if room > 960 else math.inf
-
-    assert solve(monkeypatch, needs, 50.0) == (1000.0, [950.0, 1000.0])
 
 
 def test_a_guess_is_taken_in_the_end_if_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +73,6 @@ def test_a_guess_is_taken_in_the_end_if_nothing_else_fits(monkeypatch: pytest.Mo
     assert solve(monkeypatch, needs, 300.0)[0] == 900.0
     with pytest.raises(InfeasibleError, match="smallest plan found needs"):
         solve(monkeypatch, needs, 0.0)
-
-
-def test_where_nothing_fits_the_error_is_the_same_with_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    for guess in (0.0, 300.0):
-        with pytest.raises(InfeasibleError, match="memory_limit_bytes"):
-            solve(monkeypatch, lambda room: math.inf, guess)
 
 
 def plan_of(case: models.ModelCase, option: AutoShardingOption) -> minialpa.Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 import minialpa
 from benchmarks.corpus import arguments
 from benchmarks.planning import traced_step
-from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, Plan, Zero3Parallel, models
+from minialpa import AutoLayerOption, ClusterSpec, Plan, Zero3Parallel, models
 from minialpa.inter import pipeline
 from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.layers.remat import rematerialise
@@ -22,66 +21,25 @@ from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import PROLOGUE
 from minialpa.inter.staging.cast_weights import with_weights_cast_once
-from minialpa.options import PlanOptions
+from minialpa.inter.staging.replan import options_of
 
 GPUS = ClusterSpec.preset("h100", devices_per_host=4)
-METHODS = {
-    "zero-3": Zero3Parallel(GPUS, num_micro_batches=2),
-    "pipeline, remat": PipeshardParallel(
-        GPUS, num_micro_batches=2, layer_option=AutoLayerOption(2, remat="full"), stage_option="uniform"
-    ),
-}
+ZERO = Zero3Parallel(GPUS, num_micro_batches=2)
 SIZES = {"hidden": 32, "n_heads": 2, "n_layers": 2, "seq_len": 8, "vocab_size": 64}
-MODELS = {"gpt": {}, "llama": {"scan_layers": True, "remat_blocks": True}}
 
 
 def _force(monkeypatch: pytest.MonkeyPatch, cast_once: bool) -> None:
     """Let plans cast once, or not, whichever is faster."""
 
-    def way(context: pipeline.PlanningContext, best: Plan, options: PlanOptions) -> Plan:
-        asked = dataclasses.replace(options, cast_once=cast_once)
+    def way(context: pipeline.PlanningContext, best: Plan, **options: bool) -> Plan:
+        asked = dataclasses.replace(options_of(best), cast_once=cast_once)
         return pipeline._planned(dataclasses.replace(context, options=asked))
 
-    monkeypatch.setattr(pipeline, "_or_planned_as", way)
-
-
-#: What always runs.
-SHORT = ("llama", "pipeline, remat")
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        pytest.param(*case, marks=() if case == SHORT else pytest.mark.slow)
-        for case in itertools.product(MODELS, METHODS)
-    ],
-)
-def test_a_step_that_casts_once_equals_one_that_casts_in_each_pass(
-    monkeypatch: pytest.MonkeyPatch, model: str, name: str
-) -> None:
-    """GPT casts weights by themselves, Llama inside a scan; with rematerialisation both also cast behind barriers."""
-    case = models.build(model, batch_size=8, dtype=jnp.bfloat16, **SIZES, **MODELS[model])
-
-    def trained(cast_once: bool) -> tuple[Plan, minialpa.Executable, Any]:
-        _force(monkeypatch, cast_once)
-        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS[name])
-        state, batch = case.init(jax.random.key(0)), case.make_batch(0, case.batch_size)
-        plan = step.plan(state, batch)
-        results = step(state, batch)
-        return plan, step.get_last_executable(), results
-
-    plan_of_each, each, expected = trained(False)
-    plan, once, results = trained(True)
-    assert plan.casts_once and not plan_of_each.casts_once
-    assert not any(f.name.startswith("prologue") for f in each.program.functions)
-    assert any(f.name.startswith("prologue") for f in once.program.functions)
-    assert Plan.from_json(plan.to_json()) == plan
-    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    monkeypatch.setattr(pipeline, "_or_planned_with", way)
 
 
 def _mixed_step(w: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-    """Reads weights in all ways: narrow in a scan in a scan, narrow and wide, narrow twice, and as a result."""
+    """Reads weights in all ways: narrow in a checkpointed scan in a scan, narrow and wide, twice, and as a result."""
 
     def loss(w: dict[str, jax.Array]) -> jax.Array:
         def outer(carry: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -89,7 +47,7 @@ def _mixed_step(w: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, ja
                 return jnp.tanh(x @ row.astype(jnp.bfloat16) + w["bias"].astype(jnp.bfloat16)), None
 
             x, passed_on = carry
-            return (jax.lax.scan(inner, x, layer)[0], passed_on), None
+            return (jax.lax.scan(jax.checkpoint(inner), x, layer)[0], passed_on), None
 
         first = batch.astype(jnp.bfloat16) @ w["both"].astype(jnp.bfloat16)
         (x, scale), _ = jax.lax.scan(outer, (first, jnp.float32(0.5)), w["layers"])
@@ -110,14 +68,18 @@ def test_weights_that_a_step_reads_in_several_ways(monkeypatch: pytest.MonkeyPat
     }
     batch = jax.random.normal(keys[2], (8, 16))
 
-    def planned(cast_once: bool) -> tuple[Plan, Any]:
+    def planned(cast_once: bool) -> tuple[list[str], Any]:
+        """The names of the functions with a prologue, and the results."""
         _force(monkeypatch, cast_once)
-        step = minialpa.parallelize(_mixed_step, method=METHODS["zero-3"], batch_argnums=(1,), donate_argnums=())
-        return step.plan(w, batch), step(w, batch)
+        step = minialpa.parallelize(_mixed_step, method=ZERO, batch_argnums=(1,), donate_argnums=())
+        assert step.plan(w, batch).casts_once == cast_once
+        results = step(w, batch)
+        names = [f.name for f in step.get_last_executable().program.functions]
+        return [name for name in names if name.startswith("prologue")], results
 
-    plan_of_each, expected = planned(False)
-    plan, results = planned(True)
-    assert plan.casts_once and not plan_of_each.casts_once
+    no_prologues, expected = planned(False)
+    prologues, results = planned(True)
+    assert prologues and not no_prologues
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
@@ -151,6 +113,6 @@ def test_weights_are_gathered_once_where_links_are_slow() -> None:
 def test_weights_that_are_read_wide_are_cast_where_they_were() -> None:
     """A float32 step has nothing to cast; its plan has no prologue."""
     case = models.build("mlp", batch_size=16, dtype=jnp.float32)
-    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS["zero-3"])
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=ZERO)
     plan = step.plan(case.init(jax.random.key(0)), case.make_batch(0, case.batch_size))
     assert not plan.casts_once

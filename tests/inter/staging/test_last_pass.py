@@ -79,8 +79,11 @@ def arguments(model: Callable[[Any, jax.Array], jax.Array]) -> tuple[Any, Any]:
     return (params, jax.tree.map(jnp.zeros_like, params)), batch
 
 
-@pytest.mark.parametrize("model", [pytest.param(unrolled, marks=pytest.mark.slow), scanned])
-@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE, ONE], ids=["data", "zero-2", "pipeline", "one micro-batch"])
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [(scanned, PIPELINE), (scanned, ONE), pytest.param(unrolled, ZERO, marks=pytest.mark.slow)],
+    ids=["pipeline", "one micro-batch", "zero-2"],
+)
 def test_the_step_is_that_of_one_device(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> None:
     state, batch = arguments(model)
     expected = jax.jit(step_of(model, jax.value_and_grad))(state, batch)
@@ -105,8 +108,11 @@ def _sums(found: tuple[Communication, ...] | list[Communication]) -> Counter[tup
     return counts
 
 
-@pytest.mark.parametrize("model", [unrolled, scanned])
-@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE, ONE], ids=["data", "zero-2", "pipeline", "one micro-batch"])
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [(scanned, PIPELINE), (scanned, ZERO), (unrolled, DATA), (scanned, ONE)],
+    ids=["pipeline", "zero-2", "data", "one micro-batch"],
+)
 def test_each_sum_is_made_once(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> None:
     """With the sums in last passes, and without, a step communicates the same bytes."""
     planned, plan = _found(model, method)

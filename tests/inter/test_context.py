@@ -11,7 +11,7 @@ import pytest
 import minialpa
 from minialpa import ClusterSpec, Plan, ShardParallel
 from minialpa.cluster import PresetName
-from minialpa.inter.compilers import compiler_of
+from minialpa.inter.context import compiler_of
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
 from tests.helpers import descent_step
