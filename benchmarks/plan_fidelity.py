@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import minialpa
+from benchmarks import compiled_figures
 from benchmarks.corpus import Case, arguments, cases
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.stderr import captured_stderr
@@ -86,7 +87,9 @@ def fidelity(case: Case, mesh: LogicalMesh, method: str) -> Fidelity:
         axes = tuple(sorted(axis for axis in set(one.axes) if mesh.shape[axis] > 1))
         predicted[one.kind, axes] += one.times_per_step * one.n_bytes
     texts = executable.get_hlo_text()
-    readings = [[one for text in texts for one in hlo.collectives(text, scatter=scatter)] for scatter in (False, True)]
+    readings = [
+        [one for text in texts for one in read(text)] for read in (hlo.collectives, compiled_figures.collectives)
+    ]
     nearest = min(readings, key=lambda reading: difference(predicted, compiled_bytes(reading, mesh)))
     memory = zip(plan.cost.peak_bytes, executable.get_stage_allocation_size(), strict=True)
     return Fidelity(
@@ -102,7 +105,7 @@ def compiled_bytes(found: Sequence[hlo.HloCollective], mesh: LogicalMesh) -> dic
     """Bytes by kind and axes. Collectives of groups of one are none."""
     total: defaultdict[Key, float] = defaultdict(float)
     for one in found:
-        axes = None if one.kind == "collective-permute" else hlo.mesh_axes(one.groups, mesh.shape)
+        axes = None if one.kind == "collective-permute" else compiled_figures.mesh_axes(one.groups, mesh.shape)
         if axes != ():
             total[one.kind, axes] += one.times * one.n_bytes
     return dict(total)

@@ -23,10 +23,11 @@ from functools import cache
 from typing import Any
 
 import minialpa
+from benchmarks import compiled_figures
 from benchmarks.corpus import Case, arguments, cases
 from benchmarks.recipes import Measured, measure, recipes_for
 from benchmarks.registry import Rows, Size, benchmark
-from minialpa import AutoShardingOption, LogicalMesh, ShardParallel, hlo
+from minialpa import AutoShardingOption, LogicalMesh, ShardParallel
 from minialpa.errors import InfeasibleError
 
 #: A tight limit, as a part of what the recipe with the least memory needs.
@@ -130,7 +131,7 @@ def _measure_plan(case: Case, links: Links, limit: float | None) -> tuple[Measur
     mesh = min(plans, key=lambda mesh: plans[mesh].cost.total_s)
     executable = minialpa.parallelize(step, method=plans[mesh]).get_executable(*args)
     texts = executable.get_hlo_text()
-    found = tuple(one for text in texts for one in hlo.collectives(text, scatter=True))
+    found = tuple(one for text in texts for one in compiled_figures.collectives(text))
     name = "x".join(map(str, mesh.shape))
-    measured = Measured(name, found, executable.get_total_allocation_size(), sum(map(hlo.flops, texts)))
+    measured = Measured(name, found, executable.get_total_allocation_size(), sum(map(compiled_figures.flops, texts)))
     return measured, all(stage.optimal for stage in plans[mesh].stages)

@@ -28,6 +28,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import compiled_figures
 from benchmarks.corpus import Case, arguments
 from minialpa import LogicalMesh, hlo
 from minialpa.hlo import HloCollective
@@ -112,7 +113,9 @@ def measure(case: Case, recipe: Recipe) -> Measured:
     """The compiled step of a recipe."""
     compiled = compile_step(case, recipe)
     text = compiled.as_text()
-    return Measured(recipe.name, hlo.collectives(text, scatter=True), memory_bytes(compiled), hlo.flops(text))
+    return Measured(
+        recipe.name, compiled_figures.collectives(text), memory_bytes(compiled), compiled_figures.flops(text)
+    )
 
 
 def compile_step(case: Case, recipe: Recipe) -> Any:

@@ -60,7 +60,7 @@ def collectives(text: str) -> tuple[HloCollective, ...]:
     module = parse_module(text)
     found = (
         collective_of(instruction, times, module.n_devices)
-        for name, times in _times(module).items()
+        for name, times in runs(module).items()
         for instruction in module.computations[name].instructions
     )
     return tuple(one for one in found if one is not None)
@@ -170,7 +170,7 @@ def _n_kernel_terms(instruction: Instruction, kernel: Sequence[int]) -> float:
 # ---- how often a computation runs ------------------------------------------------------------------------------------
 
 
-def _times(module: Module) -> dict[str, int]:
+def runs(module: Module) -> dict[str, int]:
     """The number of runs of each computation that runs at all."""
     times: Counter[str] = Counter()
 
