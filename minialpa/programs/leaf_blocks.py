@@ -3,7 +3,7 @@
 Where a stage ends inside a scan over layers, each stacked leaf is cut into blocks of rows, one or more for each stage.
 Inside a program a block is a leaf like any other, with a number of its own: a leaf that is not cut has one number, a
 leaf that is cut has one for each block, in the order of the leaves and of their rows. In the runtime, only
-`leaf_border.py` looks at the blocks: it splits the arguments of a call and joins its results.
+`runner.py` looks at the blocks: it splits the arguments of a call and joins its results.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ def test_a_logical_mesh_of_local_devices_shards_a_step() -> None:
         alpa.LocalPhysicalDeviceMesh([0, 1])  # type: ignore[list-item]
 
 
-@pytest.mark.slow  # tests/runtime/ray/test_ray_scripts.py has more scripts
+@pytest.mark.slow  # tests/test_alpa_scripts.py has more scripts
 def test_a_script_runs_on_workers() -> None:
     with in_process_session(2, 2):
         cluster = alpa.get_global_cluster()
