@@ -7,9 +7,11 @@ actors make as many calls with as many bytes, without minialpa or jax: what Ray 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +21,6 @@ import minialpa
 from benchmarks.ray_session import ray_session
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa.errors import MinialpaError
-from minialpa.runtime.workers.resource_usage import process_usage, resident_memory
 
 N_MESHES = 2
 WARM_UP = 50
@@ -40,7 +41,7 @@ def ray_leaks(size: Size) -> Rows:
         ray.get(bare.run.remote(1))  # connects, here and there
         for step, held in steps(runtime, WARM_UP if size == "full" else 5, n_steps, every=250):
             pids, n_bare = ray.get(bare.run.remote(step - n_bare)), step
-            for process, counts in (held | {name: resident_memory(pid) for name, pid in pids.items()}).items():
+            for process, counts in (held | {name: process_usage(pid) for name, pid in pids.items()}).items():
                 for what, value in counts.items():
                     row = found.setdefault((process, what), {"process": process, "what": what, "growth": -value})
                     row[f"after {step}"] = value
@@ -129,13 +130,42 @@ def usage_of_all(runtime: Any) -> dict[str, dict[str, int]]:
 
     runtime.sync()
     time.sleep(1.0)  # the object store is counted a few times a second
-    held = {"driver": process_usage()}
+    gc.collect()
+    held = {"driver": {"live_arrays": len(jax.live_arrays())} | process_usage(os.getpid())}
     core_worker: Any = global_worker.core_worker  # type: ignore[attr-defined]
     held["driver"] |= {
         "ray_objects": len(core_worker.get_all_reference_counts()),
         "ray_bytes": int(ray.cluster_resources()[_STORE] - ray.available_resources().get(_STORE, 0)),
     }
     workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]
-    for worker, counts in zip(workers, runtime.ask(workers, "counts"), strict=True):
-        held[f"worker {worker.number}"] = counts
+    pids = [status.pid for status in runtime.ask(workers, "status")]
+    for worker, pid, counts in zip(workers, pids, runtime.ask(workers, "counts"), strict=True):
+        held[f"worker {worker.number}"] = counts | process_usage(pid)
     return held
+
+
+def process_usage(pid: int) -> dict[str, int]:
+    """Memory, descriptors and threads of a process of this machine (Linux).
+
+    - private_bytes: resident memory of this process alone, without mapped files.
+    - shmem_bytes: the part of the shared memory of Ray's object store that the process has touched. Ray places each
+      object elsewhere in its store until it has used all of it. So this grows for hundreds of steps, though the machine
+      uses no more memory.
+    - threads: without the pool of Ray's gRPC, which grows and shrinks by itself.
+    """
+    root = Path(f"/proc/{pid}")
+    fields = dict(line.split(":", 1) for line in (root / "status").read_text(encoding="utf-8").splitlines())
+    return {
+        "private_bytes": int(fields["RssAnon"].split()[0]) << 10,
+        "shmem_bytes": int(fields["RssShmem"].split()[0]) << 10,
+        "descriptors": len(os.listdir(root / "fd")),
+        "threads": sum(_is_counted(task) for task in (root / "task").iterdir()),
+    }
+
+
+def _is_counted(task: Path) -> bool:
+    """Whether the thread of this folder in /proc still runs and does not belong to gRPC."""
+    try:
+        return (task / "comm").read_text(encoding="utf-8").strip() != "event_engine"
+    except OSError:  # It has just ended.
+        return False

@@ -20,7 +20,7 @@ from tests.training_driver import command, environment, losses_in, reports_in
 N_STEPS, SAVE_EVERY = 60, 7
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 
-pytestmark = pytest.mark.slow  # tests/test_training.py and tests/runtime/ray/test_ray_training.py have short relatives
+pytestmark = pytest.mark.slow  # tests/test_training.py has the short relative
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=[pytest.mark.ray])])

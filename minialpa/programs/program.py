@@ -4,7 +4,7 @@ Functions are pure jax functions with specs for their inputs and outputs; a runt
 instructions of all meshes are in one order that respects every dependency, so one thread can issue them.
 
 Where a stage ends inside a scan over layers, `LeafBlocks` cuts each stacked leaf into blocks of rows. In a program each
-block is a leaf with its own number, and `runtime/leaf_border.py` splits arguments and joins results.
+block is a leaf with its own number, and `runtime/runner.py` splits arguments and joins results.
 """
 
 from __future__ import annotations

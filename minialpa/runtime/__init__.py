@@ -1,6 +1,6 @@
-"""The runtime: runs programs of instructions on argument leaves, and returns result leaves.
+"""Runs programs of instructions on argument leaves, and returns result leaves.
 
-Its own modules run them in this process and say what an executable is; the rooms run them on the workers of a cluster.
+Modules at this level run them in this process and define an executable; the rooms run them on the workers of a cluster.
 
-Imports: `programs`, `plan` and the values at the top level; nothing that plans.
+Imports: `programs`, `plan` and the values at the top level; no module that plans.
 """

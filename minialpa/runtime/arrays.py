@@ -1,6 +1,6 @@
-"""Arrays in blocks of rows, each on the devices that use it, and rows of arrays that a program reads in other blocks.
+"""Arrays in blocks of rows, rows of arrays that a program reads in other blocks, and batches cut into micro-batches.
 
-A `BlockedArray` is what a caller holds of a leaf in blocks; it goes from one call to the next without a copy. Where the
+A caller holds a leaf in blocks as a `BlockedArray`, which goes from one call to the next without a copy. Where the
 caller's leaf is not in the blocks of the program, `LeafRows` stand for these until a runtime asks for their values. A
 `MicroBatchedArray` is a leaf of a batch, cut into the rows of each micro-batch before the step is called.
 """
@@ -25,11 +25,11 @@ class BlockedArray(RemoteArray):
     """An array whose rows, along dimension 0, are in `blocks` of any lengths, on devices or workers of their own.
 
     `np.asarray` and `jax.device_get` bring it to the host, `jnp.asarray` puts it together on the devices of its first
-    block. Functions of jax do not take it as it is; parallelized functions do, and use blocks that lie right in place.
+    block. Parallelized functions take it, and use matching blocks in place; functions of jax do not.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
-        """`blocks`: jax arrays or remote arrays, alike but for their number of rows."""
+        """`blocks`: jax arrays or remote arrays that differ in their number of rows at most."""
         assert blocks and len({(x.shape[1:], x.dtype) for x in blocks}) == 1, [(x.shape, x.dtype) for x in blocks]
         self.blocks = tuple(blocks)
         self.ranges = tuple(itertools.pairwise(itertools.accumulate((x.shape[0] for x in blocks), initial=0)))
@@ -48,14 +48,14 @@ class BlockedArray(RemoteArray):
     def rows(self, start: int, stop: int) -> Any:
         """Rows `start` to `stop`: a block itself, or parts of blocks put together on the devices of the first.
 
-        Those of remote blocks are fetched.
+        Parts of remote blocks are fetched.
         """
         read = [
-            (block, max(start - first, 0), min(stop, behind) - first)
-            for block, (first, behind) in zip(self.blocks, self.ranges, strict=True)
-            if first < stop and start < behind
+            (block, max(start - first, 0), min(stop, end) - first)
+            for block, (first, end) in zip(self.blocks, self.ranges, strict=True)
+            if first < stop and start < end
         ]
-        # All at once, whatever is read first: a step reads the rows of a leaf one block after the other.
+        # Fetch all at once: a step reads the rows of a leaf one block after the other.
         prefetch(self.blocks)
 
         is_whole = [(a, b) == (0, block.shape[0]) and isinstance(block, jax.Array) for block, a, b in read]
@@ -94,13 +94,11 @@ class BlockedArray(RemoteArray):
         return self
 
     def copy_to_host_async(self) -> None:
-        """Start to bring the blocks to the host, those of jax arrays."""
         for block in self.blocks:
             if isinstance(block, jax.Array):
                 block.copy_to_host_async()
 
     def is_deleted(self) -> bool:
-        """Whether any block is."""
         return any(block.is_deleted() for block in self.blocks)
 
     def delete(self) -> None:
@@ -117,14 +115,7 @@ class BlockedArray(RemoteArray):
 
 @dataclass(frozen=True, slots=True)
 class BlockedTarget:
-    """The type of a `BlockedArray` that is still to be made, as `jax.ShapeDtypeStruct` is that of a jax array.
-
-    Attributes:
-        shape: of the whole array.
-        dtype: of the whole array.
-        rows: the rows (start, stop) of each block.
-        shardings: the sharding of each block.
-    """
+    """The type of a `BlockedArray` to be made, with the rows (start, stop) and the sharding of each block."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -137,14 +128,15 @@ MicroRows = tuple[int, int, int] | None
 
 
 class MicroBatchedArray(RemoteArray):
-    """A leaf of a batch whose rows are on devices or workers already, cut into the micro-batches of a step.
+    """A leaf of a batch, laid out on devices or workers and cut into the micro-batches of a step.
 
     A step in these micro-batches reads the rows in place; any other step reads the whole value, as `np.asarray` does.
     """
 
     def __init__(self, parts: Mapping[MicroRows, Sequence[Any]]) -> None:
         """parts: jax arrays or remote arrays of each micro-batch's rows; several if meshes read the same rows in
-        different shardings. Together, they have all rows (`cover_all_rows`)."""
+        different shardings. Together, they have all rows (`cover_all_rows`).
+        """
         self._parts = {rows: tuple(arrays) for rows, arrays in parts.items()}
         first = next(iter(self._parts))
         (example, *_) = self._parts[first]
@@ -156,7 +148,7 @@ class MicroBatchedArray(RemoteArray):
         self.dtype, self.weak_type = example.dtype, _is_weak(example)
 
     def parts(self, rows: MicroRows) -> tuple[Any, ...]:
-        """The arrays that hold these rows; none if the array is in other micro-batches."""
+        """The arrays that hold these rows; empty if the array is in other micro-batches."""
         return self._parts.get(rows, ())
 
     @property
@@ -174,12 +166,11 @@ class MicroBatchedArray(RemoteArray):
 
     @property
     def sharding(self) -> Any:
-        """That of each part, in one process."""
         return self.stored_as[0].sharding
 
     @property
     def addressable_shards(self) -> list[Any]:
-        """Those of all parts, in one process; the index of each is within its part."""
+        """The shards of all parts, in one process; the index of each is within its part."""
         return [shard for part in self.stored_as for shard in part.addressable_shards]
 
     @classmethod
@@ -192,7 +183,6 @@ class MicroBatchedArray(RemoteArray):
         return self
 
     def is_deleted(self) -> bool:
-        """Whether any part is. Steps do not donate batches."""
         return any(part.is_deleted() for part in self.stored_as)
 
     def delete(self) -> None:
@@ -201,7 +191,6 @@ class MicroBatchedArray(RemoteArray):
 
 
 def cover_all_rows(parts: Collection[MicroRows], shape: Sequence[int]) -> bool:
-    """Whether these rows of an array of this shape are all of them."""
     if None in parts:
         return True
     in_order = sorted(rows for rows in parts if rows is not None)
@@ -217,12 +206,9 @@ def _value_here(array: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedTarget:
-    """The type of an array on the workers of a session that is still to be made, in blocks or not.
+    """The type of an array to be made on the workers of a session, in blocks or not.
 
     Attributes:
-        shape: of the whole array.
-        dtype: of the whole array.
-        weak_type: as in jax.
         session: the runtime of the session.
         rows: the rows (start, stop) of each block; empty if the array is not in blocks.
         layouts: for each block, or for the array, the mesh and the sharding of each of its copies.
@@ -239,8 +225,8 @@ class DistributedTarget:
 class LeafRows(RemoteArray):
     """Rows of an array that a caller holds, as a step reads them.
 
-    The value is made anew each time that it is asked for and shares no memory with a jax array, so a step may take it
-    over. Nothing is copied for rows that no stage reads.
+    Each read makes the value anew. It shares no memory with a jax array, so a step may take it over. Rows that no stage
+    reads are never copied.
     """
 
     def __init__(self, leaf: jax.Array | RemoteArray, rows: tuple[int, int]) -> None:
@@ -250,7 +236,7 @@ class LeafRows(RemoteArray):
 
     @property
     def stored_as(self) -> tuple[Any, ...]:
-        """Those of all rows: a step that uses up some of them uses up the array."""
+        """The arrays of all rows: a step that uses up some rows uses up the array."""
         return self._leaf.stored_as if isinstance(self._leaf, RemoteArray) else (self._leaf,)
 
     def _fetch(self) -> Any:
@@ -271,5 +257,5 @@ class LeafRows(RemoteArray):
 
 
 def _is_weak(array: Any) -> bool:
-    """Whether an array is weakly typed. Arrays of random keys do not say."""
+    """Whether an array is weakly typed. Arrays of random keys have no such attribute."""
     return bool(getattr(array, "weak_type", False))

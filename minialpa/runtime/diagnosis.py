@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 
 def diagnose_transports() -> dict[str, str]:
-    """For each transport, "works" if an array arrives unchanged, else what is wrong. Takes seconds at most."""
+    """For each transport, "works" if an array arrives unchanged, else the error. Takes seconds at most."""
     return {
         "TCP": _outcome(_through_tcp),
         "NCCL": _outcome(_through_nccl),
@@ -33,7 +33,6 @@ def _outcome(attempt: Callable[[], bool]) -> str:
 
 
 def _through_tcp() -> bool:
-    """Whether an array arrives unchanged from one host transport of this process at another."""
     secret = secrets.token_bytes(32)
     here, there = (HostTransport(secret, number) for number in range(2))
     try:

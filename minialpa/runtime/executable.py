@@ -1,4 +1,4 @@
-"""What a user holds of a compiled step: its plan, its programs, its placements; and the means to run it."""
+"""A compiled step, as users hold it: its plan, its program, its placements; and the means to run it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from minialpa.plan import PlacedValue, PlacementSpec, Plan
 from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
 from minialpa.programs.program import Accumulate, BlockRows, MeshShape, Program, Run
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
-from minialpa.runtime.leaf_border import BlockedCalls
-from minialpa.runtime.runner import Runner
+from minialpa.runtime.runner import BlockedCalls, Runner
 from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
 from minialpa.sharding import Spec
 from minialpa.support.files import write_text
@@ -27,12 +26,12 @@ from minialpa.support.files import write_text
 class Executable:
     """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves.
 
-    runner: `program` on its devices. in_tree, out_tree: pytrees of the arguments, as a tuple without the static ones,
-    and of the results. placements: of argument leaves and of result leaves, where the program follows the plan of
-    another step, as one that creates a state does; None for those of the plan.
+    `in_tree` and `out_tree` are pytrees of the arguments, as a tuple without the static ones, and of the results.
+    `placements` are the placements of argument and result leaves if the program follows the plan of another step, as
+    one that creates a state does; without them, those of the plan hold.
 
     Attributes:
-        call: calls with the arguments of the step, which the function that compiled it sets; see `__call__`.
+        call: calls with the arguments of the step; the function that compiled it sets this.
     """
 
     def __init__(
@@ -51,23 +50,21 @@ class Executable:
         self._program = program
         self.runner = runner
         self._costs: list[float] = []
-        # Programs without leaves in blocks do not pay for the border.
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
         self.run = calls.__call__
         self.place = calls.place
         self.call: Callable[[Executable, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on arguments like those that it was compiled for, static ones included; returns its result.
+        """Run the step on arguments like the compiled ones, with the static ones; returns its result.
 
-        Raises TraceError if their structure, shapes or dtypes are others.
+        Raises TraceError if the structure, shapes or dtypes differ.
         """
         assert self.call is not None
         return self.call(self, args, kwargs)
 
     @property
     def program(self) -> Program:
-        """The instructions that a call runs."""
         return self._program
 
     def get_parallel_plan(self) -> Plan:
@@ -95,7 +92,7 @@ class Executable:
         return jax.tree.unflatten(self._in_tree, targets)
 
     def _layouts(self) -> list[tuple[_Layouts, ...]]:
-        """For each argument leaf, the meshes and shardings that the program reads it in, for each of its blocks."""
+        """For each argument leaf and each of its blocks, the meshes and shardings in which the program reads it."""
         of_leaf: dict[int, dict[tuple[MeshShape, PartitionSpec], None]] = {}
         for slot in self._program.inputs:
             if slot.rows is None:
@@ -110,7 +107,7 @@ class Executable:
         return jax.tree.unflatten(self.out_tree, self._output_specs)
 
     def placement_of(self, leaf: Any, path: str) -> PlacedValue | None:
-        """Where an array, which has the name `path`, is on the meshes of this executable; None if it is elsewhere."""
+        """The placement of an array, named `path`, on the meshes of this executable; None if it is elsewhere."""
         is_blocked = isinstance(leaf, BlockedArray)
         blocks = leaf.blocks if is_blocked else (leaf,)
         homes = [self.runner.homes(block) for block in blocks]
@@ -166,21 +163,19 @@ class Executable:
         return list(self._costs)
 
     def _dummy_inputs(self) -> list[Any]:
-        """Zeros where the step wants them."""
         leaves = self.place([_zeros(spec.shape, spec.dtype) for spec in self._input_specs])
         self.sync()
         return leaves
 
     def stage_timeline(self) -> tuple[TaskTime, ...]:
-        """When each stage ran which function, as it happened in a step on zeros, after one to warm up.
+        """The measured times of all functions of a step on zeros, after one step to warm up.
 
-        A function begins when it has been issued, the one before it on its mesh has ended and, in one process, what it
-        reads has arrived; it ends when all its results are ready. In one process, what goes between meshes has tracks
-        of its own, and is held until it has arrived. On a cluster, so have the instructions of each worker: a `Receive`
-        lasts from when it begins to wait. Clocks of hosts are taken to agree: they differ by what their time service
-        leaves.
+        A function begins when it has been issued, the function before it on its mesh has ended and, in one process, its
+        inputs have arrived; it ends when all its results are ready. In one process, transfers between meshes have their
+        own tracks. On a cluster, so have the instructions of each worker: a `Receive` lasts from when it begins to
+        wait. The clocks of hosts are assumed to agree.
 
-        The first one compiles every function a second time, with a flag as one more result. Other calls are as before.
+        The first call compiles every function a second time, with a flag as one more result. Other calls are as before.
         """
         with self.runner.turn():
             for _ in range(2):
@@ -193,8 +188,7 @@ class Executable:
         write_tasks(path, self.stage_timeline(), self._program.meshes)
 
     def dump_debug_info(self, folder: str | Path) -> None:
-        """Write the plan, its summary, the instructions, the HLO of every stage program, and what there is to know of
-        every process, to `folder`."""
+        """Write plan, summary, instructions, HLO texts and a description of every process to `folder`."""
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
         self._plan.save(root / "plan.json")
@@ -213,13 +207,12 @@ class Executable:
             write_text(root / f"{name}.txt", text + "\n")
 
     def sync(self) -> None:
-        """Wait until the devices of the executable have made every array that was asked of them before."""
+        """Wait until the devices of the executable have made all arrays of earlier calls."""
         self.runner.sync()
 
 
 def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct | BlockedTarget:
-    """The type of an argument where the step reads it, on the first of its meshes; without a sharding if there are no
-    meshes here."""
+    """The type of an argument where the step reads it, on its first mesh; without a sharding if `meshes` is empty."""
     dtype = ArrayType((), "uint32", spec.dtype[4:-1]).jax_dtype if spec.dtype.startswith("key<") else spec.dtype
     shardings = tuple(
         NamedSharding(meshes[i], p) for i, p in zip(spec.mesh_ids, spec.partition_specs, strict=True) if meshes
@@ -233,7 +226,7 @@ _Layouts = tuple[tuple[MeshShape, PartitionSpec], ...]
 
 
 def _target_on_workers(target: Any, rows: BlockRows | None, layouts: tuple[_Layouts, ...], session: Any) -> Any:
-    """The type of an argument on the workers that read it. Keys stay as they are, and so does what none reads."""
+    """The type of an argument on the workers that read it. Keys, and leaves that no worker reads, keep their type."""
     if jnp.issubdtype(target.dtype, jax.dtypes.extended) or not all(layouts):
         return target
     return DistributedTarget(shape=target.shape, dtype=target.dtype, session=session, rows=rows or (), layouts=layouts)

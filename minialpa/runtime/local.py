@@ -1,8 +1,7 @@
 """The local runtime: runs a program on the devices of this process.
 
 Each mesh of the program is a `jax.sharding.Mesh` over some of the devices, and `jax.device_put` takes arrays from one
-to another. jax runs what the interpreter issues asynchronously, so meshes that do not need each other's data work at
-the same time.
+to another. jax runs issued instructions asynchronously, so independent meshes work at the same time.
 
 Threads issue one whole step after another, under one lock: collectives must reach all devices in the same order, and an
 argument that one step donates is gone before the next one begins.
@@ -20,18 +19,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
-from minialpa.errors import DeletedArrayError, ShardingError, WorkerError
+from minialpa.errors import DeletedArrayError, MinialpaError, ShardingError, WorkerError
 from minialpa.programs.program import ConstantSlot, Free, InputSlot, Program, Run, Transfer
 from minialpa.runtime.local_arguments import LocalArguments
-from minialpa.runtime.steps.callback_errors import is_of_callback
-from minialpa.runtime.steps.compiled import allocation_size, compile_all, lower
+from minialpa.runtime.steps.compiled import allocation_size, compile_all, function_seconds, lower
 from minialpa.runtime.steps.interpreter import Action, Buffers, Callee, Interpreter
 from minialpa.runtime.steps.step_trace import StepTrace, TaskTime, from_start
-from minialpa.runtime.steps.task_times import function_seconds
 from minialpa.sharding import device_mesh
 from minialpa.support.private_jax import ArrayImpl
 
-#: Held by the thread that issues a step. All executables share the devices of this process, so there is one lock.
+#: The thread that issues a step holds it. All executables share the devices of this process, so there is one lock.
 _order = threading.RLock()
 
 
@@ -50,7 +47,7 @@ def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
 
 
 class LocalExecutable:
-    """A program compiled for local devices: a `Runner`. Owns the constants; arguments and results are the caller's."""
+    """A program compiled for local devices: a `Runner`. Owns the constants; the caller owns arguments and results."""
 
     def __init__(self, program: Program, devices: Sequence[jax.Device]) -> None:
         self.program = program
@@ -72,14 +69,12 @@ class LocalExecutable:
         self._whole = _whole_function(program)
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Run the program on argument leaves; returns one array for each result, on the result's first mesh. traced:
-        see `Runner`."""
+        """Run the program on argument leaves; returns one array for each result, on the result's first mesh."""
         with _order:
             _check_usable(leaves)
             return self._step(leaves, traced)
 
     def turn(self) -> AbstractContextManager[Any]:
-        """See `Runner`."""
         return _order
 
     def _step(self, leaves: Sequence[Any], traced: bool) -> list[Any]:
@@ -91,7 +86,7 @@ class LocalExecutable:
                 self._raise(error, 0)
 
         buffers: Buffers = dict(self._constants)
-        # No name for the arrays: only `buffers` may hold what the step is to free.
+        # The arrays have no name: only `buffers` may hold arrays that the step frees.
         buffers.update(zip(self._arguments.buffers, self._arguments.of_step(leaves), strict=True))
         trace = self._trace = StepTrace() if traced else None
         try:
@@ -101,7 +96,6 @@ class LocalExecutable:
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `Runner`."""
         # NumPy arrays go to the devices in no order, so a loader that puts them does not hold up steps.
         has_arrays = any(isinstance(leaf, jax.Array | RemoteArray) for leaf in leaves)
         with _order if has_arrays else nullcontext():
@@ -109,30 +103,24 @@ class LocalExecutable:
             return self._arguments.kept(leaves)
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
-        """See `Runner`."""
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return ()
         return tuple((i, sharding.spec) for i, mesh in enumerate(self.meshes) if mesh == sharding.mesh)
 
     def hlo_texts(self) -> list[str]:
-        """Compiled HLO of each function."""
         return [compiled.as_text() for compiled in self.compiled]
 
     def allocation_sizes(self) -> list[int]:
-        """Bytes per device of each function: arguments, results and temporaries."""
         return list(map(allocation_size, self.compiled))
 
     def function_seconds(self, repeats: int = 5) -> list[float]:
-        """Seconds of each function by itself: median of `repeats` calls."""
         return [function_seconds(compiled, repeats) for compiled in self.compiled]
 
     def descriptions(self) -> dict[str, str]:
-        """The devices of each mesh."""
         return {"devices": "\n".join(f"mesh {i}: {mesh.devices.tolist()}" for i, mesh in enumerate(self.meshes))}
 
     def sync(self) -> None:
-        """Wait until the devices have made every array that was asked of them before."""
         mine = {device for mesh in self.meshes for device in mesh.devices.flat}
         for array in jax.live_arrays(next(iter(mine)).platform):
             try:
@@ -144,14 +132,16 @@ class LocalExecutable:
         jax.effects_barrier()
 
     def timeline(self) -> tuple[TaskTime, ...]:
-        """See `Runner`."""
         assert self._trace is not None, "no step was traced"
         return from_start(self._trace.tasks())
 
     def _raise(self, error: Exception, i: int) -> NoReturn:
-        """Raise the error of instruction `i`: as a WorkerError, or as it is if the user's Python code raised it or a
-        Python number is too large for its type."""
-        if is_of_callback(error) or isinstance(error, OverflowError):
+        """Raise the error of instruction `i` as a WorkerError.
+
+        Errors of the user's Python code, and of Python numbers that are too large for their types, are raised as they
+        are.
+        """
+        if _is_of_callback(error) or isinstance(error, OverflowError):
             raise error
         recent = ", ".join(type(x).__name__ for x in self.program.instructions[max(0, i - 4) : i])
         raise WorkerError(
@@ -179,7 +169,7 @@ class DevicePuts:
         return put
 
     def settle(self, buffers: Sequence[int]) -> None:
-        """Nothing to wait for: jax orders the readers of an array before the call that takes it over."""
+        """Does not wait: jax orders the readers of an array before the call that takes it over."""
 
     def describe(self, instruction: Any) -> str:
         return f"to stage {instruction.mesh}"
@@ -201,9 +191,17 @@ class DevicePuts:
             )
 
 
+def _is_of_callback(error: Exception) -> bool:
+    """Whether a callback into the user's Python code raised the error. The caller gets it as from `jax.jit`."""
+    text = str(error)
+    is_from_jax = not isinstance(error, MinialpaError)
+    # jax puts the traceback of the callback into its message.
+    return is_from_jax and "callback" in text and "Traceback (most recent call last)" in text
+
+
 def _check_usable(leaves: Sequence[Any]) -> None:
     """Raise DeletedArrayError if an argument is used up: another thread may have donated it since the call began."""
-    # Mostly, all are jax's own arrays, which are quickly asked.
+    # Mostly, all are jax's own arrays, whose check is fast.
     others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
     arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
     if not any(map(ArrayImpl.is_deleted, arrays)):
@@ -217,7 +215,7 @@ def _check_usable(leaves: Sequence[Any]) -> None:
 
 
 def _whole_function(program: Program) -> int | None:
-    """The function of a program that only calls it, with its inputs in order, and returns its results in order.
+    """The function of a program that only calls it, with its inputs in order and its results in order; else None.
 
     Such a call needs no numbered buffers, which take 0.4 microseconds for each leaf.
     """
@@ -230,12 +228,11 @@ def _whole_function(program: Program) -> int | None:
 
 
 def _target(mesh: Mesh, spec: PartitionSpec, is_result: bool) -> Any:
-    """Where `device_put` lays an array. On one device, it takes half as long if it is told of that alone."""
+    """The placement for `device_put`. For a single device, the device itself takes half as long as a sharding."""
     return mesh.devices.item() if mesh.size == 1 and not is_result else NamedSharding(mesh, spec)
 
 
 def _homes(program: Program) -> dict[int, int]:
-    """The mesh on which each buffer is."""
     slots: tuple[InputSlot | ConstantSlot, ...] = (*program.inputs, *program.constants)
     homes = {slot.buffer: slot.mesh for slot in slots}
     for instruction in program.instructions:
@@ -248,7 +245,7 @@ def _homes(program: Program) -> dict[int, int]:
 
 
 def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> list[Any]:
-    """Each function, compiled for its mesh. with_flag: as traced steps want them."""
+    """Each function, compiled for its mesh. with_flag: for traced steps."""
     return compile_all(
         lower(
             function.fun,

@@ -1,7 +1,7 @@
 """Arguments of a step in one process: lays leaves out as the program reads them, without touching the caller's memory.
 
-A leaf that already has the right sharding is used as it is. What the program donates never shares memory with an array
-that the caller keeps, and nothing does with a NumPy array.
+A leaf that already has the right sharding is used as it is. Arrays that the program donates share no memory with arrays
+of the caller. No array shares memory with a NumPy array.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ _SMALL_BYTES = 2**24
 
 
 class LocalArguments:
-    """The inputs of a program on the devices of this process.
-
-    Attributes:
-        buffers: the buffer of each input.
-        leaves: the number of the leaf that each input is, or is rows of.
-    """
+    """The inputs of a program on the devices of this process. `buffers` and `leaves`: of each input."""
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
@@ -47,7 +42,7 @@ class LocalArguments:
             number: RowCutter([(self._inputs[i].rows, self._shardings[i]) for i in inputs])
             for number, inputs in self._cut.items()
         }
-        #: Of each input, the sharding of the last leaf that was read as it is. A loop passes the same objects.
+        #: Of each input, the sharding of the last leaf that was read in place. A loop passes the same objects.
         self._settled: list[Any] = [None] * len(program.inputs)
 
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
@@ -73,9 +68,10 @@ class LocalArguments:
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, laid out as the first of their readers wants them, and those that are cut into micro-batches as
-        `MicroBatchedArray`s for all readers. None, for a leaf that is not given, stays None, and so does a leaf of
-        which the program does not read all rows."""
+        """The leaves, laid out for their first reader; leaves that are cut become `MicroBatchedArray`s for all readers.
+
+        A leaf that is None stays None, and so does a cut leaf if the program does not read all its rows.
+        """
         out = list(leaves)
         for slot, sharding in zip(self._inputs, self._shardings, strict=True):
             leaf = leaves[slot.leaf]
@@ -96,7 +92,7 @@ class LocalArguments:
         return out
 
     def _micro_batched(self, leaf: Any, slots: Sequence[int]) -> Any:
-        """A leaf of which the inputs `slots` are rows, on the devices of these; itself if it is there already."""
+        """A leaf of which the inputs `slots` are rows, on their devices; itself if it is there already."""
         places = list(dict.fromkeys((self._inputs[i].rows, self._shardings[i]) for i in slots))
         if isinstance(leaf, MicroBatchedArray) and all(_placed_part(leaf, *place) is not None for place in places):
             return leaf
@@ -110,7 +106,7 @@ class LocalArguments:
         return MicroBatchedArray(parts)
 
     def _fill(self, values: list[Any], inputs: Sequence[int], leaves: Sequence[Any]) -> None:
-        """Set what each of these inputs is of the leaves; those that are placed already are not fetched."""
+        """Set the values of these inputs from the leaves; placed leaves are not fetched."""
         here: dict[int, Any] = {}
         rows: dict[int, Any] = {}
         for i in inputs:
@@ -135,10 +131,10 @@ class LocalArguments:
         return (i in self._read_by_call and _is_loose(value, sharding)) or _lies(value, sharding)
 
     def _copy_for_donation(self, values: list[Any], inputs: Sequence[int], missing: set[int]) -> None:
-        """Copy the donated ones of these inputs that a call must not take over, in place.
+        """Copy, in place, the donated inputs whose memory a call must not take over.
 
-        One array passed in two places: only one of them can take over its buffer, and none if another one reads it. And
-        on one device, as on several, a caller keeps the arrays that no step or `preshard` has laid out.
+        Of one array in two places, a call can take over the buffer once, and not at all if another input reads it. And
+        a caller keeps arrays that no step or `preshard` has laid out.
         """
         donated = [i for i in inputs if self._is_donated[i] and i not in missing]
         if not donated:
@@ -146,7 +142,7 @@ class LocalArguments:
         seen = {id(value) for value, is_donated in zip(values, self._is_donated, strict=True) if not is_donated}
         for i in donated:
             if id(values[i]) in seen or values[i].sharding != self._shardings[i]:
-                # In the sharding of the program: an array that it returns as it was is then not copied again.
+                # In the sharding of the program, which need not copy an array that it returns unchanged.
                 values[i] = jax.device_put(_copy(values[i]), self._shardings[i])
             seen.add(id(values[i]))
 
@@ -160,8 +156,8 @@ class LocalArguments:
     def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
         """`array`, not sharing memory with the caller's `leaf` if the program would donate it.
 
-        `device_put` may keep the leaf's own buffer for the device where it already lies; donating that one would
-        destroy an array that the caller has not given in this layout.
+        `device_put` may keep the leaf's own buffer for a device that has it. Donating that buffer would destroy the
+        caller's array.
         """
         if slot.leaf not in self._donated_leaves or not isinstance(leaf, jax.Array):
             return array
@@ -184,7 +180,7 @@ class RowCutter:
         devices = array.sharding.device_set
         cut = self._laid_out if self._devices == {frozenset(devices)} else self._by_itself
         with under_mesh(NO_MESH):
-            rows = iter(paced(cut, 0, devices)(array))
+            rows = iter(paced(cut, devices)(array))
         return [next(rows) if is_cut else array for is_cut in self._is_cut]
 
 
@@ -199,8 +195,7 @@ def _cut_leaves(program: Program) -> dict[int, list[int]]:
 
 
 def _read_by_one_call(program: Program) -> frozenset[int]:
-    """Input slots that only one run reads, without taking them over: it puts loose values there faster than
-    `device_put`."""
+    """Inputs that only one run reads, without taking them over: it puts loose values there faster than `device_put`."""
     readers = Counter(b for instruction in program.instructions for b in reads(instruction))
     by_run = {b for instruction in program.instructions if isinstance(instruction, Run) for b in instruction.inputs}
     results = {b for slot in program.outputs for b in slot.buffers}
@@ -212,15 +207,15 @@ def _read_by_one_call(program: Program) -> frozenset[int]:
 
 
 def _is_loose(value: Any, sharding: NamedSharding) -> bool:
-    """Whether a compiled function itself puts a value where it reads it: numbers and NumPy arrays, and on several
-    devices arrays that jax may move."""
+    """Whether a compiled function itself puts a value: numbers, NumPy arrays and, on several devices, arrays that jax
+    may move.
+    """
     if type(value) is ArrayImpl:
         return sharding.num_devices > 1 and not value.committed
     return isinstance(value, np.ndarray | np.number) or type(value) in (int, float, complex)
 
 
 def _rows_of(leaf: Any, rows: MicroRows) -> Any:
-    """The rows of a micro-batch, of a leaf in this process."""
     if rows is None:
         return leaf
     start, stop, dim = rows
@@ -234,19 +229,19 @@ def _placed_part(leaf: MicroBatchedArray, rows: MicroRows, sharding: NamedShardi
 
 
 def _copy(array: Any) -> Any:
-    """A copy on the same devices, which need not be those of a mesh that the user has set."""
     with under_mesh(NO_MESH):
         return array.copy()
 
 
 def _owned_here(value: Any) -> Any:
-    """The value, if it is a NumPy array as a copy: the caller may write to its memory before jax has read it."""
+    """The value; a NumPy array as a copy: the caller may write to its memory before jax has read it."""
     return own_copy(value) if isinstance(value, np.ndarray) else value
 
 
 def _easy_to_put(value: Any, sharding: NamedSharding) -> Any:
-    """The value, or the same as a NumPy array: of an array on one device, `device_put` compiles how to cut each shape
-    into shards, which takes longer than to copy a small one."""
+    """The value, or a NumPy array of it: for an array on one device, `device_put` compiles how to cut each shape into
+    shards, which takes longer than copying a small one.
+    """
     if not isinstance(value, jax.Array) or value.nbytes > _SMALL_BYTES or sharding.num_devices == 1:
         return value
     (device, *others) = value.devices()

@@ -1,14 +1,40 @@
-"""One Ray cluster for all tests that need no special one: starting it takes as long as many a test."""
+"""Sessions that tests share: starting one takes as long as many a test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
+from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+from tests.runtime.cluster.in_process_session import in_process_session, is_running
+
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
+
+
+@pytest.fixture(scope="module")
+def _running() -> Iterator[Callable[[], ClusterRuntime]]:
+    with ExitStack() as stack:
+        found: list[ClusterRuntime] = []
+
+        def running() -> ClusterRuntime:
+            if not found or not is_running(found[-1]):
+                found.append(stack.enter_context(in_process_session(1, 4)))
+            return found[-1]
+
+        yield running
+
+
+@pytest.fixture
+def runtime(_running: Callable[[], ClusterRuntime]) -> ClusterRuntime:
+    """A host of four devices: a mesh of all of them, or two of two. Workers are threads.
+
+    The session goes on from test to test in a module, until one ends it.
+    """
+    return _running()
 
 
 @pytest.fixture(scope="session")

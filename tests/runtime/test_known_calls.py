@@ -16,8 +16,6 @@ import minialpa
 from minialpa.api.call_patterns import CallPattern
 from minialpa.errors import DeletedArrayError, MinialpaError, TraceError
 
-BOTH = pytest.mark.parametrize("n_devices", [1, 8])
-
 
 class Calls:
     """The calls of a step, and how many of them were like the call before."""
@@ -62,7 +60,7 @@ def make_batch(n: int = 16, value: float = 1.0) -> Any:
     return {"x": np.full((n, 8), value, np.float32)}
 
 
-def parallel(n_devices: int, fun: Any = step, **options: Any) -> Any:
+def parallel(n_devices: int = 1, fun: Any = step, **options: Any) -> Any:
     method = minialpa.ShardParallel(devices=jax.devices()[:n_devices])
     return minialpa.parallelize(fun, method=method, **options)
 
@@ -79,8 +77,9 @@ def trained(train: Any, n: int = 3) -> Any:
     return state
 
 
-@BOTH
-@pytest.mark.parametrize("where", ["NumPy", "one device", "the last device", "placed"])
+@pytest.mark.parametrize(
+    ("n_devices", "where"), [(1, "NumPy"), (1, "the last device"), (8, "NumPy"), (8, "one device"), (8, "placed")]
+)
 def test_calls_of_a_training_loop_are_known_and_compute_what_they_should(
     calls: Calls, n_devices: int, where: str
 ) -> None:
@@ -101,9 +100,8 @@ def test_calls_of_a_training_loop_are_known_and_compute_what_they_should(
     assert calls.n_known >= 3
 
 
-@BOTH
-def test_a_known_call_takes_over_the_state_and_nothing_else(calls: Calls, n_devices: int) -> None:
-    train = parallel(n_devices)
+def test_a_known_call_takes_over_the_state_and_nothing_else(calls: Calls) -> None:
+    train = parallel(8)
     state, batch = trained(train), jax.device_put(make_batch())
     state, _ = train(state, batch)
     assert calls.is_known(lambda: train(state, batch))
@@ -112,9 +110,8 @@ def test_a_known_call_takes_over_the_state_and_nothing_else(calls: Calls, n_devi
         train(state, batch)
 
 
-@BOTH
-def test_another_number_of_examples_is_noticed_and_both_sizes_stay_known(calls: Calls, n_devices: int) -> None:
-    train = parallel(n_devices)
+def test_another_number_of_examples_is_noticed_and_both_sizes_stay_known(calls: Calls) -> None:
+    train = parallel()
     state = trained(train)
     for n in (8, 16, 8, 16):
         _, expected = jax.jit(step)(jax.tree.map(np.asarray, state), make_batch(n, 3.0))
@@ -124,9 +121,8 @@ def test_another_number_of_examples_is_noticed_and_both_sizes_stay_known(calls: 
     assert calls.is_known(lambda: train(state, make_batch()))
 
 
-@BOTH
 @pytest.mark.parametrize("name", ["dtype", "weak type", "shape", "structure"])
-def test_leaves_of_another_type_are_noticed(calls: Calls, n_devices: int, name: str) -> None:
+def test_leaves_of_another_type_are_noticed(calls: Calls, name: str) -> None:
     def doubled(x: Any, y: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf * 2, y), jnp.sum(x)
 
@@ -138,7 +134,7 @@ def test_leaves_of_another_type_are_noticed(calls: Calls, n_devices: int, name: 
     }[name]
     assert name != "weak type" or other.weak_type
     x = jnp.ones(8)
-    run = parallel(n_devices, doubled, donate_argnums=(), batch_argnums=())
+    run = parallel(1, doubled, donate_argnums=(), batch_argnums=())
     for _ in range(3):
         run(x, jnp.ones(8))
     assert calls.is_known(lambda: run(x, jnp.ones(8)))
@@ -157,9 +153,8 @@ def test_leaves_of_another_type_are_noticed(calls: Calls, n_devices: int, name: 
         assert (a.dtype, a.weak_type, a.shape) == (b.dtype, b.weak_type, b.shape)
 
 
-@BOTH
-def test_arrays_with_another_sharding_are_laid_out_and_stay_the_callers(calls: Calls, n_devices: int) -> None:
-    train = parallel(n_devices)
+def test_arrays_with_another_sharding_are_laid_out_and_stay_the_callers(calls: Calls) -> None:
+    train = parallel(8)
     state = trained(train)
     foreign = jax.tree.map(lambda x: jax.device_put(np.asarray(x), jax.devices()[3]), state)
     expected, loss = jax.jit(step)(jax.tree.map(np.asarray, state), make_batch())
@@ -180,9 +175,8 @@ def test_a_batch_split_otherwise_is_not_read_as_if_it_were_split_as_planned(call
             np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
-@BOTH
-def test_an_array_in_two_places_of_the_state_is_copied(calls: Calls, n_devices: int) -> None:
-    train = parallel(n_devices, lambda state, x: (jax.tree.map(lambda leaf: leaf + jnp.sum(x), state), 0.0))
+def test_an_array_in_two_places_of_the_state_is_copied(calls: Calls) -> None:
+    train = parallel(8, lambda state, x: (jax.tree.map(lambda leaf: leaf + jnp.sum(x), state), 0.0))
     state = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4)) * 2}
     x = jnp.ones(8)
     for _ in range(3):
@@ -192,8 +186,7 @@ def test_an_array_in_two_places_of_the_state_is_copied(calls: Calls, n_devices: 
     np.testing.assert_array_equal(state["b"], 1 + 4 * 8.0)
 
 
-@BOTH
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("n_devices", "known"), [(1, False), (8, True)])
 def test_an_array_that_is_taken_over_and_read_is_copied(calls: Calls, n_devices: int, known: bool) -> None:
     train = parallel(n_devices, lambda s, x: ({"a": s["a"] + 1}, jnp.sum(x * 2)), donate_argnums=0, batch_argnums=())
     state, x = {"a": jnp.ones((8, 8))}, jnp.ones((8, 8))
@@ -204,9 +197,8 @@ def test_an_array_that_is_taken_over_and_read_is_copied(calls: Calls, n_devices:
     np.testing.assert_array_equal(total, 2 * 64 * (4.0 if known else 2.0))
 
 
-@BOTH
-def test_a_python_number_an_array_and_a_number_of_numpy_keep_their_types(calls: Calls, n_devices: int) -> None:
-    run = parallel(n_devices, lambda x, a: (x * a, jnp.sum(x)), donate_argnums=(), batch_argnums=())
+def test_a_python_number_an_array_and_a_number_of_numpy_keep_their_types(calls: Calls) -> None:
+    run = parallel(1, lambda x, a: (x * a, jnp.sum(x)), donate_argnums=(), batch_argnums=())
     x = jnp.ones(8, jnp.float16)
     values = [2.0, jnp.asarray(3.0, jnp.float16), np.float16(4.0), 5, np.array(6.0, np.float16)]
     for _ in range(3):
@@ -219,12 +211,11 @@ def test_a_python_number_an_array_and_a_number_of_numpy_keep_their_types(calls: 
         run(x, 2**40)
 
 
-@BOTH
-def test_bools_of_numpy_and_python_are_static_next_to_arrays_of_bools(calls: Calls, n_devices: int) -> None:
+def test_bools_of_numpy_and_python_are_static_next_to_arrays_of_bools(calls: Calls) -> None:
     def chosen(x: Any, flag: Any) -> Any:
         return jnp.where(flag, x, -x) if isinstance(flag, jax.Array) else (x * 10 if flag else x * 20)
 
-    run = parallel(n_devices, chosen, donate_argnums=(), batch_argnums=())
+    run = parallel(1, chosen, donate_argnums=(), batch_argnums=())
     for _ in range(3):
         for flag, expected in (
             *((np.array(True), 1.0), (np.array(False), -1.0), (np.bool_(True), 10.0), (np.bool_(False), 20.0)),
@@ -234,9 +225,8 @@ def test_bools_of_numpy_and_python_are_static_next_to_arrays_of_bools(calls: Cal
                 np.testing.assert_array_equal(run(jnp.ones(8), flag), np.full(8, expected))
 
 
-@BOTH
-def test_the_precision_of_products_is_noticed(calls: Calls, n_devices: int) -> None:
-    train = parallel(n_devices)
+def test_the_precision_of_products_is_noticed(calls: Calls) -> None:
+    train = parallel()
     state = trained(train)
     assert calls.is_known(lambda: train(jax.tree.map(jnp.copy, state), make_batch()))
     is_highest = []
@@ -248,13 +238,11 @@ def test_the_precision_of_products_is_noticed(calls: Calls, n_devices: int) -> N
     assert is_highest == [False, True, False, True]
     assert len(train._executables) == 2
 
-
-def test_a_step_is_kept_for_the_settings_that_it_was_lowered_under() -> None:
-    train, state = parallel(1), make_state()
+    # A step is kept for the settings that it was lowered under.
     with jax.default_matmul_precision("highest"):
-        lowered = train.lower(state, make_batch())
+        lowered = (train := parallel()).lower(make_state(), make_batch())
     lowered.compile()
-    train(state, make_batch())
+    train(make_state(), make_batch())
     assert "operand_precision={highest" not in "".join(train.get_last_executable().get_hlo_text())
 
 
@@ -275,10 +263,9 @@ def test_traced_values_shapes_and_other_types_are_refused_after_known_calls(call
         run(gone)
 
 
-@BOTH
-def test_arrays_of_numpy_that_look_alike_to_jax_are_refused_or_read_as_they_are(calls: Calls, n_devices: int) -> None:
+def test_arrays_of_numpy_that_look_alike_to_jax_are_refused_or_read_as_they_are(calls: Calls) -> None:
     """The order of an array's bytes is not in its shape and kind."""
-    run = parallel(n_devices, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
+    run = parallel(1, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
     for _ in range(3):
         run(np.arange(8.0, dtype=np.float32))
     assert calls.n_known
@@ -291,9 +278,8 @@ def test_arrays_of_numpy_that_look_alike_to_jax_are_refused_or_read_as_they_are(
     assert run(np.arange(8, dtype=np.int32))[0].dtype == jnp.int32
 
 
-@BOTH
-def test_an_array_that_the_step_does_not_read_is_checked_all_the_same(calls: Calls, n_devices: int) -> None:
-    run = parallel(n_devices, lambda x, y: x * y.shape[0], donate_argnums=(), batch_argnums=())
+def test_an_array_that_the_step_does_not_read_is_checked_all_the_same(calls: Calls) -> None:
+    run = parallel(1, lambda x, y: x * y.shape[0], donate_argnums=(), batch_argnums=())
     for n in (3, 3, 3, 4, 4, 3):
         np.testing.assert_array_equal(run(jnp.ones(8), jnp.ones(n)), np.full(8, float(n)))
     gone = jnp.ones(3)
@@ -302,12 +288,11 @@ def test_an_array_that_the_step_does_not_read_is_checked_all_the_same(calls: Cal
         run(jnp.ones(8), gone)
 
 
-@BOTH
-def test_keyword_arguments_and_arguments_in_another_order_are_known(calls: Calls, n_devices: int) -> None:
+def test_keyword_arguments_and_arguments_in_another_order_are_known(calls: Calls) -> None:
     def reversed_step(batch: Any, state: Any) -> Any:
         return step(state, batch)
 
-    train, plain = parallel(n_devices, reversed_step), make_state()
+    train, plain = parallel(1, reversed_step), make_state()
     state = make_state()
     for _ in range(4):
         plain, loss = jax.jit(step)(plain, make_batch())
@@ -317,17 +302,16 @@ def test_keyword_arguments_and_arguments_in_another_order_are_known(calls: Calls
     assert calls.is_known(lambda: train(make_batch(), state=state))
 
 
-@BOTH
-def test_static_arguments_are_compared_by_value_and_type(calls: Calls, n_devices: int) -> None:
+def test_static_arguments_are_compared_by_value_and_type(calls: Calls) -> None:
     """1, 1.0 and True are equal, and results have other types with each."""
 
     def scaled(x: Any, factor: Any, *, mode: str = "up", shift: Any = 0.0) -> Any:
         return (x * float(factor) if mode == "up" else x / float(factor)) + shift, x.astype(jnp.asarray(factor).dtype)
 
-    run = parallel(n_devices, scaled, static_argnums=(1, 2), donate_argnums=(), batch_argnums=())
+    run = parallel(1, scaled, static_argnums=(1, 2), donate_argnums=(), batch_argnums=())
     x = jnp.arange(8.0)
-    for factor in (2, 2.0, 1, True, 1.0, 2):
-        for keywords in ({}, {"mode": "down"}, {"shift": 3.0, "mode": "up"}, {"mode": "up", "shift": np.float32(4)}):
+    for factor in (1, True, 1.0):
+        for keywords in ({}, {"mode": "down"}, {"mode": "up", "shift": np.float32(4)}):
             got, expected = run(x, factor, **keywords), scaled(x, factor, **keywords)
             check(got, expected)
             assert got[1].dtype == expected[1].dtype
@@ -337,12 +321,11 @@ def test_static_arguments_are_compared_by_value_and_type(calls: Calls, n_devices
     assert not calls.is_known(lambda: run(x, 2.0, shift=jnp.float32(5), mode="up"))
 
 
-@BOTH
-def test_functions_among_leaves_are_known_and_another_one_is_noticed(calls: Calls, n_devices: int) -> None:
+def test_functions_among_leaves_are_known_and_another_one_is_noticed(calls: Calls) -> None:
     def activated(state: Any, x: Any) -> Any:
         return {**state, "w": state["w"] + 1}, state["act"](x @ state["w"])
 
-    run = parallel(n_devices, activated, donate_argnums=0, batch_argnums=())
+    run = parallel(1, activated, donate_argnums=0, batch_argnums=())
     state, w, x = {"act": jnp.tanh, "w": jnp.eye(8)}, np.eye(8, dtype=np.float32), np.full((8, 8), 0.1, np.float32)
     for i, act in enumerate([jnp.tanh] * 4 + [jnp.sin] * 4):
         n_known = calls.n_known
@@ -377,13 +360,12 @@ def pair_step(model: Pair, optimizer: Any, batch: Any) -> Any:
     return loss
 
 
-@BOTH
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.skipif(not hasattr(nnx, "Pytree"), reason="modules of this flax are no pytrees")
-def test_modules_of_nnx_are_known_until_they_change(calls: Calls, n_devices: int, tied: bool) -> None:
+def test_modules_of_nnx_are_known_until_they_change(calls: Calls, tied: bool) -> None:
     with jax.numpy_rank_promotion("allow"):
         mine, other = make_pair(tied), make_pair(tied)
-        run, serial = parallel(n_devices, pair_step), nnx.jit(pair_step)
+        run, serial = parallel(1, pair_step), nnx.jit(pair_step)
 
         def are_known(n_calls: int = 3) -> list[bool]:
             """Which of some calls were known, each of which did what it does in flax."""
@@ -411,8 +393,9 @@ def test_modules_of_nnx_are_known_until_they_change(calls: Calls, n_devices: int
         assert not first and last
 
 
-@BOTH
-@pytest.mark.parametrize("where", ["NumPy", "one device", "placed", "split", "whole"])
+@pytest.mark.parametrize(
+    ("n_devices", "where"), [(1, "NumPy"), (8, "NumPy"), (8, "one device"), (8, "placed"), (8, "split")]
+)
 def test_steps_in_micro_batches_compute_what_one_call_does(n_devices: int, where: str) -> None:
     method = minialpa.ShardParallel(devices=jax.devices()[:n_devices], num_micro_batches=2)
     train = minialpa.parallelize(step, method=method)
@@ -424,8 +407,8 @@ def test_steps_in_micro_batches_compute_what_one_call_does(n_devices: int, where
         given = dict(batch)
         if where == "one device":
             given = jax.device_put(batch)
-        elif where in ("split", "whole"):
-            given = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("i" if where == "split" else None)))
+        elif where == "split":
+            given = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("i")))
         elif where == "placed":
             given = train.place_batch(batch)
         got = train(state, given)

@@ -41,24 +41,12 @@ def _many_switches() -> Iterator[None]:
     minialpa.shutdown()
 
 
-@pytest.mark.parametrize("name", ["shard", "pipeline"])
-@pytest.mark.parametrize("n_functions", [1, 2])
+@pytest.mark.parametrize(("name", "n_functions"), [("shard", 1), ("pipeline", 2)])
 def test_threads_compile_once_and_train_as_one_thread_does(name: str, n_functions: int) -> None:
     steps = parallel_steps(n_functions, METHODS[name])
     threads = run_threads(N_THREADS, lambda thread: train(steps, thread, N_STEPS))
     assert_as_serial(threads, serial_runs(n_functions, N_THREADS, N_STEPS))
     assert [len(step._executables) for step in steps] == [1] * n_functions
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("n_functions", [1, 2])
-def test_threads_train_as_one_thread_does_twenty_times(name: str, n_functions: int) -> None:
-    expected = serial_runs(n_functions, N_THREADS, 50)
-    for i in range(20):
-        if i % 2 == 0:
-            steps = parallel_steps(n_functions, METHODS[name])  # cold
-        assert_as_serial(run_threads(N_THREADS, lambda thread: train(steps, thread, 50)), expected)  # noqa: B023
 
 
 @pytest.mark.parametrize("name", ["shard", "pipeline"])

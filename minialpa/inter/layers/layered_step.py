@@ -6,7 +6,7 @@ From end to end, a scan over layers is cut like this:
     cut_scans      decides the rows of each block, which the plan keeps (`Plan.row_blocks`)   here
     unstack        rewrites the step: a scan, argument and result for each block (`Part`)     unstack.py
     emit_program   numbers blocks as leaves, and notes which rows each one is                 Program.blocks
-    BlockedCalls   splits the arguments of each call into blocks, and joins the results       leaf_border.py
+    BlockedCalls   splits the arguments of each call into blocks, and joins the results       runner.py
 
 At first every row is a forward group, and layers are assigned to these groups. Neighbouring rows of the same layers
 then become one scan, unless layers compute values again: a layer that keeps only the inputs of each row needs single

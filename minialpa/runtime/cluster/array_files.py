@@ -1,7 +1,7 @@
-"""Arrays of a session to files and back: the driver decides who writes or reads what, and the workers do it.
+"""Arrays of a session to files and back: the driver decides which worker writes or reads each shard.
 
-A stored array is one array of a session, or several that are its blocks of rows. Each of its elements is written by
-one worker, and no chunk of the files by two. The values do not come to this process.
+A stored array is one array of a session, or several that are its blocks of rows. One worker writes each element, and no
+two workers write one chunk. The values never pass through this process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class ArrayToWrite:
     """Arrays of a session that make up a stored array.
 
     Attributes:
-        shape: of the stored array.
-        blocks: each array, and its first row, along dimension 0, in the stored one.
-        stored: the files, by the shape of the chunks and the number of the worker that writes.
+        blocks: each array, and its first row (dimension 0) in the stored array.
+        stored: the files, by the shape of the chunks and the number of the writing worker.
     """
 
     shape: tuple[int, ...]
@@ -43,13 +42,11 @@ class ArrayToWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedArray:
-    """An array that a session is to have.
+    """An array that workers of the session read.
 
     Attributes:
-        type: of the array.
-        layouts: the mesh and the sharding of each of its copies.
-        stored: the files.
-        first_row: of the array in the stored one, along dimension 0.
+        layouts: the mesh and the sharding of each copy.
+        first_row: of this array in the stored one, along dimension 0.
     """
 
     type: ArrayType
@@ -64,8 +61,8 @@ class WantedArray:
 def start_writing(runtime: ClusterRuntime, arrays: Sequence[ArrayToWrite]) -> Future[None]:
     """Copy arrays to the memory of their workers' hosts, and have the workers write the copies to files.
 
-    Returns when the copies are made: then a step may take over the arrays. The result of the future comes when all is
-    written; it raises CheckpointError if something could not be.
+    Returns once the copies exist: then a step may take over the arrays. The future ends when all files are written; it
+    raises CheckpointError if one could not be.
     """
     save = runtime.new_number()
     # In one turn, so that no mesh ends between the copies and the files.
@@ -81,7 +78,7 @@ def start_writing(runtime: ClusterRuntime, arrays: Sequence[ArrayToWrite]) -> Fu
         calls = {w.actor.call_aside("write_copies", save): w for w in parts}
         runtime.note_waiting(calls)
 
-    # The thread only waits: the workers write whether anybody asks for the result or not.
+    # The thread only waits: the workers write even if the caller never asks for the result.
     waiting = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     written = waiting.submit(_await_files, runtime, calls, "write a checkpoint; older ones stay as they were")
     waiting.shutdown(wait=False)
@@ -89,7 +86,7 @@ def start_writing(runtime: ClusterRuntime, arrays: Sequence[ArrayToWrite]) -> Fu
 
 
 def _parts(arrays: Sequence[ArrayToWrite]) -> Mapping[WorkerHandle, list[PartToWrite]]:
-    """What each worker writes. Where several have a shard, the one with the fewest bytes so far writes it."""
+    """The shards that each worker writes. Of several holders, the one with the fewest bytes so far writes a shard."""
     parts: dict[WorkerHandle, list[PartToWrite]] = defaultdict(list)
     n_bytes: dict[WorkerHandle, int] = defaultdict(int)
     for array in arrays:
@@ -108,7 +105,7 @@ def _parts(arrays: Sequence[ArrayToWrite]) -> Mapping[WorkerHandle, list[PartToW
 
 
 def _holders(array: DistributedArray) -> dict[Box, list[WorkerHandle]]:
-    """The shards of an array, as its first copy has them, and the workers that have each of them."""
+    """The shards of an array, in the layout of its first live copy, and the workers that have each shard."""
     array.check_usable()
     shape = array.type.data_shape
     holders: dict[Box, list[WorkerHandle]] = {}
@@ -131,7 +128,6 @@ def _moved(box: Box, first_row: int) -> Box:
 
 
 def _chunk_shape(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...]:
-    """The largest chunks that no two boxes share."""
     chunks = []
     for dim, size in enumerate(shape):
         edges = {edge for box in boxes for edge in box[dim]} - {size}
@@ -145,7 +141,7 @@ def _chunk_shape(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...
 def read_arrays(runtime: ClusterRuntime, wanted: Sequence[WantedArray]) -> list[DistributedArray]:
     """Have workers read arrays from files, each the shards of its devices.
 
-    The meshes start if they do not run. Raises CheckpointError if a worker cannot read what it is to have.
+    Starts meshes that do not run. Raises CheckpointError if a worker cannot read its shards.
     """
     made: list[DistributedArray] = []
     calls: dict[Reply, WorkerHandle] = {}
@@ -158,7 +154,16 @@ def read_arrays(runtime: ClusterRuntime, wanted: Sequence[WantedArray]) -> list[
             for array in wanted:
                 number = runtime.new_number()
                 for shape, spec in array.layouts:
-                    of_mesh[shape].append(_to_read(array, number, shape, spec))
+                    of_mesh[shape].append(
+                        ArrayToRead(
+                            number=number,
+                            type=array.type,
+                            mesh_shape=shape.logical_shape,
+                            sharding=spec,
+                            stored=array.stored,
+                            first_row=array.first_row,
+                        )
+                    )
                 copies = tuple(Copy(runtime.mesh_of(shape), shape, spec) for shape, spec in array.layouts)
                 made.append(distributed_array(runtime, number, array.type, copies))
 
@@ -170,17 +175,6 @@ def read_arrays(runtime: ClusterRuntime, wanted: Sequence[WantedArray]) -> list[
         # Other threads may have their turn while this one waits.
         _await_files(runtime, calls, "read the checkpoint")
     return made
-
-
-def _to_read(array: WantedArray, number: int, shape: MeshShape, spec: PartitionSpec) -> ArrayToRead:
-    return ArrayToRead(
-        number=number,
-        type=array.type,
-        mesh_shape=shape.logical_shape,
-        sharding=spec,
-        stored=array.stored,
-        first_row=array.first_row,
-    )
 
 
 def _await_files(runtime: ClusterRuntime, calls: dict[Reply, WorkerHandle], doing: str) -> None:

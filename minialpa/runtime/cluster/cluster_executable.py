@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,25 +14,32 @@ from jax.sharding import PartitionSpec
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
 from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
-from minialpa.runtime.cluster.array_moves import Move, move_arrays
-from minialpa.runtime.cluster.cluster_program import ClusterProgram, Values, array_of, arrays_on_workers, share
+from minialpa.runtime.cluster.cluster_program import (
+    ClusterProgram,
+    Move,
+    Values,
+    WorkerShards,
+    array_of,
+    arrays_on_workers,
+    move_arrays,
+    share,
+)
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray, distributed_array
 from minialpa.runtime.cluster.launcher import Reply, WorkerHandle
-from minialpa.runtime.cluster.sample_calls import FunctionsSent, note_functions, read_calls
 from minialpa.runtime.steps.step_trace import TaskTime, from_start
-from minialpa.runtime.workers.worker_program import Argument
-from minialpa.samples import UnreadArray
+from minialpa.runtime.workers.arguments import Argument, InputRead, ReadOrder
+from minialpa.samples import BatchForm, SampleFunction, UnreadArray, merged_ranges
 
 Part = tuple[int, MicroRows]
-"""The number of an argument leaf, and the rows of it that a micro-batch reads."""
+"""The number of an argument leaf, and its rows that a micro-batch reads."""
 
 
 class ClusterExecutable:
     """A program on the workers of a session: a `Runner`.
 
-    Its meshes start, and its functions are compiled, when it is made; and again if another program with meshes of other
-    shapes has ended them since.
+    Starts its meshes and compiles its functions when it is made, and once more after another program with meshes of
+    other shapes has ended its meshes.
     """
 
     def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType] | None = None) -> None:
@@ -48,18 +56,15 @@ class ClusterExecutable:
 
     @property
     def meshes(self) -> tuple[()]:
-        """See `Runner`: the devices are those of the workers."""
         return ()
 
     @property
     def session(self) -> ClusterRuntime:
-        """See `Runner`."""
         return self.runtime
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Start a step on argument leaves; returns an array for each result at once. traced: see `Runner`."""
         self.runtime.make_room()
         with self.runtime.turn():
             self.runtime.check()
@@ -71,11 +76,10 @@ class ClusterExecutable:
             return self._results(numbers)
 
     def turn(self) -> AbstractContextManager[None]:
-        """See `Runner`."""
         return self.runtime.turn()
 
     def timeline(self) -> tuple[TaskTime, ...]:
-        """See `Runner`. Times of workers are those of the clocks of their hosts, counted from the earliest."""
+        """See `Runner`. Times are from the clocks of the workers' hosts, counted from the earliest."""
         workers = [worker for mesh in self._program.meshes for worker in mesh.workers]
         tasks = []
         for place, mine in zip(self._program.places, self.runtime.ask(workers, "timeline"), strict=True):
@@ -84,8 +88,9 @@ class ClusterExecutable:
         return from_start(tasks)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves on the workers, as `DistributedArray`s or `MicroBatchedArray`s
-        of these. See `Runner`. The workers read `UnreadArray`s themselves."""
+        """See `Runner`. The arrays are `DistributedArray`s, or `MicroBatchedArray`s of these. Workers read
+        `UnreadArray`s.
+        """
         with self.runtime.in_use():
             with self.runtime.turn():
                 self.runtime.check()
@@ -94,28 +99,24 @@ class ClusterExecutable:
                 placed, calls = self._place(leaves)
                 self.runtime.note_waiting(calls)
 
-            # Other threads may have their turn while this one waits: workers take the arrays behind earlier steps.
+            # Other threads may have their turn while this one waits: workers take the arrays after earlier steps.
             self.runtime.gather_noted(calls)
-            note_functions(self._functions, leaves, calls.values())
+            self._functions.note(leaves, calls.values())
             return placed
 
     def _place(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Reply, WorkerHandle]]:
         """The leaves as `place` returns them, and the calls that bring them there. In a turn, on loaded meshes."""
         programs, meshes = self._program.programs, self._program.meshes
-        given = {
+        missing = [
             leaf
             for leaf, readers in self._readers.items()
-            if leaves[leaf] is not None and cover_all_rows(readers.keys(), np.shape(leaves[leaf]))
-        }
-        missing = dict.fromkeys(
-            (slot.leaf, slot.rows)
-            for own in programs
-            for slot in own.inputs
-            if slot.leaf in given and not _is_placed(leaves, own, slot)
-        )  # fmt: skip
-        numbers = {part: self.runtime.new_number() for part in sorted(missing, key=str)}
+            if leaves[leaf] is not None
+            and cover_all_rows(readers.keys(), np.shape(leaves[leaf]))
+            and not all(_is_placed(leaves, *reader) for of_rows in readers.values() for reader in of_rows)
+        ]
+        numbers = {(leaf, rows): self.runtime.new_number() for leaf in missing for rows in self._readers[leaf]}
 
-        # What each worker is to keep, and under which number.
+        # The arrays that each worker keeps, and their numbers.
         values = Values(leaves)
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
         for own, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
@@ -137,17 +138,11 @@ class ClusterExecutable:
         return self._with_parts(leaves, numbers), calls
 
     def _with_parts(self, leaves: Sequence[Any], numbers: Mapping[Part, int]) -> list[Any]:
-        """The leaves, with those parts in place that the workers are about to keep under these numbers."""
+        """The leaves, with the arrays that the workers are about to keep under these numbers."""
         out = list(leaves)
         for leaf in {leaf for leaf, _ in numbers}:
-            parts: dict[MicroRows, list[DistributedArray]] = {}
-            for rows, readers in self._readers[leaf].items():
-                if (leaf, rows) in numbers:
-                    parts[rows] = [self._placed(readers, numbers[leaf, rows])]
-                else:
-                    old = array_of(leaves, readers[0][1])
-                    assert old is not None, (leaf, rows)
-                    parts[rows] = [old]
+            readers = self._readers[leaf]
+            parts = {rows: [self._placed(readers[rows], numbers[leaf, rows])] for rows in readers}
             out[leaf] = parts[None][0] if parts.keys() == {None} else MicroBatchedArray(parts)
         return out
 
@@ -158,7 +153,7 @@ class ClusterExecutable:
         return distributed_array(self.runtime, number, own.types[slot.buffer], copies)
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
-        """See `Runner`. Meshes that another program has ended since count: a call of this one starts them again."""
+        """See `Runner`. Meshes that another program has ended count: a call of this program restarts them."""
         if not isinstance(leaf, DistributedArray):
             return ()
         number_of = {program.shape: program.mesh for program in self._program.programs}
@@ -166,7 +161,6 @@ class ClusterExecutable:
 
     @staticmethod
     def _check_usable(leaves: Sequence[Any]) -> None:
-        """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
         for leaf in leaves:
             for array in arrays_on_workers(leaf):
                 array.check_usable()
@@ -183,7 +177,7 @@ class ClusterExecutable:
                 if copy is not None:
                     wanted[array.number, own.shape, slot.spec] = Move(array, copy, own.shape, slot.spec)
 
-        # One group of workers that is seen in two shapes: such an array comes through this process.
+        # If one group of workers has two shapes here, the arrays come through this process instead.
         moves = list(wanted.values())
         shapes = {move.copy.shape for move in moves} | {move.shape for move in moves}
         if moves and len({shape.first_device for shape in shapes}) == len(shapes):
@@ -201,15 +195,12 @@ class ClusterExecutable:
     # ---- programs on workers --------------------------------------------------------------------------------------
 
     def hlo_texts(self) -> list[str]:
-        """Compiled HLO of each function of the program."""
         return self._per_function("hlo_texts")
 
     def allocation_sizes(self) -> list[int]:
-        """Bytes per device of each function of the program."""
         return self._per_function("allocation_sizes")
 
     def descriptions(self) -> dict[str, str]:
-        """Host, devices and instructions of every worker."""
         out = {}
         with self.runtime.turn():
             self._program.load()
@@ -220,13 +211,12 @@ class ClusterExecutable:
         return out
 
     def function_seconds(self, repeats: int = 5) -> list[float]:
-        """Seconds of each function of the program by itself: median of `repeats` calls."""
         return self._per_function("function_seconds", repeats)
 
     def _per_function(self, method: str, *args: Any) -> list[Any]:
-        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program.
+        """Answers of the first worker of each mesh, one for each function, in the order of the whole program.
 
-        One mesh after the other, and all workers of a mesh at once.
+        The meshes answer one after the other, and all workers of a mesh at once.
         """
         with self.runtime.turn():
             self._program.load()
@@ -235,12 +225,11 @@ class ClusterExecutable:
         return [next(answers[mesh]) for mesh in self._mesh_of_function]
 
     def sync(self) -> None:
-        """Wait until all steps that were started have ended."""
         self.runtime.sync()
 
 
 def _calls_by_mesh(program: Program) -> list[list[int]]:
-    """For each mesh, the instructions of the program that call its functions: it makes these calls in this order."""
+    """For each mesh, the instructions of the program that call its functions, in order."""
     calls: list[list[int]] = [[] for _ in program.meshes]
     for i, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run | Accumulate):
@@ -249,7 +238,7 @@ def _calls_by_mesh(program: Program) -> list[list[int]]:
 
 
 def _readers(programs: Sequence[MeshProgram]) -> dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]]:
-    """For each argument leaf and the rows of it that inputs are, these inputs, with their meshes."""
+    """For each argument leaf and each range of its rows, the inputs that read it, with their meshes."""
     readers: dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]] = {}
     for own in programs:
         for slot in own.inputs:
@@ -258,6 +247,95 @@ def _readers(programs: Sequence[MeshProgram]) -> dict[int, dict[MicroRows, list[
 
 
 def _is_placed(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
-    """Whether the argument of an input is on the mesh of the program, in the sharding that the program reads."""
     array = array_of(leaves, slot)
     return array is not None and array.is_on(own.shape, slot.spec)
+
+
+# ---- batches that workers read ---------------------------------------------------------------------------------------
+
+
+class FunctionsSent:
+    """The functions that workers of a session have: each worker gets a function once."""
+
+    def __init__(self, runtime: ClusterRuntime) -> None:
+        self._runtime = runtime
+        self._sent: weakref.WeakKeyDictionary[SampleFunction, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
+
+    def number(self, function: SampleFunction) -> int:
+        if function not in self._sent:
+            number = self._runtime.new_number()
+            self._sent[function] = number, set()
+            weakref.finalize(function, self._runtime.dropped.append, number)
+        return self._sent[function][0]
+
+    def has(self, worker: WorkerHandle, function: SampleFunction) -> bool:
+        return worker.number in self._sent[function][1]
+
+    def note(self, leaves: Sequence[Any], workers: Collection[WorkerHandle]) -> None:
+        """These workers have answered the calls that `read_calls` made for these leaves."""
+        for leaf in leaves:
+            if isinstance(leaf, UnreadArray):
+                self._sent[leaf.batch.function][1].update(worker.number for worker in workers)
+
+
+def read_calls(
+    program: ClusterProgram,
+    functions: FunctionsSent,
+    leaves: Sequence[Any],
+    numbers: Mapping[Part, int],
+) -> dict[Reply, WorkerHandle]:
+    """Have workers read the leaves of an unread batch. Call it in a turn, on loaded meshes.
+
+    Workers read in a thread of their own, beside the steps under way.
+
+    numbers: under which to keep each input, by leaf and rows.
+    """
+    unread = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, UnreadArray)}
+    batches = {leaf.batch for leaf in unread.values()}
+    if not batches:
+        return {}
+    assert len(batches) == 1, "the leaves of a batch are read together"
+    (batch,) = batches
+    function = functions.number(batch.function)
+
+    calls: dict[Reply, WorkerHandle] = {}
+    for own, mesh, shards in zip(program.programs, program.meshes, program.shards, strict=True):
+        for k, worker in enumerate(mesh.workers):
+            leaf_of = {number: leaf.leaf for number, leaf in unread.items()}
+            order = read_order(own, [of_input[k] for of_input in shards], leaf_of, batch.form)
+            if not order.inputs:
+                continue
+            slots = [own.inputs[x.input] for x in order.inputs]
+            kept = [numbers[slot.leaf, slot.rows] for slot in slots]
+            sent = None if functions.has(worker, batch.function) else batch.function.read
+            calls[worker.actor.call_aside("read", function, sent, program.number, order, batch.first, kept)] = worker
+    return calls
+
+
+def read_order(
+    program: MeshProgram, shards: Sequence[WorkerShards], leaf_of: Mapping[int, int], form: BatchForm
+) -> ReadOrder:
+    """The order for one worker: the rows that its devices hold, of the micro-batches that its mesh reads.
+
+    shards: of the worker, for each input. leaf_of: the number in the batch of each argument leaf to read.
+    """
+    inputs = [
+        InputRead(
+            input=i,
+            leaf=leaf_of[slot.leaf],
+            dtype=program.types[slot.buffer].dtype,
+            boxes=tuple(_in_leaf(box, slot.rows) for box in of_worker.boxes),
+            shard_of_device=of_worker.shard_of_device,
+        )
+        for i, (slot, of_worker) in enumerate(zip(program.inputs, shards, strict=True))
+        if slot.leaf in leaf_of
+    ]
+    return ReadOrder(form, merged_ranges([box[0] for x in inputs for box in x.boxes]), tuple(inputs))
+
+
+def _in_leaf(box: Any, rows: MicroRows) -> Any:
+    """A box of the rows of a micro-batch, as a box of the leaf."""
+    if rows is None:
+        return box
+    first, _, dim = rows
+    return tuple((a + first, b + first) if i == dim else (a, b) for i, (a, b) in enumerate(box))

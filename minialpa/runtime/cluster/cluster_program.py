@@ -10,27 +10,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from minialpa.arrays import RemoteArray
 from minialpa.programs.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
-from minialpa.programs.program import InputSlot, Program
+from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.programs.resharding import Box, shard_boxes
 from minialpa.runtime.arrays import MicroBatchedArray
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
-from minialpa.runtime.cluster.distributed_array import DistributedArray, MeshWorkers
+from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.cluster.launcher import Launcher, Reply, WorkerHandle
-from minialpa.runtime.workers.numpy_wire import to_plain
-from minialpa.runtime.workers.worker_program import Argument, Given
+from minialpa.runtime.workers.arguments import Argument, Given, to_plain
 from minialpa.sharding import Spec
 from minialpa.support.identity import ById
 
 #: Shards of this size, where several workers get them, are sent to each host once.
 _SHARE_BYTES = 1 << 20
+#: Programs that move arrays and are kept for the next time. Each has connections of its own.
+_MOVERS_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShards:
-    """The distinct shards of an input that one worker gets, and which of them each of its devices has."""
+    """The distinct shards of an input that one worker gets, and the shard of each of its devices."""
 
     boxes: tuple[Box, ...]
     shard_of_device: tuple[int, ...]
@@ -40,12 +42,11 @@ class ClusterProgram:
     """A program, split by mesh.
 
     Attributes:
-        runtime: that of the session.
         number: by which workers know the program.
-        programs: what each mesh does.
+        programs: one for each mesh.
         places: the workers of all meshes, in order.
         meshes: the running workers of each mesh; empty until `load`.
-        shards: for each mesh, input and worker, what the worker gets of an argument that this process sends.
+        shards: for each mesh, input and worker, the shards of an argument that this process sends.
     """
 
     def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType]) -> None:
@@ -58,12 +59,12 @@ class ClusterProgram:
         self.shards = [worker_shards(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._donated_leaves = program.donated_leaves
-        weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
+        weakref.finalize(self, runtime.dropped.append, self.number)  # also if loading fails
 
     def load(self) -> None:
         """Start the meshes that do not run, and compile the program on workers that do not have it.
 
-        To be called in a turn, in which the meshes are also used: another turn may end them.
+        Call it in the turn that uses the meshes: another turn may end them.
         """
         if self.meshes and all(mesh.alive for mesh in self.meshes):
             return
@@ -94,7 +95,7 @@ class ClusterProgram:
     def start(self, leaves: Sequence[Any], numbers: Sequence[int], traced: bool = False) -> None:
         """Start a step whose results the workers keep under `numbers`, in the turn of this thread."""
         step = self.runtime.new_step()
-        # Before the first call: fetching an argument waits for earlier steps, and must not wait for part of this one.
+        # Before the first call: fetching an argument waits for earlier steps, and must not wait for half of this one.
         arguments = iter(share(self.runtime.launcher, self._arguments(leaves)))
         used_up = self._used_up(leaves)
 
@@ -111,13 +112,13 @@ class ClusterProgram:
             for array in used_up:
                 self._use_up(array)
             self.runtime.note_step(calls)
-        except BaseException:  # Ctrl-C, say
+        except BaseException:  # such as Ctrl-C
             if calls:
-                self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
+                self.runtime.abandon("A step was interrupted after only some workers had its call.")
             raise
 
     def _arguments(self, leaves: Sequence[Any]) -> list[list[Argument]]:
-        """What each worker gets for each input: the number of an array that it holds, or shards."""
+        """For each worker and input, the number of an array that the worker holds, or shards."""
         values = Values(leaves)
         return [
             [
@@ -137,16 +138,74 @@ class ClusterProgram:
         return values.given(slot, own, shards)
 
     def _used_up(self, leaves: Sequence[Any]) -> list[DistributedArray]:
-        """Arrays on workers that the step uses up, each once."""
         arrays = (array for leaf in sorted(self._donated_leaves) for array in arrays_on_workers(leaves[leaf]))
         return list({array.number: array for array in arrays}.values())
 
     def _use_up(self, array: DistributedArray) -> None:
-        """Mark a donated array as deleted, and free its copies on meshes that do not take part in the step."""
+        """Mark a donated array as deleted, and free its copies on meshes outside the step."""
         for copy in array.copies:
             if copy.mesh.alive and all(copy.mesh is not mesh for mesh in self.meshes):
                 copy.mesh.freed.append(array.number)
         array.used_up()
+
+
+# ---- moves -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """An array, one of its copies, and the mesh and layout of the copy to make."""
+
+    array: DistributedArray
+    copy: Copy
+    shape: MeshShape
+    spec: PartitionSpec
+
+
+_Route = tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]
+
+
+def move_arrays(runtime: ClusterRuntime, moves: Sequence[Move]) -> None:
+    """Have workers send each other arrays, so that each array gets another copy. In a turn, on running meshes.
+
+    The moves are a step of a program without functions.
+    """
+    key = tuple((move.array.type, move.copy.shape, move.copy.spec, move.shape, move.spec) for move in moves)
+    mover = runtime.movers.pop(key, None)
+    if mover is None:
+        mover = ClusterProgram(runtime, _moving_program(key), {i: kind for i, (kind, *_) in enumerate(key)})
+    runtime.movers[key] = mover  # the last used one at the end
+    if len(runtime.movers) > _MOVERS_KEPT:
+        del runtime.movers[next(iter(runtime.movers))]
+
+    mover.load()
+    arrays = [move.array for move in moves]
+    mover.start(arrays, [array.number for array in arrays])
+    for move in moves:
+        move.array.add(Copy(runtime.mesh_of(move.shape), move.shape, move.spec))
+
+
+def _moving_program(moves: Sequence[_Route]) -> Program:
+    """The program that takes arrays from mesh to mesh. Each result is a copy of an argument, and gets its number."""
+    meshes = tuple(dict.fromkeys(shape for _, source, _, target, _ in moves for shape in (source, target)))
+    number = {shape: i for i, shape in enumerate(meshes)}
+    n = len(moves)
+    return Program(
+        meshes=meshes,
+        functions=(),
+        inputs=tuple(
+            InputSlot(buffer=i, leaf=i, rows=None, mesh=number[source], spec=spec)
+            for i, (_, source, spec, _, _) in enumerate(moves)
+        ),
+        constants=(),
+        instructions=tuple(Transfer(i, n + i, number[target], spec) for i, (_, _, _, target, spec) in enumerate(moves)),
+        outputs=tuple(OutputSlot((n + i,), (number[target],)) for i, (_, _, _, target, _) in enumerate(moves)),
+        donated_leaves=frozenset(),
+        n_buffers=2 * n,
+    )
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 class Values:
@@ -179,7 +238,7 @@ class Values:
 
 
 def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argument], list[Any]]]:
-    """The arguments of each worker, and the large shards that it shares with others.
+    """The arguments of each worker, and the large shards that it shares with other workers.
 
     The launcher copies such a shard to each host once. It goes beside the arguments, which refer to it by position.
     """
@@ -199,7 +258,7 @@ def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[t
 
 
 def _referring(arguments: Sequence[Argument], shared: Sequence[ById[Any]]) -> Sequence[Argument]:
-    """The arguments of a worker, with the positions of shards in `shared` in the place of these shards."""
+    """The arguments of a worker, with each shard in `shared` replaced by its position there."""
     if not shared:
         return arguments
     numbers = {shard: i for i, shard in enumerate(shared)}
@@ -210,7 +269,7 @@ def _referring(arguments: Sequence[Argument], shared: Sequence[ById[Any]]) -> Se
 
 
 def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
-    """The arrays on workers that hold the data of an argument; none if it is in this process."""
+    """The arrays on workers that hold the data of an argument; empty if the data is in this process."""
     if isinstance(leaf, DistributedArray):
         return [leaf]
     stored = leaf.stored_as if isinstance(leaf, RemoteArray) else ()
@@ -218,7 +277,7 @@ def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
 
 
 def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
-    """The array on workers that an input is, if there is one: a leaf, or the rows of a leaf that was cut before."""
+    """The array on workers that an input reads, if there is one: a leaf, or a part of a leaf that was cut before."""
     leaf = leaves[slot.leaf]
     found = leaf if slot.rows is None else None
     if isinstance(leaf, MicroBatchedArray):

@@ -1,12 +1,12 @@
 """The runtime of a session on a cluster: meshes of workers, the steps that they run, and the arrays that they hold.
 
-A step is one call to each worker. Calls return at once, and every wait, whatever it waits for, also looks at the
-answers of all steps under way and at the lives of all workers. A step that fails, or a worker that is lost, ends the
-session: the runtime ends all workers, gives the hosts back and raises one WorkerError that names the cause. Other calls
-may fail, for want of memory for example, and leave the session as it is.
+A step is one call to each worker. Calls return at once. Every wait also watches the answers of all steps under way and
+the lives of all workers. A step that fails, or a worker that is lost, ends the session: the runtime ends all workers,
+gives the hosts back and raises one WorkerError that names the cause. Other calls may fail, for lack of memory for
+example, without ending the session.
 
 Threads take turns (`Turns`) to make calls, and wait for answers at the same time. The steps under way and the watch
-over the workers, which all waits share, change under a lock that is held for moments only.
+over the workers change under a lock that is held for moments only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,6 +30,7 @@ from minialpa.runtime.cluster.distributed_array import DistributedArray, MeshWor
 from minialpa.runtime.cluster.launcher import CallRaised, Launcher, Reply, WorkerEnded, WorkerHandle
 from minialpa.runtime.cluster.turns import Turns
 from minialpa.runtime.cluster.watch import Watch
+from minialpa.runtime.workers.arguments import from_plain
 from minialpa.runtime.workers.failures import (
     Failure,
     Fault,
@@ -42,14 +43,11 @@ from minialpa.runtime.workers.failures import (
     with_stage,
     worker_error,
 )
-from minialpa.runtime.workers.numpy_wire import from_plain
 
 #: Steps that may be under way when a thread starts another one: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
-#: Seconds that other workers have to say what they know of a failure.
+#: Seconds that other workers have to report a failure.
 _GRACE_S = 2.0
-#: The same when hosts are lost: no other cause is likelier, and the other workers only say where they are.
-_GRACE_OF_LOST_HOSTS_S = 0.5
 #: Seconds without an answer after which the host of a worker is probed. Busy workers answer late, too.
 _LATE_S = 2.0
 
@@ -58,10 +56,10 @@ class ClusterRuntime:
     """Meshes, steps and arrays of one session. Usable until `shutdown`, or until a worker fails.
 
     Attributes:
-        launcher: starts the workers and takes their calls.
-        split: what each mesh of a program does, given the types of buffers that no function reads or writes.
+        split: the program of each mesh, given the types of buffers that no function reads or writes.
         dropped: numbers of programs that nothing uses any more.
-        movers: programs that move arrays between meshes, for `array_moves` to use again; the last used one at the end.
+        movers: programs that move arrays, for `move_arrays`; the last used one at the end.
+        turn, in_use, turn_even_if_ended: see `Turns`.
     """
 
     def __init__(
@@ -71,26 +69,22 @@ class ClusterRuntime:
         self.dropped: deque[int] = deque()
         self.movers: dict[Any, Any] = {}
         self._turns = Turns(self._stop, self._release)
+        self.turn, self.in_use, self.turn_even_if_ended = (
+            self._turns.turn,
+            self._turns.in_use,
+            self._turns.turn_even_if_ended,
+        )
         self._watch = Watch(launcher)
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
         self._numbers, self._step_numbers = itertools.count(), itertools.count()
 
-        # Threads that wait, and those that start steps, share the watch and these lists; all change under the lock.
+        # Threads that wait and threads that start steps share the watch and these lists, under the lock.
         self._lock = threading.RLock()
         self._steps: deque[dict[Reply, WorkerHandle]] = deque()
         self._waiting: deque[dict[Reply, WorkerHandle]] = deque()
         self._beat_at_s = time.monotonic()
 
-    def turn(self) -> AbstractContextManager[None]:
-        """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
-        return self._turns.turn()
-
-    def turn_even_if_ended(self) -> AbstractContextManager[None]:
-        """As `turn`, but does not raise: for changes of arrays that need no worker."""
-        return self._turns.turn_even_if_ended()
-
     def new_number(self) -> int:
-        """A number for an array or a program; never given twice."""
         return next(self._numbers)
 
     def new_step(self) -> int:
@@ -100,10 +94,10 @@ class ClusterRuntime:
     # ---- meshes ---------------------------------------------------------------------------------------------------
 
     def meshes(self, wanted: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
-        """Running workers for each (first device, number of devices). To be called in a turn.
+        """Running workers for each (first device, number of devices). Call it in a turn.
 
-        Meshes of the same devices are reused. Other meshes that share a device with a new one end; the arrays that they
-        hold come to this process.
+        Reuses meshes of the same devices. Ends other meshes that share a device with a new one; their arrays come to
+        this process.
         """
         self.check()
         keys = list(wanted)
@@ -123,17 +117,15 @@ class ClusterRuntime:
 
     @property
     def workers(self) -> list[WorkerHandle]:
-        """All workers of the session."""
         return [worker for mesh in list(self._meshes.values()) for worker in mesh.workers]
 
     def unload_dropped(self) -> None:
-        """Have workers forget the programs that were dropped."""
         numbers = [self.dropped.popleft() for _ in range(len(self.dropped))]
         for number in numbers:
             self.ask(self.workers, "unload", number)
 
     def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
-        """End the workers of a mesh, once nothing waits for them, and keep the values of their arrays here."""
+        """End the workers of a mesh once no thread waits for them, and keep the values of their arrays here."""
         self.sync()
         with self._lock:
             waiting = list(self._waiting)
@@ -144,7 +136,7 @@ class ClusterRuntime:
         mesh.alive = False
         del self._meshes[key]
 
-        # First, or the watch takes the end of these workers for a failure.
+        # First: the watch would take the end of these workers for a failure.
         with self._lock:
             self._watch.remove(mesh.workers)
         self.launcher.end(mesh.workers)
@@ -157,30 +149,25 @@ class ClusterRuntime:
             return self.gather({w.actor.call(method, *args): w for w in workers})
 
     def gather(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
-        """Answers of calls, in order. Raises WorkerError if one of them, or of the steps under way, fails."""
+        """Answers of calls, in order. Raises WorkerError if one of them, or a step under way, fails."""
         with self._turns.in_use():
             self._wait(calls)
             return [self._answer(ref, worker) for ref, worker in calls.items()]
 
     def note_waiting(self, calls: dict[Reply, WorkerHandle]) -> None:
-        """This thread will wait for calls with `gather_noted`, behind its turn: their workers do not end before."""
+        """Note calls that this thread awaits with `gather_noted` after its turn: their workers do not end before."""
         with self._lock:
             self._waiting.append(calls)
 
     def gather_noted(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
-        """As `gather`, for calls that `note_waiting` has noted."""
         try:
             return self.gather(calls)
         finally:
             with self._lock, suppress(ValueError):
                 self._waiting.remove(calls)
 
-    def in_use(self) -> AbstractContextManager[None]:
-        """The session is not released in this context. Raises WorkerError if it has ended."""
-        return self._turns.in_use()
-
     def make_room(self) -> None:
-        """Wait while too many steps are under way. To be called before the turn of the next one, not in it."""
+        """Wait while too many steps are under way. Call it before the turn of the next step, not in it."""
         with self._turns.in_use():
             while True:
                 with self._lock:
@@ -190,7 +177,6 @@ class ClusterRuntime:
                 self._finish(oldest)
 
     def note_step(self, calls: dict[Reply, WorkerHandle]) -> None:
-        """A step is under way."""
         with self._lock:
             self._steps.append(calls)
 
@@ -204,9 +190,8 @@ class ClusterRuntime:
                 self._finish(step)
 
     def _finish(self, step: dict[Reply, WorkerHandle]) -> None:
-        """Wait until a step has ended."""
         self._wait(step)
-        with self._lock, suppress(ValueError):  # another thread has waited for it, too
+        with self._lock, suppress(ValueError):  # another thread may have waited for it, too
             self._steps.remove(step)
 
     def check(self) -> None:
@@ -217,7 +202,6 @@ class ClusterRuntime:
                 self._look_at(reply, watched[reply])
 
     def _watched(self) -> dict[Reply, WorkerHandle]:
-        """Calls that tell of failures: the lives of the workers, and the steps under way."""
         with self._lock:
             watched = dict(self._watch.lives)
             for step in self._steps:
@@ -227,7 +211,7 @@ class ClusterRuntime:
     def _wait(self, calls: dict[Reply, WorkerHandle]) -> None:
         """Wait until all calls are answered. Raises WorkerError if they, a step or a worker fails.
 
-        A call that is queued behind a step that hangs is never answered, so this looks at all steps and workers. These
+        A call that is queued after a hanging step is never answered, so this watches all steps and workers. These
         change meanwhile: other threads start steps and meshes, and may end the session.
         """
         waiting, seen = set(calls), set[Reply]()
@@ -246,12 +230,12 @@ class ClusterRuntime:
                 seen.add(ref)
                 waiting.discard(ref)
 
-            # Steps that take moments each may never make a wait long enough to look after workers and cluster.
+            # With very short steps, no wait may last long enough for a heartbeat.
             if not done or time.monotonic() - self._beat_at_s >= self._watch.interval_s:
                 self._beat()
 
     def _look_at(self, ref: Reply, worker: WorkerHandle) -> None:
-        """End the session, and raise WorkerError, if a reply tells of a failure. A retired worker may end."""
+        """End the session and raise WorkerError if a reply shows a failure. A retired worker may end."""
         failure = self._failure_in(ref, worker)
         with self._lock:
             was_retired = not self._watch.watches(worker)
@@ -259,7 +243,7 @@ class ClusterRuntime:
             self._fail(failure)
 
     def _failure_in(self, reply: Reply, worker: WorkerHandle) -> Failure | None:
-        """The failure that a reply tells of, or None: what a step returned, or the end of the worker."""
+        """The failure that a reply shows, or None: the failure that a step returned, or the end of the worker."""
         try:
             answer = self.launcher.answer(reply)
         except CallRaised as error:
@@ -281,7 +265,6 @@ class ClusterRuntime:
             raise worker_error(failure, (), has_ended=False) from error
 
     def _status(self, worker: WorkerHandle) -> Status:
-        """The last known status of a worker."""
         with self._lock:
             return self._placed(self._watch.status(worker))
 
@@ -296,15 +279,15 @@ class ClusterRuntime:
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
         """The values of arrays, with one call to each worker; the arrays keep them.
 
-        The calls are made in one turn, so that the values belong together. Other threads may donate or delete the
-        arrays before the answers come.
+        One turn makes all calls, so the values belong together. Other threads may donate or delete the arrays before
+        the answers come.
         """
         calls: dict[Reply, WorkerHandle] = {}
         owners: list[list[DistributedArray]] = []
         with self._turns.in_use():
             with self.turn():
                 self.check()
-                # Another thread may have fetched some since the caller looked, and ended their mesh.
+                # Another thread may have fetched some meanwhile, and ended their mesh.
                 values = {array.number: array.kept for array in arrays if array.held_here}
                 missing = [array for array in arrays if array.number not in values]
 
@@ -323,7 +306,6 @@ class ClusterRuntime:
         return [values[array.number] for array in arrays]
 
     def mesh_of(self, shape: MeshShape) -> MeshWorkers:
-        """The running workers of these devices."""
         return self._meshes[shape.first_device, math.prod(shape.logical_shape)]
 
     # ---- hosts ----------------------------------------------------------------------------------------------------
@@ -339,7 +321,7 @@ class ClusterRuntime:
         return self.launcher.available_hosts()
 
     def restarted(self) -> Launcher:
-        """End this session, and reserve the hosts that answer for one that follows it."""
+        """End this session, and reserve the hosts that answer for the next one."""
         self.shutdown("`minialpa.restart()` was called.")
         return self.launcher.restarted()
 
@@ -348,17 +330,16 @@ class ClusterRuntime:
     def shutdown(self, reason: str = "`minialpa.shutdown()` was called.") -> None:
         """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine.
 
-        Other threads get a WorkerError with `reason` from what they wait for.
+        Other threads that wait get a WorkerError with `reason`.
         """
         self._turns.shutdown(WorkerError(reason))
 
     def abandon(self, message: str) -> None:
-        """End the session; its next use raises a WorkerError that says `message`. To be called in a turn."""
+        """End the session; its next use raises a WorkerError with `message`. Call it in a turn."""
         with suppress(WorkerError):
             self._turns.end(WorkerError(message))
 
     def _stop(self) -> None:
-        """End the workers, so that nobody waits for them any more."""
         for mesh in list(self._meshes.values()):
             mesh.alive = False
         self.launcher.end(self.workers)
@@ -371,13 +352,12 @@ class ClusterRuntime:
         self.launcher.release()
 
     def _beat(self) -> None:
-        """Raise WorkerError if a worker hangs, or hosts or the cluster are lost."""
         with self._lock:
             self._beat_at_s = time.monotonic()
             failure = self._watch.heartbeat(bool(self._steps))
             late = self._watch.late(_LATE_S)
 
-        # A host that is cut off ends no connection, and Ray notices it after a minute. Without the lock: probes wait.
+        # A host that is cut off ends no connection, and Ray notices it after a minute. Not under the lock: probes wait.
         lost = self.launcher.lost_hosts(worker.host for worker in late) if late else {}
         if lost:
             self._fail(*(lost_host(self._status(w), lost[w.host]) for w in late if w.host in lost))
@@ -388,11 +368,11 @@ class ClusterRuntime:
             self._turns.end(WorkerError(fault))
 
     def _fail(self, *first: Failure) -> NoReturn:
-        """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
+        """End the session because of `first`, or of the cause that the workers report; raises WorkerError."""
         self._turns.end(session_error(first, []), lambda: session_error(*self._hear(first)))
 
     def _hear(self, first: Sequence[Failure]) -> tuple[list[Failure], list[Status]]:
-        """All failures that workers report within a moment, in the order in which they come; the status of the rest.
+        """All failures that workers report within a moment, in order, and the status of the other workers.
 
         One fault fails several workers, and the first report may come from a victim.
         """
@@ -400,11 +380,9 @@ class ClusterRuntime:
         with self._lock:
             asked = self._watch.ask({f.where.worker for f in first})
         watched = self._watched() | asked
-        is_lost = any(f.fault is Fault.LOST_HOST for f in first)
-        grace_s = _GRACE_OF_LOST_HOSTS_S if is_lost else _GRACE_S
-        deadline = time.monotonic() + grace_s
+        deadline = time.monotonic() + _GRACE_S
 
-        # The calls of `live` of workers that go on are not answered, so they are not waited for.
+        # Live workers never answer `live`, so this does not wait for these calls.
         while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
             for ref in self.launcher.wait(list(watched), left):
                 worker = watched.pop(ref)
@@ -416,7 +394,7 @@ class ClusterRuntime:
 
         known = {f.where.worker for f in found}
         with self._lock:
-            seconds = {w.number: self._watch.unanswered_s(w, grace_s) for w in asked.values()}
+            seconds = {w.number: self._watch.unanswered_s(w, _GRACE_S) for w in asked.values()}
         found += [silent(self._status(w), seconds[w.number]) for w in asked.values() if w.number not in known]
         return self._with_lost_hosts(found), statuses
 
@@ -427,7 +405,6 @@ class ClusterRuntime:
 
 
 def _overlap(mesh: MeshWorkers, first_device: int, n_devices: int) -> bool:
-    """Whether a mesh has some of the devices from `first_device` on."""
     return first_device < mesh.devices.stop and mesh.first_device < first_device + n_devices
 
 
@@ -453,7 +430,7 @@ def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> 
             types[array.number] = array.type
             for box, sent in shards:
                 shard = from_plain(sent, array.type.dtype)
-                # A shard that is all of the array is its value, without a copy.
+                # A shard that covers the array is its value, without a copy.
                 if array.number not in data:
                     shape = array.type.data_shape
                     data[array.number] = shard if shard.shape == shape else np.empty(shape, shard.dtype)

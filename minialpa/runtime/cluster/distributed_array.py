@@ -22,16 +22,13 @@ from minialpa.support.private_jax import class_of_remote_keys
 
 
 class Holder(Protocol):
-    """The runtime that arrays belong to."""
+    """The runtime of the session that arrays belong to."""
 
-    def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
-        """The values of arrays, which keep them."""
+    def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]: ...
 
-    def turn_even_if_ended(self) -> AbstractContextManager[None]:
-        """While this is open, no other thread tells the workers anything."""
+    def turn_even_if_ended(self) -> AbstractContextManager[None]: ...
 
-    def sync(self) -> None:
-        """Wait until every step has ended."""
+    def sync(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +37,8 @@ class MeshWorkers:
 
     Attributes:
         first_device: number of their first device in the cluster.
-        n_devices: how many devices they have.
-        workers: in the order of their devices.
-        alive: whether they run.
-        freed: numbers of arrays that nothing refers to any more; the next call tells the workers.
-        arrays: those that they hold, by number.
+        freed: numbers of arrays that nothing refers to any more; the next call brings them to the workers.
+        arrays: the arrays that they hold, by number.
     """
 
     first_device: int
@@ -59,7 +53,6 @@ class MeshWorkers:
         return range(self.first_device, self.first_device + self.n_devices)
 
     def take_freed(self) -> list[int]:
-        """Arrays to free with the next call."""
         return [self.freed.popleft() for _ in range(len(self.freed))]
 
 
@@ -73,16 +66,10 @@ class Copy:
 
 
 class DistributedArray(RemoteArray):
-    """An array on the meshes of a session; on several of them if it is replicated over meshes.
+    """An array on a mesh of a session, or on several meshes if it is replicated over them.
 
-    A step that reads it on one of these meshes, in the same sharding, takes it in place. The next call frees its memory
-    on the workers once nothing refers to it.
-
-    Attributes:
-        runtime: that of the session.
-        number: under which workers keep it.
-        type: its shape and dtype.
-        copies: those on each of its meshes.
+    A step that reads it on one of these meshes, in the same sharding, takes it in place. Once nothing refers to it, the
+    next call frees its memory on the workers.
     """
 
     def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
@@ -94,13 +81,7 @@ class DistributedArray(RemoteArray):
         self._deleted = False
 
     @property
-    def mesh_ids(self) -> tuple[int, ...]:
-        """First device of each mesh that holds a copy."""
-        return tuple(copy.mesh.first_device for copy in self.copies)
-
-    @property
     def specs(self) -> tuple[PartitionSpec, ...]:
-        """Its sharding on each of these meshes."""
         return tuple(copy.spec for copy in self.copies)
 
     def is_on(self, shape: MeshShape, spec: PartitionSpec) -> bool:
@@ -108,34 +89,29 @@ class DistributedArray(RemoteArray):
         return any(copy.mesh.alive and copy.shape == shape and copy.spec == spec for copy in self.copies)
 
     def add(self, copy: Copy) -> None:
-        """Note another copy, under the same number."""
         self.copies = (*self.copies, copy)
         copy.mesh.arrays[self.number] = self
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether several meshes have a copy."""
-        return len(self.copies) > 1
 
     def is_deleted(self) -> bool:
         return self._deleted
 
     def delete(self) -> None:
         """Free the memory now. The array cannot be used any more."""
-        with self.runtime.turn_even_if_ended():  # no step is being told of this array
+        with self.runtime.turn_even_if_ended():  # no step is about to read this array
             if not self._deleted:
                 self._deleted = True
                 self._host = None
                 self._release()
 
     def used_up(self) -> None:
-        """A step has taken over the memory."""
         self._deleted = True
         self._host = None
 
     def keep(self, value: Any) -> None:
-        """Hold the value in this process too, unless the array is used up by now. It is read-only: `np.asarray`
-        hands it out, and steps may read it."""
+        """Hold the value in this process too, unless the array is used up by now.
+
+        The value becomes read-only: `np.asarray` hands it out, and steps may read it.
+        """
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
         if not self._deleted:
@@ -148,7 +124,6 @@ class DistributedArray(RemoteArray):
 
     @property
     def held_here(self) -> bool:
-        """Whether this process has the value."""
         return self._host is not None
 
     def block_until_ready(self) -> DistributedArray:
@@ -181,7 +156,6 @@ class DistributedArray(RemoteArray):
             missing[0].runtime.fetch(missing)
 
     def check_usable(self) -> None:
-        """Raise DeletedArrayError if the array was deleted or donated."""
         if self._deleted:
             raise DeletedArrayError(
                 f"An array of shape {self.shape} was deleted or donated to a step. Use that step's result, or keep "
@@ -198,7 +172,7 @@ class DistributedArray(RemoteArray):
             self._release()
 
 
-#: Typed keys on the meshes of a session. Functions of `jax.random` take them, too, and fetch them.
+#: Typed keys on the meshes of a session. Functions of `jax.random` take and fetch them.
 DistributedKeys = class_of_remote_keys(DistributedArray)
 
 

@@ -1,10 +1,9 @@
 """Workers as threads of this process: the runtime of a cluster without a cluster.
 
-Everything but the processes is real: workers compile mesh programs, exchange messages, keep arrays and fail as they do
-on Ray, on devices of this process. A mesh is on one host here, since jax can join only processes. Tests of what the
-cluster's runtime does run on this; those of processes, networks and hosts run on Ray.
+Everything except processes and networks is real: workers compile mesh programs, exchange messages, keep arrays and fail
+as on Ray, on devices of this process. A mesh is on one host here, since jax can join only processes.
 
-Arguments and answers are pickled on their way, as between processes, so that no two sides share memory by accident.
+Arguments and answers are pickled on their way, as between processes, so that the two sides share no memory.
 """
 
 from __future__ import annotations
@@ -14,17 +13,87 @@ import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import jax
+import numpy as np
 
 from minialpa.cluster import ClusterSpec
+from minialpa.errors import WorkerError
 from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded, WorkerHandle
-from minialpa.runtime.transports.in_process_transport import Hub, InProcessTransport
+from minialpa.runtime.transports.mailbox import Mailbox
+from minialpa.runtime.transports.transport import Part, Piece
 from minialpa.runtime.workers.worker import Worker
 from minialpa.runtime.workers.worker_process import WorkerSettings
+
+#: Arrays of one message.
+_Arrays = list[np.ndarray[Any, Any]]
+
+
+@dataclass(slots=True)
+class Hub:
+    """Where transports of this process find each other: the mailbox at each address."""
+
+    mailboxes: dict[int, Mailbox[_Arrays]] = field(default_factory=dict)
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+
+class InProcessTransport:
+    """The transport of worker `number`, the smallest one: puts copies of arrays into the mailboxes of its peers."""
+
+    def __init__(self, hub: Hub, number: int) -> None:
+        self.number, self.address = number, next(hub.numbers)
+        self._hub = hub
+        self._addresses: Sequence[int] = ()
+        self._mailbox: Mailbox[_Arrays] = Mailbox(number)
+        hub.mailboxes[self.address] = self._mailbox
+        # One thread, so that messages leave in order.
+        self._sender = ThreadPoolExecutor(1, f"minialpa-send-{number}")
+
+    def connect(self, addresses: Sequence[int], timeout_s: float = 60.0) -> None:
+        self._addresses = addresses
+
+    def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
+        self._mailbox.check()
+        return self._sender.submit(self._deliver, peer, tag, parts)
+
+    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> _Arrays:
+        arrays = self._mailbox.take(peer, tag, timeout_s)
+        sent = [(array.shape, array.dtype) for array in arrays]
+        if sent != [(piece.shape, piece.dtype) for piece in pieces]:
+            raise WorkerError(
+                f"Worker {self.number} awaited {pieces} as message {tag} of worker {peer} and got {sent}. The two run "
+                "different programs."
+            )
+        return arrays
+
+    def close(self) -> None:
+        self._sender.shutdown()
+        self._leave(lambda peer: peer.leave(self.number))
+
+    def lose(self) -> None:
+        """End as the transport of a process that dies: peers that wait for this worker get an error."""
+        self._leave(lambda peer: peer.fail(WorkerError(f"Worker {self.number} is lost: its process has ended.")))
+
+    def _leave(self, tell: Callable[[Mailbox[_Arrays]], None]) -> None:
+        self._hub.mailboxes.pop(self.address, None)
+        self._mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
+        for address in self._addresses:
+            if address in self._hub.mailboxes:
+                tell(self._hub.mailboxes[address])
+
+    def _deliver(self, peer: int, tag: int, parts: Sequence[Part]) -> None:
+        arrays = []
+        for part in parts:
+            array = np.asarray(part.array)  # waits until it is computed
+            arrays.append(np.array(array if part.index is None else array[part.index]))
+        mailbox = self._hub.mailboxes.get(self._addresses[peer])
+        if mailbox is None:
+            raise WorkerError(f"Message {tag} to worker {peer} was not sent: it has closed its transport.")
+        mailbox.put(self.number, tag, arrays)
 
 
 class SharedProcess:
@@ -36,8 +105,7 @@ class SharedProcess:
         self._devices, self._hub = devices, hub
         self._transports: list[InProcessTransport] = []
 
-    def reserve_port(self) -> None:
-        """There is no other process to meet."""
+    def reserve_port(self) -> None: ...
 
     def start_jax(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> list[jax.Device]:
         assert n_workers == 1, "a mesh of several hosts needs a process for each"
@@ -48,7 +116,6 @@ class SharedProcess:
         return self._transports[-1]
 
     def end(self) -> None:
-        """The worker's peers lose it; its thread ends after the call that it is in."""
         for transport in self._transports:
             transport.lose()
 
@@ -71,12 +138,12 @@ class ThreadActor:
 
     def call_aside(self, method: str, *args: Any) -> Reply:
         reply = self._new_reply()
-        if method != "live":  # which is answered by the end of the actor alone
+        if method != "live":  # the end of the actor answers it
             threading.Thread(target=self._answer, args=(reply, method, pickle.dumps(args)), daemon=True).start()
         return reply
 
     def end(self) -> None:
-        """End as a process does that is killed: nothing is answered any more, and peers lose it."""
+        """End as a killed process does: no call is answered any more, and peers lose the worker."""
         with self._lock:
             self._has_ended = True
             pending, self._pending = self._pending, set()
@@ -101,7 +168,7 @@ class ThreadActor:
     def _answer(self, reply: Future[bytes], method: str, args: bytes) -> None:
         answer, error = b"", None
         try:
-            with jax.enable_x64(True):  # as a worker in a process of its own has it
+            with jax.enable_x64(True):  # as in a worker's own process
                 answer = pickle.dumps(getattr(self._worker, method)(*pickle.loads(args)))
         except Exception as raised:
             error = CallRaised(method, repr(raised), traceback.format_exc())
@@ -153,8 +220,7 @@ class InProcessLauncher:
             assert isinstance(worker.actor, ThreadActor)
             worker.actor.end()
 
-    def release(self) -> None:
-        """The devices belong to this process."""
+    def release(self) -> None: ...
 
     def describe(self) -> ClusterSpec:
         n_hosts = len(self._devices) // self.devices_per_host
@@ -182,8 +248,7 @@ class InProcessLauncher:
     def answer(self, reply: Reply) -> Any:
         return pickle.loads(reply.result())
 
-    def check(self) -> None:
-        """Workers can always start."""
+    def check(self) -> None: ...
 
     def fault(self) -> str | None:
         return None

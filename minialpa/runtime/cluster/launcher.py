@@ -1,8 +1,7 @@
-"""What the runtime of a cluster needs from a launcher of workers. Ray is one (`ray_cluster`), threads are another
-(`in_process`).
+"""The interface of launchers of workers. Ray is one (`ray_cluster`), threads are another (`in_process`).
 
-A worker is launched as an actor: calls of one actor run one after the other, and each returns a reply at once. A reply
-is later a value, an error that the call raised (`CallRaised`), or the end of the worker (`WorkerEnded`).
+A launched worker is an actor: its calls run one after the other, and each returns a reply at once. A reply later holds
+a value, an error that the call raised (`CallRaised`), or the end of the worker (`WorkerEnded`).
 """
 
 from __future__ import annotations
@@ -18,13 +17,7 @@ Reply = Any
 
 
 class CallRaised(Exception):
-    """A call raised an error in a worker, which goes on.
-
-    Attributes:
-        method: name of the method, None if it is not known.
-        message: the error, in one line.
-        traceback: of the worker.
-    """
+    """A call raised an error in a worker, which goes on. `message` is the error in one line."""
 
     def __init__(self, method: str | None, message: str, traceback: str) -> None:
         super().__init__(message)
@@ -32,14 +25,14 @@ class CallRaised(Exception):
 
 
 class WorkerEnded(Exception):
-    """The worker ended before it answered; says why, as far as the launcher knows."""
+    """The worker ended before it answered. The message is the reason, as far as the launcher knows it."""
 
 
 class Actor(Protocol):
     """A `Worker` in a process, or a thread, of its own."""
 
     def call(self, method: str, *args: Any) -> Reply:
-        """Call a method after those that were called before. Arguments are copied."""
+        """Call a method after all earlier calls. Arguments are copied."""
 
     def call_aside(self, method: str, *args: Any) -> Reply:
         """Call `status`, `live`, `stop`, `read` or `write_copies`, which do not wait for other calls."""
@@ -47,14 +40,8 @@ class Actor(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WorkerHandle:
-    """A running worker.
-
-    Attributes:
-        number: unique in the session.
-        host: number of its host.
-        first_device: its devices are consecutive ones of the cluster, from this one on.
-        n_devices: how many.
-        actor: takes its calls.
+    """A running worker: its number in the session, its host, its consecutive devices, and the actor that takes its
+    calls.
     """
 
     number: int
@@ -65,12 +52,9 @@ class WorkerHandle:
 
 
 class Launcher(Protocol):
-    """Hosts that a session has reserved, and workers on them, until `release`.
+    """Hosts that a session has reserved, with devices numbered host by host, and workers on them, until `release`.
 
-    Attributes:
-        platform: of the devices, "cpu" or "cuda".
-        devices_per_host: devices are numbered host by host.
-        timeout_s: how long a worker may keep others waiting.
+    `platform` is "cpu" or "cuda". A worker may keep others waiting for `timeout_s`.
     """
 
     platform: str
@@ -80,12 +64,12 @@ class Launcher(Protocol):
     def start_meshes(self, keys: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
         """Start workers for each (first device, number of devices): one on each host, in one jax runtime per mesh.
 
-        `check` is called about once a second meanwhile. If it raises, all of these workers end. Raises WorkerError if
-        they do not start.
+        Calls `check` about once a second meanwhile. If it raises, all of these workers end. Raises WorkerError if they
+        do not start.
         """
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
-        """End workers, whatever they do. It is no error if some have ended already."""
+        """End workers, whether they are busy or have ended already."""
 
     def release(self) -> None:
         """Give the hosts back. Calling it twice is fine."""
@@ -99,24 +83,24 @@ class Launcher(Protocol):
         """How many hosts `restarted` would reserve now; 0 if the cluster is gone. Disturbs no worker."""
 
     def restarted(self) -> Launcher:
-        """A launcher for the same request on the hosts that answer now, at most as many as were asked for.
+        """A launcher for the same request on the hosts that answer now, at most as many as the request names.
 
-        This one has been released. Raises MinialpaError if no host can be reserved; calling it again is fine.
+        Call it after `release`. Raises MinialpaError if no host can be reserved; calling it twice is fine.
         """
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def share(self, value: Any) -> Any:
-        """A value to pass as an argument to several workers, which is copied to each host once."""
+        """A value to pass as an argument to several workers; it is copied to each host once."""
 
     def check_room(self, n_bytes: int) -> None:
         """Raise MinialpaError if large arguments of so many bytes find no room on the way to the workers.
 
-        The kernel ends a process that writes to shared memory which is full.
+        The kernel ends a process that writes to full shared memory.
         """
 
     def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:
-        """Wait until one of the replies is there, and return it, or none after `timeout_s` seconds."""
+        """Wait until one of the replies is there, and return it, or an empty list after `timeout_s` seconds."""
 
     def ready(self, replies: Sequence[Reply]) -> list[Reply]:
         """The replies that are there now."""
@@ -130,7 +114,7 @@ class Launcher(Protocol):
         """Raise MinialpaError if no worker can start."""
 
     def fault(self) -> str | None:
-        """What has befallen the cluster as a whole, and what to do about it; None while it is usable."""
+        """The fault of the cluster as a whole, and its remedy; None while the cluster is usable."""
 
     def lost_hosts(self, numbers: Iterable[int]) -> Mapping[int, str]:
-        """The hosts, of those with these numbers, on which nothing answers, and their addresses."""
+        """Of the hosts with these numbers, those on which nothing answers, with their addresses."""

@@ -1,15 +1,15 @@
-"""Turns of the threads that share a session: only one at a time tells workers what to run, and the session ends once.
+"""Turns of the threads that share a session: one thread at a time calls the workers, and the session ends once.
 
-Workers run calls in the order in which they get them. If two workers got two steps in different orders, each would
-wait for a step that the other has not begun. So a thread takes its *turn*, makes the calls to all workers, and gives
-the turn up before it waits for results.
+Workers run calls in the order in which they get them. If two workers got two steps in different orders, each would wait
+for a step that the other has not begun. So a thread takes its *turn*, makes the calls to all workers, and gives the
+turn up before it waits for results.
 
-Any thread may find that the session has failed, or may shut it down. The first one that does determines the cause, and
-all others raise the same WorkerError. That first thread also releases the session, once the others have left it: until
-then they may still use its connection to the cluster.
+Any thread may find that the session has failed, or may shut it down. The first one determines the cause, and all others
+raise the same WorkerError. That first thread also releases the session after the others have left it: until then they
+may use its connection to the cluster.
 
-There are three locks. `_turn` is held during a turn. `_changed` protects the counts and the failure, and is held for an
-instant only. `_closing` is held while the session is released; `stop` and `release` are called under it.
+There are three locks. A thread holds `_turn` during its turn. `_changed` protects the counts and the failure, and is
+held for an instant only. `_closing` is held while the session is released; `stop` and `release` are called under it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Turns:
     reserved.
 
     Attributes:
-        failure: What has ended the session, or None.
+        failure: the error that has ended the session, or None.
     """
 
     def __init__(self, stop: Callable[[], None], release: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class Turns:
         self._closing = threading.RLock()
         self._is_closed = False
 
-        # How often each thread is in `in_use`, and the thread that ends the session. These change under this lock only.
+        # How often each thread is in `in_use`, and the thread that ends the session.
         self._changed = threading.Condition()
         self._users: Counter[int] = Counter()
         self._ender: int | None = None
@@ -66,7 +66,7 @@ class Turns:
                     del self._users[me]
                     self._changed.notify_all()
 
-            # Only now: the thread that ends the session may itself be several contexts deep in it.
+            # The thread that ends the session may be several contexts deep in it.
             if has_left and self._ender == me:
                 self._close()
 
@@ -84,15 +84,14 @@ class Turns:
             yield
 
     def check(self) -> None:
-        """Raise WorkerError if the session has ended."""
         if self.failure is not None:
             raise ended(self.failure)
 
     def end(self, first: WorkerError, find_cause: Callable[[], WorkerError] | None = None) -> NoReturn:
-        """End the session, from within `in_use`. Raises what `find_cause` returns, or `first` without it.
+        """End the session, from within `in_use`. Raises the error that `find_cause` returns, or `first` without it.
 
         If another thread is ending the session already, wait until it knows the cause, and raise that. An interrupt of
-        `find_cause` is raised as it is; `first` is then what the session has ended with.
+        `find_cause` passes through; the session has then ended with `first`.
         """
         if not self._is_ender():
             self._await_failure()
@@ -110,7 +109,7 @@ class Turns:
     def shutdown(self, reason: WorkerError) -> None:
         """End the session for `reason` if it has not ended yet, and release it. Calling it twice is fine.
 
-        To be called outside `in_use`.
+        Call it outside `in_use`.
         """
         if self._is_ender():
             with self._changed:
@@ -120,7 +119,7 @@ class Turns:
         self._close()
 
     def _is_ender(self) -> bool:
-        """Whether this thread is the first one that ends the session, and has not said why yet."""
+        """Whether this thread is the first one that ends the session, and has not set the failure yet."""
         me = threading.get_ident()
         with self._changed:
             self._ender = self._ender or me
@@ -133,7 +132,7 @@ class Turns:
     def _close(self) -> None:
         """Stop the workers, wait until all other threads have left, and release the session, once.
 
-        If an earlier call was interrupted, this one does what is left.
+        If an earlier call was interrupted, this one completes it.
         """
         with self._closing:
             if self._is_closed:

@@ -1,10 +1,9 @@
 """The watch over the workers of a session: whether they live, answer and make progress.
 
-A call of `Worker.live` ends when its process does, so every wait of the runtime also waits for these calls. While a
-wait takes long, the runtime calls `heartbeat` about once a second: it asks all workers for their status, which shows
-which worker hangs, and where one was that dies later; of workers that are `late`, the runtime probes the hosts.
-`failures.hung_worker` and `failures.stalled_step` decide what
-the answers mean; this module only makes the calls and keeps the times.
+A call of `Worker.live` ends when its process does, so every wait of the runtime also waits for these calls. During a
+long wait, the runtime calls `heartbeat` about once a second, which asks all workers for their status. The answers show
+which worker hangs, and where a worker was that dies later. The runtime probes the hosts of `late` workers.
+`failures.hung_worker` and `failures.stalled_step` judge the answers; this module makes the calls and keeps the times.
 
 A watch is not thread-safe: the runtime uses it under its lock. It raises nothing.
 """
@@ -19,12 +18,9 @@ from minialpa.runtime.workers.failures import Failure, Status, hung_worker, stal
 
 
 class Watch:
-    """The watch over some workers, none at first.
+    """The watch over some workers, none at first. A worker has `timeout_s` to answer, and a step to make progress.
 
-    Attributes:
-        timeout_s: Seconds that a worker has to answer, and that a step has to make progress.
-        interval_s: Seconds between two heartbeats.
-        lives: The calls of `Worker.live`, which end when the process of their worker does.
+    `lives` are the calls of `Worker.live`.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -37,41 +33,37 @@ class Watch:
         self._last_progress_s = time.monotonic()
 
     def add(self, workers: Iterable[WorkerHandle]) -> None:
-        """Watch workers that have just started."""
         started = list(workers)
         self.lives.update((w.actor.call_aside("live"), w) for w in started)
-        # Their first status says which process each of them is.
+        # Their first status has the number of the process.
         now = time.monotonic()
         self._asked.update((_ask(w), (w, now)) for w in started)
 
     def remove(self, workers: Iterable[WorkerHandle]) -> None:
-        """Stop watching workers that are about to end."""
         removed = {w.number for w in workers}
         self.lives = {ref: w for ref, w in self.lives.items() if w.number not in removed}
         self._asked = {ref: asked for ref, asked in self._asked.items() if asked[0].number not in removed}
 
     def watches(self, worker: WorkerHandle) -> bool:
-        """Whether the worker was added and not removed."""
         return any(w.number == worker.number for w in self.lives.values())
 
     def status(self, worker: WorkerHandle) -> Status:
-        """The last known status of the worker."""
         self._read_answers()
         return self._last_status(worker)
 
     def note_progress(self) -> None:
-        """Note that a call was answered, or that a wait begins: the time for progress starts again."""
+        """Note that a call was answered, or that a wait begins: the time for progress starts from here."""
         self._last_progress_s = time.monotonic()
 
     def ask(self, but: Collection[int] = ()) -> dict[Reply, WorkerHandle]:
-        """Ask all workers for their status, except those with the numbers `but`; the calls."""
+        """Ask all workers for their status, except the numbers in `but`; returns the calls."""
         asked = [w for w in self.lives.values() if w.number not in but]
         return {_ask(w): w for w in asked}
 
     def heartbeat(self, is_stepping: bool) -> Failure | None:
-        """Read the answers to the last heartbeat and ask again; the failure that the answers show, or None.
+        """Read the answers to the last heartbeat and ask once more; returns the failure that the answers show, or None.
 
-        `is_stepping` says whether a step is under way: only then do workers have to make progress.
+        is_stepping: whether a step is under way: only then do workers have to make progress.
         """
         self._read_answers()
         now = time.monotonic()
@@ -90,7 +82,7 @@ class Watch:
         return [w for w, asked_s in self._asked.values() if now - asked_s >= seconds]
 
     def unanswered_s(self, worker: WorkerHandle, least_s: float) -> float:
-        """Seconds since the first call that the worker has not answered; `least_s` if later ones were answered."""
+        """Seconds since the first call that the worker has not answered; `least_s` if it has answered all."""
         self._read_answers()
         now = time.monotonic()
         return max([least_s, *(now - asked_s for w, asked_s in self._asked.values() if w.number == worker.number)])
@@ -105,7 +97,7 @@ class Watch:
             try:
                 status = self._launcher.answer(ref)
             except (CallRaised, WorkerEnded):
-                continue  # The worker has died, and its call of `live` says so.
+                continue  # The worker has died, as its call of `live` shows.
             if self._known.get(status.worker) != status:
                 self._known[status.worker] = status
                 self.note_progress()

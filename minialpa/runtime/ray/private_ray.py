@@ -44,7 +44,7 @@ def address_of_this_machine() -> str | None:
 
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:
-    """What nobody has reserved of each node's resources, by `NodeID`. The head hears of changes within a second."""
+    """The unreserved resources of each node, by `NodeID`. The head learns of changes within a second."""
     from ray._private.state import available_resources_per_node
 
     available: Mapping[str, Mapping[str, float]] = available_resources_per_node()
@@ -59,9 +59,9 @@ def folder_of_shared_memory() -> Path | None:
 
 
 def head_knows_this_process() -> bool:
-    """Whether the head of the cluster that this process has joined answers as the same head. It has to be reachable.
+    """Whether the head that this process has joined answers and has not restarted. It has to be reachable.
 
-    Any other call to a head that was restarted would end this process.
+    Any other call to a restarted head would end this process.
     """
     try:
         _internal_kv_exists(b"minialpa")

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: calls, replies and errors of Ray in the terms of `launcher`."""
+"""Workers as Ray actors: translates calls, replies and errors of Ray to the interface in `launcher`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ _ACTOR: Any = ray.remote(  # type: ignore[call-overload]
     concurrency_groups={"control": 1, "life": 1, "samples": 1, "files": 1}
 )(Worker)
 
-#: Beginnings of lines in Ray's errors that say nothing of the reason.
+#: Beginnings of lines in Ray's errors that do not give the reason.
 _LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RayActor:
-    """A worker in a process that Ray has started. See `launcher.Actor`."""
-
     handle: Any
 
     def call(self, method: str, *args: Any) -> Reply:
@@ -43,13 +41,10 @@ class RayActor:
 
 
 def start_actor(options: dict[str, Any], *args: Any) -> RayActor:
-    """Start a `Worker(*args)` with these options of Ray."""
     return RayActor(_ACTOR.options(**options).remote(*args))
 
 
 class RayCalls:
-    """The calls of a `Launcher`, for `RayActor`s."""
-
     _shared_memory: Path | None = None
 
     def share(self, value: Any) -> Any:

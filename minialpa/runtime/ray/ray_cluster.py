@@ -1,11 +1,9 @@
 """Hosts of a Ray cluster: a session reserves them here and starts worker processes on them.
 
-`node_choice.py` chooses the Ray nodes that become hosts, and `reservation.py` reserves them.
-
-`RayCluster` owns the reservation (a placement group), the processes of the workers, and the connection to Ray if it
-has made that itself; `release` returns all of them. It starts no thread that outlives a call. One thread at a time
-starts and ends workers (see `turns.py`); `fault` and `lost_hosts` may be called from any thread. Ray can
-end this process if its head is gone, so calls that would do that look first whether the head answers.
+`RayCluster` owns the reservation (a placement group, see `reservation.py`), the processes of the workers, and the
+connection to Ray if it has made that; `release` returns all of them. It starts no thread that outlives a call. One
+thread at a time starts and ends workers (see `turns.py`); any thread may call `fault` and `lost_hosts`. Ray can end
+this process if its head is gone, so calls that would do that first check whether the head answers.
 
 Errors are ShardingError if the cluster has too few hosts or devices, MinialpaError if it cannot be used, and
 WorkerError if workers do not start.
@@ -39,22 +37,15 @@ _START_TIMEOUT_S = 180.0
 _HEAD_TIMEOUT_S = 6.0
 #: Seconds between two checks of whether the session has ended, while workers start.
 _CHECK_INTERVAL_S = 1.0
-#: Times that workers are started if the port of a coordinator is taken meanwhile.
-_START_ATTEMPTS = 3
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a session asks of Ray. None leaves a value to the cluster.
+    """The request of a session to Ray. None leaves a value to the cluster.
 
-    Attributes:
-        address: The address of a running cluster; None as `ray_connection.connect` says.
-        num_hosts: The number of hosts; None for all.
-        devices_per_host: The number of devices of each host; None for as many as every host has.
-        namespace: The Ray namespace.
-        timeout_s: Seconds that a worker waits for another one.
-        env: Environment variables of the workers.
+    Without `num_hosts`, a session gets all hosts; without `devices_per_host`, as many as every host has. A worker waits
+    for another one for `timeout_s`.
     """
 
     address: str | None
@@ -66,20 +57,17 @@ class Request:
 
 
 class RayCluster(RayCalls):
-    """The hosts that a session has reserved, from the making of this object until `release`. See `launcher.Launcher`.
+    """The hosts that a session has reserved, until `release`. See `launcher.Launcher`.
 
     Attributes:
-        request: What the session has asked for.
-        owns_ray: Whether this object has connected the process to Ray, and will disconnect it.
-        owns_cluster: Whether it has also started the cluster, which ends when it disconnects.
-        head: The address of the cluster's head.
-        devices_per_host: The number of devices of each host.
-        platform: "cuda" or "cpu".
-        hosts: The hosts, in the order of their addresses.
+        owns_ray: whether this object has connected the process to Ray, and will disconnect it.
+        owns_cluster: whether it has also started the cluster, which ends when it disconnects.
+        head: the address of the cluster's head.
+        hosts: in the order of their addresses.
     """
 
     def __init__(self, request: Request, before: RayCluster | None = None) -> None:
-        """Reserve exactly what is requested; or, after the hosts of `before`, as much of it as there is."""
+        """Reserve exactly the request; or, after the hosts of `before`, as much of it as there is."""
         self.request = request
         self.timeout_s = request.timeout_s
         self.owns_ray = not ray.is_initialized()
@@ -124,7 +112,7 @@ class RayCluster(RayCalls):
                 ray.shutdown()
 
     def wanted_again(self) -> Wanted:
-        """What a session that follows this one asks for."""
+        """The request of a session that follows this one."""
         held = frozenset(host.node_id for host in self.hosts)
         return replace(_wanted(self.request), resource=self._resource, held=held)
 
@@ -150,8 +138,9 @@ class RayCluster(RayCalls):
             ray.shutdown()
 
     def restarted(self) -> RayCluster:
-        """As many of the requested hosts as answer now. They are those of the same cluster: if the request names none,
-        another one might be found, or started, once the head of this one is gone."""
+        """As many of the requested hosts as answer now, of the same cluster: without an address, Ray might find or
+        start another one once the head of this one is gone.
+        """
         address = "local" if self.owns_cluster else self.head
         return RayCluster(replace(self.request, address=address), before=self)
 
@@ -160,13 +149,13 @@ class RayCluster(RayCalls):
         fault = fault_of_head(self.head)
         if fault is not None:
             raise MinialpaError(
-                f"The head of the Ray cluster at {self.head} {fault}, so nothing can start there. Fetch what you need "
-                "of a session that runs and end it with `minialpa.shutdown()`; call `ray.shutdown()`, if you have "
-                "called `ray.init`; then start again on a cluster that runs."
+                f"The head of the Ray cluster at {self.head} {fault}, so no worker can start there. Fetch arrays that "
+                "you need from a running session and end it with `minialpa.shutdown()`; call `ray.shutdown()`, if you "
+                "have called `ray.init`; then call `minialpa.init` on a running cluster."
             )
 
     def fault(self) -> str | None:
-        """What to tell the user if the head has been unreachable for too long, since the first failed probe."""
+        """The error for the user if the head is unreachable for too long, since the first failed probe; else None."""
         if answers(self.head):
             self._head_lost_at_s = None
             return None
@@ -181,8 +170,6 @@ class RayCluster(RayCalls):
         )
 
     def lost_hosts(self, numbers: Iterable[int]) -> dict[int, str]:
-        """The hosts, of those with these numbers, on which nothing answers, and their addresses. Ray itself takes some
-        time to notice."""
         asked = [(number, self.hosts[number]) for number in sorted(set(numbers))]
         found = each_answers([f"{host.ip}:{host.port}" for _, host in asked])
         return {number: host.ip for (number, host), is_there in zip(asked, found, strict=True) if not is_there}
@@ -205,7 +192,6 @@ class RayCluster(RayCalls):
         return replace(specs[0], device=devices[0], host_devices=tuple(devices) if len(set(devices)) > 1 else ())
 
     def _gpu_presets(self) -> list[PresetName]:
-        """The preset of each host."""
         resources = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         label = "accelerator_type:"
         kinds = [
@@ -218,32 +204,19 @@ class RayCluster(RayCalls):
     # ---- workers --------------------------------------------------------------------------------------------------
 
     def start_meshes(self, keys: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
-        """Start workers for each (first device, number of devices): one on each host, in one jax runtime per mesh.
-
-        `check` is called about once a second meanwhile. If it raises, all of these workers end. Raises WorkerError if
-        they do not start.
-        """
-        for attempt in range(_START_ATTEMPTS):
-            meshes: list[list[WorkerHandle]] = []
-            try:
-                meshes.extend(self._spawn(*key) for key in keys)
-                failure = self._join(meshes, check)
-            except BaseException:
-                self.end(list(itertools.chain(*meshes)))
-                raise
-            if failure is None:
-                return meshes
-
+        meshes: list[list[WorkerHandle]] = []
+        try:
+            meshes.extend(self._spawn(*key) for key in keys)
+            failure = self._join(meshes, check)
+            if failure is not None:
+                hint = "Is minialpa installed on every host, with the same versions of jax and Python?"
+                raise worker_error(replace(failure, message=f"{failure.message}\n{hint}"), (), has_ended=False)
+        except BaseException:
             self.end(list(itertools.chain(*meshes)))
-            if attempt + 1 == _START_ATTEMPTS or not _port_was_taken(failure):
-                hint = (
-                    f"{failure.message}\nIs minialpa installed on every host, with the same versions of jax and Python?"
-                )
-                raise worker_error(replace(failure, message=hint), (), has_ended=False)
-        raise AssertionError("unreachable")
+            raise
+        return meshes
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
-        """End the processes of workers. It is no error if some have ended already."""
         if not workers or not ray.is_initialized():
             return
         # `ray.kill` works through the head. Without it, the workers have to end themselves.
@@ -280,7 +253,7 @@ class RayCluster(RayCalls):
     def _join(self, meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:
         """Join the workers of each mesh in one jax runtime, and wait until all have; the first failure, or None.
 
-        `check` is called about once a second, and may raise.
+        Calls `check` about once a second, which may raise.
         """
         # The coordinator of a mesh runs on its first worker, which finds a free port for it.
         ports = [workers[0].actor.call("reserve_port") for workers in meshes]
@@ -314,14 +287,13 @@ class RayCluster(RayCalls):
                 if gone is not None:
                     return lost_host(gone, lost[gone.host])
 
-            # This wait lasted until the deadline, and nobody answered.
+            # This wait lasted until the deadline without an answer.
             if not done and left_s <= _CHECK_INTERVAL_S:
                 late = next(iter(pending.values()))
                 return Failure(Fault.SILENT, late, f"it did not start within {_START_TIMEOUT_S:.0f} s.")
         return None
 
     def _options(self, host: int, n_devices: int) -> dict[str, Any]:
-        """The options of the actor of a worker with some devices of a host."""
         amount = self._resource_per_device * n_devices
         resources: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "resources": {}}
         match self._resource:
@@ -338,7 +310,7 @@ class RayCluster(RayCalls):
 
 
 def _worker_env(platform: str) -> dict[str, str]:
-    """The environment variables that every worker has, whatever the environment of this process is."""
+    """The environment variables of every worker, independent of the environment of this process."""
     env = {"XLA_FLAGS": "", "JAX_PLATFORMS": platform}
     if platform == "cuda":
         env[_MEMORY_FRACTION] = "0.9"
@@ -356,13 +328,3 @@ def _memory_fraction(env: Mapping[str, str]) -> float:
 
 def _wanted(request: Request) -> Wanted:
     return Wanted(num_hosts=request.num_hosts, devices_per_host=request.devices_per_host)
-
-
-def _port_was_taken(failure: Failure) -> bool:
-    """Whether another process may have taken the port of a coordinator, so that another try makes sense.
-
-    Some versions of jax crash in that case, so a death counts, too.
-    """
-    text = failure.message.lower()
-    signs = ("address already in use", "failed to bind", "failed to start rpc server")
-    return failure.fault is Fault.DIED or any(sign in text for sign in signs)

@@ -1,7 +1,7 @@
 """The connection of this process to Ray: finds or starts a cluster, connects to it, and probes its head.
 
 Ray keeps one connection per process, so `connect` changes the state of the process; the caller disconnects with
-`ray.shutdown`. Errors are MinialpaErrors that say how to get a cluster that works.
+`ray.shutdown`. Errors are MinialpaErrors with a remedy.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from ray.exceptions import RayError
 from minialpa.errors import MinialpaError
 from minialpa.runtime.ray.private_ray import address_of_this_machine, head_knows_this_process, start_cluster
 
-#: Seconds that a host has to take a connection. TCP tries again after one second if the first packet is lost.
+#: Seconds that a host has to take a connection. TCP retries after one second if the first packet is lost.
 _PROBE_S = 2.0
 
 
 def connect(address: str | None, namespace: str) -> bool:
-    """Connect to the cluster at `address`, or RAY_ADDRESS, or of this machine. If there is none, or for "local",
-    start one. Returns whether it has started one.
+    """Connect to the cluster at `address`, or RAY_ADDRESS, or of this machine; else, or for "local", start one.
 
-    Raises MinialpaError if no cluster answers there.
+    Returns whether it has started one. Raises MinialpaError if no cluster answers at an address.
     """
     address = address or os.environ.get("RAY_ADDRESS") or _started_here()
 
@@ -42,8 +41,8 @@ def connect(address: str | None, namespace: str) -> bool:
 
     if address.startswith("ray://"):
         raise MinialpaError(
-            f"{address!r} is the address of a Ray client server, but the process that trains has to be on a host of "
-            "the cluster: start it there, by `ray job submit` for instance, and leave out `address` and `RAY_ADDRESS`."
+            f"{address!r} is the address of a Ray client server, but the training process has to be on a host of "
+            "the cluster: start it there, by `ray job submit` for instance, without `address` and `RAY_ADDRESS`."
         )
     # Ray would retry for minutes.
     if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not answers(address):
@@ -76,7 +75,7 @@ def _started_here() -> str | None:
 
 
 def fault_of_head(address: str) -> str | None:
-    """What is wrong with the head that this process is connected to, as the end of a sentence; None if it works."""
+    """The fault of the head that this process is connected to, as the end of a sentence; None if it works."""
     if not answers(address):
         return "does not answer"
     if not head_knows_this_process():
@@ -87,7 +86,7 @@ def fault_of_head(address: str) -> str | None:
 def nodes_that_answer(timeout_s: float) -> list[Mapping[str, Any]]:
     """The nodes of the cluster at which something listens, as `ray.nodes` describes them. Takes up to `timeout_s`.
 
-    Ray lists a node that was lost as alive until its own health checks have failed, for up to a minute.
+    Ray lists a lost node as alive until its own health checks have failed, for up to a minute.
     """
     listed = [node for node in ray.nodes() if node["Alive"]]
     found = each_answers([f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in listed], timeout_s)

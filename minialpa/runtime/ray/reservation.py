@@ -1,8 +1,11 @@
 """The reservation of hosts: the nodes of a Ray cluster that answer go in; a placement group on some of them comes out.
 
-Ray lists a node that was lost as alive for up to a minute, and would try to reserve it. So nodes are probed first, and
-each bundle of the placement group names its node. A session that starts again takes the nodes that it can have, at
-most as many as were asked for; what the ended session held is free some moments after its end.
+A host is a Ray node with devices: GPUs, the custom resource `minialpa_cpu_device`, or, if no node has either, CPUs,
+each of which stands for one virtual CPU device unless the user gives a number.
+
+Ray lists a lost node as alive for up to a minute, and would try to reserve it. So nodes are probed first, and each
+bundle of the placement group names its node. A restarted session takes the nodes that it can have, at most as many as
+the request names; the nodes of the ended session become free some moments after its end.
 
 The process is connected to Ray, whose head answers. Errors are ShardingError if the cluster has too few hosts or
 devices, and MinialpaError if they are not free.
@@ -10,21 +13,21 @@ devices, and MinialpaError if they are not free.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from minialpa.errors import MinialpaError
-from minialpa.runtime.ray.node_choice import NodeChoice, choose_nodes, ip_key, nodes_to_restart_on
+from minialpa.errors import MinialpaError, ShardingError
 from minialpa.runtime.ray.private_ray import available_resources
 from minialpa.runtime.ray.ray_connection import nodes_that_answer
 
 #: Seconds that the cluster has to reserve the hosts.
 _RESERVE_TIMEOUT_S = 60.0
-#: Seconds after which the nodes are probed again, since one of those chosen may have been lost meanwhile.
+#: Seconds after which the nodes are probed anew, since a chosen one may have been lost meanwhile.
 _TRY_S = 5.0
 #: Seconds that the nodes of an ended session have to become free. Its workers end at once, unless they hang.
 _FREE_TIMEOUT_S = 10.0
@@ -34,18 +37,105 @@ _POLL_S = 0.1
 _PROBE_S, _QUICK_PROBE_S = 2.0, 0.3
 #: The label by which Ray tells nodes apart.
 _NODE_LABEL = "ray.io/node-id"
+CPU_DEVICE = "minialpa_cpu_device"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChoice:
+    """The nodes that a session gets.
+
+    Attributes:
+        resource: the Ray resource that counts devices.
+        nodes: as `ray.nodes` describes them; most devices first, then by address.
+    """
+
+    resource: str
+    nodes: tuple[Mapping[str, Any], ...]
+    devices_per_host: int
+
+    @property
+    def resource_per_device(self) -> float:
+        """The amount of the resource for one device: less than a CPU if there are more virtual devices than CPUs."""
+        if self.resource != "CPU":
+            return 1.0
+        least = min(node["Resources"]["CPU"] for node in self.nodes)
+        # Ray counts resources in ten-thousandths.
+        return min(1.0, int(least * 10_000 / self.devices_per_host) / 10_000)
+
+
+def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devices_per_host: int | None) -> NodeChoice:
+    """The `num_hosts` nodes with the most devices, each with `devices_per_host` devices.
+
+    None stands for all nodes, and for as many devices as each of them has. Raises ShardingError if there are too few.
+    """
+    # GPUs before virtual CPU devices before CPUs: the first of these that any node has.
+    alive = [node for node in nodes if node["Alive"]]
+    resource = next((r for r in ("GPU", CPU_DEVICE) if any(n["Resources"].get(r, 0) >= 1 for n in alive)), "CPU")
+    with_devices = sorted(
+        (n for n in alive if n["Resources"].get(resource, 0) >= 1),
+        key=lambda n: (-n["Resources"][resource], ip_key(n["NodeManagerAddress"]), n["NodeID"]),
+    )
+
+    n_hosts = num_hosts or len(with_devices)
+    if not 1 <= n_hosts <= len(with_devices):
+        raise ShardingError(
+            f"{n_hosts} hosts were requested and the Ray cluster has {len(with_devices)} with `{resource}`. Request "
+            "fewer, or start more nodes."
+        )
+
+    # Every host gives the same number of devices. More virtual devices than CPUs are fine, since they share them.
+    chosen = tuple(with_devices[:n_hosts])
+    least = int(min(node["Resources"][resource] for node in chosen))
+    per_host = devices_per_host or least
+    if per_host < 1 or (per_host > least and resource != "CPU"):
+        raise ShardingError(
+            f"{per_host} devices per host were requested and a host of the Ray cluster has {least} `{resource}`. "
+            "Request fewer devices or fewer hosts."
+        )
+    return NodeChoice(resource, chosen, per_host)
+
+
+def nodes_to_restart_on(
+    nodes: Sequence[Mapping[str, Any]],
+    *,
+    resource: str,
+    devices_per_host: int | None,
+    available: Mapping[str, Mapping[str, float]],
+    held: Collection[str] = (),
+) -> list[Mapping[str, Any]]:
+    """The nodes of which a restarted session may have `devices_per_host` devices, or all without a number.
+
+    They have the resource that the ended session used: a session on GPUs does not restart on CPUs. The devices are
+    free, or belong to that session.
+
+    available: the free amount of each resource, for each `NodeID`. held: the nodes of the ended session, by `NodeID`.
+    """
+
+    def may_have(node: Mapping[str, Any]) -> bool:
+        total = node["Resources"].get(resource, 0)
+        needed = total if devices_per_host is None else devices_per_host
+        if resource == "CPU":
+            needed = min(needed, total)  # Virtual devices share CPUs.
+        is_free = node["NodeID"] in held or available.get(node["NodeID"], {}).get(resource, 0) >= needed
+        return bool(total >= max(1, needed) and is_free)
+
+    return [node for node in nodes if node["Alive"] and may_have(node)]
+
+
+def ip_key(ip: str) -> tuple[int, ...]:
+    """A key that sorts addresses by their numbers: 10.0.0.9 before 10.0.0.10."""
+    return tuple(int(part) for part in re.findall(r"\d+", ip))
+
+
+# ---- the reservation -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The hosts that a session asks for.
+    """The hosts that a session requests. None stands for all hosts, and for as many devices as every host has.
 
-    Attributes:
-        num_hosts: The number of hosts; None for all.
-        devices_per_host: The number of devices of each host; None for as many as every host has.
-        resource: The Ray resource that counted the devices of the session before this one; None for a first session,
-            which gets exactly what it asks for.
-        held: The `NodeID`s of the hosts that the session before held.
+    A restarted session gives the `resource` that counted the devices of the session before, and the `NodeID`s that it
+    `held`. A first session gets exactly its request.
     """
 
     num_hosts: int | None
@@ -56,14 +146,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A reserved host.
-
-    Attributes:
-        node_id: Its Ray node.
-        ip: Its address.
-        port: The port at which its Ray node answers.
-        bundle: Its bundle in the placement group.
-    """
+    """A reserved host: its Ray node, its address, and its number in the placement group."""
 
     node_id: str
     ip: str
@@ -73,12 +156,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Reserved hosts, until the placement group is removed.
-
-    Attributes:
-        group: The placement group.
-        choice: The nodes in it, with their devices.
-    """
+    """Reserved nodes, until the placement group is removed."""
 
     group: Any
     choice: NodeChoice
@@ -94,7 +172,6 @@ class Reservation:
 
 
 def n_available(wanted: Wanted) -> int:
-    """How many hosts `reserve` would get now for a session that starts again. Takes less than half a second."""
     n_nodes = len(_usable(nodes_that_answer(_QUICK_PROBE_S), wanted))
     return n_nodes if wanted.num_hosts is None else min(wanted.num_hosts, n_nodes)
 
@@ -124,7 +201,7 @@ def reserve(wanted: Wanted) -> Reservation:
         if time.monotonic() >= deadline:
             raise MinialpaError(
                 f"The Ray cluster did not reserve {bundle} on each of {len(choice.nodes)} hosts within "
-                f"{_RESERVE_TIMEOUT_S:.0f} s: something else uses them. Wait for it to end, or ask for fewer hosts or "
+                f"{_RESERVE_TIMEOUT_S:.0f} s: other programs use them. Wait for their end, or request fewer hosts or "
                 "devices."
             )
 
@@ -134,7 +211,7 @@ def _choose_first(wanted: Wanted) -> NodeChoice:
 
 
 def _choose_again(wanted: Wanted) -> NodeChoice:
-    """The nodes for a session that starts again, once those of the ended session are free, or after some seconds."""
+    """The nodes for a restarted session, once the nodes of the ended session are free, or after some seconds."""
     nodes = nodes_that_answer(_PROBE_S)
     deadline = time.monotonic() + _FREE_TIMEOUT_S
     usable = _usable(nodes, wanted)
@@ -146,8 +223,8 @@ def _choose_again(wanted: Wanted) -> NodeChoice:
     if not free:
         devices = f"{wanted.devices_per_host or 'all of its'} `{wanted.resource}`"
         raise MinialpaError(
-            f"No host of the Ray cluster answers and has {devices} free. Start nodes, or wait for what uses them to "
-            "end, until `minialpa.available_hosts()` is not 0; then call `minialpa.restart()` again."
+            f"No host of the Ray cluster answers and has {devices} free. Start nodes, or wait for other programs to "
+            "end, until `minialpa.available_hosts()` is not 0; then call `minialpa.restart()`."
         )
     n_hosts = len(free) if wanted.num_hosts is None else min(wanted.num_hosts, len(free))
     return choose_nodes(free, n_hosts, wanted.devices_per_host)
@@ -166,5 +243,4 @@ def _usable(nodes: Sequence[Mapping[str, Any]], wanted: Wanted) -> list[Mapping[
 
 
 def _free(nodes: Sequence[Mapping[str, Any]], wanted: Wanted) -> list[Mapping[str, Any]]:
-    """The nodes that are free now."""
     return _usable(nodes, replace(wanted, held=frozenset()))

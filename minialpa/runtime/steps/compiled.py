@@ -1,15 +1,16 @@
-"""Compiles the functions of a program for a mesh; both runtimes do it here.
+"""Compiles the functions of a program for a mesh, for both runtimes.
 
 `jax.jit` lowers a function with the shardings that the program gives; XLA compiles several lowered functions at once,
-and those that are equal once.
+and equal ones only once.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
+import statistics
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.runtime.steps.step_trace import flagged
@@ -32,13 +34,9 @@ _PERIOD = 8
 
 @dataclass(frozen=True, eq=False)
 class LoweredFunction:
-    """A function that XLA is to compile.
+    """A function that XLA compiles. `jitted` is the function under `jax.jit`.
 
-    Attributes:
-        jitted: the function under `jax.jit`.
-        lowered: what that lowers to.
-        n_inputs: the number of its arguments.
-        outside: what its text leaves out or is long to say: types, shardings, devices, arguments that are used up.
+    `outside` has types, shardings, devices and donated arguments, which are not in its text or make it long.
     """
 
     jitted: Any
@@ -48,8 +46,9 @@ class LoweredFunction:
 
     @functools.cached_property
     def text(self) -> str | None:
-        """StableHLO with all constants; None if it does not say all that the function computes: for calls back into
-        Python, which it names by their numbers, and constants that jax passes beside the arguments."""
+        """StableHLO with all constants; None if the text does not determine the function: it names calls back into
+        Python by number, and has no constants that jax passes beside the arguments.
+        """
         text: str = self.lowered.as_text()
         parameters = text[text.index("@main(") :].partition("->")[0]
         is_whole = parameters.count("%arg") == self.n_inputs and "callback" not in text
@@ -71,16 +70,11 @@ def lower(
     compiler_options: Sequence[tuple[str, bool]] = (),
     with_flag: bool = False,
 ) -> LoweredFunction:
-    """The function jitted for a mesh, and lowered.
+    """The function of `avals` jitted for a mesh, and lowered. It returns a sequence of outputs.
 
     Args:
-        function: of all inputs; returns a sequence of outputs.
-        avals: shape and dtype of each input.
-        mesh: the devices.
-        in_specs: sharding of each input.
-        out_specs: sharding of each output.
+        in_specs, out_specs: shardings of inputs and outputs.
         donated: positions of the inputs whose buffers the outputs may reuse.
-        compiler_options: names and values of options of XLA.
         with_flag: add the output by which traced steps see the end of a call (`step_trace.flagged`).
     """
     specs = (*out_specs, PartitionSpec()) if with_flag else out_specs
@@ -99,8 +93,9 @@ def lower(
 
 
 def compile_all(lowered: Iterable[LoweredFunction]) -> list[Any]:
-    """Compile what `lower` gives, equal functions once. An iterable that lowers as it goes overlaps with the compiler,
-    which runs in other threads: lowering holds Python's interpreter lock, compiling does not."""
+    """Compile lowered functions, equal ones once. An iterable that lowers as it goes overlaps with the compiler, which
+    runs in other threads: lowering holds Python's interpreter lock, compiling does not.
+    """
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         known: dict[Hashable, list[tuple[LoweredFunction, Future[Any]]]] = defaultdict(list)
         pending = []
@@ -121,30 +116,48 @@ def allocation_size(compiled: Any) -> int:
     return int(used - stats.alias_size_in_bytes)
 
 
+def function_seconds(compiled: Any, repeats: int) -> float:
+    """Median seconds of a call on zeros, from ready arguments to ready results, after one call to warm up.
+
+    This includes the cost of starting a call and of noticing its end. In a runtime of several processes, all of them
+    have to measure the same function at the same time.
+    """
+    avals, shardings = jax.tree.leaves(compiled.in_avals), jax.tree.leaves(compiled.input_shardings)
+    # jitted, so that each process makes its own part
+    make = jax.jit(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in avals], out_shardings=shardings)
+    seconds = []
+    for _ in range(repeats + 1):
+        args = jax.block_until_ready(make())  # anew: the call may take over their memory
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
 def _compile(jitted: Any, lowered: Any) -> Any:
     avals = jax.tree.leaves(lowered.in_avals)
     if any(str(aval.dtype) in _NARROW for aval in avals):
         return NarrowCall(jitted, lowered)
     compiled = lowered.compile()
     devices = {device for sharding in jax.tree.leaves(compiled.output_shardings) for device in sharding.device_set}
-    return paced(compiled, _marker_of(lowered), devices) if devices else compiled
+    return paced(compiled, devices) if devices else compiled
 
 
-def paced(function: Any, marker: int, devices: Collection[jax.Device]) -> Any:
+def paced(function: Any, devices: Collection[jax.Device]) -> Any:
     """A function for these devices, as a `PacedCall` if they need it."""
     if len(devices) < 2 or any(device.platform != "cpu" for device in devices):
         return function
-    return PacedCall(function, marker)
+    return PacedCall(function)
 
 
 class PacedCall:
-    """A compiled function for several CPU devices. When a call returns, all but the last few calls are finished.
+    """A compiled function for several CPU devices. When a call returns, only the last few calls are unfinished.
 
     XLA runs all devices of a process on one pool of threads, and runs at most 32 calls on a device at a time. A further
     call keeps a thread while it waits for its turn. If all threads wait, some for their turn and others in a collective
-    for a device that has no thread left, none of them ever goes on.
+    for a device without a thread, they wait for ever.
 
-    To wait takes as long as a short call, even for what is finished, so only every `_PERIOD`-th call waits, for the one
+    Waiting takes as long as a short call, even for a finished one, so only every `_PERIOD`-th call waits, for the one
     that waited before it. XLA begins a call for several devices when the one before it, in the order of issue, has
     ended on all of its devices: if a call is finished, all earlier ones are. So after a call with number n * _PERIOD,
     at most _PERIOD calls are unfinished, and before the next such call has waited, at most 2 * _PERIOD. Threads that
@@ -154,12 +167,11 @@ class PacedCall:
     _lock = threading.Lock()
     #: Calls of all such functions of the process, which share the pool.
     _n_calls: ClassVar[int] = 0
-    #: A result of the last call that waited.
+    #: The last result of the last call that waited: mostly the loss, which later calls do not take over.
     _marker: ClassVar[Any] = None
 
-    def __init__(self, compiled: Any, marker: int) -> None:
-        """marker: number of a result, which is kept until later calls have ended."""
-        self._compiled, self._number = compiled, marker
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
 
     def __call__(self, *args: Any) -> Any:
         results = self._compiled(*args)
@@ -167,8 +179,8 @@ class PacedCall:
             PacedCall._n_calls += 1
             if PacedCall._n_calls % _PERIOD:
                 return results
-            earlier, PacedCall._marker = PacedCall._marker, results[self._number]
-            # A later call may have taken over the earlier result. Nobody has the new one yet.
+            earlier, PacedCall._marker = PacedCall._marker, results[-1]
+            # A later call may have taken over the earlier result. No call has the new one yet.
             if earlier is not None and not _await(earlier):
                 _await(PacedCall._marker)
         return results
@@ -178,11 +190,11 @@ class PacedCall:
 
 
 def _await(result: Any) -> bool:
-    """Wait until a result is computed; False if another call has taken it over, of which it says nothing.
+    """Wait until a result is computed; False if another call has taken it over, so that this call may be unfinished.
 
     An error of the call is raised where its results are read.
     """
-    # Not `is_ready`: XLA crashes if it is asked that of a buffer that was taken over.
+    # Not `is_ready`, which crashes for a buffer that was taken over.
     try:
         result.block_until_ready()
     except RuntimeError:
@@ -190,27 +202,10 @@ def _await(result: Any) -> bool:
     return True
 
 
-def _marker_of(lowered: Any) -> int:
-    """The result by which a call is found to be finished: one that is likely to be there when later calls run, and is
-    small.
-
-    A training step takes over its state, so results like a donated input are mostly gone after the next call. Its loss
-    is mostly behind the state.
-    """
-    taken_over = {(arg.shape, arg.dtype) for arg in jax.tree.leaves(lowered.args_info) if arg.donated}
-    results = jax.tree.leaves(lowered.out_info)
-
-    def rank(number: int) -> tuple[bool, int, int]:
-        result = results[number]
-        return (result.shape, result.dtype) in taken_over, math.prod(result.shape), -number
-
-    return min(range(len(results)), key=rank)
-
-
 class NarrowCall:
     """A compiled function that takes arrays of narrow elements.
 
-    Its first call compiles it. The methods of `jax.stages.Compiled` compile it once more, to look into it.
+    Its first call compiles it. The methods of `jax.stages.Compiled` compile it a second time, for inspection.
     """
 
     def __init__(self, jitted: Any, lowered: Any) -> None:

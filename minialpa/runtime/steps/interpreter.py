@@ -1,10 +1,9 @@
 """The interpreter of both runtimes: walks the instructions of a program over numbered buffers.
 
-`Run`, `Accumulate` and `Free` mean the same in one process and on a worker of a cluster, and the interpreter does them.
-How an array gets from one mesh to another differs. That is the back end's part: `local.DevicePuts` in one process,
-`exchange.Exchange` on a worker.
+The interpreter itself does `Run`, `Accumulate` and `Free`, which mean the same in one process and on a worker. The back
+end moves arrays between meshes: `local.DevicePuts` in one process, `exchange.Exchange` on a worker.
 
-Every instruction becomes an `Action`, a function of the buffers, when the program is loaded; a step calls one action
+When the program is loaded, every instruction becomes an `Action`, a function of the buffers; a step calls one action
 after the other. jax runs what they start asynchronously.
 """
 
@@ -26,13 +25,13 @@ Action = Callable[[Buffers], None]
 
 
 class Backend(Protocol):
-    """What a runtime adds to the interpreter: the instructions that move arrays."""
+    """The part of a runtime that moves arrays, for the interpreter."""
 
     def action(self, instruction: Any) -> Action:
         """The action of an instruction that the interpreter does not know."""
 
     def settle(self, buffers: Sequence[int]) -> None:
-        """Wait until nothing reads these buffers any more. A function is about to take over their memory."""
+        """Wait until no send reads these buffers any more. A function is about to take over their memory."""
 
     def describe(self, instruction: Any) -> str:
         """The meshes that an instruction of the back end concerns, to follow its type in a message."""
@@ -40,7 +39,7 @@ class Backend(Protocol):
     def note(
         self, trace: StepTrace, instruction: Any, buffers: Buffers, *, name: str, begun_s: float, issued_s: float
     ) -> None:
-        """Add to a trace what the back end knows of an instruction, any instruction, that was just issued.
+        """Add the back end's notes on an instruction, of any kind, that was just issued to a trace.
 
         name: of the instruction. begun_s: when the interpreter came to it. issued_s: when `settle` had ended. Both are
         times of `time.perf_counter`.
@@ -63,8 +62,8 @@ class Interpreter:
         instructions: in an order that respects every dependency.
         callees: by function number.
         compiled: by function number; each takes arrays and returns a sequence of arrays.
-        position: the instruction that a step has come to, for other threads to read; where a step raises, the one that
-            failed. Before a step it is -1, after one the number of instructions.
+        position: the present instruction, or the one that raised, for other threads to read. -1 before a step, the
+            number of instructions after it.
     """
 
     def __init__(
@@ -77,7 +76,8 @@ class Interpreter:
         backend: Backend,
     ) -> None:
         """compile_flagged: compiles the functions for traced steps, each with the flag of `step_trace.flagged` as its
-        last result. It is called once, before the first of these steps."""
+        last result. Called once, before the first of these steps.
+        """
         self.instructions, self.callees, self.compiled = tuple(instructions), tuple(callees), compiled
         self.position = -1
         self._backend = backend
@@ -88,7 +88,7 @@ class Interpreter:
     def run(self, buffers: Buffers, trace: StepTrace | None = None) -> None:
         """Run a step on the buffers of its inputs and constants; afterwards they hold its results.
 
-        trace: gets notes of what the step does.
+        trace: gets notes of the step.
         """
         actions = self._actions if trace is None else self._traced_actions(trace)
         for i, action in enumerate(actions):
@@ -97,7 +97,6 @@ class Interpreter:
         self.position = len(actions)
 
     def describe(self, i: int) -> str:
-        """Instruction `i` in words."""
         if not 0 <= i < len(self.instructions):
             return "no instruction" if i < 0 else "the end of the step, where results are awaited"
         return f"instruction {i}, {self.name(i)}"
@@ -123,7 +122,6 @@ class Interpreter:
         return self._backend.action(instruction)
 
     def _overwritten(self, instruction: Any) -> Sequence[int]:
-        """Buffers whose memory the instruction takes over."""
         match instruction:
             case Run(function, inputs):
                 return [inputs[k] for k in self.callees[function].donated]

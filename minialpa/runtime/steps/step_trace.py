@@ -1,4 +1,4 @@
-"""Measures when a step did what: collects notes while it runs, and makes a timeline of them.
+"""Measures the times of a step: collects notes while it runs, and makes a timeline of them.
 
 jax returns before devices are done. A traced step therefore runs each function with one more result, a flag that is
 ready when the others are (`flagged`), and threads wait for the flags, one thread for each track. Flags are never
@@ -21,22 +21,17 @@ import jax.numpy as jnp
 from minialpa.programs.program import MeshShape
 from minialpa.support.perfetto import interval, process_name, thread_name, write_trace
 
-#: The track of what devices compute. Other tracks show the instructions of a worker, and transfers.
+#: The track of functions on devices. Other tracks show the instructions of a worker, and transfers.
 FUNCTIONS = "functions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTime:
-    """Something that a mesh did in a step, on one host.
+    """A function, instruction or transfer of a step on one host, with its time in seconds from the first task of the
+    step.
 
-    Attributes:
-        mesh: number of the mesh.
-        host: number of the host.
-        track: of the timeline. Tasks on one track of one mesh and host do not overlap.
-        name: of the function, instruction or transfer.
-        start_s: seconds from the first task of the step.
-        stop_s: seconds from the first task of the step.
-        instruction: number of the instruction if it is a call of a function, else None.
+    Tasks on one track of one mesh and host do not overlap. `instruction` is the number of the instruction if it is a
+    call of a function, else None.
     """
 
     mesh: int
@@ -50,17 +45,8 @@ class TaskTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
-    """One thing that a step did.
-
-    Attributes:
-        mesh: number of the mesh.
-        track: of the timeline.
-        name: of the function, instruction or transfer.
-        issued_s: when it could begin at the earliest.
-        done: when it had ended; None if its array was donated before that was seen.
-        instruction: number of the instruction if it is a call of a function, else None.
-        reads: buffers that it reads.
-        writes: buffers that it fills.
+    """A task of a step, which may not have ended: it starts at `issued_s` at the earliest, reads and writes buffers,
+    and ends at `done`, which is None if its array was donated before the end was seen.
     """
 
     mesh: int
@@ -95,7 +81,6 @@ class StepTrace:
         return call
 
     def take_flag(self) -> Any:
-        """The flag of the call that was issued last."""
         flag, self._flag = self._flag, None
         return flag
 
@@ -110,10 +95,10 @@ class StepTrace:
         reads: Sequence[int] = (),
         writes: Sequence[int] = (),
     ) -> None:
-        """Note something that ends when `array` is ready; holds the array until then.
+        """Note a task that ends when `array` is ready; holds the array until then.
 
-        It began when it had been issued, the note before it on this track had ended, and the notes that wrote `reads`
-        had, too.
+        It began when it had been issued, and the note before it on this track and all notes that wrote `reads` had
+        ended.
         """
         key = mesh, track
         if key not in self._waiters:
@@ -132,19 +117,18 @@ class StepTrace:
         self._notes.append(note)
 
     def note(self, mesh: int, track: str, name: str, start_s: float) -> None:
-        """Note what the calling thread has done since `start_s`, a time of `time.perf_counter`."""
+        """Note a task of the calling thread since `start_s`, a time of `time.perf_counter`."""
         done = Future[float | None]()
         done.set_result(time.perf_counter())
         self._notes.append(_Note(mesh=mesh, track=track, name=name, issued_s=start_s, done=done))
 
     def tasks(self) -> list[TaskTime]:
-        """All notes in order, once the last has ended. Times are seconds of this host's clock."""
+        """All notes in order, after the last has ended. Times are seconds of this host's clock."""
         free: dict[tuple[int, str], float] = defaultdict(float)
         ready: dict[int, float] = {}
         tasks = []
 
         for note in self._notes:
-            # It began when it was issued, its track was free, and what it reads was ready.
             key = note.mesh, note.track
             start_s = max([note.issued_s, free[key], *(ready.get(b, 0.0) for b in note.reads)])
             stop_s = max(start_s, note.done.result() or start_s)
@@ -185,7 +169,7 @@ def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
 def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[MeshShape]) -> None:
     """Write a trace for Perfetto: a process for each mesh, with a thread for each track of each host.
 
-    Each call of a function gets its count from 0. For the passes of a stage that is the micro-batch.
+    Each call of a function gets its count from 0. For the passes of a stage, this is the micro-batch.
     """
     tracks = sorted({(t.mesh, t.host, t.track) for t in tasks}, key=lambda x: (x[0], x[1], x[2] != FUNCTIONS, x[2]))
     threads = {track: number for number, track in enumerate(tracks)}

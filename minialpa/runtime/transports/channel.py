@@ -1,11 +1,11 @@
 """The connection of two workers: it sends messages to one peer, and puts the messages of the peer into the mailbox.
 
-The connection carries frames: a header of fixed size, and the bytes of a message after it.
+The connection carries frames: a header of fixed size, and the bytes of a message.
 
 Each end has two threads. The reader reads every frame as it comes, so a peer that sends never waits for the program
 here. Waking a thread takes longer than copying a small message, so the caller itself writes a message that is small and
 ready, as far as the socket takes it without blocking. The writer sends the rest, and everything queued after it: the
-caller writes only while, under the lock, the writer has nothing to do.
+caller writes only while the writer is idle, under the lock.
 
 A channel owns its socket. If the connection breaks, or a message cannot be sent, the mailbox fails with a WorkerError
 that names the peer.
@@ -41,12 +41,10 @@ _JOIN_S = 1.0
 
 
 class FrameKind(IntEnum):
-    """What follows a frame."""
+    """The kind of a frame: with the bytes of a message, or the last frame of the connection."""
 
     MESSAGE = 1
-    """The bytes of a message."""
     GOODBYE = 2
-    """Nothing: this frame is the last one."""
 
 
 # Magic, kind, digest, tag, bytes of the message.
@@ -59,10 +57,8 @@ class _QueuedSend:
     """A message to be sent.
 
     Attributes:
-        tag: The tag of the message.
-        parts: What it holds.
-        sent: Done when the socket has taken the message, or when that has failed.
-        rest: The bytes that the socket did not take from the caller; None before the first try.
+        sent: done when the socket has taken the message, or when that has failed.
+        rest: the bytes that the socket did not take from the caller; None before the first try.
     """
 
     tag: int
@@ -80,8 +76,8 @@ class Channel:
         self._mailbox = mailbox
         self._closing = False
 
-        # Sends that the writer has been given and has not finished. While there are any, only the writer writes, so
-        # that messages stay whole and in order.
+        # Sends that the writer has not finished. While there are any, only the writer writes, so that messages stay
+        # whole and in order.
         self._lock = threading.Lock()
         self._n_unfinished = 0
         self._queue: SimpleQueue[_QueuedSend | None] = SimpleQueue()
@@ -108,7 +104,7 @@ class Channel:
         return sent
 
     def say_goodbye(self) -> None:
-        """Have the writer tell the peer, after all queued messages, that nothing else comes."""
+        """Have the writer send a goodbye after all queued messages."""
         with self._lock:
             self._closing = True
             self._n_unfinished += 1
@@ -119,7 +115,7 @@ class Channel:
         writer, reader = self._threads
         writer.join(flush_s)
         shut(self._socket)
-        # A writer that is waiting for jax to compute an array cannot be woken. It ends once the array is ready.
+        # A writer that waits for jax to compute an array cannot be woken. It ends once the array is ready.
         writer.join(_JOIN_S)
         reader.join(_JOIN_S)
         self._socket.close()
@@ -138,14 +134,12 @@ class Channel:
                 self._socket.sendall(_FRAME.pack(_MAGIC, FrameKind.GOODBYE, 0, 0, 0))
 
     def _write(self, send: _QueuedSend) -> None:
-        """Write a message, or the rest of one."""
         with self._reporting(send):
             for data in _encoded(send) if send.rest is None else (send.rest,):
                 self._socket.sendall(data)
             send.sent.set_result(None)
 
     def _write_quickly(self, send: _QueuedSend) -> _QueuedSend | None:
-        """Write a small message as far as the socket takes it without blocking; the rest, or None."""
         with self._reporting(send):
             data = b"".join(_encoded(send))
             try:
@@ -159,19 +153,18 @@ class Channel:
 
     @contextlib.contextmanager
     def _reporting(self, send: _QueuedSend) -> Iterator[None]:
-        """Puts an error that occurs while this is open into the future of the message."""
         try:
             self._mailbox.check()
             yield
         except BaseException as error:
             send.sent.set_exception(self._failed_to_send(send.tag, error))
-            if not isinstance(error, Exception):  # An interrupt: nobody knows how much was written.
+            if not isinstance(error, Exception):  # An interrupt: it is unknown how much was written.
                 raise
 
     def _failed_to_send(self, tag: int, error: BaseException) -> WorkerError:
         failure = WorkerError(f"Message {tag} to worker {self._peer} was not sent: {str(error) or repr(error)}")
         failure.__cause__ = error
-        # A peer that has closed its transport takes nothing more, and that is no failure of the others.
+        # A peer that has closed its transport takes no more messages, which is no failure of the others.
         if not self._closing and not self._mailbox.has_left(self._peer):
             self._mailbox.fail(failure)
         return failure
@@ -191,7 +184,6 @@ class Channel:
                 shut(self._socket)  # Wakes the writer.
 
     def _read_frame(self) -> bool:
-        """Read a frame, and put the message that comes with it into the mailbox. False after a goodbye."""
         header = np.empty(_FRAME.size, np.uint8)
         self._fill(header)
         magic, kind, digest, tag, size_bytes = _FRAME.unpack(header.data)
@@ -252,7 +244,7 @@ def _is_ready(array: Any) -> bool:
 
 
 def _as_unsigned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The memory of `array` as unsigned integers: NumPy copies dtypes of other packages, as bfloat16, one by one."""
+    """The memory of `array` as unsigned integers: NumPy copies other packages' dtypes, such as bfloat16, one by one."""
     size = array.dtype.itemsize
     return array.view(f"u{size}") if size in (1, 2, 4, 8) else array
 

@@ -36,34 +36,25 @@ _MAGIC = b"minialp1"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _WELCOME = b"\x01"
-_MAX_PENDING = 64
-_MIN_PENDING_S = 0.25
-"""While `_MAX_PENDING` peers are pending, a new one replaces the oldest if that has had at least this long."""
 _RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker listens.
-
-    Attributes:
-        host: The address of its machine.
-        port: The TCP port.
-    """
+    """Where a worker listens."""
 
     host: str
     port: int
 
 
 class Listener:
-    """The socket at which worker `number` listens on `host`, from its making until `close`.
+    """The socket at which worker `number` listens on `host`, until `close`.
 
-    A pending peer has HANDSHAKE_S seconds to prove the secret, fewer if many are pending, and delays nobody else.
+    A pending peer has HANDSHAKE_S seconds to prove the secret, and delays no other peer.
 
     Attributes:
-        address: Where peers connect.
-        authenticated: The number and the socket of each peer that has proven the secret. The thread that
-            takes a socket from this queue owns it.
+        authenticated: the number and the socket of each peer that has proven the secret. The thread that takes a socket
+            from this queue owns it.
     """
 
     def __init__(self, secret: bytes, number: int, host: str) -> None:
@@ -74,7 +65,7 @@ class Listener:
 
         # These change under the lock.
         self._lock = threading.Lock()
-        self._pending: dict[socket.socket, float] = {}  # With the time of their arrival, the oldest first.
+        self._pending: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
@@ -110,25 +101,11 @@ class Listener:
                 continue
 
             with self._lock:
-                if self._closed or not self._make_room():
+                if self._closed:
                     pending.close()
                     continue
-                self._pending[pending] = time.monotonic()
+                self._pending.add(pending)
                 self._start(self._authenticate, pending)
-
-    def _make_room(self) -> bool:
-        """Whether another peer may become pending; drops the oldest one if it has had its time. Needs the lock.
-
-        A worker takes milliseconds for its handshake, so a peer that is pending for longer is likely not a worker.
-        """
-        if len(self._pending) < _MAX_PENDING:
-            return True
-        oldest, arrived_s = next(iter(self._pending.items()))
-        if time.monotonic() - arrived_s < _MIN_PENDING_S:
-            return False
-        shut(oldest)  # Wakes its thread, which closes it.
-        del self._pending[oldest]
-        return True
 
     def _authenticate(self, pending: socket.socket) -> None:
         peer = None
@@ -137,7 +114,7 @@ class Listener:
                 peer = _answer(pending, self._secret, self._number, time.monotonic() + HANDSHAKE_S)
         finally:
             with self._lock:
-                self._pending.pop(pending, None)
+                self._pending.discard(pending)
                 self._threads.discard(threading.current_thread())
                 if peer is None or self._closed:
                     pending.close()
@@ -149,7 +126,7 @@ def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline
     """Connect worker `number` to worker `peer`, which listens at `address`. The caller owns the socket.
 
     Retries until `deadline` (of `time.monotonic`), and then raises WorkerError. Raises it at once if the listener has
-    another secret, since that will not change.
+    another secret.
     """
     while True:
         sock = None
@@ -178,7 +155,7 @@ def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline
 def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = None) -> bytes:
     """The next `n_bytes` of a socket.
 
-    Raises EOFError if the connection is closed before they have come, and TimeoutError after `deadline`.
+    Raises EOFError if the connection closes before, and TimeoutError after `deadline`.
     """
     data = bytearray()
     while len(data) < n_bytes:

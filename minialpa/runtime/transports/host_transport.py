@@ -1,7 +1,6 @@
 """The transport through host memory: NumPy arrays over TCP, between processes of one machine and between machines.
 
-Each pair of workers has one connection (`Channel`), with two threads at each end. A mailbox keeps messages until they
-are received.
+Each pair of workers has one connection (`Channel`). A mailbox keeps messages until they are received.
 
 jax on CPU uses the arrays that `receive` returns without a copy: `jax.device_put` to any of the devices,
 `jax.dlpack.from_dlpack` to the first one.
@@ -29,16 +28,12 @@ _FLUSH_S = 2.0
 
 
 class HostTransport:
-    """The transport of worker `number`. Make it, tell all peers its `address`, then call `connect`.
+    """The transport of worker `number`. Make it, send all peers its `address`, then call `connect`.
 
     It listens only on `host`, the address of this machine that peers connect to.
 
     Its threads need Python's interpreter a few times for each message. If other threads keep it busy, each time takes
     up to `sys.getswitchinterval()`, which is 5 ms unless the worker sets it lower.
-
-    Attributes:
-        number: The number of this worker.
-        mailbox: Messages that have arrived, and the error that has ended the transport.
     """
 
     def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
@@ -50,14 +45,13 @@ class HostTransport:
 
     @property
     def address(self) -> Address:
-        """Where peers connect to this worker."""
         return self._listener.address
 
     def connect(self, addresses: Sequence[Address], timeout_s: float = 60.0) -> None:
         """Connect to all peers, worker i at `addresses[i]`. Raises WorkerError after `timeout_s` seconds.
 
-        Every worker connects to those with higher numbers and is connected to by the others. No worker waits for
-        another to reach this call, since all listen from the start. They stop listening here.
+        Every worker connects to peers with higher numbers and accepts the others. All listen from the start, so no
+        worker waits for another to reach this call. They stop listening here.
         """
         deadline = time.monotonic() + timeout_s
         try:

@@ -1,19 +1,18 @@
 """The transport between GPUs: jax arrays from device to device by NCCL, through CuPy.
 
-There is one communicator of two ranks for each *device link*: from a device of one worker to a device of another.
-NCCL matches sends and receives by their order, and its kernels occupy the GPU while they wait for the other rank. So
-neither rank posts anything before both are ready. The sender waits until its arrays are ready, announces the message
-over the host transport, and posts its sends. The receiver reads announcements in order and posts the receives. Hence
-a program may receive tags in any order, both ranks of a communicator see one order, and no kernel waits for a worker
-that is busy with other things.
+Each *device link*, from a device of one worker to a device of another, has a communicator of two ranks. NCCL matches
+sends and receives by their order, and its kernels occupy the GPU while they wait for the other rank. So neither rank
+posts a transfer before both are ready. The sender waits until its arrays are ready, announces the message over the host
+transport, and posts its sends. The receiver reads announcements in order and posts the receives. Hence a program may
+receive tags in any order, both ranks of a communicator see one order, and no kernel waits for a busy worker.
 
 Each worker has a writer thread for every peer that it sends to, a reader thread for every peer that it receives from,
-and one that waits for the host transport to fail. Calls of the program only put messages into the queue of a writer
-and take arrays from the mailbox. If anything fails, all communicators are aborted, which ends kernels that wait for a
-peer, and every call raises a WorkerError.
+and one that waits for the host transport to fail. Calls of the program only put messages into the queue of a writer and
+take arrays from the mailbox. If anything fails, all communicators are aborted, which ends kernels that wait for a peer,
+and every call raises a WorkerError.
 
-NCCL is given addresses and bytes only, so every dtype works alike. Messages are received into arrays that jax has
-allocated: they come from jax's own memory pool, and may be donated like any other.
+NCCL sees addresses and bytes only, so every dtype works alike. Messages are received into arrays of jax's own memory
+pool, which may be donated like any other.
 """
 
 from __future__ import annotations
@@ -49,14 +48,7 @@ _FIRST_ANNOUNCEMENT = 1 << 62
 
 @dataclass(frozen=True, slots=True, order=True)
 class DeviceLink:
-    """The direction from a device of one worker to a device of another.
-
-    Attributes:
-        source: The worker that sends.
-        source_device: The device that sends, as that worker numbers its own.
-        target: The worker that receives.
-        target_device: The device that receives, as that worker numbers its own.
-    """
+    """The direction from a device of one worker to a device of another, as each worker numbers its devices."""
 
     source: int
     source_device: int
@@ -66,13 +58,9 @@ class DeviceLink:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedSend:
-    """A message for the writer thread of a peer.
+    """A message for the writer thread of a peer: arrays, each on one device, and the device link of each.
 
-    Attributes:
-        tag: The tag of the message.
-        arrays: What it holds, each array on one device.
-        links: The device link that each array takes.
-        sent: Done when NCCL has sent the arrays, or when that has failed.
+    `sent` is done when NCCL has sent the arrays, or when that has failed.
     """
 
     tag: int
@@ -82,10 +70,10 @@ class _QueuedSend:
 
 
 class NcclTransport:
-    """The transport between the GPUs `devices` of this worker and those of its peers.
+    """The transport between the GPUs `devices` of this worker and the GPUs of its peers.
 
-    `control` is connected already, and is closed with this transport. `links` are all device links that are used
-    between any workers, the same list at each worker; each takes time to set up, and memory of two GPUs.
+    `control` is connected already, and closes with this transport. `links` are all device links between any workers,
+    the same list at each worker; each takes time to set up, and memory of two GPUs.
 
     Making a transport blocks until the peers make theirs. Every worker makes its communicators in the one order of all
     links, so no two wait for each other. The launcher has to notice a peer that dies meanwhile.
@@ -132,7 +120,7 @@ class NcclTransport:
         return sent
 
     def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[jax.Array]:
-        """See `Transport.receive`. The arrays are on the devices that `pieces` say, and their values have arrived."""
+        """See `Transport.receive`. The arrays are on the devices of `pieces`, and their values have arrived."""
         arrays = self._mailbox.take(peer, tag, timeout_s)
         got = [(array.shape, str(array.dtype), self._device_of(array)) for array in arrays]
         expected = [(piece.shape, str(piece.dtype), piece.device) for piece in pieces]
@@ -215,7 +203,9 @@ class NcclTransport:
             del send  # Otherwise its arrays would live until the next message.
 
     def _announce(self, peer: int, n_announced: int, send: _QueuedSend) -> None:
-        """Tell `peer` what comes next, once it is ready, so that no kernel of the peer waits for a computation here."""
+        """Announce the next message to `peer` once it is ready: no kernel of the peer then waits for a computation
+        here.
+        """
         jax.block_until_ready(send.arrays)
         entries = [_describe(array, link) for array, link in zip(send.arrays, send.links, strict=True)]
         text = json.dumps([send.tag, entries])
@@ -247,7 +237,6 @@ class NcclTransport:
                 return
 
     def _receive_all(self, peer: int, entries: list[Any]) -> list[jax.Array]:
-        """The arrays of an announced message. Entries are as `_describe` makes them."""
         links = [
             DeviceLink(peer, source_device, self._number, target_device)
             for source_device, target_device, _, _ in entries
@@ -283,19 +272,11 @@ class NcclTransport:
 
 
 def new_id() -> bytes:
-    """The id by which both ranks of a new communicator find each other."""
     return bytes(_cuda().nccl.get_unique_id())
 
 
 class Endpoint:
-    """One end of a communicator, with a stream of its own on `device`. A communicator of one rank is its own peer.
-
-    Attributes:
-        device: The device of this end.
-        peer: The rank of the other end.
-        stream: The CUDA stream on which this end sends or receives.
-        communicator: NCCL's communicator.
-    """
+    """One end of a communicator, with a stream of its own on `device`. A communicator of one rank is its own peer."""
 
     def __init__(self, device: jax.Device, unique_id: bytes, rank: int, n_ranks: int = 2) -> None:
         self.device = device
@@ -306,7 +287,6 @@ class Endpoint:
             self.communicator = _cuda().nccl.NcclCommunicator(n_ranks, unique_id, rank)
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the device of this end the current one of the calling thread."""
         context: contextlib.AbstractContextManager[Any] = _cuda().Device(self.device.local_hardware_id)
         return context
 
@@ -323,9 +303,9 @@ Transfers = Sequence[tuple[Endpoint, jax.Array]]
 
 
 def exchange(sends: Transfers, receives: Transfers) -> None:
-    """Send arrays and overwrite others with what arrives. All of them are ready; returns when all transfers are done.
+    """Send arrays and overwrite others with what arrives. All are ready; returns when all transfers are done.
 
-    The arrays in `receives` are written in place, so nobody else may hold them yet.
+    The arrays in `receives` are written in place, so only the caller may hold them.
     """
     posts = [(end, end.communicator.send, array) for end, array in sends if array.size]
     posts += [(end, end.communicator.recv, array) for end, array in receives if array.size]
@@ -336,8 +316,8 @@ def exchange(sends: Transfers, receives: Transfers) -> None:
             with end.current():
                 post(pointer, n_bytes, _cuda().nccl.NCCL_UINT8, end.peer, end.stream.ptr)
 
-    # jax knows nothing of these streams. So the host waits for them: then every later kernel of jax sees what was
-    # written, and arrays that were read may be freed.
+    # jax does not know these streams. So the host waits for them: then every later kernel of jax sees the new values,
+    # and arrays that were read may be freed.
     for end in dict.fromkeys(end for end, _, _ in posts):
         end.stream.synchronize()
 

@@ -1,7 +1,7 @@
 """How arrays move from one worker process to another: the interface of every transport, and the layout of a message.
 
 A message is a list of parts of arrays that one worker sends to one peer under a tag. Workers are numbered 0, 1, ...
-Both sides know from the program what a message holds, so only bytes travel, never a description to be unpickled.
+Both sides know the contents of a message from the program, so only bytes travel, and no pickles.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Part:
     """An array, or a slice of one, to be sent.
 
     Attributes:
-        array: An array on one device.
-        index: The slices of `array` to send, one for each dimension; None for all of it.
-        device: The device that receives it, as the receiving worker numbers its own. The host transport ignores it.
+        array: on one device.
+        index: the slices of `array` to send, one for each dimension; None for all of it.
+        device: the device that receives it, as the receiving worker numbers its own. The host transport ignores it.
     """
 
     array: jax.Array | np.ndarray[Any, Any]
@@ -41,13 +41,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What the receiver expects a part to be.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        device: The device that receives it, as in `Part`.
-    """
+    """The part that a receiver expects, with the device that receives it, as in `Part`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -62,8 +56,8 @@ class Transport(Protocol):
     """Moves messages between this worker and its peers. Any thread may call it.
 
     Each tag is used for one message of a pair of workers. Messages may be received in another order than they were
-    sent. The receiver keeps those that nobody has asked for yet, so a sender never waits for `receive`. After the
-    first error every call raises it, and waiting calls end at once. All errors are WorkerErrors that name the peer.
+    sent: the receiver keeps early messages, so a sender never waits for `receive`. After the first error every call
+    raises it, and waiting calls end at once. All errors are WorkerErrors that name the peer.
     """
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
@@ -81,18 +75,17 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is ready, tell the peers, and end threads and connections. Received arrays stay valid."""
+        """Send what is ready, say goodbye to the peers, and end threads and connections. Received arrays stay valid."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a message are in its bytes.
+    """The places of the parts of a message in its bytes.
 
     Attributes:
-        offsets: The first byte of each part, a multiple of ALIGNMENT.
-        size_bytes: Bytes of the message.
-        digest: A checksum of shapes and dtypes, by which a receiver notices that it expects other parts.
+        offsets: the first byte of each part, a multiple of ALIGNMENT.
+        digest: a checksum of shapes and dtypes, by which a receiver notices that it expects other parts.
     """
 
     offsets: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Shards between the devices of a worker and files that tensorstore reads and writes.
 
-The driver says what goes where (`runtime/cluster/array_files.py`); here are the copies to the host, the files and the
-arrays that are made of them. tensorstore is imported when files are first written or read.
+The driver decides which worker holds which shard (`runtime/cluster/array_files.py`). This module copies shards to the
+host, writes and reads files, and makes arrays of them. It imports tensorstore at first use.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in files, as tensorstore is told of it.
+    """An array in files, as tensorstore sees it. `context` (threads and caches) and `spec` are JSON.
 
-    Attributes:
-        folder: of the files of many arrays; another process makes it.
-        context: threads and caches, as JSON; the same for all arrays of a folder.
-        spec: the array, as JSON.
+    Another process makes the folder. All arrays of a folder have the same context.
     """
 
     folder: str
@@ -46,12 +43,12 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartToWrite:
-    """What one worker writes of one stored array.
+    """The part of a stored array that one worker writes.
 
     Attributes:
         stored: the array in the files of this worker.
-        creates: whether this worker describes the stored array in the files, as one of its writers does.
-        shards: number of an array of the worker, one of its shards, and the place of that in the stored array.
+        creates: whether this worker describes the stored array in the files; one of its writers does.
+        shards: number of an array of the worker, one of its shards, and the place of that shard in the stored array.
     """
 
     stored: StoredArray
@@ -61,15 +58,9 @@ class PartToWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayToRead:
-    """An array that the workers of a mesh read, each the shards of its devices.
+    """An array that the workers of a mesh read, each the shards of its devices, and keep under `number`.
 
-    Attributes:
-        number: under which the workers keep it.
-        type: of the array.
-        mesh_shape: logical shape of the mesh.
-        sharding: over the mesh.
-        stored: the array in files that it is, or is some rows of.
-        first_row: of the array in the stored one, along dimension 0.
+    `first_row` is its first row, along dimension 0, in the stored array that contains it.
     """
 
     number: int
@@ -81,7 +72,7 @@ class ArrayToRead:
 
 
 def copies_on_host(arrays: Mapping[int, jax.Array], part: PartToWrite) -> list[np.ndarray[Any, Any]]:
-    """Copies of the shards of a part, which nobody changes when a step takes over the arrays."""
+    """Copies of the shards of a part. They stay as they are when a step takes over the arrays."""
     found = []
     for number, box, _ in part.shards:
         array = arrays[number]
@@ -100,7 +91,7 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
     first = parts[0][0].stored
     _await_folder(first.folder, _FOLDER_S)
     context = tensorstore.Context(dict(first.context))
-    # One of the writers describes the array in the files. The others know already what that says.
+    # One of the writers describes the array in the files. The others know the description.
     opened = [
         tensorstore.open(
             dict(part.stored.spec), context=context, open=True, create=part.creates, assume_metadata=not part.creates
@@ -115,7 +106,7 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
         for (*_, place), copy in zip(part.shards, copies, strict=True)
     ]
     for some in _some_at_a_time(shards, lambda shard: shard[2].nbytes):
-        # The copies are this module's own, so tensorstore need not copy them once more.
+        # This module owns the copies, so tensorstore need not copy them.
         writes = [
             store[_slices(place)].write(copy, can_reference_source_data_indefinitely=True)
             for store, place, copy in some
@@ -125,9 +116,9 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
 
 
 def read(arrays: Sequence[ArrayToRead], devices: Sequence[jax.Device]) -> dict[int, jax.Array]:
-    """Arrays by their numbers, on the mesh of `devices`, of which this process reads the shards of its own.
+    """Arrays by their numbers, on the mesh of `devices`. This process reads its own shards.
 
-    Raises CheckpointError if the folder is not there on this host.
+    Raises CheckpointError if this host does not see the folder.
     """
     tensorstore = _tensorstore()
     first = arrays[0].stored
@@ -173,7 +164,7 @@ def _array(array: ArrayToRead, sharding: NamedSharding, shards: _Shards) -> jax.
 
 
 def _own_bytes(array: ArrayToRead) -> int:
-    """At most so many bytes does a worker read of an array."""
+    """An upper bound of the bytes of an array that a worker reads."""
     return int(np.prod(array.type.data_shape)) * np.dtype(array.type.dtype).itemsize
 
 
@@ -220,7 +211,6 @@ def _some_at_a_time(items: Iterable[T], n_bytes: Callable[[T], int]) -> Iterator
 
 
 def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The part of an array that slices take."""
     return tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
 
 

@@ -1,8 +1,8 @@
-"""Exchange: how the arrays of a mesh program leave and reach one worker, as the back end of its interpreter.
+"""Exchange: sends and receives the arrays of a mesh program on one worker, as the back end of its interpreter.
 
 `Send` starts in the background and keeps its array until the transport has read it. `Receive` waits for the messages of
-its transfer, joins what they bring into the shard of each device, and passes on what other workers of this mesh are to
-get from here. `Relayout` stays on the mesh and is a jitted identity.
+its transfer, joins them into the shard of each device, and relays shards to other workers of this mesh. `Relayout`
+stays on the mesh and is a jitted identity.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ INSTRUCTIONS = "instructions"
 
 
 class Exchange:
-    """The transfers of one worker in one mesh program.
-
-    Attributes:
-        step: number of the step that runs; part of the tag of every message.
+    """The transfers of one worker in one mesh program. The number of the present `step` is a part of the tag of every
+    message.
     """
 
     def __init__(
@@ -42,18 +40,17 @@ class Exchange:
         devices: Sequence[jax.Device],
         mesh: Mesh,
         transport: Transport,
-        read_as_numpy: frozenset[int],
         compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
-        """places, me: all workers of the program, and which of them this is; the transport numbers them so too.
-        devices: of this worker, in the order of its place. read_as_numpy: buffers that may stay the NumPy arrays that
-        the transport gives. compiled: relayouts of this worker by sharding, which are used again."""
+        """places: all workers of the program, in the numbering of the transport; `me` is one of them. devices: of this
+        worker, in the order of its place. compiled: relayouts by sharding, which the programs of this worker share.
+        """
         self.step = -1
         self._program, self._places, self._me = program, tuple(places), me
         self._local = dict(zip(places[me].devices, devices, strict=True))
         self._mesh, self._transport = mesh, transport
-        self._read_as_numpy, self._compiled, self._timeout_s = read_as_numpy, compiled, timeout_s
+        self._compiled, self._timeout_s = compiled, timeout_s
         self._messages = {number: messages(t, places) for number, t in program.transfers.items()}
         self._sending: dict[int, list[Future[None]]] = {}
 
@@ -69,7 +66,7 @@ class Exchange:
             case Send(source, number):
                 return lambda buffers: self._send(number, source, buffers[source])
             case Receive(target, number):
-                return _fill(target, lambda _: self._receive(number, target in self._read_as_numpy))
+                return _fill(target, lambda _: self._receive(number))
             case Relayout(source, target, spec):
                 relayout = self._relayout(NamedSharding(self._mesh, spec))
                 return _fill(target, lambda buffers: relayout(buffers[source]))
@@ -81,7 +78,6 @@ class Exchange:
                 sent.result()
 
     def settle_all(self) -> None:
-        """Wait until everything that was sent has left."""
         self.settle(list(self._sending))
 
     def describe(self, instruction: Any) -> str:
@@ -117,8 +113,7 @@ class Exchange:
         parts = [Part(shards[m.source], _index_in(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
         return self._transport.send(message.target, self._tag(number), parts)
 
-    def _receive(self, number: int, stays_numpy: bool) -> Any:
-        """The array of a transfer; a NumPy array if its readers take that."""
+    def _receive(self, number: int) -> jax.Array:
         transfer = self._program.transfers[number]
         boxes = {d: box for d, box in transfer.resharding.landing_boxes if d in self._local}
         arrived: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
@@ -127,11 +122,9 @@ class Exchange:
                 self._take(number, message, np.dtype(transfer.type.dtype), arrived)
 
         landed = [_joined(arrived[d], boxes[d], transfer.type.dtype) for d in boxes]
-        if stays_numpy:
-            return landed[0]
         shards = jax.device_put(landed, [self._local[d] for d in boxes])
 
-        # Other workers of this mesh get what one transfer brings them all from one of them, over the faster links.
+        # A part that several workers of this mesh need crosses once; one of them relays it over the faster links.
         for message in self._messages[number]:
             if message.source == self._me and message.moves[0].relayed:
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -144,7 +137,6 @@ class Exchange:
     def _take(
         self, number: int, message: Message, dtype: np.dtype[Any], arrived: dict[int, list[tuple[Box, Any]]]
     ) -> None:
-        """Wait for a message; adds its parts to those that have arrived for each device."""
         first = min(self._local)
         pieces = [Piece(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
         arrays = self._transport.receive(message.source, self._tag(number), pieces, self._timeout_s)
@@ -180,14 +172,14 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _index_in(box: Box, outer: Box) -> tuple[slice, ...] | None:
-    """`box` as an index of the part of the array that `outer` is; None for all of it."""
+    """`box` as an index of the part `outer` of the array; None for all of it."""
     if box == outer:
         return None
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
 def _joined(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
-    """The part `outer` of an array, from the parts that it is made of."""
+    """The part `outer` of an array, joined from smaller parts."""
     if len(parts) == 1 and parts[0][0] == outer:
         return parts[0][1]
 

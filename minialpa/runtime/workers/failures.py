@@ -1,11 +1,10 @@
-"""What failures mean: from what the runtime sees of its workers, which one is the cause, and the error that says so.
+"""From what the runtime sees of its workers to the cause of a failure, and to the error that names it.
 
 One fault shows in many places. When a worker dies, its peers lose a connection, jax ends the other processes of its
-mesh, and processes that wait for those lose a connection, too. `Fault` orders what the runtime sees by how likely it
-is to be the cause.
+mesh, and processes that wait for these lose a connection, too. `Fault` orders the signs by how likely each is the
+cause.
 
-Everything here is a pure function of values: no worker is asked, and no clock is read. `watch.py` and
-`cluster_runtime.py` collect what is judged here.
+Everything here is a pure function of values. `watch.py` and `cluster_runtime.py` collect the values.
 """
 
 from __future__ import annotations
@@ -37,16 +36,10 @@ class Fault(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Where a worker is, or was when it last said so.
+    """The position of a worker, as of its last report.
 
-    Attributes:
-        worker: Its number in the session.
-        host: The number of its host.
-        pid: Its process; None if that is not known.
-        stage: The number of its mesh; -1 before its first step.
-        step: The step that it runs, or that it ran last; -1 before its first step.
-        instruction: The instruction that it runs, or that it ran last.
-        recent: The instructions before that one, the oldest first.
+    `stage` is the number of its mesh. Stage and step are -1 before the first step; later, step and instruction are the
+    present or the last ones. `recent` has the instructions before, the oldest first.
     """
 
     worker: int
@@ -60,13 +53,10 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure that the runtime has seen at one worker.
+    """A failure that the runtime has seen at one worker: how it shows, the last known position, and a message for the
+    user.
 
-    Attributes:
-        fault: How it shows.
-        where: Where the worker was, as far as that is known.
-        message: What happened, for the user.
-        traceback: The traceback in the worker; empty unless it raised an error.
+    The traceback of the worker is empty unless it raised an error.
     """
 
     fault: Fault
@@ -80,18 +70,16 @@ _PEER_IS_LOST = re.compile(r"gloo|nccl|coordination service|connection (reset|cl
 
 
 def fault_of(error: Exception) -> Fault:
-    """RAISED or LOST_PEER: whether an error of a step is the worker's own, as far as its text shows."""
+    """RAISED or LOST_PEER: whether an error of a step is the worker's own, judging by its text."""
     lost = isinstance(error, WorkerError) or _PEER_IS_LOST.search(str(error)) is not None
     return Fault.LOST_PEER if lost else Fault.RAISED
 
 
 def lost_host(last: Status, ip: str) -> Failure:
-    """The failure of a worker whose host is gone. `last` is its last status."""
     return Failure(Fault.LOST_HOST, last, f"its host is lost: nothing answers at {ip}.")
 
 
 def died(last: Status, reason: str) -> Failure:
-    """The failure of a worker whose process has ended. `last` is its last status."""
     return Failure(Fault.DIED, last, f"its process died. {reason}")
 
 
@@ -102,23 +90,21 @@ def call_raised(last: Status, method: str | None, message: str, traceback: str) 
 
 
 def silent(last: Status, seconds: float) -> Failure:
-    """The failure of a worker that has not answered for some seconds. `last` is its last status."""
     return Failure(Fault.SILENT, last, f"it has not answered for {seconds:.0f} s. Its process hangs, or its network.")
 
 
 def hung_worker(unanswered: Iterable[tuple[Status, float]], timeout_s: float) -> Failure | None:
     """The failure of the first worker that has not answered for more than `timeout_s` seconds, or None.
 
-    `unanswered` has, for each call that waits for an answer, the last status of its worker and the seconds since the
-    call.
+    unanswered: for each call that waits for an answer, the last status of its worker and the seconds since the call.
     """
     return next((silent(last, seconds) for last, seconds in unanswered if seconds > timeout_s), None)
 
 
 def stalled_step(statuses: Sequence[Status], seconds: float, timeout_s: float) -> Failure | None:
-    """The failure of a step in which no worker has made progress for `seconds`, or None if that is within `timeout_s`.
+    """The failure of a step in which no worker has made progress for `seconds`, or None within `timeout_s`.
 
-    The worker at fault is likely one that is not waiting for a message, and of these the one in the earliest step.
+    The suspect is a worker that does not wait for a message, and of these the one in the earliest step.
     """
     if not statuses or seconds <= timeout_s:
         return None
@@ -131,10 +117,10 @@ def stalled_step(statuses: Sequence[Status], seconds: float, timeout_s: float) -
 
 
 def root_cause(found: Sequence[Failure]) -> Failure:
-    """The failure that likely caused the others. `found` is in the order in which they were noticed.
+    """The failure that likely caused the others. `found` is in the order of notice.
 
     - Of two failures with the same fault, the first one: jax ends the processes of a mesh after the one that died.
-    - A lost host before a death: when a host is lost, Ray reports processes that jax ends elsewhere before those there.
+    - A lost host before a death: when a host is lost, Ray first reports processes elsewhere that jax ends.
     - An error that a worker has reported before its later death.
     """
     reported = {f.where.worker for f in found if f.traceback}
@@ -151,9 +137,9 @@ def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerEr
 def worker_error(
     cause: Failure, others: Iterable[Status], lost: Mapping[int, str] | None = None, has_ended: bool = True
 ) -> WorkerError:
-    """The error for the user: what failed and where, where the other workers are, and the worker's traceback.
+    """The error for the user: the failure and its place, the places of the other workers, and the worker's traceback.
 
-    `lost` has the messages of workers whose hosts are lost. `has_ended` says whether the session ends with this error.
+    lost: messages of workers whose hosts are lost. has_ended: whether the session ends with this error.
     """
     others, lost = list(others), lost or {}
     at = cause.where
@@ -192,7 +178,7 @@ def worker_error(
 
 
 def ended(error: WorkerError) -> WorkerError:
-    """The error that later calls of a session raise after `error` has ended it, with all that `error` knows."""
+    """The error that later calls of a session raise after `error` has ended it, with all attributes of `error`."""
     later = WorkerError(f"The session has ended: {error}")
     later.__dict__.update(error.__dict__)
     later.__cause__ = error

@@ -20,10 +20,10 @@ from minialpa.runtime.workers.failures import Failure, Status, fault_of
 from minialpa.runtime.workers.worker_process import OwnProcess, Process, WorkerSettings
 
 if TYPE_CHECKING:
-    from minialpa.runtime.workers.sample_reads import ReadOrder
+    from minialpa.runtime.workers.arguments import ReadOrder
     from minialpa.samples import ReadSamples
 
-#: Instructions before the present one that a status tells.
+#: Instructions before the present one that a status lists.
 _N_RECENT = 4
 
 
@@ -35,18 +35,18 @@ class Worker:
     """
 
     def __init__(self, settings: WorkerSettings, process: Process | None = None) -> None:
-        """process: the one that the worker runs in; by default one that is the worker's own."""
+        """process: by default, one that is the worker's own."""
         self.settings = settings
         self._process = process or OwnProcess(settings)
         self._devices: list[Any] = []
 
-        # By the numbers that the driver gives. Programs share compiled functions, which go with the last of them.
+        # By the numbers that the driver gives. Programs share compiled functions, which end with the last of them.
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         self._transports: dict[int, Any] = {}
         self._functions: dict[int, Any] = {}
         self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-        self._copies: dict[int, Any] = {}  # what is to be written to files, by the number of the save
+        self._copies: dict[int, Any] = {}  # to be written to files, by the number of the save
 
         self._running: Any = None  # the program of the last step
         self._failure: Failure | None = None
@@ -55,18 +55,16 @@ class Worker:
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def reserve_port(self) -> tuple[str, int] | None:
-        """See `Process`."""
         return self._process.reserve_port()
 
     def join(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> None:
-        """Start jax, as process `rank` of the mesh's workers."""
         self._devices = self._process.start_jax(coordinator, n_workers, rank)
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
     def open_transport(self, number: int, me: int) -> Any:
         """Open a transport for program `number`, as its worker `me`; returns the address for its other workers."""
-        self.unload(number)  # of an earlier attempt that was broken off
+        self.unload(number)  # of an earlier attempt that failed
         self._transports[number] = self._process.open_transport(me)
         return self._transports[number].address
 
@@ -85,8 +83,7 @@ class Worker:
     ) -> None:
         """Compile program `number` and connect to its other workers. places, me: as in `WorkerProgram`.
 
-        links: connections between GPUs of all workers, as `mesh_program.links` lists them; none to send through the
-        hosts.
+        links: connections between GPUs of all workers, as in `mesh_program.links`; empty to send through the hosts.
         """
         from minialpa.runtime.workers.worker_program import WorkerProgram
 
@@ -150,7 +147,7 @@ class Worker:
             running.begin(step)
             trace = self._new_trace() if traced else None
 
-            # Only the step holds what it uses up, so that its memory is free as soon as it has been read.
+            # Only the step holds donated arrays, so that their memory is free as soon as they have been read.
             self.free(freed)
             inputs = self._inputs(running, arguments, set(donated), shared)
             self.free(donated)
@@ -161,7 +158,7 @@ class Worker:
             self._failure = Failure(
                 fault_of(error), self.status(), f"{type(error).__name__}: {error}", traceback.format_exc()
             )
-            # Peers that wait for this worker learn of it now. The caller need not wait until transports have closed.
+            # Peers that wait for this worker notice now. The caller need not wait until transports have closed.
             for transport in self._transports.values():
                 threading.Thread(target=transport.close, daemon=True).start()
         return self._failure
@@ -173,24 +170,23 @@ class Worker:
         return self._trace
 
     def _inputs(self, running: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]) -> list[Any]:
-        """An array for each input of the program that is about to run."""
         inputs: list[Any] = []
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
             if not isinstance(argument, int):
-                inputs.append(running.argument(i, argument, shared, for_one_step=True))
+                inputs.append(running.argument(i, argument, shared))
                 continue
 
             array = self._arrays[argument]
-            # One array given for two donated arguments: only one of them can take over its memory. And the caller keeps
-            # the rows of a batch that were here before the step.
+            # Of two donated arguments that are one array, only one can take over its memory. And the caller keeps the
+            # rows of a batch that were here before the step.
             is_copied = i in running.overwritten_rows or argument in donated & seen
             inputs.append(array.copy() if is_copied else array)
             seen.add(argument)
         return inputs
 
     def status(self) -> Status:
-        """Where the worker is now. Answers while a step runs."""
+        """The present position of the worker. Answers while a step runs."""
         own, at = self.settings, self._running
         if at is None:
             return Status(worker=own.number, host=own.host, pid=os.getpid())
@@ -210,7 +206,6 @@ class Worker:
         threading.Event().wait()
 
     def stop(self) -> None:
-        """End the worker, whatever it does."""
         self._process.end()
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
@@ -218,7 +213,7 @@ class Worker:
     def put(self, program: int, numbers: Mapping[int, int], arguments: Sequence[Any], *shared: Any) -> Failure | None:
         """Keep arrays, laid out as inputs of a program.
 
-        numbers: number under which to keep the array of each input, in the order of arguments. arguments, shared: as in
+        numbers: under which to keep the array of each input, in the order of arguments. arguments, shared: as in
         `step`.
         """
         loaded = self._programs[program]
@@ -238,14 +233,11 @@ class Worker:
         """Read samples and keep them, laid out as inputs of a program.
 
         Args:
-            function: the number of the function that reads them.
-            sent: the function; None if an earlier call has brought it.
-            program: the number of the program.
-            order: what to read of a batch.
+            function: its number; `sent` is the function itself, or None if an earlier call has brought it.
             first: the first sample of the batch.
-            numbers: number under which to keep the array of each input of the order.
+            numbers: under which to keep the array of each input of the order.
         """
-        from minialpa.runtime.workers.sample_reads import read_inputs
+        from minialpa.runtime.workers.arguments import read_inputs
 
         if sent is not None:
             self._functions[function] = sent
@@ -256,7 +248,7 @@ class Worker:
             self._arrays[number] = loaded.argument(of_input.input, given, ())
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
-        """The distinct shards of arrays that this worker has, as `to_plain` makes them; integers for typed keys."""
+        """The distinct shards of arrays that this worker has, plain; integers for typed keys."""
         if self._failure is not None:
             return self._failure
         return [_shards(self._arrays[number]) for number in numbers]
@@ -274,13 +266,11 @@ class Worker:
         self._copies[save] = [(part, copies_on_host(self._arrays, part)) for part in parts]
 
     def write_copies(self, save: int) -> None:
-        """Write the copies that `copy_to_host` has made, while steps run."""
         from minialpa.runtime.workers.array_files import write
 
         write(self._copies.pop(save))
 
     def drop_copies(self, save: int) -> None:
-        """Forget copies that nobody is going to write."""
         self._copies.pop(save, None)
 
     def read_files(self, arrays: Sequence[Any]) -> None:
@@ -295,7 +285,6 @@ class Worker:
         return [compiled.as_text() for compiled in self._programs[program].functions]
 
     def allocation_sizes(self, program: int) -> list[int]:
-        """Bytes per device of each function: arguments, results and temporaries."""
         from minialpa.runtime.steps.compiled import allocation_size
 
         return [allocation_size(compiled) for compiled in self._programs[program].functions]
@@ -316,15 +305,14 @@ class Worker:
         return "\n".join(lines)
 
     def function_seconds(self, program: int, repeats: int) -> list[float]:
-        """Seconds of each function by itself, in `repeats` calls. All workers of a mesh have to run this at once."""
-        from minialpa.runtime.steps.task_times import function_seconds
+        from minialpa.runtime.steps.compiled import function_seconds
 
         return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
 
     def timeline(self) -> list[Any]:
         """The `TaskTime`s of the last traced step, once.
 
-        Times are those of this host's clock, and instructions have the numbers of the mesh program.
+        Times are of this host's clock, and instructions have the numbers of the mesh program.
         """
         trace, self._trace = self._trace, None
         assert trace is not None, "no step was traced"
@@ -332,11 +320,13 @@ class Worker:
         return tasks
 
     def counts(self) -> dict[str, int]:
-        """What this worker holds: arrays of the session, programs, their functions, and what `process_usage` counts."""
-        from minialpa.runtime.workers.resource_usage import process_usage
-
-        own = {"arrays": self._arrays, "programs": self._programs, "compiled": self._compiled}
-        return {name: len(held) for name, held in own.items()} | process_usage()
+        """The numbers of arrays of the session, of programs and of compiled functions that this worker holds."""
+        return {
+            "arrays": len(self._arrays),
+            "programs": len(self._programs),
+            "compiled": len(self._compiled),
+            "transports": len(self._transports),
+        }
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:
@@ -344,7 +334,7 @@ def _shards(array: Any) -> list[tuple[Box, Any]]:
     import jax
     import numpy as np
 
-    from minialpa.runtime.workers.numpy_wire import to_plain
+    from minialpa.runtime.workers.arguments import to_plain
 
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         array = jax.random.key_data(array)

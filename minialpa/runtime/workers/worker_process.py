@@ -13,10 +13,10 @@ from minialpa.errors import WorkerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is told when it starts.
+    """The settings of a worker: it binds the address `ip`, knows the secret of its session, and waits for others for
+    `timeout_s`.
 
-    number: of the worker, unique in its session. host: name for messages. ip: address that it binds. secret: shared by
-    the workers of a session. timeout_s: how long it waits for another worker. platform: "cpu" or "cuda".
+    `host` is the number of the host, for messages; `platform` is "cpu" or "cuda".
     """
 
     number: int
@@ -29,11 +29,7 @@ class WorkerSettings:
 
 
 class Process(Protocol):
-    """What a worker needs of the process that it runs in.
-
-    Attributes:
-        coordinator: address of jax's coordination service, for descriptions.
-    """
+    """The process of a worker. `coordinator` is the address of jax's coordination service, for descriptions."""
 
     coordinator: str
 
@@ -47,7 +43,7 @@ class Process(Protocol):
         """A transport for worker `me` of a program, with its `address`, yet to `connect`."""
 
     def end(self) -> None:
-        """End the worker, whatever it does."""
+        """End the worker, even if it is busy."""
 
 
 class OwnProcess:
@@ -109,7 +105,7 @@ class OwnProcess:
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
-            # The caller finds out first who hangs. This would end the processes that wait for it.
+            # Longer than the caller's own timeout: this would end the processes that wait for a hanging worker.
             heartbeat_timeout_seconds=int(self._settings.timeout_s) + 60,
             coordinator_bind_address=address if rank == 0 else None,
         )
@@ -117,7 +113,6 @@ class OwnProcess:
             bind_gloo(self._settings.ip)
 
     def _all_devices(self) -> list[Any]:
-        """Those of all workers of the mesh."""
         import jax
 
         own = self._settings
@@ -132,7 +127,6 @@ class OwnProcess:
             ) from error
 
     def _check_own(self, devices: list[Any]) -> None:
-        """Raise WorkerError unless this process has as many devices as it should."""
         import jax
 
         own = self._settings

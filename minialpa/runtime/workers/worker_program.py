@@ -1,14 +1,13 @@
 """One mesh program on one worker: its functions compiled, its constants placed, and its steps.
 
-The interpreter walks the instructions and `Exchange` moves arrays; jax runs what they issue asynchronously. Only a
-`Receive` waits, and the end of a step.
+The interpreter walks the instructions and `Exchange` moves arrays; jax runs them asynchronously. Only a `Receive` and
+the end of a step wait.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from minialpa.programs.mesh_program import (
     Place,
     Receive,
     Relayout,
-    Send,
     callable_of,
     overwritten_rows,
 )
@@ -31,38 +29,13 @@ from minialpa.runtime.steps.compiled import LoweredFunction, compile_all, lower
 from minialpa.runtime.steps.interpreter import Buffers, Callee, Interpreter
 from minialpa.runtime.steps.step_trace import StepTrace
 from minialpa.runtime.transports.transport import Transport
+from minialpa.runtime.workers.arguments import Given, from_plain
 from minialpa.runtime.workers.exchange import INSTRUCTIONS, Exchange
-from minialpa.runtime.workers.numpy_wire import from_plain
 from minialpa.sharding import device_mesh
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
-
-    Shards are as `to_plain` makes them. One that several workers get may be a number instead, of an array that comes
-    beside the others.
-    """
-
-    shards: tuple[np.ndarray[Any, Any] | int, ...]
-    shard_of_device: tuple[int, ...]
-
-
-Argument = int | Given
-"""A number is that of an array that the workers hold already. Thousands of them are pickled for every step."""
-
-
 class WorkerProgram:
-    """A mesh program, compiled for the devices of its mesh and connected to its other workers.
-
-    Attributes:
-        program: what all workers of the mesh run.
-        mesh: the devices of the whole mesh, those of other processes included.
-        functions: compiled, by function number.
-        overwritten_rows: as the function of this name says.
-        step: number of the step that runs, or ran last.
-        position: the instruction that it has come to; -1 between steps.
-    """
+    """A mesh program, compiled for the devices of its whole mesh and connected to its other workers."""
 
     def __init__(
         self,
@@ -75,22 +48,15 @@ class WorkerProgram:
         compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
-        """
-        Args:
-            program: what to run.
-            places: all workers of all meshes; the transport numbers them in this order.
-            me: which of them this is.
-            devices: those of the whole mesh, in its order.
-            transport: connected to the other workers.
-            compiled: functions that programs of this worker have compiled; equal ones are used again. May forget them.
-            timeout_s: how long a `Receive` waits.
+        """places: all workers of all meshes, in the numbering of the transport; `me` is one of them. devices: of the
+        whole mesh, in its order. transport: connected to the other workers. compiled: functions that programs of
+        this worker share; it may forget them. timeout_s: how long a `Receive` waits.
         """
         self.program = program
         self.mesh = device_mesh(devices, program.shape.logical_shape)
         first = program.shape.first_device
         self._devices = [devices[device - first] for device in places[me].devices]
         self.overwritten_rows = overwritten_rows(program)
-        self._read_as_numpy = _read_as_numpy(program, self.mesh)
 
         self._exchange = Exchange(
             program=program,
@@ -99,7 +65,6 @@ class WorkerProgram:
             devices=self._devices,
             mesh=self.mesh,
             transport=transport,
-            read_as_numpy=self._read_as_numpy,
             compiled=compiled,
             timeout_s=timeout_s,
         )
@@ -124,22 +89,21 @@ class WorkerProgram:
 
     @property
     def position(self) -> int:
+        """The present instruction; -1 between steps."""
         return self._interpreter.position
 
     def describe(self, i: int) -> str:
-        """Instruction `i` in words."""
         return self._interpreter.describe(i)
 
     def begin(self, step: int) -> None:
-        """Step number `step` is the next one to run."""
         self._exchange.begin(step)
         self._interpreter.position = -1
 
     def run(self, arguments: list[Any], trace: StepTrace | None = None) -> dict[int, jax.Array]:
-        """Run a step on an array for each input of the program; returns the results by number, once they are computed.
+        """Run a step on an array for each input of the program; returns the computed results by number.
 
-        Empties `arguments`, so that nothing but the step holds what it may free. Where it raises, `position` is the
-        instruction that failed. trace: gets notes of what the step does.
+        Empties `arguments`, so that only the step holds arrays that it may free. When it raises, `position` is the
+        instruction that failed. trace: gets notes of the step.
         """
         buffers = dict(self._constants)
         buffers.update((slot.buffer, x) for slot, x in zip(self.program.inputs, arguments, strict=True))
@@ -164,8 +128,9 @@ class WorkerProgram:
             trace.note(self.program.mesh, INSTRUCTIONS, "await results", issued_s)
 
     def _first_failed(self, buffers: Buffers) -> int:
-        """The first instruction whose results are still there and have failed. jax reports a failed computation only
-        when something asks for its result, which may be many instructions later."""
+        """The first instruction whose results have failed and are still there. jax reports a failed computation only
+        when its result is read, which may be many instructions later.
+        """
         for i, instruction in enumerate(self.program.instructions[: self.position]):
             if any(b in buffers and _has_failed(buffers[b]) for b in _written(instruction)):
                 return i
@@ -173,27 +138,18 @@ class WorkerProgram:
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def argument(
-        self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]], *, for_one_step: bool = False
-    ) -> Any:
-        """The array of input `number` of the program, from what the caller sent.
-
-        for_one_step: only the next step reads it, so it stays a NumPy array where the functions take that.
-        """
+    def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
+        """The array of input `number` of the program, made of the shards that the caller sent."""
         slot = self.program.inputs[number]
         kind = self.program.types[slot.buffer]
         sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
         shards = [from_plain(shard, kind.dtype) for shard in sent]
-        if for_one_step and slot.buffer in self._read_as_numpy:
-            return shards[0]
-
         # jax on CPU may use the caller's memory in place; a donated array must be the program's own.
         if slot.leaf in self.program.donated_leaves:
             shards = [np.array(shard) for shard in shards]
         return self._array([shards[k] for k in given.shard_of_device], kind, slot.spec)
 
     def _array(self, shards: Sequence[Any], type_: ArrayType, spec: PartitionSpec) -> jax.Array:
-        """An array of a shard for each device of this worker."""
         placed = jax.device_put(list(shards), self._devices)
         sharding = NamedSharding(self.mesh, spec)
         typed: jax.Array = type_.typed(jax.make_array_from_single_device_arrays(type_.data_shape, sharding, placed))
@@ -206,12 +162,12 @@ class WorkerProgram:
     # ---- functions ------------------------------------------------------------------------------------------------
 
     def _compile(self, compiled: MutableMapping[Any, Any], *, with_flag: bool) -> list[Any]:
-        """Each function of the program; equal ones are compiled once. with_flag: as traced steps want them."""
+        """Each function of the program; equal ones are compiled once. with_flag: for traced steps."""
         keys = [
             (f.code, f.in_specs, f.out_specs, f.donated, f.compiler_options, self.mesh, with_flag)
             for f in self.program.functions
         ]
-        made = {key: compiled.get(key) for key in keys}  # held from here: `compiled` does not
+        made = {key: compiled.get(key) for key in keys}  # held here, since `compiled` may forget them
         missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if made[key] is None}
         made.update(zip(missing, compile_all(self._lower(f, with_flag) for f in missing.values()), strict=True))
         compiled.update(made)
@@ -231,22 +187,6 @@ class WorkerProgram:
         )
 
 
-def _read_as_numpy(program: MeshProgram, mesh: jax.sharding.Mesh) -> frozenset[int]:
-    """Buffers of what comes from other processes that only functions on one CPU device read.
-
-    Functions take NumPy arrays, and their memory without a copy, in a fraction of the time in which jax makes an array
-    of them first; a device waits meanwhile.
-    """
-    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
-        return frozenset()
-
-    received = {x.target for x in program.instructions if isinstance(x, Receive)}
-    given = {slot.buffer for slot in program.inputs if slot.leaf not in program.donated_leaves}
-    others = {x.source for x in program.instructions if isinstance(x, Send | Relayout)}
-    results = {b for _, b in program.outputs}
-    return frozenset(b for b in (received | given) - others - results if program.types[b].key is None)
-
-
 def _written(instruction: Any) -> tuple[int, ...]:
     match instruction:
         case Run(_, _, outputs):
@@ -260,7 +200,7 @@ def _written(instruction: Any) -> tuple[int, ...]:
 
 def _has_failed(array: Any) -> bool:
     """Whether the computation of an array has ended with an error. Does not wait for it."""
-    if isinstance(array, np.ndarray) or array.is_deleted() or not array.is_ready():
+    if array.is_deleted() or not array.is_ready():
         return False
     try:
         array.block_until_ready()

@@ -1,4 +1,4 @@
-"""Sessions whose workers are threads of this process, for tests of what the runtime of a cluster does."""
+"""Sessions whose workers are threads of this process, and a training to run on them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import minialpa
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.in_process import InProcessLauncher
 from minialpa.session import _Current, _session_on
+from minialpa.testing import assert_allclose
+from tests.helpers import METHODS
+from tests.runtime.threads import make_batch, make_params, parallel_steps, train_step
 
 
 @contextmanager
 def in_process_session(n_hosts: int, devices_per_host: int, timeout_s: float = 60.0) -> Iterator[ClusterRuntime]:
-    """The session of this process, ended behind the block. Meshes must not cross hosts."""
+    """The session of this process, ended after the block. Meshes must not cross hosts."""
     devices = jax.devices()[: n_hosts * devices_per_host]
     launcher = InProcessLauncher(devices, devices_per_host, timeout_s)
     minialpa.shutdown()
@@ -24,3 +27,25 @@ def in_process_session(n_hosts: int, devices_per_host: int, timeout_s: float = 6
         yield _Current.session.runtime
     finally:
         minialpa.shutdown()
+
+
+def is_running(runtime: ClusterRuntime) -> bool:
+    """Whether this is the session of this process, and it has not ended."""
+    session = _Current.session
+    return session is not None and session.runtime is runtime and runtime._turns.failure is None
+
+
+class Training:
+    """A step of two stages, with its state and the run of plain jax beside it."""
+
+    def __init__(self) -> None:
+        (self.step,) = parallel_steps(1, METHODS["pipeline"])
+        self.plain = jax.jit(train_step(0, jax.value_and_grad))
+        self.batch = make_batch(0)
+        self.state = self.expected = make_params(0)
+
+    def advance(self) -> None:
+        """A step that agrees with plain jax."""
+        self.state, loss = self.step(self.state, self.batch)
+        self.expected, wanted = self.plain(self.expected, self.batch)
+        assert_allclose((self.state, loss), (self.expected, wanted), rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What the runtime of a cluster does, on workers that are threads: the same programs, messages, arrays and failures."""
+"""The runtime of a cluster on workers that are threads: the same programs, messages, arrays and failures as on Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,38 +18,28 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import models
 from minialpa.errors import WorkerError
 from minialpa.inter.lower.mesh_programs import array_type
-from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
+from minialpa.programs.program import MeshShape
 from minialpa.runtime.cluster.cluster_executable import ClusterExecutable
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
-from minialpa.runtime.cluster.in_process import ThreadActor
+from minialpa.runtime.cluster.in_process import InProcessTransport, ThreadActor
 from minialpa.runtime.cluster.launcher import WorkerHandle
 from minialpa.runtime.cluster.watch import Watch
-from minialpa.runtime.transports.in_process_transport import InProcessTransport
+from minialpa.runtime.workers.arguments import from_plain, to_plain
 from minialpa.runtime.workers.failures import Status
 from minialpa.runtime.workers.worker import Worker
 from minialpa.sharding import specs_of
 from minialpa.testing import assert_allclose
-from tests.runtime.cluster.in_process_session import in_process_session
-from tests.test_numeric_matrix import N_MICRO_BATCHES, SIZES, pipeline, serial_run
-
-
-@pytest.fixture
-def runtime() -> Iterator[ClusterRuntime]:
-    """A host of four devices: a mesh of all of them, or two of two."""
-    with in_process_session(1, 4) as found:
-        yield found
-
-
-#: What always runs.
-SHORT = {("mlp", 4)}
+from tests.dtypes import DTYPES, KEYS, N, as_argument, as_result, as_state, described, values
+from tests.helpers import METHODS
+from tests.runtime.cluster.in_process_session import Training, in_process_session
+from tests.runtime.move_programs import moving
+from tests.test_numeric_matrix import N_MICRO_BATCHES, pipeline, serial_run
 
 
 @pytest.mark.parametrize(
-    ("name", "n_hosts"),
-    [pytest.param(name, n, marks=() if (name, n) in SHORT else pytest.mark.slow) for name in SIZES for n in (2, 4)],
+    ("name", "n_hosts"), [("mlp", 4), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("gpt", "resnet"))]
 )
 def test_three_steps_equal_the_serial_run(name: str, n_hosts: int) -> None:
     per_host = 4 // n_hosts
@@ -65,27 +54,8 @@ def test_three_steps_equal_the_serial_run(name: str, n_hosts: int) -> None:
         assert_allclose(state.params, run.final.params, rtol=2e-4, atol=1e-5)
 
 
-class Training:
-    """A step of the mlp in two stages, with its state and the run of plain jax beside it."""
-
-    def __init__(self, n_stages: int = 2) -> None:
-        self.case = models.build("mlp", batch_size=4 * N_MICRO_BATCHES, hidden=8)
-        self.step = minialpa.parallelize(
-            self.case.train_step(minialpa.value_and_grad), method=pipeline(n_stages, "1f1b")
-        )
-        self.plain = jax.jit(self.case.train_step(jax.value_and_grad))
-        self.batch = self.case.make_batch(0, self.case.batch_size)
-        self.state = self.expected = self.case.init(jax.random.key(0))
-
-    def advance(self) -> None:
-        self.state, metrics = self.step(self.state, self.batch)
-        self.expected, wanted = self.plain(self.expected, self.batch)
-        assert_allclose(metrics, wanted, rtol=1e-4, atol=1e-6)
-        assert_allclose(self.state, self.expected, rtol=1e-4, atol=1e-6)
-
-
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The calls of workers from now on, by method; those of the watch are left out."""
+    """The calls of workers from now on, by method; without the calls of the watch."""
     calls: Counter[str] = Counter()
     call = ThreadActor.call
 
@@ -98,37 +68,27 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return calls
 
 
-def test_a_step_is_one_call_of_each_worker_and_a_fetch_one_more(
-    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("runtime")
+def test_a_step_is_one_call_of_each_worker_and_a_fetch_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
-    state, metrics = training.step(training.state, training.batch)
+    state, batch = training.step.preshard_dynamic_args(training.state, training.batch)
     calls = _calls(monkeypatch)
     for _ in range(3):
-        state, metrics = training.step(state, training.batch)
+        state, loss = training.step(state, batch)
     assert calls == {"step": 6}
-    loss = jax.tree.leaves(metrics)[0]
     float(loss)
     float(loss)  # it is here now
     assert calls == {"step": 6, "fetch": 1}
+    for _ in range(3):
+        training.expected, _ = training.plain(training.expected, training.batch)
+    assert_allclose(state, training.expected, rtol=1e-4, atol=1e-6)
 
 
 def test_arrays_move_between_workers_in_all_layouts(runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    meshes = (MeshShape(0, (2,)), MeshShape(2, (2,)))
     layouts = [spec.partition_spec() for spec in specs_of((4, 6), (2,))]
-    pairs = list(itertools.product(layouts, layouts))
-    n = len(pairs)
-    program = Program(
-        meshes=meshes,
-        functions=(),
-        inputs=tuple(InputSlot(buffer=i, leaf=i, rows=None, mesh=0, spec=s) for i, (s, _) in enumerate(pairs)),
-        constants=(),
-        instructions=tuple(Transfer(i, n + i, 1, t) for i, (_, t) in enumerate(pairs)),
-        outputs=tuple(OutputSlot((n + i,), (1,)) for i in range(n)),
-        donated_leaves=frozenset(),
-        n_buffers=2 * n,
-    )
-    arrays = [np.arange(24, dtype=np.float32).reshape(4, 6) + i for i in range(n)]
+    ways = [(0, s, 1, t) for s, t in itertools.product(layouts, layouts)]
+    arrays = [np.arange(24, dtype=np.float32).reshape(4, 6) + i for i in range(len(ways))]
+    program = moving((MeshShape(0, (2,)), MeshShape(2, (2,))), ways)
     there = ClusterExecutable(runtime, program, {i: array_type(x) for i, x in enumerate(arrays)})
     moved = there(arrays)
 
@@ -136,36 +96,47 @@ def test_arrays_move_between_workers_in_all_layouts(runtime: ClusterRuntime, mon
     calls = _calls(monkeypatch)
     again = there(moved)
     assert "fetch" not in calls and "put" not in calls and calls["load"] == 2 and calls["step"] == 4
-    for x, a, b, (_, spec) in zip(arrays, moved, again, pairs, strict=True):
+    for x, a, b, (*_, spec) in zip(arrays, moved, again, ways, strict=True):
         np.testing.assert_array_equal(np.asarray(a), x)
         np.testing.assert_array_equal(np.asarray(b), x)
         assert b.specs == (spec,) and len(a.copies) == 2
 
 
 def test_donated_arrays_are_freed_on_workers_and_refused_later(runtime: ClusterRuntime) -> None:
+    gc.collect()
+    before = sum(counts["arrays"] for counts in runtime.ask(runtime.workers, "counts"))
     training = Training()
     training.advance()
     old = training.state
     training.advance()
-    with pytest.raises(WorkerError, match="was donated to an earlier call"):
+    with pytest.raises(WorkerError, match="donated"):
         training.step(old, training.batch)
-    training.advance()
+    with pytest.raises(WorkerError, match="donated"):
+        np.asarray(old["first"])
+    for _ in range(3):
+        training.advance()
     del old
     gc.collect()
     training.advance()
-    held = runtime.ask(runtime.workers, "counts")
-    n_leaves = len(jax.tree.leaves(training.state))
-    assert sum(counts["arrays"] for counts in held) <= 2 * n_leaves + 4
+    after = sum(counts["arrays"] for counts in runtime.ask(runtime.workers, "counts"))
+    # The state, and the arrays that the next call frees.
+    assert after - before <= 2 * len(training.state) + 4
 
 
-def test_presharded_state_is_used_as_it_is(runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training()
-    state, batch = training.step.preshard_dynamic_args(training.state, training.batch)
-    calls = _calls(monkeypatch)
-    state, _ = training.step(state, batch)
-    assert calls == {"step": 2}
-    training.expected, _ = training.plain(training.expected, training.batch)
-    assert_allclose(state, training.expected, rtol=1e-4, atol=1e-6)
+@pytest.mark.usefixtures("runtime")
+def test_an_array_given_twice_is_copied_and_arrays_that_a_step_hands_on_stay() -> None:
+    step = minialpa.parallelize(
+        lambda s, a, b: ({**s, "w": s["w"] + a}, b * 2.0, s["n"]), donate_argnums=(0, 1, 2), batch_argnums=()
+    )
+    n, x = np.arange(6, dtype=np.int32), np.ones((8, 4), np.float32)
+    state: Any = {"w": x, "n": n, "key": jax.random.key(3)}
+    a: Any = x
+    for i in range(3):
+        state, a, same = step(state, a, a)
+        np.testing.assert_array_equal(same, n)
+        np.testing.assert_array_equal(a, x * 2 ** (i + 1))
+    np.testing.assert_array_equal(state["w"], x * 8)
+    np.testing.assert_array_equal(jax.random.key_data(state["key"][...]), jax.random.key_data(jax.random.key(3)))
 
 
 def test_meshes_of_another_shape_end_those_before_and_keep_their_arrays(runtime: ClusterRuntime) -> None:
@@ -176,31 +147,33 @@ def test_meshes_of_another_shape_end_those_before_and_keep_their_arrays(runtime:
     assert len(runtime.workers) in (1, 2)
     training.advance()
 
+    # Another thread's program with a mesh of all devices: this one has found before that the array is not here.
+    array = training.step(training.state, training.batch)[0]["first"]
+    assert not array.held_here
+    with runtime.turn():
+        runtime.meshes([(0, 4)])
+    assert array.held_here and not any(copy.mesh.alive for copy in array.copies)
+    np.testing.assert_array_equal(runtime.fetch([array])[0], np.asarray(array))
 
-def test_threads_take_turns(runtime: ClusterRuntime) -> None:
-    training = Training()
-    training.advance()
-    scale = minialpa.parallelize(lambda x, y: x * y, donate_argnums=(), batch_argnums=())
-    found: list[Any] = []
 
-    def work(number: int) -> None:
-        x = np.full(8, number, np.float32)
-        for i in range(5):
-            found.append(bool((np.asarray(scale(x, np.float32(i))) == x * i).all()))
+def test_programs_that_nothing_uses_leave_nothing_on_the_workers(runtime: ClusterRuntime) -> None:
+    held = []
+    for i in range(5):
+        step = minialpa.parallelize(lambda x: (x * 2.0).sum(), donate_argnums=(), batch_argnums=())
+        float(step(np.ones((8 + i, 2), np.float32)))
+        del step
+        gc.collect()
+        held.append(runtime.ask(runtime.workers, "counts"))
+    assert held[2] == held[4]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(3):
-        training.advance()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 20
+
+# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_ends_ends_the_session_with_its_place(runtime: ClusterRuntime) -> None:
     training = Training()
     training.advance()
+    unfetched, _ = training.step(training.expected, training.batch)
     lost = runtime.workers[1]
     runtime.launcher.end([lost])
     with pytest.raises(WorkerError, match=r"stage 1 on host 0.*its process died") as caught:
@@ -208,12 +181,28 @@ def test_a_worker_that_ends_ends_the_session_with_its_place(runtime: ClusterRunt
             training.advance()
     assert (caught.value.worker, caught.value.stage) == (lost.number, 1)
     with pytest.raises(WorkerError, match="The session has ended"):
-        training.step(training.case.init(jax.random.key(0)), training.batch)
+        training.step(training.expected, training.batch)
+    with pytest.raises(WorkerError, match="has ended"):
+        np.asarray(unfetched["first"])
 
 
-def test_an_error_in_a_step_names_worker_stage_and_instruction(
-    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetched_values_outlive_the_session(runtime: ClusterRuntime) -> None:
+    double = minialpa.parallelize(lambda x: x * 2, donate_argnums=(), batch_argnums=())
+    fetched, unfetched = double(np.ones(3, np.float32)), double(np.ones(3, np.float32))
+    minialpa.prefetch(fetched)
+    minialpa.shutdown()
+    np.testing.assert_array_equal(fetched, np.full(3, 2.0))
+    with pytest.raises(WorkerError, match="has ended"):
+        np.asarray(unfetched)
+    # In the session of this process: fetched values are arguments, lost ones are refused.
+    np.testing.assert_array_equal(double(fetched), np.full(3, 4.0))
+    with pytest.raises(WorkerError, match="has ended"):
+        double(unfetched)
+    assert not runtime.workers
+
+
+@pytest.mark.usefixtures("runtime")
+def test_an_error_in_a_step_names_worker_stage_and_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     training.advance()
     send = InProcessTransport.send
@@ -230,11 +219,12 @@ def test_an_error_in_a_step_names_worker_stage_and_instruction(
 
 
 def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    with in_process_session(2, 2, timeout_s=1.5):
+    with in_process_session(2, 2) as runtime:
         training = Training()
         training.advance()
         hang = threading.Event()
         step = Worker.step
+        runtime._watch.timeout_s = 1.0
 
         def stuck(self: Worker, *args: Any) -> Any:
             if self.settings.number == 0:
@@ -243,15 +233,14 @@ def test_a_worker_that_hangs_is_named_after_the_timeout(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(Worker, "step", stuck)
         begun_s = time.monotonic()
-        with pytest.raises(WorkerError, match=r"stage|no worker has made progress"):
+        with pytest.raises(WorkerError, match=r"no worker has made progress"):
             training.advance()
         hang.set()
         assert time.monotonic() - begun_s < 20
 
 
-def test_an_interrupt_between_the_calls_of_a_step_ends_the_session(
-    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("runtime")
+def test_an_interrupt_between_the_calls_of_a_step_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     training.advance()
     call, called = ThreadActor.call, []
@@ -266,59 +255,110 @@ def test_an_interrupt_between_the_calls_of_a_step_ends_the_session(
     with pytest.raises(KeyboardInterrupt):
         training.advance()
     monkeypatch.undo()
-    with pytest.raises(WorkerError, match=r"The session has ended.*only some workers had been told"):
+    with pytest.raises(WorkerError, match=r"The session has ended.*only some workers had its call"):
         training.advance()
 
 
-def test_fetched_values_outlive_the_session() -> None:
-    with in_process_session(2, 2):
-        training = Training()
-        training.advance()
-        state = training.state
-        fetched = np.asarray(jax.tree.leaves(state)[0])
-        unfetched = minialpa.parallelize(lambda x: x + 1, donate_argnums=(), batch_argnums=())(np.zeros(3, np.float32))
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(state)[0]), fetched)
-    with pytest.raises(WorkerError, match="has ended"):
-        np.asarray(unfetched)
-
-
-def test_a_value_that_another_thread_has_fetched_needs_no_mesh(runtime: ClusterRuntime) -> None:
-    training = Training()
-    training.advance()
-    array = next(x for x in jax.tree.leaves(training.step(training.state, training.batch)[0]) if x.ndim == 2)
-    # Another thread's program with a mesh of all devices: this one has found before that the array is not here.
-    with runtime.turn():
-        runtime.meshes([(0, 4)])
-    assert array.held_here and not any(copy.mesh.alive for copy in array.copies)
-    np.testing.assert_array_equal(runtime.fetch([array])[0], np.asarray(array))
-
-
-def test_arrays_on_workers_have_methods_of_numpy_and_say_what_to_do_for_those_of_jax() -> None:
-    with in_process_session(1, 2):
-        doubled = minialpa.parallelize(lambda x: x * 2, method=minialpa.ShardParallel())(np.ones((4, 3), np.float32))
-        assert doubled.mean() == 2 and doubled.T.shape == (3, 4) and doubled.astype(np.int32).sum() == 24
-        with pytest.raises(AttributeError, match=r"no attribute `at`: .*`jax\.device_get\(x\)`"):
-            doubled.at[0].set(1)
-
-
-def test_keys_that_a_step_returns_are_keys_for_jax_and_are_fetched_when_it_reads_them(
+def test_a_cluster_that_is_lost_is_noticed_while_steps_are_short(
     runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train_step(state: Any, batch: Any) -> Any:
-        key, drawn = jax.random.split(state["key"])
-        loss = jnp.mean((batch["x"] * jax.random.uniform(drawn, batch["x"].shape)) @ state["w"])
-        return {"key": key, "keys": jax.random.split(key, 3), "w": state["w"] - loss}, loss
+    """No wait is as long as the interval between two looks, so steps alone would never look."""
+    training = Training()
+    training.advance()
+    monkeypatch.setattr(runtime.launcher, "fault", lambda: "The head is gone.")
+    end_s = time.monotonic() + 20
+    with pytest.raises(WorkerError, match="The head is gone"):
+        while time.monotonic() < end_s:
+            training.advance()
 
-    start = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(0), 3), "w": jnp.ones((4, 2))}
-    batch = {"x": jnp.ones((8, 4))}
-    step = minialpa.parallelize(train_step, method=minialpa.ShardParallel(), batch_argnums=(1,), donate_argnums=())
-    state, _ = step(start, batch)
-    expected, _ = jax.jit(train_step)(start, batch)
+
+def test_arrays_for_which_there_is_no_room_are_refused_and_cost_nothing(
+    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = minialpa.parallelize(lambda state, x: (state + x.sum(), x.mean()), batch_argnums=(1,))
+    batch = np.ones((512, 1024), np.float32)
+    state, _ = step(jnp.zeros(()), batch)
+
+    def refuse(n_bytes: int) -> None:
+        assert n_bytes == batch.nbytes
+        raise minialpa.MinialpaError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.launcher, "check_room", refuse)
+        with pytest.raises(minialpa.MinialpaError, match="no room"):
+            step(state, batch + 1)
+    state, _ = step(state, batch)
+    assert float(state) == 2 * batch.size
+
+
+def test_a_worker_is_silent_since_the_first_call_that_it_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("minialpa.runtime.cluster.watch.time.monotonic", lambda: now[0])
+    launcher = Mock(timeout_s=300.0, ready=lambda replies: [])
+    worker = WorkerHandle(number=1, host=0, first_device=0, n_devices=1, actor=Mock())
+    watch = Watch(launcher)
+    watch.add([worker])
+    now[0] = 62.0
+    assert watch.heartbeat(is_stepping=True) is None
+    assert watch.unanswered_s(worker, 2.0) == 62.0
+
+    launcher.ready, launcher.answer.return_value = list, Status(worker=1, host=0)
+    assert watch.unanswered_s(worker, 2.0) == 2.0
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_step_that_calls_back_into_python_is_refused() -> None:
+    def step(x: Any) -> Any:
+        jax.debug.print("{}", x[0])
+        return x + 1.0
+
+    with pytest.raises(minialpa.TraceError, match="Callbacks into Python"):
+        minialpa.parallelize(step, batch_argnums=())(np.ones(8, np.float32))
+
+
+# ---- arrays ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("runtime")
+def test_results_are_arrays_to_users() -> None:
+    @minialpa.parallelize(batch_argnums=())
+    def make(x: Any) -> Any:
+        return {"x": x + 1.0, "n": jnp.sum(x), "i": jnp.int32(3), "flag": jnp.any(x > 0)}
+
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    out = make(x)
+    made = out["x"]
+    assert isinstance(made, minialpa.arrays.RemoteArray) and made.shape == (8, 4) and made.dtype == np.float32
+    minialpa.prefetch(out)
+    np.testing.assert_array_equal(made, x + 1)
+    np.testing.assert_array_equal(jnp.sin(jnp.asarray(made)), jnp.sin(x + 1))
+    np.testing.assert_array_equal(made * 2 + x, (x + 1) * 2 + x)
+    np.testing.assert_array_equal(made[2:, 1], (x + 1)[2:, 1])
+    assert float(out["n"]) == x.sum() and f"{out['n']:.1f}" == "496.0" and int(out["i"]) == 3 and bool(out["flag"])
+    assert len(made) == 8 and list(range(5))[out["i"]] == 3
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(made)), x + 1)
+    np.testing.assert_array_equal(copy.deepcopy(made), x + 1)
+    assert made.mean() == 16.5 and made.T.shape == (4, 8) and made.astype(np.int32).sum() == 528
+    with pytest.raises(AttributeError, match=r"no attribute `at`: .*`jax\.device_get\(x\)`"):
+        made.at[0].set(1)
+    np.testing.assert_array_equal(make(made)["x"], x + 2)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_keys_that_a_step_returns_are_keys_for_jax_and_are_fetched_when_it_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def split(state: Any) -> Any:
+        key, drawn = jax.random.split(state["key"])
+        return {"key": key, "keys": jax.random.split(key, 3), "x": jax.random.uniform(drawn, (4,))}
+
+    step = minialpa.parallelize(split, batch_argnums=(), donate_argnums=())
+    state = step({"key": jax.random.key(3)})
+    wanted = jax.jit(split)(jax.jit(split)({"key": jax.random.key(3)}))
     calls = _calls(monkeypatch)
-    second, _ = step(state, batch)
+    second = step({"key": state["key"]})
     assert calls == {"step": 1}
 
-    wanted, _ = jax.jit(train_step)(expected, batch)
     for use in (
         jax.random.key_data,
         lambda key: jax.random.key_data(jax.random.split(key)[1]),
@@ -338,62 +378,32 @@ def test_keys_that_a_step_returns_are_keys_for_jax_and_are_fetched_when_it_reads
     )
     assert calls["fetch"] == 2
     assert isinstance(second["key"], jax.Array) and second["keys"].shape == (3,)
+    with pytest.raises((TypeError, ValueError)):
+        np.asarray(second["keys"])
+    with pytest.raises(TypeError, match="key_data"):
+        np.asarray(second["keys"], np.uint32)
 
 
-# ---- the cluster as a whole ------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # of 64 bits
+@pytest.mark.parametrize("x64", [False, True])
+def test_all_dtypes_are_arguments_state_and_results_as_jit_has_them(x64: bool) -> None:
+    names, x = (*DTYPES, *KEYS), np.arange(N, dtype=np.float32)
+    with jax.enable_x64(x64):
+        given = {name: values(name) for name in names}
+        turn = minialpa.parallelize(as_state, method=METHODS["pipeline"])
+        turned, _ = turn(given, x)
+        assert described(turned) == described(jax.jit(as_state)(given, x)[0])
+        assert described(turn(turned, x)[0]) == described(jax.jit(lambda x: x)(given))  # straight from the workers
+        for step, args in ((as_result(names), (np.uint32(3), x)), (as_argument, (np.float32(1), given))):
+            assert described(minialpa.parallelize(step)(*args)) == described(jax.jit(step)(*args))
 
 
-def summing(state: Any, batch: Any) -> Any:
-    return state + batch.sum(), batch.mean()
-
-
-def test_a_cluster_that_is_lost_is_noticed_while_steps_are_short(
-    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No wait is as long as the interval between two looks, so steps alone would never look."""
-    step = minialpa.parallelize(summing, method=minialpa.DataParallel())
-    state, batch = jnp.zeros(()), np.ones((8, 4), np.float32)
-    state, mean = step(state, batch)
-    assert float(mean) == 1.0
-
-    monkeypatch.setattr(runtime.launcher, "fault", lambda: "The head is gone.")
-    end_s = time.monotonic() + 20
-    with pytest.raises(WorkerError, match="The head is gone"):
-        while time.monotonic() < end_s:
-            state, mean = step(state, batch)
-            float(mean)
-
-
-def test_arrays_for_which_there_is_no_room_are_refused_and_cost_nothing(
-    runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = minialpa.parallelize(summing, method=minialpa.DataParallel())
-    batch = np.ones((512, 1024), np.float32)
-    state, _ = step(jnp.zeros(()), batch)
-
-    def refuse(n_bytes: int) -> None:
-        assert n_bytes == batch.nbytes
-        raise minialpa.MinialpaError("no room")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runtime.launcher, "check_room", refuse)
-        for big in (batch, batch + 1):
-            with pytest.raises(minialpa.MinialpaError, match="no room"):
-                step(state, big)
-    state, _ = step(state, batch)
-    assert float(state) == 2 * batch.size
-
-
-def test_a_worker_is_silent_since_the_first_call_that_it_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("minialpa.runtime.cluster.watch.time.monotonic", lambda: now[0])
-    launcher = Mock(timeout_s=300.0, ready=lambda replies: [])
-    worker = WorkerHandle(number=1, host=0, first_device=0, n_devices=1, actor=Mock())
-    watch = Watch(launcher)
-    watch.add([worker])
-    now[0] = 62.0
-    assert watch.heartbeat(is_stepping=True) is None
-    assert watch.unanswered_s(worker, 2.0) == 62.0
-
-    launcher.ready, launcher.answer.return_value = list, Status(worker=1, host=0)
-    assert watch.unanswered_s(worker, 2.0) == 2.0
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e4m3fn", "complex64"])
+def test_bytes_of_arrays_go_beside_the_pickle(dtype: str) -> None:
+    array = np.ones((64, 64), dtype)
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(to_plain(array), protocol=5, buffer_callback=buffers.append)
+    assert len(text) < array.nbytes / 8
+    back = from_plain(pickle.loads(text, buffers=buffers), dtype)
+    assert back.dtype == array.dtype and back.tobytes() == array.tobytes()

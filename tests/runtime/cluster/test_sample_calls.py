@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from minialpa.programs.mesh_program import ArrayType, MeshProgram, worker_places
 from minialpa.programs.program import InputSlot, MeshShape
 from minialpa.programs.resharding import shard_boxes
+from minialpa.runtime.cluster.cluster_executable import read_order
 from minialpa.runtime.cluster.cluster_program import worker_shards
-from minialpa.runtime.cluster.sample_calls import read_order
-from minialpa.runtime.workers.sample_reads import read_inputs
+from minialpa.runtime.workers.arguments import read_inputs
 from minialpa.samples import BatchForm, merged_ranges
 from minialpa.sharding import Spec
 

@@ -98,14 +98,14 @@ class Training:
     def __post_init__(self) -> None:
         self.serial = jax.jit(train_step(jax.value_and_grad))
 
-    def start(self, hosts: int, timeout_s: float = 300.0, env: Any = None) -> None:
+    def start(self, hosts: int, timeout_s: float = 300.0) -> None:
         """A session of a pipeline of two meshes on one host, or of one mesh over two hosts; a like one goes on."""
         if hosts != self.hosts:
             minialpa.shutdown()
         self.hosts = hosts
         minialpa.init(
             cluster="ray", address=self.address, num_hosts=hosts, devices_per_host=2 // hosts,
-            worker_timeout_s=timeout_s, worker_env={**WORKER_ENV, **(env or {})},
+            worker_timeout_s=timeout_s, worker_env=WORKER_ENV,
         )  # fmt: skip
         self.steps.setdefault(hosts, minialpa.parallelize(train_step(minialpa.value_and_grad), method=METHODS[hosts]))
 
@@ -124,18 +124,17 @@ class Training:
 
 @dataclass
 class Traces:
-    """What a session has on this machine: processes, ports on which they listen, its placement group."""
+    """The processes of a session on this machine, the ports on which they listen, its placement group."""
 
     pids: list[int]
     ports: list[int]
     group: Any
-    memfds: frozenset[str]
 
     @staticmethod
     def of_session() -> Traces:
         runtime = current_session().runtime
         pids = [status.pid for status in runtime.ask(runtime.workers, "status")]
-        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.launcher._group, memfds())
+        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.launcher._group)
 
     def assert_gone(self) -> None:
         """Within seconds: Ray gives a process that is stopped five of them."""
@@ -143,12 +142,6 @@ class Traces:
         wait_until(lambda: not any(answers(port) for port in self.ports))
         assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
         assert not [thread for thread in threading.enumerate() if "minialpa" in thread.name]
-        assert memfds() <= self.memfds
-
-
-def memfds() -> frozenset[str]:
-    """Shared memory of transports that this process has open."""
-    return frozenset(fd for fd in os.listdir("/proc/self/fd") if "memfd:minialpa" in read_link(f"/proc/self/fd/{fd}"))
 
 
 def read_link(path: str) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -98,16 +97,6 @@ class NetworkedCluster:
                 )
             # One after the other: nodes that start at once in one folder may miss the head.
             _wait_for(self._logs / f"node{host}", self._nodes[host])
-
-    def kill(self, *hosts: int) -> None:
-        """End all processes of hosts at once, as a loss of power does."""
-        for host in hosts:
-            name = self.hosts[host][0]
-            pids = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True).stdout
-            for pid in pids.split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            self._nodes.pop(host).wait(30)
 
     def cut(self, *hosts: int) -> None:
         """Cut the links of hosts, whose processes go on."""

@@ -1,4 +1,4 @@
-"""Which nodes are reserved: those that answer and are free, or become so. Ray is not asked here."""
+"""Which nodes are chosen and reserved: nodes with devices that answer and are free, or become so. Without Ray."""
 
 from __future__ import annotations
 
@@ -10,13 +10,89 @@ from typing import Any
 import pytest
 import ray
 
-from minialpa.errors import MinialpaError
+from minialpa.errors import MinialpaError, ShardingError
 from minialpa.runtime.ray import reservation
-from minialpa.runtime.ray.node_choice import CPU_DEVICE
 from minialpa.runtime.ray.ray_connection import nodes_that_answer
-from minialpa.runtime.ray.reservation import Wanted
+from minialpa.runtime.ray.reservation import CPU_DEVICE, Wanted, choose_nodes, nodes_to_restart_on
 
 pytestmark = pytest.mark.ray
+
+
+def node(ip: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"NodeID": f"node-{ip}", "NodeManagerAddress": ip, "Alive": alive, "Resources": resources}
+
+
+def addresses(nodes: Any) -> list[str]:
+    return [node["NodeManagerAddress"] for node in nodes]
+
+
+def test_gpus_come_before_virtual_devices_and_these_before_cpus() -> None:
+    nodes = [node("10.0.0.1", CPU=8), node("10.0.0.2", CPU=8, **{CPU_DEVICE: 4}), node("10.0.0.3", CPU=8, GPU=2)]
+    for n, resource, devices in ((3, "GPU", 2), (2, CPU_DEVICE, 4), (1, "CPU", 8)):
+        choice = choose_nodes(nodes[:n], None, None)
+        assert (choice.resource, choice.devices_per_host) == (resource, devices)
+        assert addresses(choice.nodes) == [f"10.0.0.{n}"]
+
+
+def test_nodes_with_more_devices_come_first_and_then_addresses_by_their_numbers() -> None:
+    nodes = [node("10.0.0.10", GPU=4), node("10.0.0.9", GPU=4), node("10.0.0.1", GPU=2), node("10.0.0.2", GPU=8)]
+    assert addresses(choose_nodes(nodes, None, None).nodes) == ["10.0.0.2", "10.0.0.9", "10.0.0.10", "10.0.0.1"]
+    choice = choose_nodes(nodes, 3, None)
+    assert addresses(choice.nodes) == ["10.0.0.2", "10.0.0.9", "10.0.0.10"] and choice.devices_per_host == 4
+
+
+def test_a_dead_node_is_not_chosen() -> None:
+    nodes = [node("10.0.0.1", alive=False, GPU=4), node("10.0.0.2", GPU=1)]
+    assert addresses(choose_nodes(nodes, None, None).nodes) == ["10.0.0.2"]
+
+
+def test_virtual_devices_may_be_more_than_cpus_and_share_them() -> None:
+    choice = choose_nodes([node("10.0.0.1", CPU=2)], None, 6)
+    assert choice.devices_per_host == 6 and choice.resource_per_device == 0.3333
+    assert choose_nodes([node("10.0.0.1", CPU=8)], None, 2).resource_per_device == 1.0
+
+
+@pytest.mark.parametrize(
+    "num_hosts, devices_per_host, message",
+    [
+        (3, None, r"3 hosts were requested and the Ray cluster has 2 with `GPU`. Request fewer"),
+        (2, 5, r"5 devices per host were requested and a host of the Ray cluster has 4 `GPU`"),
+    ],
+)
+def test_too_few_hosts_or_devices_are_errors(num_hosts: int, devices_per_host: int | None, message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        choose_nodes([node("10.0.0.1", GPU=4), node("10.0.0.2", GPU=8)], num_hosts, devices_per_host)
+
+
+def test_a_cluster_without_devices_is_an_error() -> None:
+    with pytest.raises(ShardingError, match="the Ray cluster has 0 with `CPU`"):
+        choose_nodes([], None, None)
+
+
+def test_a_session_starts_again_on_nodes_that_are_free_or_that_it_held() -> None:
+    nodes = [node(f"10.0.0.{i}", CPU=8, GPU=gpus) for i, gpus in ((1, 4), (2, 4), (3, 4), (4, 2))]
+    nodes.append(node("10.0.0.5", CPU=8))  # no GPUs, so it is no host of this session
+    available = {f"node-10.0.0.{i}": {"CPU": 8.0, "GPU": free} for i, free in ((2, 0.0), (3, 4.0), (4, 2.0), (5, 0.0))}
+
+    def found(devices_per_host: int | None, held: tuple[str, ...]) -> list[str]:
+        return addresses(
+            nodes_to_restart_on(
+                nodes, resource="GPU", devices_per_host=devices_per_host, available=available, held=held
+            )
+        )
+
+    assert found(4, ("node-10.0.0.1",)) == ["10.0.0.1", "10.0.0.3"]
+    assert found(2, ()) == found(None, ()) == ["10.0.0.3", "10.0.0.4"]
+
+
+def test_a_session_with_more_virtual_devices_than_cpus_starts_again_on_their_nodes() -> None:
+    cpus = [node("10.0.0.1", CPU=2)]
+    for free, wanted in ((2.0, cpus), (1.0, [])):
+        available = {"node-10.0.0.1": {"CPU": free}}
+        assert nodes_to_restart_on(cpus, resource="CPU", devices_per_host=6, available=available) == wanted
+
+
+# ---- waiting for nodes -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -29,7 +105,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mapping[str, float]]
     free: dict[str, Mapping[str, float]] = {}
     monkeypatch.setattr(reservation, "nodes_that_answer", lambda timeout_s: nodes)
     monkeypatch.setattr(reservation, "available_resources", lambda: free)
-    monkeypatch.setattr(reservation, "_FREE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(reservation, "_FREE_TIMEOUT_S", 0.3)
     return free
 
 
@@ -45,7 +121,7 @@ def test_the_nodes_of_the_ended_session_are_waited_for(available: dict[str, Mapp
     available["n3"] = {CPU_DEVICE: 2.0}
     wanted = _wanted(None, "n1")
     assert reservation.n_available(wanted) == 2
-    threading.Timer(0.3, lambda: available.update(n1={CPU_DEVICE: 2.0})).start()
+    threading.Timer(0.1, lambda: available.update(n1={CPU_DEVICE: 2.0})).start()
     assert _chosen(wanted) == ["n1", "n3"]
 
 
@@ -62,10 +138,9 @@ def test_a_session_never_gets_more_hosts_than_it_has_asked_for(available: dict[s
 
 
 @pytest.mark.usefixtures("available")
-@pytest.mark.parametrize("held", [(), ("n1",)])
-def test_without_nodes_the_error_says_what_to_do(held: tuple[str, ...]) -> None:
-    with pytest.raises(MinialpaError, match=r"has all of its `\w+` free\. Start.*call `minialpa.restart\(\)` again"):
-        _chosen(_wanted(2, *held))
+def test_without_nodes_the_error_says_what_to_do() -> None:
+    with pytest.raises(MinialpaError, match=r"has all of its `\w+` free\. Start.*call `minialpa.restart\(\)`"):
+        _chosen(_wanted(2, "n1"))
 
 
 def test_a_node_that_ray_lists_and_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_few_calls_are_unfinished_whichever_results_are_taken_over(taken: Sequen
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PacedCall, "_n_calls", 0)
         patch.setattr(PacedCall, "_marker", None)
-        run = PacedCall(device.call, 1)
+        run = PacedCall(device.call)
         for is_taken in taken:
             _, result = run()
             result.taken = is_taken
@@ -73,7 +73,7 @@ def test_an_error_of_a_call_is_left_to_who_reads_its_results(monkeypatch: pytest
     monkeypatch.setattr(PacedCall, "_n_calls", 0)
     monkeypatch.setattr(PacedCall, "_marker", None)
     device = Device()
-    run = PacedCall(lambda: [Failed(device, device.call()[0].number)], 0)
+    run = PacedCall(lambda: [Failed(device, device.call()[0].number)])
     for _ in range(40):
         run()
     assert device.most_unfinished <= MOST_UNFINISHED
@@ -95,20 +95,6 @@ def test_steps_that_take_over_all_their_results_are_waited_for(monkeypatch: pyte
         state = train(state, jnp.ones(8))
     assert waited.count(True) >= 4
     np.testing.assert_array_equal(state["w"], 320.0)
-
-
-def test_the_loss_of_a_training_step_marks_its_end() -> None:
-    """Not the step count before it, which the next call takes over, and which is as small."""
-    train = minialpa.parallelize(
-        lambda state, x: ({"n": state["n"] + 1, "w": state["w"] * 2}, jnp.sum(x * state["w"])),
-        method=minialpa.ShardParallel(devices=jax.devices()[:8]),
-        donate_argnums=0,
-        batch_argnums=(),
-    )
-    executable = train.get_executable({"n": jnp.int32(0), "w": jnp.ones(8)}, jnp.ones(8))
-    (function,) = executable.runner.compiled
-    assert isinstance(function, PacedCall)
-    assert function._number == 2
 
 
 def compiled(*functions: Callable[..., Any], n_devices: int = 2, aval: Any = None, donated: Any = ()) -> list[Any]:

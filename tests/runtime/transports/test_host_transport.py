@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
@@ -10,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
 
@@ -86,7 +85,7 @@ def parts(draw: st.DrawFn) -> Part:
     return Part(array, index)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=25)
 @given(sent=st.lists(parts(), max_size=5))
 def test_every_part_arrives_bit_by_bit(peer: Peer, sent: list[Part]) -> None:
     expected = [np.asarray(part.array)[() if part.index is None else part.index] for part in sent]
@@ -126,9 +125,9 @@ def test_arrays_that_are_not_ready_do_not_hold_up_the_caller(peer: Peer) -> None
 
 
 def test_messages_from_several_threads_that_no_socket_holds_arrive_whole(peer: Peer) -> None:
-    # Sizes around those that the caller writes itself. The peer reads nothing until all have been sent.
+    # Sizes around the largest that the caller writes itself. The peer reads only after all have been sent.
     sizes = [30_000, 100, BIG, 7, 2 << 20, QUICK_BYTES, QUICK_BYTES + 1, 3]
-    arrays = {next(_tags): np.full(sizes[i % len(sizes)], i % 251, np.uint8) for i in range(240)}
+    arrays = {next(_tags): np.full(sizes[i % len(sizes)], i % 251, np.uint8) for i in range(96)}
 
     def send(tags: list[int]) -> None:
         for tag in tags:
@@ -168,29 +167,14 @@ def ping_pong(peer: Peer, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return back
 
 
-@pytest.mark.parametrize("keep", [lambda a: a, lambda a: a[5:9], lambda a: a.reshape(4, -1).view(np.int32)[2:, 1::3]])
-def test_memory_that_a_view_refers_to_is_left_alone(peer: Peer, keep: Callable[[Any], Any]) -> None:
-    kept = keep(ping_pong(peer, np.arange(BIG).astype(np.uint8)))
-    before = kept.copy()
-    for i in range(5):
-        ping_pong(peer, np.full(BIG, i, np.uint8))
-    assert np.array_equal(kept, before)
-
-
-@pytest.mark.parametrize("device", range(4))
-def test_jax_takes_received_arrays_over_without_a_copy(peer: Peer, device: int) -> None:
-    # `jax.dlpack.from_dlpack` does the same on the first device; to others it copies.
-    back = ping_pong(peer, np.ones(BIG, np.float32))
-    array = jax.device_put(back, jax.devices()[device])
-    assert array.unsafe_buffer_pointer() == back.ctypes.data
-
-
 @pytest.mark.parametrize("device", range(2))
-def test_jax_arrays_survive_later_messages_donated_or_not(peer: Peer, device: int) -> None:
+def test_jax_takes_received_arrays_over_and_they_survive_later_messages(peer: Peer, device: int) -> None:
     expected = np.arange(BIG, dtype=np.float32)
     add = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)
-    array = jax.device_put(ping_pong(peer, expected), jax.devices()[device])
+    back = ping_pong(peer, expected)
+    array = jax.device_put(back, jax.devices()[device])
     pointer = array.unsafe_buffer_pointer()
+    assert pointer == back.ctypes.data  # without a copy
     other = jax.device_put(ping_pong(peer, expected), jax.devices()[device])
     result = add(other).block_until_ready()
     # jax does not write to memory that it was lent: the result is elsewhere.
@@ -227,7 +211,7 @@ def usage() -> tuple[int, int, int]:
     return open_descriptors(), mappings(), resident_bytes()
 
 
-def test_ten_thousand_messages_leave_nothing_behind(peer: Peer) -> None:
+def test_thousands_of_messages_leave_nothing_in_the_process(peer: Peer) -> None:
     rng = random.Random(0)
     data = np.arange(1 << 18, dtype=np.uint32).view(np.uint8)
 
@@ -245,8 +229,8 @@ def test_ten_thousand_messages_leave_nothing_behind(peer: Peer) -> None:
         del back
         return [usage(), peer.result()]
 
-    before = some(3000)
-    after = some(7000)
+    before = some(1500)
+    after = some(3000)
     for (fds, maps, resident), (fds_later, maps_later, resident_later) in zip(before, after, strict=True):
         assert fds_later <= fds + 2
         assert maps_later <= maps + 100
@@ -360,10 +344,10 @@ def test_close_leaves_no_thread_and_no_descriptor() -> None:
     kept = []
     for i in range(4):
         for j in {0, 1, 2, 3} - {i}:
-            transports[i].send(j, i, [Part(np.full(8 << 20, i, np.uint8))])
+            transports[i].send(j, i, [Part(np.full(1 << 20, i, np.uint8))])
     for i in range(4):
         for j in {0, 1, 2, 3} - {i}:
-            kept += transports[i].receive(j, j, [Piece((8 << 20,), BYTES)], TIMEOUT_S)
+            kept += transports[i].receive(j, j, [Piece((1 << 20,), BYTES)], TIMEOUT_S)
     for transport in transports:
         transport.close()
     assert set(threading.enumerate()) == threads and open_descriptors() == descriptors
@@ -371,6 +355,8 @@ def test_close_leaves_no_thread_and_no_descriptor() -> None:
     assert [int(a[0]) for a in kept] == [int(a[-1]) for a in kept] == [1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2]
     with pytest.raises(WorkerError, match="closed its transport"):
         transports[0].send(1, 50, [])
+    with pytest.raises(WorkerError, match="has 3 bytes"):
+        HostTransport(b"abc", 0)
 
 
 def test_what_was_sent_before_goodbye_can_be_received() -> None:
@@ -411,20 +397,17 @@ def test_a_peer_that_cannot_prove_the_secret_is_dropped() -> None:
         transport.close()
 
 
-def test_a_short_secret_is_refused() -> None:
-    with pytest.raises(WorkerError, match="has 3 bytes"):
-        HostTransport(b"abc", 0)
-
-
 def test_strangers_do_no_harm_and_keep_nobody_waiting() -> None:
     transports = group(2)
     strangers = []
+    begun_s = time.monotonic()
     for transport in transports:
-        for _ in range(5):
+        for _ in range(20):
             strangers.append(socket.create_connection((transport.address.host, transport.address.port)))  # Silent.
             strangers.append(socket.create_connection((transport.address.host, transport.address.port)))
             strangers[-1].sendall(np.random.default_rng(0).bytes(5000))
     assert connect_all(transports, [t.address for t in transports]) == [None, None]
+    assert time.monotonic() - begun_s < handshake.HANDSHAKE_S / 2
     transports[0].send(1, 0, [Part(np.arange(3))])
     assert transports[1].receive(0, 0, [Piece((3,), np.dtype(int))], TIMEOUT_S)[0].tolist() == [0, 1, 2]
     for open_socket in (*transports, *strangers):
@@ -438,19 +421,6 @@ def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None
         connection.settimeout(TIMEOUT_S)
         assert connection.recv(1) == b""
     transport.close()
-
-
-def test_silent_connections_do_not_hold_up_a_peer() -> None:
-    transports = group(2)
-    listening = transports[1].address  # to which worker 0 connects
-    with contextlib.ExitStack() as stack:
-        for _ in range(3 * handshake._MAX_PENDING):
-            stack.enter_context(socket.create_connection((listening.host, listening.port)))
-        begun_s = time.monotonic()
-        assert connect_all(transports, [t.address for t in transports]) == [None, None]
-        assert time.monotonic() - begun_s < 2.0
-    for transport in transports:
-        transport.close()
 
 
 def test_only_the_given_address_is_listened_on() -> None:

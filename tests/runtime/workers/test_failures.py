@@ -52,20 +52,19 @@ def test_an_error_of_its_own_is_never_passed_over_for_a_follower(found: list[Fai
         assert cause.fault in (Fault.LOST_HOST, Fault.DIED, Fault.RAISED)
 
 
-def test_the_first_death_counts() -> None:
-    """The process of a mesh that has the coordinator dies, and jax ends the others."""
-    found = [failure(Fault.LOST_PEER, 1, "Traceback"), failure(Fault.DIED, 0), failure(Fault.DIED, 1)]
-    assert root_cause(found).where.worker == 0
-
-
-def test_a_lost_host_counts_more_than_the_deaths_that_follow() -> None:
-    found = [failure(Fault.DIED, 1), failure(Fault.LOST_PEER, 2, "Traceback"), failure(Fault.LOST_HOST, 0)]
-    assert root_cause(found).where.worker == 0
-
-
-def test_what_a_worker_said_counts_more_than_its_death() -> None:
-    found = [failure(Fault.DIED, 2), failure(Fault.RAISED, 2, "Traceback")]
-    assert root_cause(found).fault is Fault.RAISED
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [
+        # The process of a mesh that has the coordinator dies, and jax ends the others.
+        ([failure(Fault.LOST_PEER, 1, "Traceback"), failure(Fault.DIED, 0), failure(Fault.DIED, 1)], 1),
+        # Deaths follow from a lost host.
+        ([failure(Fault.DIED, 1), failure(Fault.LOST_PEER, 2, "Traceback"), failure(Fault.LOST_HOST, 0)], 2),
+        # An error that a worker has reported counts more than its later death.
+        ([failure(Fault.DIED, 2), failure(Fault.RAISED, 2, "Traceback")], 1),
+    ],
+)
+def test_the_cause_is_the_first_death_the_lost_host_or_the_reported_error(found: list[Failure], cause: int) -> None:
+    assert root_cause(found) is found[cause]
 
 
 @pytest.mark.parametrize(

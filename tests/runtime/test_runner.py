@@ -1,4 +1,4 @@
-"""The border between the leaves of a step and those of its program: blocks are split off without copies, and joined."""
+"""The border of a step and its program: leaves are split into blocks of rows without copies, and results are joined."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from minialpa.arrays import RemoteArray
 from minialpa.errors import DeletedArrayError
 from minialpa.programs.program import LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
-from minialpa.runtime.leaf_border import BlockedCalls, joined_leaves, split_leaves
 from minialpa.runtime.local import LocalExecutable
+from minialpa.runtime.runner import BlockedCalls, joined_leaves, split_leaves
 from tests.runtime.block_programs import LEAF, ROWS, of_four_leaves, program
 
 #: Leaf 0 is in blocks, leaf 1 is not.
@@ -40,6 +40,9 @@ class Elsewhere(RemoteArray):
     def is_deleted(self) -> bool:
         return self.deleted
 
+    def delete(self) -> None:
+        self.deleted = True
+
 
 def blocked(array: Any, *lengths: int) -> BlockedArray:
     stops = np.cumsum(lengths)
@@ -49,17 +52,12 @@ def blocked(array: Any, *lengths: int) -> BlockedArray:
 # ---- splitting and joining -------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_the_program_are_taken_as_they_are() -> None:
-    leaf = blocked(LEAF, 2, 3)
-    other = jnp.ones(3)
+def test_blocks_that_fit_are_taken_unchanged() -> None:
+    leaf, partly, other = blocked(LEAF, 2, 3), blocked(LEAF, 2, 1, 2), jnp.ones(3)
     first, second, third = split_leaves([leaf, other], BLOCKS)
     assert first is leaf.blocks[0] and second is leaf.blocks[1] and third is other
-
-
-def test_a_block_that_fits_is_taken_where_others_do_not() -> None:
-    leaf = blocked(LEAF, 2, 1, 2)
-    first, second, _ = split_leaves([leaf, LEAF], BLOCKS)
-    assert first is leaf.blocks[0] and isinstance(second, LeafRows)
+    first, second, _ = split_leaves([partly, LEAF], BLOCKS)
+    assert first is partly.blocks[0] and isinstance(second, LeafRows)
     np.testing.assert_array_equal(second, LEAF[2:])
 
 
@@ -67,6 +65,7 @@ def test_a_block_that_fits_is_taken_where_others_do_not() -> None:
 def test_rows_of_any_array_are_blocks(make: Any) -> None:
     leaf = make(LEAF)
     parts = split_leaves([leaf, leaf], BLOCKS)
+    assert not isinstance(leaf, Elsewhere) or leaf.n_fetched == 0
     assert [part.shape for part in parts] == [(2, 2), (3, 2), (5, 2)] and parts[2] is leaf
     for part, (start, stop) in zip(parts, ROWS, strict=False):
         np.testing.assert_array_equal(np.asarray(part), LEAF[start:stop])
@@ -77,12 +76,6 @@ def test_rows_of_numpy_and_host_arrays_are_not_copied() -> None:
     for leaf in (LEAF, jnp.asarray(LEAF)):
         parts = split_leaves([leaf, leaf], BLOCKS)[:2]
         assert all(np.shares_memory(np.asarray(part), np.asarray(leaf)) for part in parts)
-
-
-def test_splitting_fetches_nothing() -> None:
-    leaf = Elsewhere(LEAF)
-    split_leaves([leaf, leaf], BLOCKS)
-    assert leaf.n_fetched == 0
 
 
 def test_the_value_of_rows_shares_no_memory_with_the_array() -> None:
@@ -101,13 +94,16 @@ def test_rows_are_of_the_arrays_that_hold_the_data() -> None:
     assert LeafRows(both, (0, 2)).stored_as == both.blocks == both.stored_as
 
 
-def test_typed_keys_have_rows() -> None:
+def test_typed_keys_have_rows_and_come_back_as_keys_of_jax() -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     first, second = split_leaves([keys], (ROWS,))
     assert first.dtype == keys.dtype and second.shape == (3,)
     (joined,) = joined_leaves([first[...], second[...]], (ROWS,))
     assert joined.dtype == keys.dtype and joined.shape == (5,)
-    assert jnp.array_equal(jax.random.key_data(joined[...]), jax.random.key_data(keys))
+    assert jnp.array_equal(jax.random.key_data(joined), jax.random.key_data(keys))
+    remote = BlockedArray([keys[:2], keys[2:]])
+    assert len(list(remote)) == len(keys)
+    assert jnp.array_equal(jax.random.key_data(pickle.loads(pickle.dumps(remote))), jax.random.key_data(keys))
 
 
 def test_results_in_blocks_are_joined() -> None:
@@ -130,9 +126,16 @@ def pointers(array: BlockedArray) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for block in array.blocks for shard in block.addressable_shards]
 
 
-@pytest.mark.parametrize("n_devices", [1, 2])
 @pytest.mark.parametrize(
-    "make", [np.array, jnp.array, Elsewhere, lambda x: blocked(x, 2, 3), lambda x: blocked(x, 4, 1)]
+    ("make", "n_devices"),
+    [
+        (np.array, 1),
+        (jnp.array, 1),
+        (jnp.array, 2),
+        (Elsewhere, 1),
+        (lambda x: blocked(x, 2, 3), 1),
+        (lambda x: blocked(x, 4, 1), 2),
+    ],
 )
 def test_no_call_takes_over_an_array_in_another_layout(make: Any, n_devices: int) -> None:
     leaf = make(LEAF)
@@ -145,9 +148,8 @@ def test_no_call_takes_over_an_array_in_another_layout(make: Any, n_devices: int
         np.testing.assert_array_equal(np.asarray(leaf), LEAF)
 
 
-@pytest.mark.parametrize("n_devices", [1, 2])
-def test_donated_blocks_are_used_in_place(n_devices: int) -> None:
-    step = calls(n_devices=n_devices)
+def test_donated_blocks_are_used_in_place() -> None:
+    step = calls(n_devices=2)
     (state,) = step.place([jnp.array(LEAF)])
     for _ in range(3):
         where = pointers(state)
@@ -195,29 +197,13 @@ def test_a_leaf_with_rows_that_no_stage_reads(make: Any) -> None:
     np.testing.assert_array_equal(placed, LEAF)
 
 
-@pytest.mark.parametrize("make", [jnp.array, lambda x: blocked(x, 2, 3), lambda x: blocked(x, 4, 1)])
+@pytest.mark.parametrize("make", [jnp.array, Elsewhere, lambda x: blocked(x, 2, 3), lambda x: blocked(x, 4, 1)])
 def test_deleted_arrays_are_refused(make: Any) -> None:
     step, leaf = calls(), make(LEAF)
     leaf.delete()
     for use in (step, step.place):
         with pytest.raises(DeletedArrayError, match="has been deleted: it was donated to another call"):
             use([leaf])
-
-
-def test_keys_in_blocks_come_back_as_keys_of_jax() -> None:
-    keys = jax.random.split(jax.random.key(0), 5)
-    (joined,) = joined_leaves([keys[:2], keys[2:]], [((0, 2), (2, 5))])
-    assert jnp.array_equal(jax.random.key_data(joined), jax.random.key_data(keys))
-    remote = BlockedArray([keys[:2], keys[2:]])
-    assert len(list(remote)) == len(keys)
-    assert jnp.array_equal(jax.random.key_data(pickle.loads(pickle.dumps(remote))), jax.random.key_data(keys))
-
-
-def test_a_remote_array_that_was_given_away_is_refused() -> None:
-    step, leaf = calls(), Elsewhere(LEAF)
-    leaf.deleted = True
-    with pytest.raises(DeletedArrayError, match="has been deleted"):
-        step([leaf])
 
 
 def test_a_program_that_knows_no_blocks_leaves_them_to_the_caller() -> None:

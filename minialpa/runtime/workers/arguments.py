@@ -1,0 +1,94 @@
+"""The arguments of a worker: shards that the caller sends, or an order to read samples that become shards.
+
+Shards are *plain*. Pickle moves arrays of NumPy's own dtypes out of band, without a copy. It would copy arrays of other
+dtypes, such as bfloat16, into its stream, so they cross as unsigned integers of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minialpa.arrays import own_copy
+from minialpa.programs.resharding import Box
+from minialpa.samples import BatchForm, ReadSamples, read_samples
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An argument that the caller sends: distinct shards, and the shard that each device of the worker gets.
+
+    Shards are plain. A shard that several workers get may be a number instead, of an array that comes beside the
+    others.
+    """
+
+    shards: tuple[np.ndarray[Any, Any] | int, ...]
+    shard_of_device: tuple[int, ...]
+
+
+Argument = int | Given
+"""The number of an array that the workers hold, or shards. Every step pickles thousands of numbers."""
+
+
+def to_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`array` if its dtype is one of NumPy's own, or a view of its memory as unsigned integers."""
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+
+
+def from_plain(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    return array if np.dtype(dtype).isbuiltin == 1 else array.view(dtype)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRead:
+    """An input of a program that a worker reads from a leaf of the batch.
+
+    `boxes` are the distinct shards of the worker, in the leaf; `shard_of_device` is the shard of each of its devices.
+    """
+
+    input: int
+    leaf: int
+    dtype: str
+    boxes: tuple[Box, ...]
+    shard_of_device: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """The rows of a batch that one worker reads, and the shards to make of them.
+
+    Attributes:
+        ranges: the rows (start, stop) to read, in order and not adjacent. The user's function is called for each.
+        inputs: made of these rows.
+    """
+
+    form: BatchForm
+    ranges: tuple[tuple[int, int], ...]
+    inputs: tuple[InputRead, ...]
+
+
+def read_inputs(read: ReadSamples, order: ReadOrder, first: int) -> list[Given]:
+    """The shards of each input of an order, read from the batch whose first sample is `first`.
+
+    They share no memory with the results of the function.
+    """
+    rows = [(a, b, read_samples(read, first + a, first + b, order.form)) for a, b in order.ranges]
+    return [
+        Given(tuple(_shard(rows, of_input, box) for box in of_input.boxes), of_input.shard_of_device)
+        for of_input in order.inputs
+    ]
+
+
+def _shard(
+    rows: Sequence[tuple[int, int, list[np.ndarray[Any, Any]]]], of_input: InputRead, box: Box
+) -> np.ndarray[Any, Any]:
+    (start, stop), *others = box
+    first, leaves = next((a, leaves) for a, b, leaves in rows if a <= start and stop <= b)
+    index = (slice(start - first, stop - first), *(slice(*ends) for ends in others))
+    return to_plain(own_copy(np.asarray(leaves[of_input.leaf][index], of_input.dtype)))
