@@ -70,6 +70,7 @@ def pieces(example: Example) -> frozenset[str]:
         "absent class": any(term.reduction == "an absent class" for term in example.training.loss.terms),
         "one flag": "any one" in example.training.results,
         "counts": bool(example.training.counted),
+        "counts with NaN": any(one.dtype == "float16" for one in example.training.counted),
         "typed keys": example.training.typed,
         "a flag before": bool(example.way.flag),
         "casts once": example.way.casts_once,

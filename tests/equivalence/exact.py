@@ -87,7 +87,8 @@ def counted_batch(counted: tuple[Counted, ...], size: int) -> dict[str, Any]:
     rows = {one.dtype: np.resize(values(one.dtype, seed=size), (size, values(one.dtype).shape[1])) for one in counted}
     batch = {d: x if "float" not in d else np.round(x.astype(np.float32)).astype(x.dtype) for d, x in rows.items()}
     if "float16" in batch:
-        batch["float16"][size // 3, 0] = np.nan
+        # A NaN of each sign, since their bits are at both ends of the order of floats.
+        batch["float16"][size // 3, :2] = np.nan, np.copysign(np.nan, -1)
     return {f"of {d}": x for d, x in batch.items()}
 
 
