@@ -1,4 +1,4 @@
-"""Checks the fields of a dataclass of options by their annotations, and raises an error for the first wrong value.
+"""A dataclass of options in; an error out for the first field whose value does not have its annotated type.
 
 Annotations may be classes, unions, literals, pairs, sequences and mappings of them, and numbers within limits:
 `Annotated[int, Within(1)]`.
@@ -10,7 +10,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, cast
@@ -28,35 +28,27 @@ class Within:
     most: float = math.inf
 
 
-#: A number of things, at least 1.
+#: A number of things, one at least.
 Count = Annotated[int, Within(1)]
 #: A number that is not negative.
 NotNegative = Annotated[float, Within(0)]
 
-#: For types of numbers the class of their values, and the words for one value and for several.
-_NUMBERS: Mapping[Any, tuple[type, str, str]] = {
-    int: (Integral, "an integer", "integers"),
-    float: (Real, "a number", "numbers"),
-}
-_WORDS: Mapping[Any, tuple[str, str]] = {
-    str: ("a string", "strings"),
-    types.NoneType: ("None", "None"),
-    Any: ("anything", "anything"),
-    PartitionSpec: ("a PartitionSpec", "PartitionSpecs"),
-}
-
 
 def check_fields(options: Any, *, but: Sequence[str] = ()) -> None:
-    """Raise ShardingError for the first field whose value does not fit its annotation, except the fields `but`."""
+    """Raise ShardingError for the first field of a dataclass whose value does not fit its annotation.
+
+    but: names of fields that are not checked.
+    """
     for name, hint in _hints(cast(Hashable, type(options))).items():
         if name not in but:
             check_value(name, getattr(options, name), hint)
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Raise ShardingError unless the value of the option `name` has this type."""
-    if not _fits(value, hint):
-        raise ShardingError(f"`{name}` is {_words(hint)}; got {value!r}.{_advice(value, hint)}")
+    """Raise ShardingError if the value of the option `name` is not of a type."""
+    kind = _kind(hint)
+    if not kind.fits(value):
+        raise ShardingError(f"`{name}` is {_joined(kind.one)}; got {value!r}.{_advice(value, hint)}")
 
 
 @functools.cache
@@ -64,76 +56,132 @@ def _hints(kind: Hashable) -> dict[str, Any]:
     return typing.get_type_hints(cast(type, kind), include_extras=True)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    arguments = typing.get_args(hint)
-    match typing.get_origin(hint):
-        case types.UnionType | typing.Union:
-            return any(_fits(value, one) for one in arguments)
-        case typing.Annotated:
-            return _fits(value, arguments[0]) and arguments[1].least <= value <= arguments[1].most
-        case typing.Literal:
-            return any(type(value) is type(one) and value == one for one in arguments)
-        case kind if kind is tuple and Ellipsis not in arguments:
-            is_tuple = isinstance(value, tuple | list) and len(value) == len(arguments)
-            return is_tuple and all(map(_fits, value, arguments))
-        case kind if kind is tuple or kind is Sequence:
-            return isinstance(value, tuple | list) and all(_fits(one, arguments[0]) for one in value)
-        case kind if kind is dict or kind is Mapping:
-            key, entry = arguments
-            return isinstance(value, Mapping) and all(_fits(k, key) and _fits(v, entry) for k, v in value.items())
-    if hint in _NUMBERS:
-        return isinstance(value, _NUMBERS[hint][0]) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, hint)
-
-
-def _words(hint: Any, several: bool = False) -> str:
-    """The values of a type in words, such as "an integer >= 1, or None"; in the plural for `several`."""
-    *most, last = _alternatives(hint, several)
-    match most:
-        case []:
-            return last
-        case [other]:
-            return f"{other} or {last}"
-        case _:
-            return f"{', '.join(most)}, or {last}"
-
-
-def _alternatives(hint: Any, several: bool) -> list[str]:
-    arguments = typing.get_args(hint)
-    match typing.get_origin(hint):
-        case types.UnionType | typing.Union:
-            return [words for one in arguments for words in _alternatives(one, several)]
-        case typing.Annotated:
-            number, limits = _words(arguments[0], several), arguments[1]
-            is_bounded = limits.most < math.inf
-            return [
-                f"{number} from {limits.least:,} to {limits.most:,}" if is_bounded else f"{number} >= {limits.least:,}"
-            ]
-        case typing.Literal:
-            return [repr(one) for one in arguments]
-        case kind if kind is tuple and Ellipsis not in arguments:
-            first, second = arguments
-            each = _words(first, several=True) if first == second else f"{_words(first)} and {_words(second)}"
-            return [f"pairs of {each}" if several else f"a pair of {each}"]
-        case kind if kind is tuple or kind is Sequence:
-            return [f"{'tuples' if several else 'a tuple'} of {_words(arguments[0], several=True)}"]
-        case kind if kind is dict or kind is Mapping:
-            key, entry = (_words(one, several=True) for one in arguments)
-            return [f"{'mappings' if several else 'a mapping'} from {key} to {entry}"]
-    if hint is bool:
-        return ["True", "False"]
-    if hint in _NUMBERS:
-        _, one, many = _NUMBERS[hint]
-        return [many if several else one]
-    name: str = getattr(hint, "__name__", str(hint))
-    one, many = _WORDS.get(hint, (f"{'an' if name[0] in 'AEIOU' else 'a'} {name}", f"{name}s"))
-    return [many if several else one]
-
-
 def _advice(value: Any, hint: Any) -> str:
-    """For a dict of fields, how to write it as the dataclass in the annotation; else empty."""
+    """How to write a dict of fields as the dataclass of an annotation, if there is one."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if is_dataclass(kind)]
     if not isinstance(value, dict) or len(kinds) != 1 or not all(isinstance(name, str) for name in value):
         return ""
     fields = ", ".join(f"{name}={one!r}" for name, one in value.items())
     return f" Write `{getattr(kinds[0], '__name__', '')}({fields})`."
+
+
+# ---- kinds of annotations -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The values of an annotation.
+
+    Attributes:
+        fits: whether a value is one of them.
+        one: words for one value, for each alternative: "an integer >= 1", "None".
+        several: the same for several values.
+    """
+
+    fits: Callable[[Any], bool]
+    one: tuple[str, ...]
+    several: tuple[str, ...]
+
+
+def _kind(hint: Any) -> _Kind:
+    make = _MAKERS.get(typing.get_origin(hint))
+    return _class(hint) if make is None else make(*typing.get_args(hint))
+
+
+def _class(hint: Any) -> _Kind:
+    if hint in _NAMED:
+        return _NAMED[hint]
+    article = "an" if hint.__name__[0] in "AEIOU" else "a"
+    return _Kind(lambda x: isinstance(x, hint), (f"{article} {hint.__name__}",), (f"{hint.__name__}s",))
+
+
+def _union(*hints: Any) -> _Kind:
+    kinds = [_kind(hint) for hint in hints]
+    return _Kind(
+        fits=lambda x: any(kind.fits(x) for kind in kinds),
+        one=tuple(words for kind in kinds for words in kind.one),
+        several=tuple(words for kind in kinds for words in kind.several),
+    )
+
+
+def _limited(hint: Any, limits: Within) -> _Kind:
+    number = _kind(hint)
+    is_bounded = limits.most < math.inf
+    text = f" from {limits.least:,} to {limits.most:,}" if is_bounded else f" >= {limits.least:,}"
+    return _Kind(
+        fits=lambda x: number.fits(x) and limits.least <= x <= limits.most,
+        one=(number.one[0] + text,),
+        several=(number.several[0] + text,),
+    )
+
+
+def _literal(*values: Any) -> _Kind:
+    words = tuple(map(repr, values))
+    return _Kind(lambda x: any(type(x) is type(one) and x == one for one in values), words, words)
+
+
+def _tuple(*hints: Any) -> _Kind:
+    if Ellipsis in hints:
+        return _sequence(hints[0])
+    first, second = map(_kind, hints)
+    is_alike = hints[0] == hints[1]
+    each = _joined(first.several) if is_alike else f"{_joined(first.one)} and {_joined(second.one)}"
+    return _Kind(
+        fits=lambda x: isinstance(x, tuple | list) and len(x) == 2 and first.fits(x[0]) and second.fits(x[1]),
+        one=(f"a pair of {each}",),
+        several=(f"pairs of {each}",),
+    )
+
+
+def _sequence(hint: Any) -> _Kind:
+    kind = _kind(hint)
+    each = _joined(kind.several)
+    return _Kind(
+        fits=lambda x: isinstance(x, tuple | list) and all(map(kind.fits, x)),
+        one=(f"a tuple of {each}",),
+        several=(f"tuples of {each}",),
+    )
+
+
+def _mapping(key_hint: Any, entry_hint: Any) -> _Kind:
+    key, entry = _kind(key_hint), _kind(entry_hint)
+    each = f"from {_joined(key.several)} to {_joined(entry.several)}"
+    return _Kind(
+        fits=lambda x: isinstance(x, Mapping) and all(map(key.fits, x)) and all(map(entry.fits, x.values())),
+        one=(f"a mapping {each}",),
+        several=(f"mappings {each}",),
+    )
+
+
+def _number(kind: type, one: str, several: str) -> _Kind:
+    return _Kind(lambda x: isinstance(x, kind) and not isinstance(x, bool), (one,), (several,))
+
+
+def _joined(words: Sequence[str]) -> str:
+    """Alternatives as text: "an integer >= 1 or None"."""
+    if len(words) < 3:
+        return " or ".join(words)
+    return f"{', '.join(words[:-1])}, or {words[-1]}"
+
+
+#: By the origin of an annotation, its kind from its arguments.
+_MAKERS: Mapping[Any, Callable[..., _Kind]] = {
+    types.UnionType: _union,
+    typing.Union: _union,
+    Annotated: _limited,
+    typing.Literal: _literal,
+    tuple: _tuple,
+    Sequence: _sequence,
+    dict: _mapping,
+    Mapping: _mapping,
+}
+#: Classes with words of their own.
+_NAMED: Mapping[Any, _Kind] = {
+    Any: _Kind(lambda x: True, ("anything",), ("anything",)),
+    bool: _Kind(lambda x: isinstance(x, bool), ("True", "False"), ("True", "False")),
+    int: _number(Integral, "an integer", "integers"),
+    float: _number(Real, "a number", "numbers"),
+    str: _Kind(lambda x: isinstance(x, str), ("a string",), ("strings",)),
+    types.NoneType: _Kind(lambda x: x is None, ("None",), ("None",)),
+    PartitionSpec: _Kind(lambda x: isinstance(x, PartitionSpec), ("a PartitionSpec",), ("PartitionSpecs",)),
+}

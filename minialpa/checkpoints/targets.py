@@ -214,6 +214,7 @@ def _part_hint(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> str:
     if not parts:
         listed = ", ".join(f"`{'.'.join(path)}`" for path in list(there)[:_MOST_NAMES])
         return f" The checkpoint has {listed}{', ...' if len(there) > _MOST_NAMES else ''}."
+
     target = "target"
     for key in reversed(parts[0]):
         target = f"{{{key!r}: {target}}}"

@@ -57,6 +57,7 @@ def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Pla
     assert layers is not None
     if context.traced.n_groups == 0:
         return None
+
     step_s, search_s = one_device_s(context), _search_s(context)
     if _needs_search(context, layers, auto) or step_s * auto.planned_steps > _LITTLE_LONGER * search_s:
         return None

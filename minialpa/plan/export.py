@@ -44,6 +44,7 @@ def to_python(plan: PlanRecord, mesh: int = 0) -> str:
     stage = plan.stages[mesh]
     names = AXIS_NAMES[: len(stage.logical_shape)]
     args = dict.fromkeys(_argument(v.path) for v in plan.inputs)
+
     return _SOURCE.format(
         header=header(plan),
         warnings="".join(f"\n{line}\n" for line in _not_exported(plan, mesh)),

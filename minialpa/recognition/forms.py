@@ -66,7 +66,7 @@ class _Follower:
         indices, numbers = Indices(), Numbers(producers)
         factors = Known(producers, indices, numbers, self.followed, OUTSIDE)
         rules = {**OUTSIDE, "dot_general": dot_general}
-        self._known = Known(producers, indices, numbers, self.followed, rules, factors)
+        self._known = Known(producers, indices, numbers, self.followed, rules=rules, factors=factors)
 
     def follow(self, eqn: JaxprEqn, is_to_exponential: bool) -> None:
         """Note the form of the result of an equation, if the equation belongs to an attention and has a rule.

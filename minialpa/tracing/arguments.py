@@ -66,6 +66,7 @@ def _why_no_array(leaf: Any, path: str) -> str:
 def _why_no_dtype(dtype: np.dtype[Any], otherwise: str) -> tuple[str, str]:
     """What is wrong with a NumPy array of this dtype, and what to pass."""
     given = f"a NumPy array of {dtype}"
+
     if dtype.names is not None:
         first = dtype.names[0] if dtype.names else "name"
         return f"{given}, a structured dtype, and jax has none", f"its fields as arrays of their own: `x[{first!r}]`"

@@ -209,6 +209,7 @@ class _Flattener:
             env[var] = fresh_var(var.aval)
             self.constvars.append(env[var])
             self.consts.append(value)
+
         self.run(eqns, env, scope, caller)
         return [_read(env, atom) for atom in jaxpr.outvars]
 

@@ -122,6 +122,7 @@ def _peak_of(program: MeshProgram, compiled: Sequence[GpuProgram]) -> tuple[int,
     """The most memory of a device of a mesh, and the function that runs then."""
     live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
     peak_bytes, fullest = sum(_buffer_bytes(program, b) for b in live), ""
+
     for instruction in program.instructions:
         match instruction:
             case Run() | Accumulate():

@@ -95,8 +95,7 @@ def find_batch(
     if len(founders) == len(free) == 1 and free[0].number != 0:
         return (free[0].number,)
     for known in (founders, free):
-        sizes = dict.fromkeys(argument.size for argument in known)
-        found = _contenders([_group(step, [a for a in free if a.size == size], returned) for size in sizes])
+        found = _contenders(_groups(step, known, free, returned))
         if found:
             return found[0].numbers if len(found) == 1 else _unclear(found)
     return _none(free)
@@ -125,6 +124,14 @@ def _is_state_and_batch(arguments: Sequence[_Argument], updated: Collection[int]
     if [argument.number for argument in arguments] != [0, 1]:
         return False
     return 1 not in updated or (0 in updated and arguments[1].size is not None)
+
+
+def _groups(
+    step: TracedStep, known: Sequence[_Argument], free: Sequence[_Argument], returned: Collection[int]
+) -> list[_Group]:
+    """For each number of examples in `known`, the group of the free arguments with that number."""
+    sizes = dict.fromkeys(argument.size for argument in known)
+    return [_group(step, [a for a in free if a.size == size], returned) for size in sizes]
 
 
 def _group(step: TracedStep, arguments: Sequence[_Argument], returned: Collection[int]) -> _Group:

@@ -347,6 +347,7 @@ def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[Au
     splits = tuple(splits_of_examples(option, mesh))
     if not splits:
         return
+
     yield replace(option, force_zero_stage_3=True)
     if option.allow_replicated_parameters:
         yield replace(option, force_data_parallel=True, prefer_reduce_scatter=True)
