@@ -1,6 +1,7 @@
 """Runs drawn examples and prints what becomes of them: `python -m tests.equivalence.run --examples 200 --seed 3`.
 
-With `--log FILE`, a repeated command goes on where it ended.
+A long run, which a repeated command continues:
+    python -m tests.equivalence.run --examples 2000 --seed 3 --processes 2 --log /tmp/drawn
 --replay EXAMPLE runs one example, as a failure prints it; --smaller also looks for a smaller one with the fault.
 """
 
@@ -12,6 +13,7 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -143,6 +145,18 @@ def _run_logged(log: Path, numbers: Sequence[int], seconds: float | None) -> lis
     return [one for one in known if one.number in wanted]
 
 
+def _in_processes(n: int, log: Path, arguments: list[str]) -> None:
+    """Runs this command in `n` processes, each for its part of the numbers, with its own log."""
+    command = [sys.executable, "-m", "tests.equivalence.run", *arguments]
+    running = [subprocess.Popen([*command, "--part", f"{i}/{n}", "--log", _part(log, i)]) for i in range(n)]
+    for process in running:
+        process.wait()
+
+
+def _part(log: Path, i: int) -> Path:
+    return log.with_name(f"{log.name}.{i}")
+
+
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=60)
@@ -157,6 +171,8 @@ def _main() -> None:
         help="end at the first example that is wrong or crashes; --examples then counts those with --pieces alone",
     )
     parser.add_argument("--log", type=Path, help="a file of outcomes: those that it holds are not run again")
+    parser.add_argument("--processes", type=int, default=1, help="the number of processes, which need a --log")
+    parser.add_argument("--part", default="0/1", help="I/N: of the examples, the I-th and each N-th after it")
     parser.add_argument("--replay")
     parser.add_argument("--smaller", action="store_true")
     args = parser.parse_args()
@@ -175,8 +191,19 @@ def _main() -> None:
     numbers = range(args.seed * 1_000_000, args.seed * 1_000_000 + args.examples)
     if wanted:
         numbers = [number for number in numbers if _has_part(number, wanted)]
-    found = _run_logged(args.log, numbers, args.seconds) if args.log else list(outcomes(numbers, args.seconds))
-    print(summary([(example_of(one.number), one.outcome, one.seconds) for one in found]))
+    i, n = map(int, args.part.split("/"))
+    if args.processes > 1:
+        if args.log is None:
+            parser.error("several processes need a --log")
+        options = {"--examples": args.examples, "--seed": args.seed, "--seconds": args.seconds, "--pieces": args.pieces}
+        _in_processes(args.processes, args.log, [x for o, v in options.items() if v is not None for x in (o, str(v))])
+        found = [one for k in range(args.processes) for one in _read(_part(args.log, k))]
+    elif args.log:
+        found = _run_logged(args.log, numbers[i::n], args.seconds)
+    else:
+        found = list(outcomes(numbers[i::n], args.seconds))
+    wanted = set(numbers)
+    print(summary([(example_of(one.number), one.outcome, one.seconds) for one in found if one.number in wanted]))
 
 
 def _has_part(number: int, wanted: AbstractSet[str]) -> bool:
