@@ -341,6 +341,14 @@ def test_a_ragged_batch_is_dropped_or_an_error_as_told() -> None:
         next(loader)
 
 
+def test_a_batch_with_more_examples_is_never_dropped() -> None:
+    for on_ragged in ("drop", "error"):
+        loader = DataLoader(numbered(2, last=3), unused_step(), on_ragged=on_ragged)  # type: ignore[arg-type]
+        next(loader)
+        with pytest.raises(minialpa.ShardingError, match="Batch 2 has 3 examples, and the first one had 2"):
+            next(loader)
+
+
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -207,6 +208,23 @@ def test_a_collective_that_is_not_allowed_is_not_used(shape: tuple[int, ...], na
     executable = executable_of(sharded(shape, allow_replicated_parameters=False, **{name: False}), OPTIMIZERS["Adam"])
     assert kind not in traffic(executable)
     assert P() not in specs(executable.get_parallel_plan(), "state['params']")
+
+
+def test_reductions_that_need_a_gather_are_not_split_where_it_is_not_allowed() -> None:
+    """No collective multiplies, so a product over devices gathers its factors."""
+
+    def product(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.prod(jnp.tanh(x @ weights), axis=0)
+
+    fixed = {"x": P("x"), "weights": P()}
+    kinds = []
+    for allowed in (True, False):
+        method = sharded((4,), allow_all_gather=allowed, force_batch_dim_to_mesh_dim=None, fixed_specs=fixed)
+        arguments = np.ones((16, 16), np.float32), np.ones((64, 16), np.float32)
+        executable = minialpa.parallelize(product, method=method, batch_argnums=(1,)).get_executable(*arguments)
+        kinds.append(set(traffic(executable)))
+    assert "all-gather" in kinds[0]
+    assert "all-gather" not in kinds[1]
 
 
 def test_nothing_is_split_without_auto_sharding_but_what_is_fixed() -> None:

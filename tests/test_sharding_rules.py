@@ -358,6 +358,14 @@ def test_what_partition_does_not_accept_is_not_split() -> None:
     assert _texts(_partitioned(lambda x: 2 * x, one_at_a_time, sharding_rule="i j -> i j"), x) == ["[a B] -> [a B]"]
 
 
+def test_custom_partitioning_without_a_rule_is_replicated_with_a_warning() -> None:
+    call = _partitioned(lambda x: 2 * x)
+    flat, _ = trace_flat(call, floats((8, 6), 0))
+    assert factors_of(flat.eqns[-1]).splittable == ()
+    (name,) = primitives_without_rule(flat.eqns)
+    assert name.startswith("custom_partitioning")
+
+
 # ---- checking --------------------------------------------------------------------------------------------------------
 
 

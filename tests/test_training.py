@@ -105,6 +105,28 @@ def test_a_signal_to_end_saves_the_steps_that_are_done(tmp_path: Path) -> None:
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (result.n_steps,)
 
 
+def test_a_signal_to_end_before_the_first_step_acts_at_once_and_loses_no_batch(
+    serial: dict[int, float], tmp_path: Path
+) -> None:
+    """The loader has read a batch by then, since its shapes decide the plan."""
+
+    def told_to_end() -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return create_state()
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit
+
+    step, log, before = minialpa.parallelize(train_step), Log(), signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(SystemExit):
+            minialpa.train(step, told_to_end, batches, n_steps=N_STEPS, folder=tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    minialpa.train(step_on_one_mesh(), create_state, batches, n_steps=N_STEPS, folder=tmp_path, report=log)
+    assert log.losses == pytest.approx(serial, rel=1e-4)
+
+
 def test_a_signal_to_end_ends_the_wait_for_a_batch_that_never_comes(serial: dict[int, float], tmp_path: Path) -> None:
     go_on, noted, log = threading.Event(), [], Log()
 
