@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
@@ -42,9 +42,12 @@ class ClusterExecutable:
     other shapes has ended its meshes.
     """
 
+    #: The workers have the devices.
+    meshes: Sequence[Mesh] = ()
+
     def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType] | None = None) -> None:
         """types: of buffers that no function of the program reads or writes."""
-        self.runtime = runtime
+        self.session = runtime
         self._program = ClusterProgram(runtime, program, types or {})
         self._mesh_of_function = [function.mesh for function in program.functions]
         self._calls = _calls_by_mesh(program)
@@ -54,35 +57,27 @@ class ClusterExecutable:
         with runtime.turn():
             self._program.load()
 
-    @property
-    def meshes(self) -> tuple[()]:
-        return ()
-
-    @property
-    def session(self) -> ClusterRuntime:
-        return self.runtime
-
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        self.runtime.make_room()
-        with self.runtime.turn():
-            self.runtime.check()
+        self.session.make_room()
+        with self.session.turn():
+            self.session.check()
             self._check_usable(leaves)
             self._program.load()
             self._bring(leaves)
-            numbers = [self.runtime.new_number() for _ in range(self._n_results)]
+            numbers = [self.session.new_number() for _ in range(self._n_results)]
             self._program.start(leaves, numbers, traced)
             return self._results(numbers)
 
     def turn(self) -> AbstractContextManager[None]:
-        return self.runtime.turn()
+        return self.session.turn()
 
     def timeline(self) -> tuple[TaskTime, ...]:
         """See `Runner`. Times are from the clocks of the workers' hosts, counted from the earliest."""
         workers = [worker for mesh in self._program.meshes for worker in mesh.workers]
         tasks = []
-        for place, mine in zip(self._program.places, self.runtime.ask(workers, "timeline"), strict=True):
+        for place, mine in zip(self._program.places, self.session.ask(workers, "timeline"), strict=True):
             numbers = iter(self._calls[place.mesh])
             tasks += [task if task.instruction is None else replace(task, instruction=next(numbers)) for task in mine]
         return from_start(tasks)
@@ -91,16 +86,16 @@ class ClusterExecutable:
         """See `Runner`. The arrays are `DistributedArray`s, or `MicroBatchedArray`s of these. Workers read
         `UnreadArray`s.
         """
-        with self.runtime.in_use():
-            with self.runtime.turn():
-                self.runtime.check()
+        with self.session.in_use():
+            with self.session.turn():
+                self.session.check()
                 self._check_usable(leaves)
                 self._program.load()
                 placed, calls = self._place(leaves)
-                self.runtime.note_waiting(calls)
+                self.session.note_waiting(calls)
 
             # Other threads may have their turn while this one waits: workers take the arrays after earlier steps.
-            self.runtime.gather_noted(calls)
+            self.session.gather_noted(calls)
             self._functions.note(leaves, calls.values())
             return placed
 
@@ -114,7 +109,7 @@ class ClusterExecutable:
             and cover_all_rows(readers.keys(), np.shape(leaves[leaf]))
             and not all(_is_placed(leaves, *reader) for of_rows in readers.values() for reader in of_rows)
         ]
-        numbers = {(leaf, rows): self.runtime.new_number() for leaf in missing for rows in self._readers[leaf]}
+        numbers = {(leaf, rows): self.session.new_number() for leaf in missing for rows in self._readers[leaf]}
 
         # The arrays that each worker keeps, and their numbers.
         values = Values(leaves)
@@ -128,7 +123,7 @@ class ClusterExecutable:
             for k, worker in enumerate(mesh.workers):
                 puts.append((worker, kept, [values.given(own.inputs[i], own, shards[i][k]) for i in kept]))
 
-        arguments = share(self.runtime.launcher, [mine for *_, mine in puts])
+        arguments = share(self.session.launcher, [mine for *_, mine in puts])
         calls = {
             worker.actor.call("put", self._program.number, kept, mine, *shared): worker
             for (worker, kept, _), (mine, shared) in zip(puts, arguments, strict=True)
@@ -150,7 +145,7 @@ class ClusterExecutable:
         """The array that the workers of all these inputs keep under a number."""
         copies = tuple(Copy(self._program.meshes[own.mesh], own.shape, slot.spec) for own, slot in readers)
         own, slot = readers[-1]
-        return distributed_array(self.runtime, number, own.types[slot.buffer], copies)
+        return distributed_array(self.session, number, own.types[slot.buffer], copies)
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
         """See `Runner`. Meshes that another program has ended count: a call of this program restarts them."""
@@ -181,7 +176,7 @@ class ClusterExecutable:
         moves = list(wanted.values())
         shapes = {move.copy.shape for move in moves} | {move.shape for move in moves}
         if moves and len({shape.first_device for shape in shapes}) == len(shapes):
-            move_arrays(self.runtime, moves)
+            move_arrays(self.session, moves)
 
     def _results(self, numbers: Sequence[int]) -> list[DistributedArray]:
         held: dict[int, list[Copy]] = {}
@@ -190,7 +185,7 @@ class ClusterExecutable:
             for number, buffer in program.outputs:
                 held.setdefault(number, []).append(Copy(mesh, program.shape, program.specs[buffer]))
                 types[number] = program.types[buffer]
-        return [distributed_array(self.runtime, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
+        return [distributed_array(self.session, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
 
     # ---- programs on workers --------------------------------------------------------------------------------------
 
@@ -202,10 +197,10 @@ class ClusterExecutable:
 
     def descriptions(self) -> dict[str, str]:
         out = {}
-        with self.runtime.turn():
+        with self.session.turn():
             self._program.load()
             for number, mesh in enumerate(self._program.meshes):
-                texts = self.runtime.ask(mesh.workers, "description", self._program.number)
+                texts = self.session.ask(mesh.workers, "description", self._program.number)
                 for worker, text in zip(mesh.workers, texts, strict=True):
                     out[f"stage{number}-host{worker.host}-worker"] = text
         return out
@@ -218,14 +213,14 @@ class ClusterExecutable:
 
         The meshes answer one after the other, and all workers of a mesh at once.
         """
-        with self.runtime.turn():
+        with self.session.turn():
             self._program.load()
             number, meshes = self._program.number, self._program.meshes
-            answers = [iter(self.runtime.ask(mesh.workers, method, number, *args)[0]) for mesh in meshes]
+            answers = [iter(self.session.ask(mesh.workers, method, number, *args)[0]) for mesh in meshes]
         return [next(answers[mesh]) for mesh in self._mesh_of_function]
 
     def sync(self) -> None:
-        self.runtime.sync()
+        self.session.sync()
 
 
 def _calls_by_mesh(program: Program) -> list[list[int]]:

@@ -145,7 +145,11 @@ class Worker:
         try:
             running = self._running = self._programs[program]
             running.begin(step)
-            trace = self._new_trace() if traced else None
+            trace = None
+            if traced:
+                from minialpa.runtime.steps.step_trace import StepTrace
+
+                trace = self._trace = StepTrace(self.settings.host)
 
             # Only the step holds donated arrays, so that their memory is free as soon as they have been read.
             self.free(freed)
@@ -162,12 +166,6 @@ class Worker:
             for transport in self._transports.values():
                 threading.Thread(target=transport.close, daemon=True).start()
         return self._failure
-
-    def _new_trace(self) -> Any:
-        from minialpa.runtime.steps.step_trace import StepTrace
-
-        self._trace = StepTrace(self.settings.host)
-        return self._trace
 
     def _inputs(self, running: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]) -> list[Any]:
         inputs: list[Any] = []
