@@ -32,7 +32,6 @@ from minialpa.runtime.workers.worker import Worker
 from minialpa.sharding import specs_of
 from minialpa.testing import assert_allclose
 from tests.dtypes import DTYPES, KEYS, N, as_argument, as_result, as_state, described, values
-from tests.helpers import METHODS
 from tests.runtime.cluster.in_process_session import Training, in_process_session
 from tests.runtime.move_programs import moving
 from tests.test_numeric_matrix import N_MICRO_BATCHES, pipeline, serial_run
@@ -391,7 +390,7 @@ def test_all_dtypes_are_arguments_state_and_results_as_jit_has_them(x64: bool) -
     names, x = (*DTYPES, *KEYS), np.arange(N, dtype=np.float32)
     with jax.enable_x64(x64):
         given = {name: values(name) for name in names}
-        turn = minialpa.parallelize(as_state, method=METHODS["pipeline"])
+        turn = minialpa.parallelize(as_state)
         turned, _ = turn(given, x)
         assert described(turned) == described(jax.jit(as_state)(given, x)[0])
         assert described(turn(turned, x)[0]) == described(jax.jit(lambda x: x)(given))  # straight from the workers
