@@ -203,7 +203,8 @@ class Parameters:
             return args, kwargs
         unknown = [name for name in kwargs if name not in self._names]
         if unknown and not self._takes_any_name:
-            raise TypeError(f"The step has no argument `{unknown[0]}`. Its arguments are {', '.join(self._names)}.")
+            known = ", ".join(self._names)
+            raise TypeError(f"The step got an unexpected keyword argument `{unknown[0]}`. Its arguments are {known}.")
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 

@@ -183,7 +183,7 @@ def test_arguments_that_differ_from_those_of_an_earlier_call() -> None:
 
 def test_an_argument_that_the_step_does_not_have() -> None:
     parallel = minialpa.parallelize(train_step)
-    message = "The step has no argument `examples`. Its arguments are params, batch"
+    message = "unexpected keyword argument `examples`. Its arguments are params, batch"
     with pytest.raises(TypeError, match=message):
         parallel(make_params(), examples=make_batch())
     works(parallel, make_params(), make_batch())

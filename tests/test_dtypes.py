@@ -33,6 +33,7 @@ def test_a_dtype_is_argument_state_and_result_as_jit_has_it(name: str, x64: bool
         check(as_result((name,)), np.uint32(3), X, method="shard")
 
 
+@pytest.mark.filterwarnings("ignore:The layers of this pipeline end at:UserWarning")
 @pytest.mark.parametrize("method", ["shard", "pipeline"])
 def test_all_dtypes_at_once(method: str) -> None:
     given = {name: values(name) for name in (*DTYPES, *KEYS)}

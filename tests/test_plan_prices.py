@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import minialpa
+from benchmarks import compiled_figures
 from minialpa import AutoShardingOption, DataParallel, LogicalMesh, ShardParallel, hlo, models
 
 LINE = LogicalMesh((4,))
@@ -28,7 +29,7 @@ def compiled_s(name: str, method: Any) -> tuple[float, float]:
     """Seconds of communication: that the plan predicts, and of the compiled programs."""
     parallel, args = step_of(name, method)
     executable = parallel.get_executable(*args)
-    moved = [one for text in executable.get_hlo_text() for one in hlo.collectives(text, scatter=True)]
+    moved = [one for text in executable.get_hlo_text() for one in compiled_figures.collectives(text)]
     return executable.get_parallel_plan().cost.total_s, hlo.seconds(moved, method.devices)
 
 

@@ -69,6 +69,6 @@ def test_the_examples_of_micro_batches_run() -> None:
 
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(UserWarning, match="the shardings were solved again"):
+    with pytest.warns(UserWarning, match="has solved new shardings"):
         names = run(DOCS / "plans.md", examples_of(DOCS / "plans.md"))
     assert names["train_step"].get_last_executable().get_parallel_plan() != names["plan"]

@@ -154,7 +154,7 @@ def test_for_other_shapes_the_decisions_are_kept(name: str) -> None:
 def test_a_stale_plan_runs_after_planning_again_and_says_so() -> None:
     plan, args = pipeline_plan(num_hosts=1, devices_per_host=8), make_args(32)
     parallel = minialpa.parallelize(train_step, method=plan, on_stale="replan")
-    with pytest.warns(UserWarning, match=r"`batch\['x'\]` is float32\[32, 8\] .* the shardings were solved again"):
+    with pytest.warns(UserWarning, match=r"`batch\['x'\]` is float32\[32, 8\] .* has solved new shardings"):
         out = parallel(*args)
     assert_allclose(out, train_step(*args), rtol=1e-4, atol=1e-5)
     assert len(parallel.get_last_executable().get_parallel_plan().stages) == 2

@@ -148,14 +148,16 @@ def pipeline(n: int, schedule: str, layers: Any = "manual", **stages: Any) -> Pi
     return PipeshardParallel(num_micro_batches=n, pipeline_schedule=schedule, layer_option=layers, stage_option=chosen)
 
 
-#: A logical mesh without a device.
-GRID = LogicalMesh((2, 4))
+#: Logical meshes without a device.
+LINE, GRID = LogicalMesh((8,)), LogicalMesh((2, 4))
 
 SUBJECTS: dict[str, tuple[Loss, Callable[[], tuple[Any, Any]], Method]] = {
+    "line": (perceptron(2), lambda: vectors(2), ShardParallel(LINE)),
     "grid": (perceptron(2), lambda: vectors(2), ShardParallel(GRID, num_micro_batches=4)),
     "zero3": (perceptron(2), lambda: vectors(2), Zero3Parallel(GRID)),
     "language": (language, text, ShardParallel(GRID)),
     "scan": (scanned, lambda: stack(3), ShardParallel(GRID, num_micro_batches=2)),
+    "1f1b": (perceptron(2), lambda: vectors(2), pipeline(4, "1f1b")),
     "1f1b of two loops": (contrastive, lambda: vectors(2), pipeline(2, "1f1b")),
     "interleaved": (
         perceptron(4),

@@ -19,7 +19,8 @@ from minialpa.runtime.runner import BlockedCalls
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
 from tests.runtime.block_programs import LEAF, program
-from tests.test_unstacked_training import Perceptron, by_hand, pipeline
+from tests.scanned_training import perceptron
+from tests.test_unstacked_training import by_hand, pipeline
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -40,7 +41,7 @@ def is_held_here(state: Any) -> bool:
 
 def steps(method: PipeshardParallel = TWO_STAGES) -> tuple[Any, Any, Any]:
     """A model of five scanned layers, its step on one device, and its step on the cluster."""
-    case = Perceptron(5, again=True).case()
+    case = perceptron(5, again=True)
     expected_step = jax.jit(case.train_step(jax.value_and_grad))
     return case, expected_step, minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
 

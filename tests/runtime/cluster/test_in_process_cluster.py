@@ -34,7 +34,7 @@ from minialpa.testing import assert_allclose
 from tests.dtypes import DTYPES, KEYS, N, as_argument, as_result, as_state, described, values
 from tests.runtime.cluster.in_process_session import Training, in_process_session
 from tests.runtime.move_programs import moving
-from tests.test_numeric_matrix import N_MICRO_BATCHES, pipeline, serial_run
+from tests.test_numeric_matrix import pipeline, serial_run
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,14 @@ from tests.test_numeric_matrix import N_MICRO_BATCHES, pipeline, serial_run
 )
 def test_three_steps_equal_the_serial_run(name: str, n_hosts: int) -> None:
     per_host = 4 // n_hosts
-    run = serial_run(name, N_MICRO_BATCHES if name == "resnet" else 1)
+    case, state, expected_metrics, final = serial_run(name)
     with in_process_session(n_hosts, per_host):
-        method = pipeline(n_hosts, "gpipe" if per_host == 1 else "1f1b")
-        step = minialpa.parallelize(run.case.train_step(minialpa.value_and_grad), method=method)
-        state = run.initial
-        for i, expected in enumerate(run.metrics):
-            state, metrics = step(state, run.case.make_batch(i, run.case.batch_size))
+        method = pipeline(n_hosts, "gpipe" if per_host == 1 else "1f1b", 1 if name == "resnet" else 4)
+        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+        for i, expected in enumerate(expected_metrics):
+            state, metrics = step(state, case.make_batch(i, case.batch_size))
             assert_allclose(metrics, expected, rtol=2e-4, atol=1e-6)
-        assert_allclose(state.params, run.final.params, rtol=2e-4, atol=1e-5)
+        assert_allclose(state.params, final.params, rtol=2e-4, atol=1e-5)
 
 
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

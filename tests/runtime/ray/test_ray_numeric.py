@@ -23,7 +23,7 @@ from minialpa.sharding import specs_of
 from minialpa.testing import assert_allclose
 from tests.runtime.move_programs import moving
 from tests.runtime.ray.ray_cluster import N_NODES, WORKER_ENV, resize
-from tests.test_numeric_matrix import N_MICRO_BATCHES, SIZES, pipeline, serial_run
+from tests.test_numeric_matrix import SIZES, pipeline, serial_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -60,14 +60,14 @@ def arrangement(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[tu
 )
 def test_three_steps_equal_the_serial_run(arrangement: tuple[int, int, int], name: str, tmp_path: Path) -> None:
     n_meshes, n_hosts, n_devices = arrangement
-    run = serial_run(name, N_MICRO_BATCHES if name == "resnet" and n_meshes > 1 else 1)
-    method: Any = ShardParallel() if n_meshes == 1 else pipeline(n_meshes, "gpipe" if n_hosts == 1 else "1f1b")
-    step = minialpa.parallelize(run.case.train_step(minialpa.value_and_grad), method=method)
-    state = run.initial
-    for i, expected in enumerate(run.metrics):
-        state, metrics = step(state, run.case.make_batch(i, run.case.batch_size))
+    case, state, expected_metrics, final = serial_run(name)
+    schedule, n_micro_batches = "gpipe" if n_hosts == 1 else "1f1b", 1 if name == "resnet" else 4
+    method: Any = ShardParallel() if n_meshes == 1 else pipeline(n_meshes, schedule, n_micro_batches)
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+    for i, expected in enumerate(expected_metrics):
+        state, metrics = step(state, case.make_batch(i, case.batch_size))
         assert_allclose(metrics, expected, rtol=2e-4, atol=1e-6)
-    assert_allclose(state.params, run.final.params, rtol=2e-4, atol=1e-5)
+    assert_allclose(state.params, final.params, rtol=2e-4, atol=1e-5)
     stages = step.get_last_executable().get_parallel_plan().stages
     assert [stage.n_devices for stage in stages] == [n_hosts * n_devices] * n_meshes
     if arrangement == SHORT:
