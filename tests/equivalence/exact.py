@@ -45,7 +45,7 @@ REDUCED: dict[str, tuple[tuple[str, ...], ...]] = {
 _COUNTS = {
     **{"bool": "bitwise or", "uint8": "bitwise and", "uint16": "bitwise or", "uint32": "bitwise xor"},
     **{"int4": "sum of its dtype", "uint4": "sum of its dtype", "int8": "prod of its dtype", "int16": "max"},
-    **{"int32": "sum of its dtype", "float16": "max", "bfloat16": "min", "float32": "max"},
+    **{"int32": "sum of its dtype", "float16": "min", "bfloat16": "max", "float32": "max"},
 }
 
 
