@@ -225,25 +225,29 @@ class Parameters:
 
         option: the option's name, without "_argnums".
         """
-        numbers: list[int] = []
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in self._names:
-                known = f"has the parameters {', '.join(self._names)}" if self._names else "has no named parameters"
-                raise TraceError(f"`{option}_argnames` has {name!r}, and the step {known}.")
-            numbers.append(self._names.index(name))
+        named = [self._number_of(option, name) for name in ((names,) if isinstance(names, str) else names)]
         if isinstance(value, str) and value == "auto":
-            return tuple(numbers) or "auto"
+            return tuple(named) or "auto"
 
-        for number in (value,) if isinstance(value, int) else value:
+        given = (value,) if isinstance(value, int) else tuple(value)
+        for number in given:
             if not isinstance(number, int):
                 raise TraceError(f"`{option}_argnums` takes argument numbers; got {value!r}.")
-            if self._signature and not self._takes_any and not -len(self._names) <= number < len(self._names):
-                raise TraceError(
-                    f"`{option}_argnums` has {number}, and the step has {len(self._names)} arguments, numbered from 0: "
-                    f"{', '.join(self._names)}."
-                )
-            numbers.append(number)
-        return tuple(number + len(self._names) if number < 0 else number for number in numbers)
+            self._check_number(option, number)
+        return tuple(number + len(self._names) if number < 0 else number for number in (*named, *given))
+
+    def _number_of(self, option: str, name: str) -> int:
+        if name not in self._names:
+            known = f"has the parameters {', '.join(self._names)}" if self._names else "has no named parameters"
+            raise TraceError(f"`{option}_argnames` has {name!r}, and the step {known}.")
+        return self._names.index(name)
+
+    def _check_number(self, option: str, number: int) -> None:
+        if self._signature and not self._takes_any and not -len(self._names) <= number < len(self._names):
+            raise TraceError(
+                f"`{option}_argnums` has {number}, and the step has {len(self._names)} arguments, numbered from 0: "
+                f"{', '.join(self._names)}."
+            )
 
 
 def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -309,7 +309,7 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
 
 
 def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> TrainingResult | None:
-    """Train until the run is done, or the process is told to end. None if there are more hosts than the session has."""
+    """Train until the run is done or SIGTERM ends it. None if there are more hosts than the session has."""
     loader = progress.loader = resources.enter_context(DataLoader(run.batches, run.step, run.prefetch_size))
     manager = None
     if run.folder is not None:
@@ -320,7 +320,7 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
     state, plan, batches = _first_state(run, progress, loader, manager, batch)
     progress.has_state, progress.saving = True, None
 
-    reports = _Reports(run, progress)
+    reports, checkpoints = _Reports(run, progress), _Checkpoints(run, progress, manager, loader, plan)
     while progress.n_done != run.n_steps and not progress.is_terminated:
         if progress.is_interrupted:
             raise KeyboardInterrupt
@@ -329,35 +329,25 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
         state, metrics = _one_step(run, state, batch, first_types)
         progress.n_done += 1
         reports.add(progress.n_done, metrics, _evaluation(run, progress.n_done, state))
-        if manager is not None and not manager.is_saving():
-            _note_saved(progress, manager)
-
-        if manager is not None and progress.n_done % run.save_every == 0:
-            reports.give()
-            _save(run, progress, manager, state, loader, plan)
-            if progress.n_done != run.n_steps and available_hosts() > current_session().cluster.num_hosts:
-                _note_saved(progress, manager)
-                return None
+        if checkpoints.save_if_due(state, reports) and progress.n_done != run.n_steps and _has_more_hosts():
+            checkpoints.finish()
+            return None
 
     reports.give()
     if run.n_steps is not None and progress.n_done < run.n_steps and not progress.is_terminated:
         progress.note("ended", 0.0, f"The batches ended after {progress.n_done} of {run.n_steps} steps.")
-    # Before the first step there is nothing to save, and the loader has read a batch already.
-    if manager is not None and progress.n_done not in (0, *manager.all_steps()):
-        _save(run, progress, manager, state, loader, plan)
-    if manager is not None:
-        _note_saved(progress, manager)
+    checkpoints.save_end(state)
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
 
 
 def _evaluation(run: _Run, n_done: int, state: Any) -> Any:
-    """The result of `evaluate` for the state after `n_done` steps; None where it is not due."""
+    """The result of `evaluate` for the state after `n_done` steps; None if it is not due."""
     is_due = n_done % run.evaluate_every == 0 or n_done == run.n_steps
     return run.evaluate(state) if run.evaluate is not None and is_due else None
 
 
 def _first_batch(progress: _Progress, loader: DataLoader) -> Any:
-    """The first batch: its shapes decide the plan, so it is read before the state is there."""
+    """The first batch. Its shapes decide the plan, so it comes before the state."""
     if progress.first_batch is None:
         progress.first_batch = loader.get_state()
     loader.set_state(progress.first_batch)
@@ -369,23 +359,47 @@ def _first_batch(progress: _Progress, loader: DataLoader) -> Any:
     return batch
 
 
-def _save(
-    run: _Run, progress: _Progress, manager: CheckpointManager, state: Any, loader: DataLoader, plan: Plan
-) -> None:
-    """Save the state behind the steps that are done, all of which have been reported."""
-    start_s = time.monotonic()
-    _note_saved(progress, manager)  # of the checkpoint before
-    data = {"batches": loader.get_state(), "method": repr(run.step.method)}
-    manager.save(progress.n_done, state, data=data, plan=plan, force=True)
-    progress.saving = progress.n_done, time.monotonic() - start_s
+class _Checkpoints:
+    """Saves the states of a session; without a folder, it does nothing."""
 
+    def __init__(
+        self, run: _Run, progress: _Progress, manager: CheckpointManager | None, loader: DataLoader, plan: Plan
+    ) -> None:
+        self._run, self._progress, self._manager = run, progress, manager
+        self._loader, self._plan = loader, plan
 
-def _note_saved(progress: _Progress, manager: CheckpointManager) -> None:
-    """Wait until the checkpoint is written that is being written, if one is, and note that it is saved."""
-    if progress.saving is not None:
-        manager.wait_until_finished()
-        (n_steps, seconds), progress.saving = progress.saving, None
-        progress.note("saved", seconds, f"The checkpoint of step {n_steps} is saved.", n_steps)
+    def save_if_due(self, state: Any, reports: _Reports) -> bool:
+        """Save the state after every `save_every` steps, whose reports then come first. Returns whether it was due."""
+        if self._manager is None:
+            return False
+        if not self._manager.is_saving():
+            self.finish()
+        if self._progress.n_done % self._run.save_every:
+            return False
+        reports.give()
+        self._save(self._manager, state)
+        return True
+
+    def save_end(self, state: Any) -> None:
+        """Save the last state, unless it is saved, and wait for its files."""
+        # Before the first step the state is new, and the loader has read a batch already.
+        if self._manager is not None and self._progress.n_done not in (0, *self._manager.all_steps()):
+            self._save(self._manager, state)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that threads are writing, if there is one, and note it."""
+        if self._manager is not None and self._progress.saving is not None:
+            self._manager.wait_until_finished()
+            (n_steps, seconds), self._progress.saving = self._progress.saving, None
+            self._progress.note("saved", seconds, f"The checkpoint of step {n_steps} is saved.", n_steps)
+
+    def _save(self, manager: CheckpointManager, state: Any) -> None:
+        start_s = time.monotonic()
+        self.finish()
+        data = {"batches": self._loader.get_state(), "method": repr(self._run.step.method)}
+        manager.save(self._progress.n_done, state, data=data, plan=self._plan, force=True)
+        self._progress.saving = self._progress.n_done, time.monotonic() - start_s
 
 
 def _first_state(
@@ -451,7 +465,7 @@ def _plan_in(manager: CheckpointManager) -> Plan:
 
 
 def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
-    """What `_save` gave a checkpoint as its data; none if the checkpoint is one of pretrained weights."""
+    """The position in the batches and the method of a checkpoint; empty for pretrained weights."""
     data = manager.load_data(n_saved)
     if isinstance(data, dict) and data.keys() == {"batches", "method"}:
         return data
@@ -537,6 +551,10 @@ def _restart(run: _Run, progress: _Progress) -> None:
                 raise
             time.sleep(_LOOK_EVERY_S)
     progress.note("restarted", time.monotonic() - start_s, f"A new session runs on {_hosts_text()}.")
+
+
+def _has_more_hosts() -> bool:
+    return available_hosts() > current_session().cluster.num_hosts
 
 
 def _hosts_text() -> str:

@@ -164,7 +164,7 @@ def _n_keys(softmax: Softmax) -> int:
 
 
 def _part(kind: Kind) -> Build:
-    """The result, if all operands are whole parts of one softmax, or products of one array of values and one cotangent.
+    """A builder of the result, if all operands are whole parts of one softmax, or products of its values and cotangent.
 
     All have all their indices, and the dtype of the maximum.
     """
@@ -176,20 +176,31 @@ def _part(kind: Kind) -> Build:
             raise NoFormula
         if kind not in OF_QUERIES and _is_float16(eqn.outvars[0]) != softmax.is_float16:
             raise NoFormula
-        pairs = {(part.value, part.cotangent, part.has_float16_bar) for part in parts if part.value is not None}
-        for term in terms:
-            if isinstance(term, Scores) and term != softmax.scores:
-                pairs.add((*_value_and_cotangent(term, softmax), "product" in term.float16))
+
         own = frozenset({softmax.key_position}) if kind in OF_QUERIES else frozenset()
-        if len(pairs) > 1 or (over and over != own):
+        if over and over != own:
             raise NoFormula
-        value, cotangent, is_float16 = pairs.pop() if pairs else (None, None, False)
+        value, cotangent, is_float16 = _one_pair(terms, softmax)
         labels = softmax.labels - own
         return Part(
             kind=kind, softmax=softmax, labels=labels, value=value, cotangent=cotangent, has_float16_bar=is_float16
         )
 
     return build
+
+
+def _one_pair(terms: Sequence[Any], softmax: Softmax) -> tuple[Leaf | None, Leaf | None, bool]:
+    """The values and the cotangent in these terms, and whether their product is float16; NoFormula for several."""
+    pairs: set[tuple[Leaf | None, Leaf | None, bool]] = set()
+    for term in terms:
+        if isinstance(term, Part) and term.value is not None:
+            pairs.add((term.value, term.cotangent, term.has_float16_bar))
+        if isinstance(term, Scores) and term != softmax.scores:
+            pairs.add((*_value_and_cotangent(term, softmax), "product" in term.float16))
+
+    if len(pairs) > 1:
+        raise NoFormula
+    return pairs.pop() if pairs else (None, None, False)
 
 
 def _shifted(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
@@ -269,13 +280,9 @@ def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) ->
     """
     part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     softmax = part.softmax
-    if not part.is_derivative or not part.is_whole or part.is_scaled != (softmax.scores.scale != 1):
+    if not _is_scores_bar(eqn, part, eqn.invars[terms.index(part)]):
         raise NoFormula
-    if _is_float16(eqn.invars[terms.index(part)]) != ("product" in softmax.scores.float16):
-        raise NoFormula
-    # With p_bar in float16, p (p_bar - sum_s p p_bar) is finite, and so is its product with a scale of at most 1.
-    if _rounds_to_float16(eqn) and not (part.has_float16_bar and abs(softmax.scores.scale) <= 1):
-        raise NoFormula
+
     is_query = softmax.key_position in over
     other = softmax.key if is_query else softmax.query
     features = leaf.labels - softmax.labels
@@ -286,6 +293,17 @@ def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) ->
         raise NoFormula
     kind = Kind.QUERY_BAR if is_query else Kind.KEY_BAR
     return replace(part, kind=kind, labels=(softmax.labels | features) - over, hidden=frozenset(), is_scaled=False)
+
+
+def _is_scores_bar(eqn: JaxprEqn, part: Part, var: Any) -> bool:
+    """Whether an operand is the cotangent of a product of queries and keys, scaled and typed like the product."""
+    scores = part.softmax.scores
+    if not part.is_derivative or not part.is_whole or part.is_scaled != (scores.scale != 1):
+        return False
+    # With p_bar in float16, p (p_bar - sum_s p p_bar) is finite, and so is its product with a scale of at most 1.
+    if _rounds_to_float16(eqn) and not (part.has_float16_bar and abs(scores.scale) <= 1):
+        return False
+    return _is_float16(var) == ("product" in scores.float16)
 
 
 def _summed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:

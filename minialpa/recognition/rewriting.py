@@ -197,10 +197,7 @@ class _Rewriter:
         if forward is None or (attention.gradients and backward is None):
             return False
         requests = attention.results + attention.gradients
-        values = {request.role.value.number for request in requests if request.role.value is not None}
-        cotangents = {(leaf.number, leaf.axes) for r in attention.gradients if (leaf := r.role.cotangent) is not None}
-        bars = {request.role.has_float16_bar for request in attention.gradients if request.role.value is not None}
-        if len(values) != 1 or len(cotangents) > 1 or len(bars) > 1:
+        if not _have_one_call(attention):
             return False
         if any(request.role.value is not None and self._operands_of(request) is None for request in requests):
             return False
@@ -299,3 +296,13 @@ def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEqua
                 heapq.heappush(ready, priority(reader))
     sections = [section[one.place] for one in out]
     return out if len(out) == len(new) and sections == sorted(sections) else None
+
+
+def _have_one_call(attention: _Attention) -> bool:
+    """Whether all requests have one array of values, one cotangent, and p_bar in one dtype."""
+    roles = [request.role for request in attention.results + attention.gradients]
+    gradients = [request.role for request in attention.gradients]
+    values = {role.value.number for role in roles if role.value is not None}
+    cotangents = {(role.cotangent.number, role.cotangent.axes) for role in gradients if role.cotangent is not None}
+    bars = {role.has_float16_bar for role in gradients if role.value is not None}
+    return len(values) == 1 and len(cotangents) <= 1 and len(bars) <= 1

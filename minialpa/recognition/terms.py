@@ -243,6 +243,7 @@ def renamed(term: Term, names: Mapping[Label, Label]) -> Term:
     match term:
         case Leaf():
             return _renamed_leaf(term, names)
+
         case Scores():
             _check_apart(term.labels | {term.feature}, names)
             return replace(
@@ -253,6 +254,7 @@ def renamed(term: Term, names: Mapping[Label, Label]) -> Term:
                 biases=tuple((_renamed_leaf(leaf, names), factor) for leaf, factor in term.biases),
                 masks=tuple(_renamed_mask(mask, names) for mask in term.masks),
             )
+
         case Part():
             _check_apart(term.softmax.labels | term.labels | {term.softmax.feature}, names)
             scores = renamed(term.softmax.scores, names)

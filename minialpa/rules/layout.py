@@ -241,7 +241,7 @@ def _slice(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     operand, result = _whole_or_blocked(table, source, target, _are_equal(source, target))
-    return table.build(eqn, [operand], [result], linear="joint", linear_operands=(0,))
+    return _moved(eqn, table, operand, result)
 
 
 def _local_dynamic_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:

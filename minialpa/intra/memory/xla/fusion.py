@@ -225,6 +225,7 @@ def _stored_reads(
         else:
             for v, once in reads[producer].items():
                 own[v] = own.get(v, True) and once and op.elementwise
+
     for producer in computed:
         if last_reader[producer] == reader:
             reads.pop(producer, None)

@@ -52,13 +52,11 @@ class _Schedule:
         self._add_order_of_changes(maker)
 
         self._readers: dict[int, set[int]] = defaultdict(set)
-        # The most collectives on a path to each kernel.
-        self._depth = [0] * len(kernels)
-        for number in range(len(kernels)):
-            for before in self._before[number]:
+        for number, kernels_before in enumerate(self._before):
+            for before in kernels_before:
                 self._readers[before].add(number)
-                self._depth[number] = max(self._depth[number], self._depth[before] + self._is_collective[before])
-        # How many kernels can run once this one is scheduled.
+        self._depth = self._depths()
+        # The number of kernels that only wait for this one.
         self._n_freed = Counter(next(iter(readers)) for readers in self._readers.values() if len(readers) == 1)
 
         self._from_end: list[Kernel] = []
@@ -67,6 +65,13 @@ class _Schedule:
         for number in range(len(kernels)):
             if not self._readers[number]:
                 self._push(number)
+
+    def _depths(self) -> list[int]:
+        """The most collectives on a path to each kernel."""
+        depths = [0] * len(self._kernels)
+        for number, kernels_before in enumerate(self._before):
+            depths[number] = max((depths[k] + self._is_collective[k] for k in kernels_before), default=0)
+        return depths
 
     def _add_order_of_changes(self, maker: dict[int, int]) -> None:
         """A kernel that changes a buffer runs after all readers of the buffer before."""

@@ -124,17 +124,13 @@ class _Buffers:
 
 
 def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
-    """Of the kernels that are ready, the one that frees most; of equal ones, the first of all."""
-    made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
-    waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
-    after: dict[int, list[int]] = defaultdict(list)
+    """Of the ready kernels, the one that frees most; of equal ones, the first of all."""
+    after, missing = _later_kernels(kernels)
     readers: dict[int, set[int]] = defaultdict(set)
-    for k, of_kernel in enumerate(waits):
-        for before in of_kernel:
-            after[before].append(k)
-        for v in buffers.reads[k]:
+    for k, values in enumerate(buffers.reads):
+        for v in values:
             readers[v].add(k)
-    left, missing = dict(buffers.n_readers), [len(of_kernel) for of_kernel in waits]
+    left = dict(buffers.n_readers)
 
     def grows(k: int) -> float:
         return buffers.writes[k] - sum(buffers.sizes[v] for v in buffers.reads[k] if left[v] == 1)
@@ -153,12 +149,22 @@ def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
 
         for v in buffers.reads[k]:
             left[v] -= 1
-            if left[v] == 1:
-                for other in readers[v]:
-                    if not done[other] and not missing[other]:
-                        heapq.heappush(ready, (grows(other), other))
         for other in after[k]:
             missing[other] -= 1
-            if not missing[other]:
+        # Kernels that became ready, and ready ones that now free more.
+        last_readers = {other for v in buffers.reads[k] if left[v] == 1 for other in readers[v]}
+        for other in {*after[k], *last_readers}:
+            if not done[other] and not missing[other]:
                 heapq.heappush(ready, (grows(other), other))
     return order
+
+
+def _later_kernels(kernels: Sequence[Kernel]) -> tuple[dict[int, list[int]], list[int]]:
+    """For each kernel, the kernels that read its results, and the number of kernels whose results it reads."""
+    made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
+    waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
+    after: dict[int, list[int]] = defaultdict(list)
+    for k, before in enumerate(waits):
+        for other in before:
+            after[other].append(k)
+    return after, [len(before) for before in waits]

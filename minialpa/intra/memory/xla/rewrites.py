@@ -189,14 +189,10 @@ def with_epilogues(
     out: list[Operation | None] = []
     # For the result of a product with one reader, the place of the product in `out`.
     products: dict[int, int] = {}
-    # For arguments, their views and arrays that repeat them: the arguments that a kernel reads.
-    loaded: dict[int, tuple[int, ...]] = {v: (v,) for v in inputs}
+    loaded = _loaded(operations, inputs, sizes)
     for op in operations:
-        others = {v for v in op.reads if v not in loaded and sizes[v]}
-        if not others and (op.repeats or op.kind in ("fill", "view")):
-            reads = tuple(read for v in op.reads for read in loaded.get(v, (v,)))
-            loaded.update(dict.fromkeys(op.writes, reads))
         # It reads one product, once, and arguments.
+        others = {v for v in op.reads if v not in loaded and sizes[v]}
         (product,) = others if len(others) == 1 else (None,)
         if product in products and op.reads.count(product) == 1 and _is_epilogue(op, sizes):
             place = products.pop(product)
@@ -206,9 +202,23 @@ def with_epilogues(
             op = before._replace(reads=(*before.reads, *arguments), writes=op.writes)
             out[place] = None
         out.append(op)
+
         if op.is_product and len(op.writes) == 1 and n_reads[op.writes[0]] == 1:
             products[op.writes[0]] = len(out) - 1
     return tuple(op for op in out if op is not None)
+
+
+def _loaded(
+    operations: Sequence[Operation], inputs: Sequence[int], sizes: Sequence[float]
+) -> dict[int, tuple[int, ...]]:
+    """For arguments, their views and arrays that repeat them: the arguments that a kernel reads."""
+    loaded: dict[int, tuple[int, ...]] = {v: (v,) for v in inputs}
+    for op in operations:
+        is_loaded = all(v in loaded or not sizes[v] for v in op.reads)
+        if is_loaded and (op.repeats or op.kind in ("fill", "view")):
+            reads = tuple(read for v in op.reads for read in loaded.get(v, (v,)))
+            loaded.update(dict.fromkeys(op.writes, reads))
+    return loaded
 
 
 def _is_epilogue(op: Operation, sizes: Sequence[float]) -> bool:
