@@ -192,7 +192,7 @@ class _Tries:
         return self._planned(replace(self._context, options=options, below_s=self._least_s))
 
     def _variants(self, options: PlanOptions) -> tuple[list[Plan], bool]:
-        """Plans of the variants, which may be faster than the plan of the options; and whether bounds rule all of them out."""
+        """Plans of the variants that may beat the plan of the options; and whether bounds rule all of them out."""
         n = options.n_micro_batches
         if n not in self._variants_of:
             self._variants_of[n] = _open_variants(self._context, n)
