@@ -64,9 +64,7 @@ def test_a_value_is_explained_by_a_table_with_the_chosen_spec_first() -> None:
     assert re.fullmatch(r"params\['w'\] float32\[1024, 1024\] on mesh 0 of shape \(8,\)", lines[0])
     assert lines[1].split()[:2] == ["per", "step"] and "chosen" in lines[2]
     assert len(lines) == 2 + 3 and all("+" in line or "same" in line for line in lines[3:])
-
-
-def test_results_go_with_the_arguments_that_they_replace() -> None:
+    # A result goes with the argument that it replaces.
     text = explained("result", METHODS["one axis"])
     assert "result[1] float32[] on mesh 0" in text and "result[0]" not in text
 

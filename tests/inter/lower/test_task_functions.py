@@ -1,4 +1,4 @@
-"""Functions as bytes: equal stages are equal, wherever they were written and whoever called the step."""
+"""Functions as bytes: equal stages are equal, on any line and for any caller of the step."""
 
 from __future__ import annotations
 

@@ -209,8 +209,21 @@ def test_shuffled_examples_are_put_in_order_before_the_loop() -> None:
     assert split_equals_serial(_training(loss), _params(), _batch()).n_loops == 1
 
 
+def test_a_mean_over_no_examples_leaves_gradients_alone() -> None:
+    """It is 0 / 0, and its derivative is infinite, but a mask lets no gradient through."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        y = _errors(params, batch)
+        chosen = y > 1e9
+        return jnp.sum(jnp.where(chosen, y, 0)) / jnp.sum(chosen.astype(y.dtype)) + _weight_decay(params)
+
+    split = split_equals_serial(_training(loss), _params(), _batch())
+    params, value = run_split(split, (_params(), _batch()))
+    assert np.isnan(value) and all(np.isfinite(p).all() for p in jax.tree.leaves(params))
+
+
 def test_a_barrier_passes_on_what_waits_for_a_scalar_apart() -> None:
-    """Whoever reads an array that a total multiplies may compute it without the total, but not what is beside it."""
+    """An array that a total multiplies may be read without the total, but not the arrays beside it."""
 
     def loss(params: Any, batch: Any) -> Any:
         hidden = jnp.tanh(batch["x"] @ params["w"])

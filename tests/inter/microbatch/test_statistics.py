@@ -31,7 +31,7 @@ Parted = Callable[[int], Callable[..., Any]]
 def _split_of(step: Parted, args: Any, is_own: bool) -> SplitStep:
     """The step over micro-batches, after a check of its results.
 
-    They are those of the serial run, on parts of the batch if micro-batches have statistics of their own.
+    The serial run sees parts of the batch one by one if micro-batches have statistics of their own.
     """
     split = split_micro_batches(trace(step(1), *args), N)
     assert (len(split.own) > 0) == is_own

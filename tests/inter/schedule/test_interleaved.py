@@ -23,9 +23,10 @@ from minialpa import (
 from minialpa.errors import InfeasibleError
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
+from minialpa.ir.equations import aval_bytes
 from minialpa.options import ManualLayerOption, StageOption
 from minialpa.plan import Plan
-from minialpa.programs.program import Program, Run, Transfer, reads, writes
+from minialpa.programs.program import Free, Program, Run, Transfer
 from minialpa.testing import assert_allclose
 from tests.helpers import descent_step, trace
 
@@ -33,7 +34,7 @@ WIDTH, BATCH = 8, 24
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    """Layers with a boundary behind each, a skip over half of them, and the first layer's weight at the end again."""
+    """Layers with a boundary after each, a skip over half of them, and a head with the first layer's weight."""
     x, y = batch
     ws = params["w"]
     skip = x
@@ -116,32 +117,25 @@ def test_one_more_chunk_saves_bubble_time() -> None:
 
 
 def bytes_at_most(program: Program, n_meshes: int) -> list[int]:
-    """Most bytes that the buffers of each mesh take between two instructions; every mesh is one device."""
+    """Most bytes that the buffers of each mesh take after an instruction; every mesh is one device."""
     size: dict[int, int] = {}
-    mesh_of = {slot.buffer: slot.mesh for slot in (*program.inputs, *program.constants)}
+    for run in (one for one in program.instructions if isinstance(one, Run)):
+        f = program.functions[run.function]
+        avals = (*f.in_avals, *f.out_avals)
+        size.update((b, aval_bytes(aval)) for b, aval in zip((*run.inputs, *run.outputs), avals, strict=True))
+
+    mesh_of = {slot.buffer: slot.mesh for slot in program.inputs if slot.rows is None}
+    most = [0] * n_meshes
     for instruction in program.instructions:
         match instruction:
             case Run(function, inputs, outputs):
-                f = program.functions[function]
-                for b, aval in (*zip(inputs, f.in_avals, strict=True), *zip(outputs, f.out_avals, strict=True)):
-                    size[b] = aval.size * aval.dtype.itemsize
-                    mesh_of.setdefault(b, f.mesh)
-            case Transfer(source, target, mesh):
-                size[target] = size.get(source, 0)
+                mesh_of.update(dict.fromkeys((*inputs, *outputs), program.functions[function].mesh))
+            case Transfer(_, target, mesh):
                 mesh_of[target] = mesh
-            case _:
-                pass
-    now, most = [0] * n_meshes, [0] * n_meshes
-    live = {slot.buffer for slot in program.inputs if slot.rows is None}
-    for b in live:
-        now[mesh_of[b]] += size.get(b, 0)
-    for instruction in program.instructions:
-        fresh = {b for b in (*reads(instruction), *writes(instruction)) if b not in live}
-        gone = set(getattr(instruction, "buffers", ())) & live
-        for b, sign in (*((b, 1) for b in fresh), *((b, -1) for b in gone)):
-            now[mesh_of[b]] += sign * size.get(b, 0)
-        live = (live | fresh) - gone
-        most = list(map(max, most, now))
+            case Free(buffers):
+                mesh_of = {b: mesh for b, mesh in mesh_of.items() if b not in buffers}
+        held = [sum(size.get(b, 0) for b, mesh in mesh_of.items() if mesh == k) for k in range(n_meshes)]
+        most = list(map(max, most, held))
     return most
 
 

@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import minialpa
-from minialpa import ClusterSpec, LinkSpec, ShardingError, ShardParallel, Timeline, VerifyError, simulate
+from minialpa import ClusterSpec, LinkSpec, ShardingError, Timeline, VerifyError, simulate
 from minialpa.inter.schedule.schedules import PipelineSize, live_counts, make_schedule
 from minialpa.plan import PassName, Plan, PlannedPass, PlannedTransfer
 from tests import plans
-from tests.helpers import descent_step
-from tests.inter.schedule.test_interleaved import arguments, loss, planned
+from tests.inter.schedule.test_interleaved import planned
 
 pipeline_plan = functools.cache(plans.pipeline_plan)
 FREE = LinkSpec(0.0, 0.0)
@@ -198,15 +196,6 @@ def test_a_plan_of_the_planner_peaks_where_it_says() -> None:
     assert kinds.count("update") >= 1
     # The plan's formula leaves out what passes wait for their transfers.
     assert timeline.total_s >= 0.99 * plan.cost.total_s
-
-
-def test_a_plan_without_a_pipeline_is_one_row() -> None:
-    step, args = descent_step(loss, minialpa.value_and_grad), arguments(4)
-    plan = minialpa.plan(step, args, cluster=ClusterSpec.preset("cpu"), method=ShardParallel(num_micro_batches=3))
-    timeline = simulate(plan)
-    assert [one.kind for one in timeline.stages[0].passes] == ["step"] * 3 + ["update"]
-    assert timeline.total_s == pytest.approx(plan.cost.total_s) and not timeline.transfers
-    assert timeline.peak_bytes == pytest.approx(plan.cost.peak_bytes)
 
 
 def test_the_trace_has_a_process_for_each_stage(tmp_path: Path) -> None:

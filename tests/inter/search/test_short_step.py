@@ -97,14 +97,6 @@ def decayed(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     return plain(params, x) + 0.01 * sum(jnp.sum(w**2) for w in params)
 
 
-def joined(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    parts = []
-    for w in params:
-        x = block(w, x)
-        parts.append(x)
-    return jnp.mean(jnp.concatenate(parts, -1) ** 2)
-
-
 def weights(n: int = N_LAYERS) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * n
 
@@ -160,13 +152,6 @@ SHORT = {
     "two kinds in turn": Case(lambda: trained(alternating, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
     "dropout": Case(with_dropout),
 }
-#: What is staged as a whole, and the reason.
-WHOLE = {
-    # The backward pass of the end makes a slice for each layer, which only that layer reads.
-    "joined": (Case(lambda: trained(joined)), "Piece 19 is another problem in the short step"),
-    # Its last pieces are equal problems, and unlike each other as soon as something is computed again.
-    "decayed": (Case(lambda: trained(decayed)), "No 5 neighbouring pieces"),
-}
 
 
 def short_of(solver: PieceSolver) -> PiecedStep | NotShortened | None:
@@ -186,12 +171,11 @@ def test_a_short_step_has_the_problems_of_the_whole_step(name: str) -> None:
     assert_same_problems(solver)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_cannot_be_shortened_is_staged_as_a_whole(name: str) -> None:
-    case, reason = WHOLE[name]
-    solver = solver_of(case.make(), case.n_layers)
+def test_what_cannot_be_shortened_is_staged_as_a_whole() -> None:
+    """The last pieces are equal problems, and unlike each other as soon as something is computed again."""
+    solver = solver_of(trained(decayed), N_LAYERS)
     short = short_of(solver)
-    assert isinstance(short, NotShortened) and reason in short.reason, short
+    assert isinstance(short, NotShortened) and "No 5 neighbouring pieces" in short.reason, short
     assert_same_problems(solver)
 
 
