@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,13 +16,6 @@ from minialpa.compat.alpa import AutoShardingOption, PipeshardParallel, ShardPar
 
 AXES = ("data", "model")
 MANUAL = AutoShardingOption(enable_auto_sharding=False)
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_script() -> Iterator[None]:
-    alpa.shutdown()
-    yield
-    alpa.shutdown()
 
 
 def shard_method(option: alpa.ManualShardingOption, **others: Any) -> ShardParallel:

@@ -14,17 +14,13 @@ import pytest
 import minialpa
 import minialpa.compat.alpa as alpa
 from minialpa.compat.alpa import names
-from tests.compat.alpa_scripts import make_state_and_batch, step_with, train_and_compare
+from tests.compat.alpa_scripts import (
+    make_state_and_batch,
+    step_with,
+    train_and_compare,
+    train_with_layers_and_stages_found,
+)
 from tests.runtime.cluster.in_process_session import in_process_session
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_script() -> Iterator[None]:
-    alpa.shutdown()
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-    alpa.shutdown()
-
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
@@ -55,6 +51,12 @@ def test_a_pipeline_with_manual_boundaries_trains_as_on_one_device(tmp_path: Pat
     assert {spec.mesh_ids for spec in jax.tree.leaves(executable.get_input_placement_specs()[1])} == {(0,), (1,)}
     executable.dump_debug_info(tmp_path)
     assert (tmp_path / "summary.txt").exists()
+
+
+def test_layers_and_stages_found_train_as_on_one_device() -> None:
+    alpa.util.disable_tqdm_globally()
+    alpa.init(cluster="local", num_nodes=2, num_devices_per_node=4)
+    train_with_layers_and_stages_found()
 
 
 def test_the_result_of_a_search_can_be_given_by_hand() -> None:
@@ -118,10 +120,10 @@ def test_a_state_is_made_followed_and_restored_where_the_step_has_it(tmp_path: P
     # The parameters are not all alike.
     assert len({(spec.aval.shape, spec.sharding_specs) for spec in jax.tree.leaves(followed)}) > 1
 
-    alpa.save_checkpoint(tmp_path, trained, 1)
-    restored = alpa.restore_checkpoint(tmp_path, 1, specs)
-    alpa.testing.assert_allclose(restored.params, trained.params)
-    assert jax.tree.map(lambda x: x.sharding, restored.params) == jax.tree.map(lambda x: x.sharding, trained.params)
+    alpa.save_checkpoint(tmp_path, trained.params, 1)
+    restored = alpa.restore_checkpoint(tmp_path, 1, specs.params)
+    alpa.testing.assert_allclose(restored, trained.params)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, trained.params)
 
 
 # ---- executables and loaders ----------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Executable:
     def get_input_placement_specs(self) -> Any:
         """The arguments, as a tuple, with a `PlacementSpec` in place of every leaf."""
         specs, tree = jax.tree.flatten(self._executable.get_input_placement_specs())
-        return tree.unflatten([_alpas_spec(spec, self._executable, i) for i, spec in enumerate(specs)])
+        return jax.tree.unflatten(tree, [_alpas_spec(spec, self._executable, i) for i, spec in enumerate(specs)])
 
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` in place of every leaf."""

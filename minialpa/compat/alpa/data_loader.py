@@ -36,7 +36,7 @@ class _Placements:
         for spec, leaf in zip(self._specs, leaves, strict=True):
             given[spec.leaf] = leaf
         placed = self._executable.place(given)
-        return tree.unflatten([placed[spec.leaf] for spec in self._specs])
+        return jax.tree.unflatten(tree, [placed[spec.leaf] for spec in self._specs])
 
 
 def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:

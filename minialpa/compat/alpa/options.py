@@ -174,7 +174,7 @@ class UniformStageOption(Adjustable):
 
     def read(self) -> minialpa.UniformStageOption:
         physical: Any = self.submesh_physical_shape and tuple(self.submesh_physical_shape)
-        logical = self.submesh_logical_shape and tuple(self.submesh_logical_shape)
+        logical: Any = self.submesh_logical_shape and tuple(self.submesh_logical_shape)
         given = self.submesh_autosharding_option
         option = AutoShardingOption(**given) if isinstance(given, Mapping) and given else given or None
         return minialpa.UniformStageOption(self.num_stages, physical, logical, read_option(option))

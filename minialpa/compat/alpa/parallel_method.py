@@ -33,7 +33,7 @@ class ShardParallel:
         self.as_option = AutoShardingOption() if auto_sharding_option is None else auto_sharding_option
         self.ms_option = manual_sharding_option
 
-    def read(self) -> minialpa.ShardParallel:
+    def read(self) -> Any:
         method = self.KIND(read_devices(self.devices), self.num_micro_batches, read_option(self.as_option))
         return _by_hand(method, self.ms_option)
 
@@ -90,7 +90,7 @@ class PipeshardParallel:
         self.layer_option, self.stage_option = layer_option, stage_option
         self.ms_option = manual_sharding_option
 
-    def read(self) -> minialpa.PipeshardParallel:
+    def read(self) -> Any:
         method = minialpa.PipeshardParallel(
             read_devices(self.devices),
             self.num_micro_batches,

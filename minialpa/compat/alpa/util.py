@@ -27,28 +27,24 @@ def benchmark_func(
     warmup: int = 1,
     repeat: int = 3,
     number: int = 5,
-    min_repeat_second: float | None = None,
 ) -> np.ndarray[Any, Any]:
     """Seconds of one call of `run_func`, measured `repeat` times.
 
     sync_func: waits for the work of `run_func`; called before and after each measurement.
     warmup: calls before the first measurement. number: calls in each measurement.
-    min_repeat_second: about the seconds of a measurement, in place of `number`.
     """
 
-    def measure(n: int) -> float:
+    def measure() -> float:
         _call(sync_func)
         start = time.perf_counter()
-        for _ in range(n):
+        for _ in range(number):
             run_func()
         _call(sync_func)
-        return (time.perf_counter() - start) / n
+        return (time.perf_counter() - start) / number
 
     for _ in range(warmup):
         run_func()
-    if min_repeat_second is not None:
-        number = max(1, math.ceil(min_repeat_second / max(measure(1), 1e-9)))
-    return np.array([measure(number) for _ in range(repeat)])
+    return np.array([measure() for _ in range(repeat)])
 
 
 def _call(sync_func: Sync) -> None:

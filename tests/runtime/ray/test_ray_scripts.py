@@ -20,9 +20,8 @@ from benchmarks.ray_leaks import BATCH_BYTES, N_MESHES, steps
 from minialpa import ManualStageOption, PipeshardParallel, ShardParallel
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
-from tests.compat.alpa_scripts import make_state_and_batch, step_with
+from tests.compat.alpa_scripts import make_state_and_batch, step_with, train_with_layers_and_stages_found
 from tests.runtime.ray.ray_cluster import WORKER_ENV
-from tests.test_alpa_scripts import train_with_layers_and_stages_found
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -62,7 +61,7 @@ def test_a_session_is_of_its_first_arguments_and_gives_everything_back(cluster: 
     np.testing.assert_array_equal(y, np.full((8, 8), 2.0, np.float32))  # it was fetched
 
 
-@pytest.mark.slow  # tests/test_alpa_scripts.py has its short relative, in one process
+@pytest.mark.slow  # tests/compat has its short relative, in one process
 def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device(cluster: Cluster) -> None:
     init(cluster, num_hosts=2)
     train_with_layers_and_stages_found()
