@@ -199,6 +199,10 @@ def test_helpers_count_map_and_write(tmp_path: Path) -> None:
     tflops = alpa.util.compute_gpt_tflops(8, 1, n_layers, h, vocabulary, num_gpus=1, latency=2.0)
     assert tflops == pytest.approx(6 * parameters * 8 / 2.0 / 1e12, rel=1e-3)
 
+    hlo = "%a = f32[] all-reduce(%x)\n%b = f32[8] all-gather-start(%y)\n%c = f32[8] all-reduce(%z)"
+    assert alpa.util.count_communication_primitives(hlo) == (3, 2, 1, 0, 0)
+    assert alpa.util.count_communication_primitives(hlo, ignore_scalar_all_reduce=True) == (2, 1, 1, 0, 0)
+
     for batch_size in (8, 16):
         alpa.util.write_tsv(["batch", "time"], [batch_size, 0.5], str(tmp_path / "results.tsv"))
     assert (tmp_path / "results.tsv").read_text() == "8\t0.5\n16\t0.5\n"

@@ -29,8 +29,7 @@ def test_a_method_that_fixes_the_sharding_trains_as_on_one_device() -> None:
     alpa.init(cluster="local")
     executable = train_and_compare(alpa.Zero3Parallel())
     assert executable.get_parallel_plan().stages[0].n_devices == 8
-    total, *kinds = alpa.util.count_communication_primitives(executable.get_hlo_text(), ignore_scalar_all_reduce=True)
-    assert total == sum(kinds) and kinds[1] > 0, "all-gathers"
+    assert alpa.util.count_communication_primitives(executable.get_hlo_text())[2] > 0, "all-gathers"
 
     with pytest.raises(minialpa.MinialpaError, match=r"Call `executable\.profile_with_dummy_inputs\(\)`"):
         executable.get_execution_time_costs()
