@@ -1,4 +1,4 @@
-"""Planning of published models, from Alpa's tables to Llama 3: is there a plan, how fast is it, how long does planning take.
+"""Planning of published models, from Alpa's tables to Llama 3: plans, seconds of a step, and seconds of planning.
 
 python -m benchmarks.plan_published gpt-1.3b llama-3-8b      some rows; `--flax` for the same GPT written with flax
 python -m benchmarks.plan_published gpt-2.6b --by-name       and the best method by name beside each plan
