@@ -127,20 +127,18 @@ def _postorder(operations: Sequence[Operation], maker: Mapping[int, int], result
     order: list[int] = []
     seen: set[int] = set()
     for result in results:
-        # (operation, number of its finished operands)
-        stack = [(maker[result], 0)] if result in maker and maker[result] not in seen else []
-        while stack:
-            number, n_done = stack.pop()
-            seen.add(number)
-
-            operands = [maker[value] for value in operations[number].reads if value in maker]
-            while n_done < len(operands) and operands[n_done] in seen:
-                n_done += 1
-
-            if n_done == len(operands):
+        # Each operation with the operands that are left.
+        stack: list[tuple[int, Iterator[int]]] = []
+        following = None if maker.get(result) in seen else maker.get(result)
+        while following is not None or stack:
+            if following is not None:
+                seen.add(following)
+                stack.append((following, iter([maker[v] for v in operations[following].reads if v in maker])))
+            number, left = stack[-1]
+            following = next((operand for operand in left if operand not in seen), None)
+            if following is None:
                 order.append(number)
-            else:
-                stack += [(number, n_done + 1), (operands[n_done], 0)]
+                stack.pop()
     return order
 
 
