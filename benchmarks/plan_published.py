@@ -25,14 +25,15 @@ from benchmarks.corpus import arguments
 from benchmarks.planning import cluster_of, peak_rss_gb, planned, traced_step
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
-from minialpa import AutoLayerOption, MinialpaError, PipeshardParallel, models
+from minialpa import AutoLayerOption, AutoParallel, MinialpaError, PipeshardParallel, models
 from minialpa.methods import Method
 from minialpa.tracing.trace import TracedStep
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model (a name that `models.build` knows, with other sizes) on devices. n_micro_batches: None leaves it open."""
+    """A model (a name that `models.build` knows, with other sizes) on devices. n_micro_batches: None for
+    `AutoParallel`, which chooses it."""
 
     model: str
     preset: str
@@ -48,7 +49,7 @@ class Row:
 
 def _llama(model: str, n_devices: int, *, scan: bool) -> Row:
     sizes = (("batch_size", 256), ("scan_layers", scan))
-    return Row(model, "h100", n_devices, None if scan else 4, sizes)
+    return Row(model, "h100", n_devices, 4, sizes)
 
 
 ROWS = (
@@ -81,11 +82,10 @@ def _cells(row: Row, flax: bool, by_name: bool) -> dict[str, Any]:
     traced = _flax_gpt(row) if flax else _own(row)
     trace_s = time.process_time() - start_s
 
-    search = PipeshardParallel(
-        num_micro_batches=row.n_micro_batches or "auto",
-        layer_option=AutoLayerOption("auto", remat="auto"),
-        stage_option="auto",
-    )
+    search: Method = AutoParallel()
+    if row.n_micro_batches is not None:
+        layers = AutoLayerOption("auto", remat="auto")
+        search = PipeshardParallel(num_micro_batches=row.n_micro_batches, layer_option=layers, stage_option="auto")
     cells = {"row": row.name + (", flax" if flax else ""), "equations": len(traced.flat.eqns), "trace_s": trace_s}
     cells |= _planned_cells(traced, cluster, search)
     cells["peak_rss_gb"] = peak_rss_gb()

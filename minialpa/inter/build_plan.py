@@ -18,7 +18,7 @@ from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError
 from minialpa.inter.context import PlanningContext, compiler_options_of
 from minialpa.inter.layers.layered_step import LayeredStep
-from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
+from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of, plan_chunks
 from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_counts, make_schedule
 from minialpa.inter.search.stage_cost import border_bytes
 from minialpa.inter.search.stage_in_memory import FreeSolution
@@ -29,7 +29,7 @@ from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
-from minialpa.inter.staging.staged_step import stage_step
+from minialpa.inter.staging.staged_step import realise, stage_step
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
@@ -102,7 +102,7 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     # make the step of an attempt from the traced step.
     made_by = (layered.of_group, layered.remat, layered.row_blocks) if layered.of_group else layered.step.flat
     staged = context.staged.once(
-        (made_by, groups, chunks.stage_of, n, rows, casts),
+        (made_by, chunks, n, rows, casts),
         lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_rows=rows, cast_once=casts),
     )
 
@@ -115,6 +115,15 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     name = options.schedule if len(stages) > 1 else "1f1b"
     schedule = make_schedule(name, chunks.size(options.n_micro_batches))
     return PlacedStages(layered=layered, stages=tuple(stages), chunks=chunks, staged=staged, schedule=schedule)
+
+
+def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
+    """The tasks of a plan that was made in this context, see `place_stages`."""
+    made_by = (plan.layer_of_group, plan.remat, plan.row_blocks) if plan.layer_of_group else context.traced.flat
+    return context.staged.once(
+        (made_by, plan_chunks(plan), plan.n_micro_batches, plan.keeps_rows, plan.casts_once),
+        lambda: realise(context.traced, plan).staged,
+    )
 
 
 def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory: bool = True) -> list[SolvedMesh]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
-from minialpa.inter.build_plan import best_of, plan_stages
+from minialpa.inter.build_plan import best_of, plan_stages, staged_step_of
 from minialpa.inter.by_name import best_with_methods_by_name
 from minialpa.inter.context import PlanningContext, Progress, check_request, compiler_of
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, cut_scans, layered_step, whole_scans
@@ -29,7 +29,6 @@ from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
 from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.replan import options_of
-from minialpa.inter.staging.staged_step import realise
 from minialpa.inter.worth import plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, Remat, remats
@@ -137,11 +136,10 @@ def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedS
 def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
     """`plan`, or the same stages with rows kept, or with weights cast once, if that is open, fits and is faster."""
     options = context.options
-    keeps_rows_open = options.keep_rows is None and plan.n_loops > 1
-    if keeps_rows_open and realise(context.traced, plan).staged.split.computes_rows_again:
+    if options.keep_rows is None and plan.n_loops > 1 and staged_step_of(context, plan).split.computes_rows_again:
         plan = _or_planned_with(context, plan, keep_rows=True)
     if options.cast_once is None and plan.n_micro_batches > 1:
-        split = realise(context.traced, plan).staged.split
+        split = staged_step_of(context, plan).split
         if with_weights_cast_once(split) is not split:
             plan = _or_planned_with(context, plan, cast_once=True)
     return plan
