@@ -38,8 +38,8 @@ from minialpa.intra.solver.clock import Deadline
 from minialpa.ir.equations import bytes_of, source_line
 from minialpa.options import AutoShardingOption
 
-#: Solves of a stage with different room, at most.
-_MAX_SOLVES = 6
+#: Solves of a stage with different room, at most, and after the first solution that fits.
+_MAX_SOLVES, _MAX_AFTER_FIT = 6, 2
 #: More room is tried if it promises more than this part of a step.
 _LITTLE_GAIN = 0.005
 #: A solution may leave this part of the limit.
@@ -220,7 +220,8 @@ def _within_limit(stage: Stage, wanted: Wanted, limit: MemoryLimit | None) -> So
             found.append(solved)
             counted = min(room_bytes, solved.sharding.counted_bytes or room_bytes)
             room_bytes = rooms.after(room_bytes, counted, needed(solved.memory, wanted.moments))
-        if room_bytes is None or not _gains_from_more(stage, wanted, limit, found):
+        is_over = room_bytes is None or rooms.n_after_fit >= _MAX_AFTER_FIT
+        if is_over or not _gains_from_more(stage, wanted, limit, found):
             break
     return _fastest_within(stage, wanted, limit, found)
 
@@ -267,6 +268,7 @@ class _Rooms:
         self._too_large: list[tuple[float, float]] = []
         self._too_little = 0.0  # room for no solution
         self._met = False  # whether a line was tried
+        self.n_after_fit = 0  # solutions after the first one that fits
 
     def first(self, uncounted_bytes: float) -> float:
         """uncounted_bytes: a guess of the needed bytes beyond the counted ones."""
@@ -282,6 +284,7 @@ class _Rooms:
     def after(self, room_bytes: float, counted: float, needed_bytes: float) -> float | None:
         """The room after a solution; None if no other room is better."""
         missing = needed_bytes - self.limit_bytes
+        self.n_after_fit += self._fits is not None
         if missing > 0:
             self._too_large.append((counted, needed_bytes))
             return self._between() if self._fits else self._less()
