@@ -20,27 +20,8 @@ from minialpa import InfeasibleError, Plan
 from minialpa.models import SIZES
 from minialpa.session import describe_devices
 
-#: They take longest; the others are their short relatives.
-LONG = (
-    "call",
-    "dispatch",
-    "first_step",
-    "gpu_products",
-    "published_runs",
-    "transport",
-    "checkpoint",
-    "gpu_fidelity",
-    "gpu_overlap",
-    "input_pipeline",
-    "inter_plans",
-    "iopddl",
-    "long_context",
-    "overhead",
-    "plan_memory",
-    "plan_quality",
-    "plan_scaling",
-    "several_loops",
-)
+#: The others take longer.
+SHORT = ("attention", "plan_fidelity", "plan_time", "xmesh")
 LONG_PARTS = ("compiled", "numeric", "rates")
 RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
@@ -49,7 +30,7 @@ RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
     "name",
     # tests/test_models_table.py has the benchmark of models.
     [
-        pytest.param(name, marks=RAY if name.startswith("ray_") else pytest.mark.slow if name in LONG else ())
+        pytest.param(name, marks=RAY if name.startswith("ray_") else () if name in SHORT else pytest.mark.slow)
         for name in all_benchmarks()
         if name != "models"
     ],
@@ -66,9 +47,6 @@ def test_every_benchmark_says_in_a_line_what_it_measures(capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(all_benchmarks())
     assert all(len(line.split()) > 3 for line in lines)
-
-
-def test_table_lines_up_columns_that_only_some_rows_have() -> None:
     rows = [{"case": "a", "us": 1.23456}, {"case": "long", "n": 2}]
     assert table(rows) == "  case  us     n\n  a     1.235\n  long         2"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,12 +27,7 @@ from minialpa.methods import Method
 from minialpa.testing import assert_allclose
 from tests.plans import make_args, pipeline_plan, shard_plan, train_step
 
-
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def refusal(step: Callable[..., Any], plan: Plan, *args: Any, **options: Any) -> str:
@@ -44,7 +39,7 @@ def refusal(step: Callable[..., Any], plan: Plan, *args: Any, **options: Any) ->
 # ---- what differs ---------------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_other_shapes_are_named() -> None:
+def test_arguments_that_differ_are_named() -> None:
     text = refusal(train_step, shard_plan(), *make_args(32))
     assert (
         "argument `batch['x']` is float32[32, 8] and the plan was made for float32[16, 8]; argument `batch['y']`"
@@ -54,8 +49,7 @@ def test_arguments_of_other_shapes_are_named() -> None:
     text = refusal(train_step, shard_plan(), *make_args(32, width=16))
     assert text.count("argument") == 3 and "; and 1 more." in text
 
-
-def test_arguments_that_come_and_go_are_named() -> None:
+    # Arguments that come and go.
     params, batch = make_args()
     text = refusal(train_step, shard_plan(), params, {**batch, "z": batch["x"]})
     assert "argument `batch['z']` is float32[16, 8] and the plan knows of none" in text
@@ -113,7 +107,6 @@ def test_captured_arrays_and_what_is_said_of_arguments_are_told() -> None:
 # ---- replanning -----------------------------------------------------------------------------------------------------
 
 CLUSTER = ClusterSpec.preset("a100-40gb", num_hosts=1, devices_per_host=8)
-FAST = LogicalMesh((2, 4), (1e-6, 1e-6), (1e-9, 1e-12))
 METHODS: dict[str, Method] = {
     "shard": ShardParallel(num_micro_batches=2, logical_shape=(2, 4)),
     "uniform": PipeshardParallel(num_micro_batches=4, layer_option="manual", pipeline_schedule="gpipe"),
@@ -125,22 +118,18 @@ METHODS: dict[str, Method] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_planning_the_same_step_again_gives_the_same_plan(name: str) -> None:
-    plan = minialpa.plan(train_step, make_args(), cluster=CLUSTER, method=METHODS[name])
-    # Without a search there is no certificate.
-    assert minialpa.replan(plan, train_step, make_args()) == dataclasses.replace(plan, certificate=None)
-
-
-@pytest.mark.parametrize("mesh", [FAST, LogicalMesh((2, 4), device=CLUSTER.device)])
-def test_a_logical_mesh_is_kept(mesh: LogicalMesh) -> None:
+def test_a_logical_mesh_is_kept() -> None:
+    mesh = LogicalMesh((2, 4), (1e-6, 1e-6), (1e-9, 1e-12), device=CLUSTER.device)
     plan = minialpa.parallelize(train_step, method=ShardParallel(devices=mesh)).plan(*make_args())
     assert minialpa.replan(plan, train_step, make_args()) == plan
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_for_other_shapes_the_decisions_are_kept(name: str) -> None:
+def test_planning_again_gives_the_same_plan_and_for_other_shapes_the_same_decisions(name: str) -> None:
     plan = minialpa.plan(train_step, make_args(), cluster=CLUSTER, method=METHODS[name])
+    # Without a search there is no certificate.
+    assert minialpa.replan(plan, train_step, make_args()) == dataclasses.replace(plan, certificate=None)
+
     again = minialpa.replan(plan, train_step, make_args(32))
     assert again.fingerprint != plan.fingerprint
     assert [value.shape for value in again.inputs][2:] == [(32, 8), (32, 8)]
@@ -162,9 +151,6 @@ def test_a_stale_plan_runs_after_planning_again_and_says_so() -> None:
 
 
 def test_a_model_with_other_layers_is_refused() -> None:
-    def deeper(params: Any, batch: Any) -> Any:
-        return train_step(params, {**batch, "x": jnp.sin(batch["x"])})
-
     def other(params: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:
             x = jnp.sin(jnp.tanh(batch["x"] @ p["w"]))
@@ -176,9 +162,6 @@ def test_a_model_with_other_layers_is_refused() -> None:
     with pytest.raises(VerifyError, match=r"layers for \d+ forward equations and the model has \d+: .* Plan it anew"):
         minialpa.replan(pipeline_plan(), other, make_args())
     assert minialpa.replan(shard_plan(), other, make_args()).stages
-
-
-def test_on_stale_is_one_of_two_words() -> None:
     with pytest.raises(ShardingError, match=r"`on_stale` is .*got 'ignore'"):
         minialpa.parallelize(train_step, method=shard_plan(), on_stale="ignore")
 
