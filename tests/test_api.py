@@ -233,9 +233,9 @@ def test_an_array_may_be_passed_twice() -> None:
     expected = train_step(params, make_batch())
     parallel = minialpa.parallelize(train_step)
     assert_allclose(parallel(params, make_batch()), expected)
-    assert not is_deleted(params)  # they are the caller's
     placed = parallel.preshard_dynamic_args(params, make_batch())[0]
     assert_allclose(parallel({"w": placed["w"], "v": placed["w"]}, make_batch()), expected)
+    assert not is_deleted(params)  # they are the caller's
 
 
 # ---- shapes and caching ---------------------------------------------------------------------------------------------

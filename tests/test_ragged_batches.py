@@ -23,6 +23,7 @@ from minialpa import (
 from minialpa.data import MeshDriverDataLoader
 from minialpa.inter import searched_plan
 from minialpa.testing import assert_allclose
+from tests.helpers import descent_step
 from tests.plans import loss_of, make_batch, make_params, train_step
 from tests.runtime.cluster.in_process_session import in_process_session
 
@@ -108,6 +109,13 @@ def test_a_step_that_micro_batches_would_change_is_refused_in_fewer_ones_too() -
         parallel(make_params(), make_batch(10))
 
 
+def _deep_loss(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
 def test_the_stages_of_the_other_batches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for stages runs once; a ragged batch has its stages and rematerialisation."""
     searches = []
@@ -117,11 +125,11 @@ def test_the_stages_of_the_other_batches_stay(monkeypatch: pytest.MonkeyPatch) -
     )
     # Large weights, and links between hosts that are slower than the transfers between stages.
     cluster = minialpa.ClusterSpec.preset("v100-p3.16xlarge", num_hosts=2, devices_per_host=1)
-    params = {name: jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for name in "wv"}
+    params = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 4
     batches = [{name: jax.ShapeDtypeStruct((n, 4096), jnp.float32) for name in "xy"} for n in (1024, 1023)]
-    layers = AutoLayerOption(layer_num=2, remat="full")
+    layers = AutoLayerOption(layer_num=4, remat="full")
     method = PipeshardParallel(cluster, num_micro_batches=4, layer_option=layers, stage_option="auto")
-    step = minialpa.parallelize(train_step, method=method)
+    step = minialpa.parallelize(descent_step(_deep_loss, minialpa.value_and_grad), method=method)
     first = step.plan(params, batches[0])
     with pytest.warns(UserWarning, match="3 micro-batches of 341"):
         last = step.plan(params, batches[1])

@@ -1,4 +1,4 @@
-"""Recipes communicate as in the textbooks, and compute the serial step."""
+"""Recipes communicate as in the textbooks."""
 
 from __future__ import annotations
 

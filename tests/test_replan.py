@@ -61,47 +61,28 @@ def test_arguments_that_differ_are_named() -> None:
     assert "argument `batch['x']` is missing and the plan was made for float32[16, 8]" in text
 
 
-def chain(*functions: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
-    """A step that applies one function after the other."""
+def test_what_has_changed_in_a_step_is_told() -> None:
+    ones = jnp.ones((4, 4))
 
-    def step(x: jax.Array, batch: jax.Array) -> jax.Array:
-        for function in functions:
-            x = function(x)
-        return x + batch
+    def told(old: Callable[..., Any], new: Callable[..., Any], **options: Any) -> str:
+        plan = minialpa.plan(old, (ones, ones), cluster=ClusterSpec.preset("cpu", devices_per_host=2))
+        return refusal(new, plan, ones, ones, **options)
 
-    return step
+    def with_sin(x: jax.Array, batch: jax.Array) -> jax.Array:
+        return jnp.sin(x) + batch
 
-
-def chain_plan(*functions: Callable[[jax.Array], jax.Array]) -> Plan:
-    return minialpa.plan(chain(*functions), (X, X), cluster=ClusterSpec.preset("cpu", devices_per_host=2))
-
-
-X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-
-
-def chain_refusal(plan: Plan, step: Callable[..., Any], **options: Any) -> str:
-    return refusal(step, plan, jnp.ones((4, 4)), jnp.ones((4, 4)), **options)
-
-
-def test_operations_that_are_new_or_gone_are_counted_and_placed() -> None:
-    plan = chain_plan(jnp.sin, jnp.cos)
-    text = chain_refusal(plan, chain(jnp.sin, jnp.tanh, jnp.tanh))
+    # Operations that are new or gone are counted and placed.
+    text = told(lambda x, batch: jnp.cos(jnp.sin(x)) + batch, lambda x, batch: jnp.tanh(jnp.tanh(jnp.sin(x))) + batch)
     assert (
         "it has 0 `cos` where the plan has 1, 2 `tanh` where the plan has 0; the first difference is `tanh` at" in text
     )
     assert "test_replan.py" in text
 
-
-def test_captured_arrays_and_what_is_said_of_arguments_are_told() -> None:
-    def captures(n: int) -> Callable[..., Any]:
-        table = jnp.ones((n, 4))
-        return lambda x, batch: x + batch + jnp.sum(table)
-
-    cluster = ClusterSpec.preset("cpu", devices_per_host=2)
-    plan = minialpa.plan(captures(2), (X, X), cluster=cluster)
-    assert "the arrays that it captures" in chain_refusal(plan, captures(3))
-    text = chain_refusal(chain_plan(jnp.sin), chain(jnp.sin), batch_argnums=())
+    text = told(with_sin, with_sin, batch_argnums=())
     assert "has changed: what it returns, or which of its arguments are batches or are donated" in text
+    few, many = jnp.ones((2, 4)), jnp.ones((3, 4))
+    text = told(lambda x, batch: x + batch + jnp.sum(few), lambda x, batch: x + batch + jnp.sum(many))
+    assert "the arrays that it captures" in text
 
 
 # ---- replanning -----------------------------------------------------------------------------------------------------
