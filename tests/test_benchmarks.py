@@ -21,18 +21,16 @@ from minialpa.models import SIZES
 from minialpa.session import describe_devices
 
 #: The others take longer.
-SHORT = ("attention", "plan_fidelity", "plan_time", "xmesh")
+SHORT = ("attention", "models", "plan_fidelity", "plan_time", "xmesh")
 LONG_PARTS = ("compiled", "numeric", "rates")
 RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "name",
-    # tests/test_models_table.py has the benchmark of models.
     [
         pytest.param(name, marks=RAY if name.startswith("ray_") else () if name in SHORT else pytest.mark.slow)
         for name in all_benchmarks()
-        if name != "models"
     ],
 )
 def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
@@ -40,6 +38,7 @@ def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
     assert rows
     for row in rows:
         assert all(isinstance(value, str | bool | int | float) for value in row.values()), row
+        assert name != "models" or row["outcome"] == "equal"
 
 
 def test_every_benchmark_says_in_a_line_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
