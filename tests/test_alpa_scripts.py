@@ -8,12 +8,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
 
 import minialpa as alpa
-from minialpa import AutoLayerOption, PipeshardParallel
+from minialpa import AutoLayerOption, PipeshardParallel, ShardParallel, models
 from minialpa.testing import assert_allclose
 
 
@@ -66,8 +67,8 @@ def train_step(state: TrainState, batch: Any, grad: Any) -> TrainState:
     return new
 
 
-def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device() -> None:
-    alpa.init(cluster="local")
+def train_with_boundaries_by_hand() -> Any:
+    """The executable of the step, which has trained as on one device."""
     state, batch = make_problem(manual=True)
 
     @alpa.parallelize(method=PipeshardParallel(num_micro_batches=4, layer_option="manual"))
@@ -84,6 +85,14 @@ def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device() -> None:
     executable = pipelined_step.get_last_executable()
     executable.sync()
     assert len(executable.get_parallel_plan().stages) == 2
+    assert all("HloModule" in text for text in executable.get_hlo_text())
+    assert {spec.mesh_ids for spec in jax.tree.leaves(executable.get_input_placement_specs()[1])} == {(0,), (1,)}
+    return executable
+
+
+def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device() -> None:
+    alpa.init(cluster="local")
+    train_with_boundaries_by_hand()
     alpa.shutdown()
 
 
@@ -103,3 +112,58 @@ def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device() -> None:
     alpa.init(cluster="local", num_nodes=2, num_devices_per_node=4)
     train_with_layers_and_stages_found()
     alpa.shutdown()
+
+
+# ---- an image classifier, epochs with a ragged end ------------------------------------------------------------------
+
+
+def loader(sizes: tuple[int, ...]) -> Iterator[dict[str, np.ndarray]]:
+    """An epoch of CIFAR-10 shapes: images of 32 x 32 x 3 whose label shifts their mean."""
+    rng = np.random.default_rng(0)
+    for n in sizes:
+        label = rng.integers(0, 10, n).astype(np.int32)
+        image = rng.standard_normal((n, 32, 32, 3), np.float32) + label[:, None, None, None] / 10
+        yield {"image": image, "label": label}
+
+
+EPOCHS = ((16, 16, 6), (24, 16))
+
+
+def train(step: Any, case: Any) -> tuple[Any, list[float], list[int]]:
+    """State, losses and numbers of right predictions after all epochs."""
+    state = case.init(jax.random.key(0))
+    losses, correct = [], []
+    for sizes in EPOCHS:
+        for batch in loader(sizes):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+            correct.append(int(metrics["correct"]))
+    return state, losses, correct
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> Any:
+    case = models.build("resnet", filters=4, width_factor=1, stage_sizes=(1, 1), n_classes=10, learning_rate=0.05)
+    with jax.numpy_dtype_promotion("standard"):
+        return case, train(jax.jit(case.train_step(jax.value_and_grad)), case)
+
+
+@pytest.mark.slow  # the next tests run scripts with a smaller model
+@pytest.mark.parametrize(
+    "method",
+    [
+        ShardParallel(),
+        PipeshardParallel(num_micro_batches=1, layer_option=AutoLayerOption(layer_num=2), stage_option="uniform"),
+    ],
+    ids=["shard", "pipeshard"],
+)
+def test_a_wide_resnet_trains_over_a_ragged_batch_and_another_batch_size(method: Any, on_one_device: Any) -> None:
+    case, (serial, expected, right) = on_one_device
+    alpa.init()
+    step = alpa.parallelize(case.train_step(alpa.value_and_grad), method=method)
+    state, losses, correct = train(step, case)
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
+    assert correct == right
+    assert_allclose(state.batch_stats, serial.batch_stats, rtol=1e-3, atol=1e-3)
+    assert_allclose(state.params, serial.params, rtol=1e-2, atol=1e-3)
+    assert len(step._executables) == len({n for sizes in EPOCHS for n in sizes})  # one for each batch size
