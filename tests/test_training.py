@@ -350,6 +350,7 @@ def test_workers_killed_at_any_moment_change_nothing(
     monkeypatch.setattr(pipeline, "plan_step", planned)
     rng, log = random.Random(seed), Log()
     kills = sorted(rng.sample(range(1, N_STEPS), 1 + seed % 2))
+    timers: list[threading.Timer] = []
 
     def kill() -> None:
         """Between two sessions there may be no worker."""
@@ -362,7 +363,11 @@ def test_workers_killed_at_any_moment_change_nothing(
         log(done)
         if kills and done.n_steps >= kills[0]:
             kills.pop(0)
-            threading.Timer(rng.random() * 0.1, kill).start()
+            timers.append(threading.Timer(rng.random() * 0.1, kill))
+            timers[-1].start()
+        if done.n_steps == N_STEPS:  # not after the end of the run
+            for timer in timers:
+                timer.join()
 
     result = train_in(Room(2), tmp_path, report)
     assert log.losses == undisturbed
