@@ -41,7 +41,7 @@ def undisturbed(address: str, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def run(address: str, folder: Path) -> subprocess.Popen[bytes]:
-    words = command(address, folder, N_STEPS, SAVE_EVERY, 2, "slow")
+    words = command(address, folder, N_STEPS, SAVE_EVERY, 2, batch_s=0.05)
     with (folder / "log").open("a") as log:
         return subprocess.Popen(words, env=environment(), stdout=log, stderr=subprocess.STDOUT)
 
