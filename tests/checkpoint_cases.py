@@ -25,7 +25,6 @@ from minialpa import (
 from minialpa.arrays import RemoteArray
 from minialpa.methods import Method
 from tests.scanned_training import perceptron
-from tests.training_runs import batches, create_state, evaluate
 
 N_LAYERS = 5
 
@@ -68,19 +67,6 @@ def bits(tree: Any) -> dict[tuple[str, ...], tuple[str, tuple[int, ...], bytes]]
         return tuple(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in path)
 
     return {name(path): of_leaf(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def evaluate_weights_alone(folder: Path, state: Any, method: Method) -> None:
-    """Read the weights of a training state, whole in the checkpoint, for an evaluation step, and run that."""
-    step, batch = minialpa.parallelize(evaluate, method=method), next(batches())
-    executable = step.get_executable(jax.eval_shape(create_state)["params"], batch)
-    target = {"params": executable.get_input_targets()[0]}
-    params = minialpa.restore_checkpoint(folder, target, partial_restore=True)["params"]
-    assert bits(params) == bits(state["params"])
-
-    host = [jnp.asarray(np.asarray(w)) for w in params]
-    np.testing.assert_allclose(np.asarray(step(params, batch)), jax.jit(evaluate)(host, batch), rtol=1e-5)
-    assert step.get_last_executable() is executable
 
 
 def by_orbax_alone(folder: Path, step: int) -> Any:

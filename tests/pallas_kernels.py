@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,23 +18,13 @@ def _block(length: int, most: int = 4) -> int:
 # ---- attention: [examples, positions, heads, features] ---------------------------------------------------------------
 
 
-def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, statistics_ref: Any, *, block: int) -> None:
-    """Rows of queries in a block against all keys, one block of them after the other, with a running maximum."""
-    q = q_ref[...]
-
-    def step(i: Any, carry: Any) -> Any:
-        out, largest, total = carry
-        rows = pl.ds(i * block, block)
-        scores = q @ k_ref[rows, :].T
-        now = jnp.maximum(largest, jnp.max(scores, 1))
-        weights = jnp.exp(scores - now[:, None])
-        shrink = jnp.exp(largest - now)
-        return out * shrink[:, None] + weights @ v_ref[rows, :], now, total * shrink + jnp.sum(weights, 1)
-
-    n_rows, n_features = q.shape
-    start = (jnp.zeros((n_rows, n_features)), jnp.full((n_rows,), -1e30), jnp.zeros((n_rows,)))
-    out, largest, total = jax.lax.fori_loop(0, k_ref.shape[0] // block, step, start)
-    out_ref[...] = out / total[:, None]
+def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, statistics_ref: Any) -> None:
+    """A block of queries against all keys."""
+    scores = q_ref[...] @ k_ref[...].T
+    largest = jnp.max(scores, 1)
+    weights = jnp.exp(scores - largest[:, None])
+    total = jnp.sum(weights, 1)
+    out_ref[...] = weights @ v_ref[...] / total[:, None]
     statistics_ref[...] = largest + jnp.log(total)
 
 
@@ -76,7 +65,7 @@ def _forward(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     n, length, heads, _ = q.shape
     block = _block(length)
     return pl.pallas_call(
-        functools.partial(_forward_kernel, block=_block(k.shape[1])),
+        _forward_kernel,
         grid=(n, heads, length // block),
         in_specs=[_rows(q.shape, block), _whole(k.shape), _whole(v.shape)],
         out_specs=[_rows(q.shape, block), _numbers(block)],

@@ -15,13 +15,14 @@ from minialpa.methods import Method
 WIDTH, N_EXAMPLES = 8, 16
 
 
-def train_step(params: Any, batch: Any) -> Any:
-    def loss(p: Any) -> jax.Array:
-        x = jnp.tanh(batch["x"] @ p["w"])
-        minialpa.mark_pipeline_boundary()
-        return jnp.mean((x @ p["v"] - batch["y"]) ** 2)
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    x = jnp.tanh(batch["x"] @ params["w"])
+    minialpa.mark_pipeline_boundary()
+    return jnp.mean((x @ params["v"] - batch["y"]) ** 2)
 
-    value, grads = minialpa.value_and_grad(loss)(params)
+
+def train_step(params: Any, batch: Any) -> Any:
+    value, grads = minialpa.value_and_grad(loss_of)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
@@ -29,6 +30,15 @@ def make_args(n: int = N_EXAMPLES, width: int = WIDTH) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     params = {name: rng.standard_normal((width, width), np.float32) for name in ("w", "v")}
     return params, {name: rng.standard_normal((n, width), np.float32) for name in ("x", "y")}
+
+
+def make_params() -> Any:
+    """Small parameters, as arrays of jax."""
+    return jax.tree.map(lambda w: 0.3 * jnp.asarray(w), make_args()[0])
+
+
+def make_batch(n: int = N_EXAMPLES) -> Any:
+    return make_args(n)[1]
 
 
 def pipeline_plan(**cluster: int) -> Plan:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,47 +15,19 @@ from jax.sharding import PartitionSpec
 
 import minialpa
 from minialpa import MinialpaError, ShardParallel
-from minialpa.methods import DataParallel, PipeshardParallel
+from minialpa.methods import PipeshardParallel
 from minialpa.testing import assert_allclose
 from tests import plans
+from tests.plans import N_EXAMPLES, WIDTH, loss_of, make_batch, make_params, train_step
 
-WIDTH, N_EXAMPLES = 8, 16
 Params = dict[str, jax.Array]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
-
-
-def make_params(seed: int = 0) -> Params:
-    keys = jax.random.split(jax.random.key(seed), 2)
-    return {name: jax.random.normal(k, (WIDTH, WIDTH)) * 0.3 for name, k in zip(("w", "v"), keys, strict=True)}
-
-
-def make_batch(n: int = N_EXAMPLES, seed: int = 1) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal((n, WIDTH), np.float32) for name in ("x", "y")}
-
-
-def loss_fn(params: Params, batch: Any) -> jax.Array:
-    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def descend(params: Any, grads: Any, rate: Any = 0.1) -> Any:
     return jax.tree.map(lambda p, g: p - jnp.asarray(rate, p.dtype) * g, params, grads)
-
-
-def train_step(params: Params, batch: Any) -> tuple[Params, jax.Array]:
-    value, grads = minialpa.value_and_grad(loss_fn)(params, batch)
-    return descend(params, grads), value
-
-
-def grad_step(params: Params, batch: Any) -> Params:
-    grads: Params = minialpa.grad(loss_fn)(params, batch)
-    return grads
 
 
 def assert_same(step: Callable[..., Any], *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -71,11 +41,10 @@ def assert_same(step: Callable[..., Any], *args: Any, method: Any = None, **kwar
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "count"], meta_fields=["name"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["name"])
 @dataclasses.dataclass
 class Model:
     params: Params
-    count: jax.Array
     name: str
 
 
@@ -86,11 +55,11 @@ class Pair(NamedTuple):
 
 def test_any_pytree_goes_in_and_comes_out() -> None:
     def step(model: Model, batch: Pair, extras: tuple[Any, list[Any]]) -> tuple[Model, Pair, list[Any]]:
-        value, grads = minialpa.value_and_grad(loss_fn)(model.params, {"x": batch.x, "y": batch.y})
-        new = Model(descend(model.params, grads), model.count + 1, model.name)
+        value, grads = minialpa.value_and_grad(loss_of)(model.params, {"x": batch.x, "y": batch.y})
+        new = Model(descend(model.params, grads), model.name)
         return new, Pair(value, extras[0] * value), [extras[1][0], None]
 
-    model = Model(make_params(), jnp.zeros((), jnp.int32), "a")
+    model = Model(make_params(), "a")
     extras = (jnp.float32(2), [jnp.arange(3)])
     parallel = assert_same(step, model, Pair(**make_batch()), extras)
     new, pair, rest = parallel(model, Pair(**make_batch()), extras)
@@ -104,7 +73,7 @@ def test_keyword_arguments_and_defaults() -> None:
         traced.append(type(rate))
         if isinstance(rate, float) and rate > 0.5:  # a default that is not passed stays a Python value
             raise AssertionError
-        grads = minialpa.grad(loss_fn)(params, batch)
+        grads = minialpa.grad(loss_of)(params, batch)
         return descend(params, grads, rate), decay
 
     params, batch = make_params(), make_batch()
@@ -117,17 +86,13 @@ def test_keyword_arguments_and_defaults() -> None:
     new, decay = parallel(params, rate=0.2, decay=np.float32(3), batch=batch)
     assert_allclose(new, step(params, batch, 0.2)[0])
     assert float(decay) == 3
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument `speed`\. Its arguments are params, batch"):
         parallel(params, batch, speed=1)
 
 
-@pytest.mark.parametrize("batch_argnums", [0, -2])
-def test_batch_argnums_take_numbers_from_both_ends(batch_argnums: Any) -> None:
-    def step(batch: Any, params: Params) -> Any:
-        return train_step(params, batch)
-
+def test_batch_argnums_take_a_number_from_the_end() -> None:
     method = ShardParallel(num_micro_batches=2, devices=jax.local_devices()[:1])
-    parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
+    parallel = minialpa.parallelize(lambda batch, params: train_step(params, batch), method=method, batch_argnums=-2)
     assert_allclose(parallel(make_batch(), make_params()), train_step(make_params(), make_batch()))
 
 
@@ -148,25 +113,9 @@ def test_static_arguments_are_found() -> None:
     assert len(parallel._executables) == 3
 
 
-def test_the_decorator_works_with_and_without_arguments() -> None:
-    @minialpa.parallelize
-    def plain(params: Params, batch: Any) -> Any:
-        """Evaluates the loss."""
-        return loss_fn(params, batch)
-
-    @minialpa.parallelize(method=DataParallel())
-    def with_method(params: Params, batch: Any) -> Any:
-        return loss_fn(params, batch)
-
-    params, batch = make_params(), make_batch()
-    assert_allclose(plain(params, batch), loss_fn(params, batch))
-    assert_allclose(with_method(params, batch), loss_fn(params, batch))
-    assert plain.__name__ == "plain" and plain.__doc__ == "Evaluates the loss."
-
-
 def test_a_step_counter_compiles_once_whether_number_or_array() -> None:
     def step(state: dict[str, Any], batch: Any) -> Any:
-        grads = minialpa.grad(loss_fn)(state["params"], batch)
+        grads = minialpa.grad(loss_of)(state["params"], batch)
         return {"params": descend(state["params"], grads), "step": state["step"] + 1}
 
     parallel = minialpa.parallelize(step)
@@ -177,20 +126,6 @@ def test_a_step_counter_compiles_once_whether_number_or_array() -> None:
     for step_count in (np.int32(7), jnp.int32(8)):  # not weakly typed
         parallel({"params": make_params(), "step": step_count}, make_batch())
         assert len(parallel._executables) == 2
-
-
-def test_a_weak_number_and_an_array_keep_their_own_results() -> None:
-    def scale(x: jax.Array, batch: Any, rate: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return x * rate
-
-    x, batch = jnp.ones((8,), jnp.int8), make_batch()
-    parallel = minialpa.parallelize(scale)
-    for number in (jnp.float32, jnp.int32):
-        value = number(2)
-        for rate in (value.item(), jnp.asarray(value.item()), value, np.asarray(value)):
-            assert parallel(x, batch, rate).dtype == scale(x, batch, rate).dtype, repr(rate)
-    assert len(parallel._executables) == 4
 
 
 # ---- what a step may contain ----------------------------------------------------------------------------------------
@@ -235,23 +170,6 @@ def test_results_that_are_arguments_or_constants_belong_to_the_caller() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, batch, more, table)))
 
 
-def test_a_constant_in_the_new_state_can_be_donated() -> None:
-    def step(state: dict[str, Any], batch: Any) -> Any:
-        grads = minialpa.grad(loss_fn)(state["params"], batch)
-        rate = 0.1 * (1 + state["warm"].astype(jnp.float32))
-        params = descend(state["params"], grads, rate)
-        return {"params": params, "warm": jnp.int32(0), "total": state["total"] + state["warm"]}
-
-    def start() -> Any:
-        return {"params": make_params(), "warm": jnp.int32(1), "total": jnp.int32(0)}
-
-    parallel = minialpa.parallelize(step)
-    state, expected = start(), start()
-    for _ in range(3):
-        state, expected = parallel(state, make_batch()), step(expected, make_batch())
-    assert_allclose(state, expected)
-
-
 # ---- donation -------------------------------------------------------------------------------------------------------
 
 
@@ -261,16 +179,9 @@ def is_deleted(tree: Any) -> bool:
     return flags.pop()
 
 
-def test_a_replaced_state_is_donated() -> None:
-    parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2))
-    first, _ = parallel(make_params(), make_batch())
-    second, _ = parallel(first, make_batch())
-    assert is_deleted(first) and not is_deleted(second)
-
-
 def regular_loss(params: Params, batch: Any) -> jax.Array:
     """A loss whose gradients depend on the parameters element by element, too."""
-    return loss_fn(params, batch) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+    return loss_of(params, batch) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
 
 
 def sum_in_scan(params: Params, batch: Any) -> Params:
@@ -285,28 +196,21 @@ def of_norm_one(params: Params, batch: Any) -> Params:
     return jax.tree.map(lambda g: g / norm, grads)
 
 
-@pytest.mark.parametrize("gradients", [jax.grad(regular_loss), sum_in_scan, of_norm_one])
-def test_states_are_donated_and_gradients_are_not_where_gradients_are_those_of_jax(gradients: Any) -> None:
+@pytest.mark.parametrize("gradients", [minialpa.grad(regular_loss), jax.grad(regular_loss), sum_in_scan, of_norm_one])
+def test_states_are_donated_and_what_gradients_read_is_not(gradients: Any) -> None:
     step = minialpa.parallelize(
         lambda params, batch: (descend(params, gradients(params, batch)), 0.0), method=ShardParallel()
     )
     first, _ = step(make_params(), make_batch())
     second, _ = step(first, make_batch())
     assert is_deleted(first) and not is_deleted(second)
-    minialpa.parallelize(gradients, method=ShardParallel(), batch_argnums=(1,))(second, make_batch())
-    assert not is_deleted(second)
-
-
-def test_gradients_do_not_donate_parameters() -> None:
-    params = jax.tree.map(jnp.asarray, make_params())
-    parallel = minialpa.parallelize(grad_step)
-    placed, batch = parallel.preshard_dynamic_args(params, make_batch())
-    parallel(placed, batch)
-    assert not is_deleted(params) and not is_deleted(placed) and not is_deleted(batch)
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    minialpa.parallelize(gradients, method=ShardParallel(), batch_argnums=(1,))(second, batch)
+    assert not is_deleted(second) and not is_deleted(batch)
 
 
 def test_evaluation_donates_nothing() -> None:
-    parallel = minialpa.parallelize(lambda params, batch: (params, loss_fn(params, batch)))
+    parallel = minialpa.parallelize(lambda params, batch: (params, loss_of(params, batch)))
     params, _ = parallel(make_params(), make_batch())
     parallel(params, make_batch())
     assert not is_deleted(params)
@@ -317,36 +221,24 @@ def test_donation_is_what_the_caller_says() -> None:
     params, _ = keep(make_params(), make_batch())
     keep(params, make_batch())
     assert not is_deleted(params)
-    for donate in (0, (0,)):
-        give = minialpa.parallelize(grad_step, donate_argnums=donate)
-        placed, batch = give.preshard_dynamic_args(make_params(), make_batch())
-        give(placed, batch)
-        assert is_deleted(placed)
+    give = minialpa.parallelize(minialpa.grad(loss_of), donate_argnums=0)
+    placed, batch = give.preshard_dynamic_args(make_params(), make_batch())
+    give(placed, batch)
+    assert is_deleted(placed)
 
 
 def test_an_array_may_be_passed_twice() -> None:
     shared = make_params()["w"]
     params = {"w": shared, "v": shared}
-    parallel = minialpa.parallelize(train_step)
     expected = train_step(params, make_batch())
+    parallel = minialpa.parallelize(train_step)
     assert_allclose(parallel(params, make_batch()), expected)
     placed = parallel.preshard_dynamic_args(params, make_batch())[0]
-    tied = {"w": placed["w"], "v": placed["w"]}
-    assert_allclose(parallel(tied, make_batch()), expected)
-    both = minialpa.parallelize(lambda a, batch, b: (a @ b, jnp.mean(batch["x"])))
-    assert_allclose(both(shared, make_batch(), shared)[0], shared @ shared)
+    assert_allclose(parallel({"w": placed["w"], "v": placed["w"]}, make_batch()), expected)
+    assert not is_deleted(params)  # they are the caller's
 
 
 # ---- shapes and caching ---------------------------------------------------------------------------------------------
-
-
-def test_threads_may_share_a_function() -> None:
-    parallel = minialpa.parallelize(grad_step)
-    params, sizes = make_params(), (8, 16) * 8
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda n: parallel(params, make_batch(n)), sizes))
-    for n, grads in zip(sizes, found, strict=True):
-        assert_allclose(grads, grad_step(params, make_batch(n)))
 
 
 def test_methods_choose_devices() -> None:
@@ -363,17 +255,14 @@ def test_methods_choose_devices() -> None:
 # ---- planning -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["with shardings", "arrays in part"])
-def test_every_way_to_write_a_shape_finds_the_program_of_the_arrays(kind: str) -> None:
-    args = make_params(), jax.tree.map(jnp.asarray, make_batch())
+def test_every_way_to_write_a_shape_finds_the_program_of_the_arrays() -> None:
+    params, batch = args = make_params(), jax.tree.map(jnp.asarray, make_batch())
     mesh = jax.make_mesh((8,), ("x",))  # a mesh whose types contain shardings
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
-    shapes: Any = {
-        "with shardings": lambda: jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-        ),
-        "arrays in part": lambda: (args[0], jax.tree.map(jax.typeof, args[1])),
-    }[kind]()
+    shapes = (
+        {"w": jax.ShapeDtypeStruct(params["w"].shape, params["w"].dtype, sharding=sharding), "v": params["v"]},
+        jax.tree.map(jax.typeof, batch),
+    )
     parallel = minialpa.parallelize(train_step, method=ShardParallel(), donate_argnums=())
     executable = parallel.get_executable(*shapes)
     assert_allclose(parallel(*args), train_step(*args), rtol=1e-5, atol=1e-6)
@@ -388,14 +277,8 @@ def test_every_way_to_write_a_shape_finds_the_program_of_the_arrays(kind: str) -
 def pipeline() -> Any:
     def step(params: Params, batch: Any, mode: str) -> tuple[Params, dict[str, jax.Array]]:
         assert mode == "train"
-
-        def loss(p: Params) -> jax.Array:
-            x = jnp.tanh(batch["x"] @ p["w"])
-            minialpa.mark_pipeline_boundary()
-            return jnp.mean((x @ p["v"] - batch["y"]) ** 2)
-
-        value, grads = minialpa.value_and_grad(loss)(params)
-        return descend(params, grads), {"loss": value}
+        new, value = train_step(params, batch)
+        return new, {"loss": value}
 
     minialpa.shutdown()
     method = PipeshardParallel(num_micro_batches=2, layer_option="manual", stage_option="uniform")
@@ -426,15 +309,12 @@ def test_presharded_arguments_lie_where_the_step_reads_them(pipeline: Any) -> No
     assert is_deleted(params)  # used in place, so donated
 
 
-def test_allocation_sizes_are_bytes_of_the_largest_program(pipeline: Any) -> None:
+def test_allocation_sizes_and_debug_info_are_those_of_the_programs(pipeline: Any, tmp_path: Any) -> None:
     executable = pipeline.get_last_executable()
     sizes = executable.get_stage_allocation_size()
     assert len(sizes) == 2 and min(sizes) > WIDTH * WIDTH * 4 / 4
     assert executable.get_total_allocation_size() == max(sizes)
 
-
-def test_debug_info_is_complete(pipeline: Any, tmp_path: Any) -> None:
-    executable = pipeline.get_last_executable()
     executable.dump_debug_info(str(tmp_path / "deep" / "info"))
     root = tmp_path / "deep" / "info"
     assert minialpa.Plan.load(root / "plan.json") == executable.get_parallel_plan()
@@ -443,31 +323,22 @@ def test_debug_info_is_complete(pipeline: Any, tmp_path: Any) -> None:
     instructions = (root / "instructions.txt").read_text()
     assert "forward0 Run" in instructions and "accumulate1 Accumulate" in instructions
     assert len(list(root.glob("*.hlo.txt"))) == len(executable.function_names)
-    assert json.loads((root / "plan.json").read_text())["version"] == 6
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-def summed(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.sum(x, 0), tree)
-
-
 @pytest.mark.parametrize(
     "step",
     [
-        lambda p, b: jax.jit(lambda p: minialpa.grad(loss_fn)(p, b))(p),
-        lambda p, b: minialpa.grad(lambda p: jnp.sum(minialpa.grad(loss_fn)(p, b)["w"] ** 2))(p),
-        lambda p, b: summed(
-            jax.vmap(lambda x, y: minialpa.grad(loss_fn)(p, {"x": x[None], "y": y[None]}))(b["x"], b["y"])
-        ),
+        lambda p, b: jax.jit(lambda p: minialpa.grad(loss_of)(p, b))(p),
         lambda p, b: jax.lax.scan(
-            lambda p, row: (descend(p, minialpa.grad(loss_fn)(p, {"x": row[0][None], "y": row[1][None]})), None),
+            lambda p, row: (descend(p, minialpa.grad(loss_of)(p, {"x": row[0][None], "y": row[1][None]})), None),
             p,
             (b["x"], b["y"]),
         )[0],
     ],
-    ids=["under jit", "of a gradient", "under vmap", "in a loop"],
+    ids=["under jit", "in a loop"],
 )
 def test_gradients_in_unusual_places(step: Any) -> None:
     assert_same(step, make_params(), make_batch())
@@ -484,9 +355,8 @@ def test_several_argnums_auxiliary_values_and_constants() -> None:
 
     params, batch, scale = make_params(), make_batch(), jnp.float32(2)
     expected = jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True)(params, scale, batch, jnp.ones(2))
-    for n in (1, 2):
-        parallel = minialpa.parallelize(step, method=ShardParallel(num_micro_batches=n))
-        assert_allclose(parallel(params, batch, scale), expected, rtol=1e-4, atol=1e-5)
+    parallel = minialpa.parallelize(step, method=ShardParallel(num_micro_batches=2))
+    assert_allclose(parallel(params, batch, scale), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_integer_leaves_have_no_gradients_where_jax_allows_them() -> None:
@@ -506,41 +376,31 @@ def test_integer_leaves_have_no_gradients_where_jax_allows_them() -> None:
 
 def test_gradients_outside_parallelize_are_those_of_jax() -> None:
     params, batch = make_params(), make_batch()
-    with_aux = lambda p, b: (loss_fn(p, b), b["x"])  # noqa: E731
-    assert_allclose(minialpa.grad(loss_fn)(params, batch), jax.grad(loss_fn)(params, batch), rtol=0, atol=0)
+    with_aux = lambda p, b: (loss_of(p, b), b["x"])  # noqa: E731
     ours = minialpa.value_and_grad(with_aux, (0, 1), True)(params, batch)
-    assert_allclose(ours, jax.value_and_grad(with_aux, (0, 1), True)(params, batch), rtol=0, atol=0)
-    assert jax.tree.structure(ours) == jax.tree.structure(jax.value_and_grad(with_aux, (0, 1), True)(params, batch))
-    jitted = jax.jit(minialpa.grad(loss_fn))(params, batch)
-    assert_allclose(jitted, jax.grad(loss_fn)(params, batch))
+    expected = jax.value_and_grad(with_aux, (0, 1), True)(params, batch)
+    assert_allclose(ours, expected, rtol=0, atol=0)
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
     with pytest.raises(TypeError, match="scalar-output"):
         minialpa.grad(lambda x: x)(jnp.ones(3))
 
 
 def test_a_parallelized_function_inside_a_transformation_says_so() -> None:
-    parallel = minialpa.parallelize(loss_fn)
+    parallel = minialpa.parallelize(loss_of)
     with pytest.raises(MinialpaError, match=r"cannot be called inside `jax\.jit`"):
         jax.jit(parallel)(make_params(), make_batch())
 
 
-@pytest.mark.parametrize(
-    ("method", "n_layers"),
-    [
-        (PipeshardParallel(layer_option="manual", stage_option=minialpa.UniformStageOption(num_stages=1)), 2),
-        (PipeshardParallel(layer_option=minialpa.AutoLayerOption(layer_num=3), stage_option="auto"), 3),
-    ],
-)
-def test_the_last_answer_lists_all_layers_of_one_stage(method: Any, n_layers: int) -> None:
+def test_the_last_answer_lists_all_layers_of_one_stage() -> None:
     """And a script may give it back, as stages that it chose."""
+    method = PipeshardParallel(layer_option=minialpa.AutoLayerOption(layer_num=3), stage_option="auto")
     cluster = minialpa.ClusterSpec.preset("a100-80gb", num_hosts=1, devices_per_host=1)
     args = plans.make_args()
-    minialpa.plan(plans.train_step, args, cluster=cluster, method=method)
+    minialpa.plan(train_step, args, cluster=cluster, method=method)
     _, layers, submeshes, shapes, options = minialpa.get_last_dp_result()
-    assert layers == (tuple(range(n_layers)),)
+    assert layers == ((0, 1, 2),)
     given = minialpa.ManualStageOption(layers, submeshes, shapes, options)
-    again = minialpa.plan(
-        plans.train_step, args, cluster=cluster, method=dataclasses.replace(method, stage_option=given)
-    )
+    again = minialpa.plan(train_step, args, cluster=cluster, method=dataclasses.replace(method, stage_option=given))
     assert minialpa.get_last_dp_result().forward_stage_layer_ids == layers
     assert len(again.stages) == 1
 
@@ -566,14 +426,14 @@ def test_a_session_like_an_earlier_one_plans_nothing(monkeypatch: pytest.MonkeyP
     made = count_plans(monkeypatch)
     parallel = minialpa.parallelize(train_step, method=ShardParallel())
     plans_of = []
-    for n_devices in (8, 4, 8, 4):
+    for n_devices in (8, 4, 8):
         minialpa.shutdown()
         minialpa.init(devices_per_host=n_devices)
         new, _ = parallel(make_params(), make_batch())
         assert len(new["w"].sharding.device_set) == n_devices
         plans_of.append(parallel.get_last_executable().get_parallel_plan())
     assert [cluster.n_devices for cluster in made] == [8, 4]
-    assert plans_of[0] is plans_of[2] and plans_of[1] is plans_of[3]
+    assert plans_of[0] is plans_of[2]
 
 
 def test_use_plan_takes_the_place_of_planning_where_the_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,11 +457,9 @@ def test_use_plan_takes_the_place_of_planning_where_the_plan_fits(monkeypatch: p
     assert [cluster.n_devices for cluster in made] == [8, 4]
 
 
-@pytest.mark.parametrize("follows", [False, True])
-def test_use_plan_is_refused_where_it_would_be_ignored(follows: bool) -> None:
-    args = make_params(), make_batch()
+def test_use_plan_is_refused_where_it_would_be_ignored() -> None:
     source = minialpa.parallelize(train_step, method=ShardParallel())
-    plan = source.plan(*args)
-    method = minialpa.FollowParallel(source) if follows else plan
-    with pytest.raises(minialpa.ShardingError, match="use_plan"):
-        minialpa.parallelize(train_step, method=method).use_plan(plan)
+    plan = source.plan(make_params(), make_batch())
+    for method in (minialpa.FollowParallel(source), plan):
+        with pytest.raises(minialpa.ShardingError, match="use_plan"):
+            minialpa.parallelize(train_step, method=method).use_plan(plan)

@@ -20,38 +20,17 @@ from minialpa import InfeasibleError, Plan
 from minialpa.models import SIZES
 from minialpa.session import describe_devices
 
-#: They take longest; the others are their short relatives.
-LONG = (
-    "call",
-    "dispatch",
-    "first_step",
-    "gpu_products",
-    "published_runs",
-    "transport",
-    "checkpoint",
-    "gpu_fidelity",
-    "gpu_overlap",
-    "input_pipeline",
-    "inter_plans",
-    "iopddl",
-    "long_context",
-    "overhead",
-    "plan_memory",
-    "plan_quality",
-    "plan_scaling",
-    "several_loops",
-)
+#: The others take longer.
+SHORT = ("attention", "models", "plan_fidelity", "plan_time", "xmesh")
 LONG_PARTS = ("compiled", "numeric", "rates")
 RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "name",
-    # tests/test_models_table.py has the benchmark of models.
     [
-        pytest.param(name, marks=RAY if name.startswith("ray_") else pytest.mark.slow if name in LONG else ())
+        pytest.param(name, marks=RAY if name.startswith("ray_") else () if name in SHORT else pytest.mark.slow)
         for name in all_benchmarks()
-        if name != "models"
     ],
 )
 def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
@@ -59,6 +38,7 @@ def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
     assert rows
     for row in rows:
         assert all(isinstance(value, str | bool | int | float) for value in row.values()), row
+        assert name != "models" or row["outcome"] == "equal"
 
 
 def test_every_benchmark_says_in_a_line_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,9 +46,6 @@ def test_every_benchmark_says_in_a_line_what_it_measures(capsys: pytest.CaptureF
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(all_benchmarks())
     assert all(len(line.split()) > 3 for line in lines)
-
-
-def test_table_lines_up_columns_that_only_some_rows_have() -> None:
     rows = [{"case": "a", "us": 1.23456}, {"case": "long", "n": 2}]
     assert table(rows) == "  case  us     n\n  a     1.235\n  long         2"
 

@@ -42,22 +42,6 @@ def test_saved_plans_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == "The plans are equal.\n"
 
 
-def test_files_that_are_no_plans_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "plan.json").write_text("{}")
-    assert main(["report", str(tmp_path / "plan.json")]) == 1
-    assert "plan.json`: Not a plan" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "none.json")]) == 1
-    assert "none.json` cannot be read: No such file" in capsys.readouterr().err
-
-
-def test_a_planned_model_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.json"
-    assert main(["plan", "mlp", "--devices-per-host", "4", "--save", str(path)]) == 0
-    assert f"Written to {path}." in capsys.readouterr().out
-    assert main(["report", str(path)]) == 0
-    assert "1 x 4 a100-80gb devices" in capsys.readouterr().out
-
-
 def test_phases_are_printed_compared_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,9 +87,9 @@ def test_the_doctor_goes_on_where_there_are_no_devices(
 _MODEL = """
 import jax, jax.numpy as jnp
 
-def make():
-    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    return lambda state, batch: {"größe": state["größe"] * jnp.sum(batch)}, {"größe": shape}, shape
+def make(batch_size):
+    state, batch = (jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, batch_size))
+    return lambda state, batch: {"größe": state["größe"] * jnp.sum(batch)}, {"größe": state}, batch
 """
 
 
@@ -118,9 +102,10 @@ def test_a_model_of_this_folder_with_names_in_any_letters_is_planned_and_reporte
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", ascii_only)
-        assert main(["plan", "a_model_of_mine:make", "--save", "plän.json"]) == 0
+        assert main(["plan", "a_model_of_mine:make", "--batch-size", "12", "--save", "plän.json"]) == 0
         assert main(["report", "plän.json", "--explain", "größe"]) == 0
     assert b"gr\\xf6\\xdfe" in ascii_only.buffer.getvalue()  # type: ignore[attr-defined]
+    assert Plan.load("plän.json").n_examples == 12
 
 
 _MISTAKES = """
@@ -133,14 +118,9 @@ def make(): return step, jnp.eye(4), jnp.ones((8, 4))
 def sized(batch_size=8): return step, jnp.eye(4), jnp.ones((batch_size, 4))
 def unsized(batch_size): return sized(batch_size)
 def needs(width): return make()
-def empty(): return None
-def one(): return (step,)
 def turned(): return jnp.eye(4), jnp.ones((8, 4)), step
 def fails(): return undefined
-def wrong(): return step, jnp.eye(4), jnp.ones((8, 5))
-def wrong_pair(): return step, (jnp.eye(4), jnp.ones((8, 5)))
 def parallel(): return minialpa.parallelize(step), jnp.eye(4), jnp.ones((8, 4))
-VALUE = 3
 """
 
 
@@ -150,31 +130,18 @@ VALUE = 3
         (["mistakes:make", "--batch-size", "7"], "`mistakes:make` has no parameter `batch_size`"),
         (["mistakes:unsized"], "`mistakes:unsized` needs a batch size"),
         (["mistakes:needs"], "and it needs width. The function returns `(step, state, batch)`"),
-        (["mistakes:empty"], "`mistakes:empty` returned NoneType. The function returns"),
-        (["mistakes:one"], "`mistakes:one` returned (function)"),
         (["mistakes:turned"], "returned (ArrayImpl, ArrayImpl, function)"),
-        (["mistakes:fails"], "mistakes.py:14: NameError: name 'undefined' is not defined"),
-        (["mistakes:wrong"], "The step of `mistakes:wrong` failed at "),
-        (
-            ["mistakes:wrong_pair"],
-            "contracting dimensions to have the same shape, got (5,) and (4,)",
-        ),
+        (["mistakes:fails"], "mistakes.py:12: NameError: name 'undefined' is not defined"),
         (["mistakes:parallel"], "Return the step itself, `step.__wrapped__`"),
-        (["mistakes:VALUE"], "`mistakes:VALUE` is a int, not a function"),
         (["mistakes:run"], "`mistakes` has no `run`"),
         (["mistakes:make", "--micro-batches", "16"], "8 examples cannot be split into 16 equal micro-batches"),
         (["mistakes:make", "--method", "DataParallel", "--layers", "2"], "--layers is for pipelines, and DataParallel"),
-        (["mistakes:"], "`mistakes:` is no `module:function`"),
         ([":make"], "`:make` is no `module:function`"),
-        (["mistakes.py:make"], "Name the module: `mistakes:make`"),
-        (["mistakes.py"], "Name a function of mistakes.py: `mistakes:FUNCTION`"),
         (["not_mine:make"], "There is no module `not_mine`"),
         (["no_syntax:make"], "no_syntax.py:1: SyntaxError"),
-        (["no_package:make"], "No module named 'a_package_that_is_not_there'"),
-        (["gpt-1b"], "There is no model `gpt-1b`. Do you mean `gpt-15b`?"),
-        (["mistakes:make", "--cluster", "none.json"], "There is no file `none.json`"),
         (["mistakes:make", "--cluster", "cpu.json", "--num-hosts", "2"], "`cpu.json` has its own hosts"),
         (["mistakes:make", "--save", "."], "`.` is a folder"),
+        (["mistakes:make", "--save", "nowhere/plan.json"], "There is no folder `nowhere` to write `plan.json` to."),
     ],
 )
 def test_mistakes_in_the_model_that_is_to_be_planned_are_told_in_a_line(
@@ -186,8 +153,7 @@ def test_mistakes_in_the_model_that_is_to_be_planned_are_told_in_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    files = {"mistakes": _MISTAKES, "no_syntax": "def f(:", "no_package": "import a_package_that_is_not_there"}
-    for name, text in files.items():
+    for name, text in (("mistakes", _MISTAKES), ("no_syntax", "def f(:")):
         monkeypatch.delitem(sys.modules, name, raising=False)
         Path(f"{name}.py").write_text(text, encoding="utf-8")
     Path("cpu.json").write_text(ClusterSpec.preset("cpu").to_json(), encoding="utf-8")
@@ -200,9 +166,11 @@ def test_a_method_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = str(tmp_path / "plan.json")
     options = ["--devices-per-host", "4", "--micro-batches", "2", "--save", path]
     assert main(["plan", "mlp", "--method", "PipeshardParallel", "--layers", "2", *options]) == 0
-    assert "2 stages, 2 micro-batches" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 stages, 2 micro-batches" in printed and f"Written to {path}." in printed
     assert main(["plan", "mlp", "--method", "Zero3Parallel", *options]) == 0
-    assert "1 stage, 2 micro-batches" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 stage, 2 micro-batches" in printed and "1 x 4 a100-80gb devices" in printed
     assert Plan.load(Path(path)).stages[0].option.force_zero_stage_3
 
     assert main(["check", path, "bert"]) == 1
@@ -210,16 +178,6 @@ def test_a_method_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "was made for another model or batch than `bert`: argument" in error and "on_stale" not in error
     assert main(["plan", "mlp", "--cluster", path]) == 1
     assert "plan.json`: This is a plan, and no cluster description" in capsys.readouterr().err
-
-
-def test_a_batch_size_reaches_the_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("my_sizes.py").write_text(_MISTAKES, encoding="utf-8")
-    assert main(["plan", "my_sizes:unsized", "--batch-size", "12", "--devices-per-host", "2", "--save", "p.json"]) == 0
-    assert Plan.load("p.json").n_examples == 12
 
 
 def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,35 +189,28 @@ def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: p
         assert main(["report", str(tmp_path / "plan.json")]) == 1
 
 
-def test_what_cannot_be_written_is_told_before_planning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_files_that_are_no_plan_or_cluster_and_numbers_that_are_not_positive_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("minialpa.parallelize", None)
-    assert main(["plan", "mlp", "--save", "nowhere/plan.json"]) == 1
-    assert capsys.readouterr().err == "minialpa: There is no folder `nowhere` to write `plan.json` to.\n"
+    assert main(["report", str(tmp_path / "none.json")]) == 1
+    assert "none.json` cannot be read: No such file" in capsys.readouterr().err
+    (tmp_path / "cluster.json").write_text("[]")
+    assert main(["report", str(tmp_path / "cluster.json")]) == 1
+    assert "cluster.json`: Not a plan" in capsys.readouterr().err
+    assert main(["plan", "mlp", "--cluster", str(tmp_path / "cluster.json")]) == 1
+    assert "cluster.json`: Not a cluster description" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "mlp", "--batch-size", "-3"])
+    assert "is not positive" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in (b"{", b"[]", b"\xff"):
-        (tmp_path / "cluster.json").write_bytes(text)
-        assert main(["plan", "mlp", "--cluster", str(tmp_path / "cluster.json")]) == 1
-        assert "cluster.json`: Not a cluster description" in capsys.readouterr().err
-
-
-def test_numbers_are_positive(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["demo", "--devices", "0"], ["plan", "mlp", "--batch-size", "-3"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(arguments)
-        assert "is not positive" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("stream", ["none", "closed"])
-def test_programs_without_a_console_plan_too(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_without_a_console_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
-    monkeypatch.setattr(sys, "stderr", None if stream == "none" else closed)
-    with ProgressBar() as bar:
-        bar.report("Planning", 0, 1)
+    for stream in (None, closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with ProgressBar() as bar:
+            bar.report("Planning", 0, 1)
 
 
 def test_the_package_runs_as_the_command() -> None:

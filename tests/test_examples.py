@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,19 +100,18 @@ def test_an_example_trains_as_the_serial_loop_and_goes_on_as_a_pipeline(
 # ---- what the examples share ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
 def test_repeated_steps_leave_the_file_of_an_undisturbed_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     csv_file, rng = importlib.import_module("common").CsvFile, random.Random(seed)
     whole, disturbed = csv_file(tmp_path / "whole.csv"), csv_file(tmp_path / "disturbed.csv")
-    for n in range(1, 31):
+    for n in range(1, 21):
         whole.write(n, {"loss": 1 / n})
 
     # Some go on from a checkpoint in the same process, some in another one.
     n = 0
-    while n < 30:
+    while n < 20:
         n += 1
         disturbed.write(n, {"loss": 1 / n})
         if rng.random() < 0.2:
@@ -134,9 +134,12 @@ def test_the_flags_of_a_cluster_start_a_session_on_it(
         assert message in capsys.readouterr().err
 
 
-def test_generation_on_the_meshes_of_training_equals_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    example = importlib.import_module("generate")
+def test_generation_on_the_meshes_of_training_equals_plain_jax(
+    main_of: Callable[[str], Main], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main_of("generate")
+    example = sys.modules["generate"]
+    monkeypatch.setattr(example, "HIDDEN", 8)
     params, at_once, one_by_one = example.main(steps=4)
     prompt = (np.arange(4)[:, None] * 2 + np.arange(6)[None]).astype(np.int32) % example.VOCABULARY
     serial = jax.jit(example.generate)(jax.device_get(params), example.empty_cache(4), prompt)

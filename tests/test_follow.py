@@ -1,8 +1,10 @@
-"""`FollowParallel`: an evaluation with the numbers of plain jax, on the meshes and in the shardings of the training."""
+"""`CreateStateParallel` and `FollowParallel`: the numbers of plain jax, where the training step has its state."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -12,40 +14,105 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import minialpa
-from minialpa import (
-    AutoShardingOption,
-    FollowParallel,
-    ShardingError,
-    ShardParallel,
-)
+from minialpa import AutoShardingOption, CreateStateParallel, FollowParallel, ShardingError, ShardParallel
 from minialpa.methods import Method
+from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.cluster.in_process import ThreadActor
 from minialpa.testing import assert_allclose
 from tests import scanned_training as scanned
+from tests.checkpoint_cases import bits
 from tests.runtime.cluster.in_process_session import in_process_session
-from tests.test_create_state import assert_read_in_place
 
 
-@pytest.fixture(autouse=True)
-def _no_session_stays() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _one_session() -> Iterator[None]:
+    minialpa.shutdown()
     yield
     minialpa.shutdown()
 
 
-def training(name: str) -> tuple[Any, Any, Any]:
-    """A parallelized step, the state that it reads, and the same state in plain jax."""
-    step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])
-    expected = jax.jit(scanned.init)(jax.random.key(0))
-    return step, step.preshard_dynamic_args(expected, scanned.BATCH)[0], expected
+@functools.cache
+def training_step(name: str) -> Any:
+    """Compiled once for the tests of one session."""
+    return minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])
+
+
+init = jax.jit(scanned.init)
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def assert_read_in_place(step: Any, state: Any, batch: Any) -> None:
+    """The step takes every leaf in place: placing the arguments makes no new array."""
+    placed = step.preshard_dynamic_args(state, batch)[0]
+    for (path, found), given in zip(jax.tree.leaves_with_path(placed), jax.tree.leaves(state), strict=True):
+        assert found is given, jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "n_micro_batches"),
+    ("name", "where"),
     [
-        ("zero3", 2),
-        ("blocks", None),
+        ("blocks", "local"),
+        pytest.param("blocks", "cluster", marks=pytest.mark.slow),
+        pytest.param("zero3", "cluster", marks=pytest.mark.slow),
     ],
 )
+def test_a_state_has_the_bits_of_plain_jax_and_is_read_in_place(name: str, where: str) -> None:
+    """Before any call of the step, which is compiled once."""
+    with in_process_session(1, 4) if where == "cluster" else nullcontext():
+        step = training_step(name)
+        create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
+        key = jax.random.key(3)
+        state = create(key)
+        expected = init(key)
+        assert jax.tree.structure(state) == jax.tree.structure(expected)
+        assert bits(state) == bits(expected)
+        assert_read_in_place(step, state, scanned.BATCH)
+        if name == "blocks":
+            assert isinstance(state["params"]["layers"]["up"], BlockedArray)
+
+        compiled = step.get_last_executable()
+        assert create.plan(key) == compiled.get_parallel_plan()
+        _, loss = step(state, scanned.BATCH)
+        assert step.get_last_executable() is compiled, "the step was compiled twice"
+        np.testing.assert_allclose(float(loss), float(jax.jit(scanned.train_step)(expected, scanned.BATCH)[1]), 1e-4)
+        assert not key.is_deleted(), "the state shares memory with the argument"
+
+
+def test_one_other_argument_may_be_given_by_itself() -> None:
+    x, y = jnp.ones(2), jnp.ones(3)
+    with_pair = minialpa.parallelize(lambda state, batch: state)
+    with_both = minialpa.parallelize(lambda state, x, y: state)
+    for given, expected in ((x, (x,)), ((x,), (x,)), ((x, y), ((x, y),)), ([x, y], ([x, y],))):
+        assert CreateStateParallel(with_pair, given).other_args == expected
+    assert CreateStateParallel(with_both, (x, y)).other_args == (x, y)
+    assert CreateStateParallel(minialpa.parallelize(lambda state, x, y=0: state), (x, y)).other_args == (x, y)
+
+
+def test_a_state_that_the_step_cannot_take_is_refused_by_name() -> None:
+    step = minialpa.parallelize(scanned.train_step, method=ShardParallel())
+    with pytest.raises(ShardingError, match=r"`train_step` is a parallelized function.*got a function"):
+        CreateStateParallel(scanned.train_step, (scanned.BATCH,))  # type: ignore[arg-type]
+    create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)), donate_argnums=(0,))
+    with pytest.raises(ShardingError, match="`donate_argnums`"):
+        create(jax.random.key(0))
+    create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
+    with pytest.raises(ShardingError, match=r"`train_step\.export_specs`"):
+        create.export_specs(jax.random.key(0))
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------
+
+
+def training(name: str) -> tuple[Any, Any, Any]:
+    """A parallelized step, the state that it reads, and the same state in plain jax."""
+    step = training_step(name)
+    expected = init(jax.random.key(0))
+    return step, step.preshard_dynamic_args(expected, scanned.BATCH)[0], expected
+
+
+@pytest.mark.parametrize(("name", "n_micro_batches"), [("zero3", 2), ("blocks", None)])
 def test_an_evaluation_equals_plain_jax_and_reads_the_state_in_place(name: str, n_micro_batches: int | None) -> None:
     step, state, expected = training(name)
     evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step, n_micro_batches))
@@ -57,14 +124,6 @@ def test_an_evaluation_equals_plain_jax_and_reads_the_state_in_place(name: str, 
 
     by_training = [stage.first_device for stage in step.get_last_executable().get_parallel_plan().stages]
     assert [s.first_device for s in evaluate.get_last_executable().get_parallel_plan().stages] == by_training
-
-
-def test_an_argument_may_be_a_part_of_the_state() -> None:
-    step, state, expected = training("zero3")
-    evaluate = minialpa.parallelize(scanned.evaluate_params, method=FollowParallel(step))
-    wanted = jax.jit(scanned.evaluate_params)(expected["params"], scanned.BATCH)
-    assert_allclose(evaluate(state["params"], scanned.BATCH), wanted, rtol=1e-4)
-    assert_read_in_place(evaluate, state["params"], scanned.BATCH)
 
 
 def test_of_two_leaves_in_different_places_none_is_followed_by_guess() -> None:
@@ -86,15 +145,78 @@ def test_of_two_leaves_in_different_places_none_is_followed_by_guess() -> None:
         assert mixed.plan(weights, weights, x).input_specs[0].partition_specs == (P("x"),)
 
 
-def test_a_last_batch_of_another_size_is_planned_without_the_split() -> None:
+def test_an_argument_may_be_a_part_of_the_state_and_a_last_batch_is_planned_without_the_split() -> None:
     step, state, expected = training("zero3")
-    evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step))
-    evaluate(state, scanned.BATCH)
+    params = state["params"]
+    evaluate = minialpa.parallelize(scanned.evaluate_params, method=FollowParallel(step))
+    wanted = jax.jit(scanned.evaluate_params)(expected["params"], scanned.BATCH)
+    assert_allclose(evaluate(params, scanned.BATCH), wanted, rtol=1e-4)
+    assert_read_in_place(evaluate, params, scanned.BATCH)
+
     last = {name: rows[:3] for name, rows in scanned.BATCH.items()}
     with pytest.warns(UserWarning, match="planned without this split"):
-        found = evaluate(state, last)
-    assert_allclose(found, jax.jit(scanned.evaluate)(expected, last), rtol=1e-4)
-    assert_read_in_place(evaluate, state, last)
+        found = evaluate(params, last)
+    assert_allclose(found, jax.jit(scanned.evaluate_params)(expected["params"], last), rtol=1e-4)
+    assert_read_in_place(evaluate, params, last)
+
+
+def test_what_cannot_be_followed_is_refused_by_name() -> None:
+    step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS["blocks"])
+    state = init(jax.random.key(0))
+    with pytest.raises(ShardingError, match=r"`src_func` has not\. Call it first"):
+        minialpa.parallelize(scanned.evaluate, method=FollowParallel(step))(state, scanned.BATCH)
+
+    step = training_step("blocks")
+    step.get_executable(state, scanned.BATCH)
+    with pytest.raises(ShardingError, match="by their paths and types, and there are none"):
+        minialpa.parallelize(lambda w, batch: (batch @ w).sum(), method=FollowParallel(step))(
+            np.ones((8, 3), np.float32), scanned.BATCH["x"]
+        )
+
+    def last_layer(state: Any, batch: Any) -> Any:
+        return (batch["x"] @ state["params"]["layers"]["up"][-1]).sum()
+
+    with pytest.raises(ShardingError, match=r"`state\['params'\]\['layers'\]\['up'\]` is kept in the rows"):
+        minialpa.parallelize(last_layer, method=FollowParallel(step))(state, scanned.BATCH)
+
+
+# ---- functions without `FollowParallel` ------------------------------------------------------------------------------
+
+
+def meshes_of(function: Any) -> list[tuple[int, tuple[int, ...]]]:
+    plan = function.get_last_executable().get_parallel_plan()
+    return [(stage.first_device, stage.logical_shape) for stage in plan.stages]
+
+
+@pytest.mark.parametrize(("name", "method"), [("zero3", ShardParallel()), ("blocks", None)])
+def test_a_function_with_a_state_on_the_meshes_of_a_training_step_runs_there(name: str, method: Method | None) -> None:
+    plain = init(jax.random.key(0))
+    evaluate = minialpa.parallelize(scanned.evaluate_params, method=method)
+    evaluate(plain["params"], scanned.BATCH)  # before any training: planned by itself
+
+    step = training_step(name)
+    state, _ = step(plain, scanned.BATCH)
+    compiled = step.get_last_executable()
+    found = evaluate(state["params"], scanned.BATCH)
+    assert meshes_of(evaluate) == meshes_of(step)
+    assert evaluate.plan(state["params"], scanned.BATCH) == evaluate.get_last_executable().get_parallel_plan()
+    assert_read_in_place(evaluate, state["params"], scanned.BATCH)
+    expected = jax.device_get(state["params"])
+    assert_allclose(found, jax.jit(scanned.evaluate_params)(expected, scanned.BATCH), rtol=1e-4)
+
+    step(state, scanned.BATCH)
+    assert step.get_last_executable() is compiled
+
+
+def test_a_plan_that_the_user_gave_comes_first() -> None:
+    _, state, _ = training("zero3")
+    evaluate = minialpa.parallelize(scanned.evaluate)
+    own = evaluate.plan(jax.device_get(state), scanned.BATCH)
+    evaluate.use_plan(own)
+    assert evaluate.plan(state, scanned.BATCH) == own
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
 
 
 def test_training_and_evaluation_alternate_on_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,64 +249,3 @@ def test_training_and_evaluation_alternate_on_the_same_workers(monkeypatch: pyte
             expected, _ = jax.jit(scanned.train_step)(expected, scanned.BATCH)
         found = evaluate(state, scanned.BATCH)
         assert_allclose(found, jax.jit(scanned.evaluate)(expected, scanned.BATCH), rtol=1e-4)
-
-
-def test_what_cannot_be_followed_is_refused_by_name() -> None:
-    step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS["blocks"])
-    state = scanned.init(jax.random.key(0))
-    with pytest.raises(ShardingError, match=r"`src_func` has not\. Call it first"):
-        minialpa.parallelize(scanned.evaluate, method=FollowParallel(step))(state, scanned.BATCH)
-
-    step.get_executable(state, scanned.BATCH)
-    with pytest.raises(ShardingError, match="by their paths and types, and there are none"):
-        minialpa.parallelize(lambda w, batch: (batch @ w).sum(), method=FollowParallel(step))(
-            np.ones((8, 3), np.float32), scanned.BATCH["x"]
-        )
-
-    def last_layer(state: Any, batch: Any) -> Any:
-        return (batch["x"] @ state["params"]["layers"]["up"][-1]).sum()
-
-    with pytest.raises(ShardingError, match=r"`state\['params'\]\['layers'\]\['up'\]` is kept in the rows"):
-        minialpa.parallelize(last_layer, method=FollowParallel(step))(state, scanned.BATCH)
-
-
-# ---- functions without `FollowParallel` ------------------------------------------------------------------------------
-
-
-def meshes_of(function: Any) -> list[tuple[int, tuple[int, ...]]]:
-    plan = function.get_last_executable().get_parallel_plan()
-    return [(stage.first_device, stage.logical_shape) for stage in plan.stages]
-
-
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("zero3", ShardParallel()),
-        ("blocks", None),
-    ],
-)
-def test_a_function_with_a_state_on_the_meshes_of_a_training_step_runs_there(name: str, method: Method | None) -> None:
-    plain = scanned.init(jax.random.key(0))
-    evaluate = minialpa.parallelize(scanned.evaluate_params, method=method)
-    evaluate(plain["params"], scanned.BATCH)  # before any training: planned by itself
-
-    step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])
-    state, _ = step(plain, scanned.BATCH)
-    compiled = step.get_last_executable()
-    found = evaluate(state["params"], scanned.BATCH)
-    assert meshes_of(evaluate) == meshes_of(step)
-    assert evaluate.plan(state["params"], scanned.BATCH) == evaluate.get_last_executable().get_parallel_plan()
-    assert_read_in_place(evaluate, state["params"], scanned.BATCH)
-    expected = jax.device_get(state["params"])
-    assert_allclose(found, jax.jit(scanned.evaluate_params)(expected, scanned.BATCH), rtol=1e-4)
-
-    step(state, scanned.BATCH)
-    assert step.get_last_executable() is compiled
-
-
-def test_a_plan_that_the_user_gave_comes_first() -> None:
-    _, state, _ = training("zero3")
-    evaluate = minialpa.parallelize(scanned.evaluate)
-    own = evaluate.plan(jax.device_get(state), scanned.BATCH)
-    evaluate.use_plan(own)
-    assert evaluate.plan(state, scanned.BATCH) == own

@@ -5,7 +5,6 @@ The kernels are in pallas_kernels.py. The oracle is the serial run, with the ker
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,16 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.extend.core import JaxprEqn
-from jax.sharding import PartitionSpec as P
 
 import minialpa
 from minialpa import (
-    AutoShardingOption,
     DataParallel,
-    LogicalMesh,
-    ShardParallel,
 )
 from minialpa.ir.equations import sub_jaxprs
 from minialpa.testing import assert_allclose
@@ -33,14 +27,10 @@ WIDTH = HEADS * FEATURES
 Attention = Callable[..., Any]
 
 
-def _params(n_layers: int) -> dict[str, Any]:
+def _params() -> dict[str, Any]:
     rng = np.random.default_rng(5)
-    names = ("q", "k", "v", "out")
-    start = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32)
-    return {"a start": {"start": start}} | {
-        f"layer{i}": {name: (rng.normal(size=(WIDTH, WIDTH)) * 0.4).astype(np.float32) for name in names}
-        for i in range(n_layers)
-    }
+    names = ("start", "q", "k", "v", "out")
+    return {name: (rng.normal(size=(WIDTH, WIDTH)) * 0.4).astype(np.float32) for name in names}
 
 
 def _batch() -> dict[str, Any]:
@@ -49,13 +39,10 @@ def _batch() -> dict[str, Any]:
 
 
 def _model(attention: Attention, norm: Callable[..., Any], params: Any, x: Any) -> Any:
-    start, *layers = params.values()
-    x = x @ start["start"]
-    for layer in layers:
-        h = norm(x.reshape(-1, WIDTH)).reshape(x.shape)
-        q, k, v = ((h @ layer[name]).reshape(*h.shape[:2], HEADS, FEATURES) for name in ("q", "k", "v"))
-        x = x + attention(q, k, v).reshape(h.shape) @ layer["out"]
-    return x
+    x = x @ params["start"]
+    h = norm(x.reshape(-1, WIDTH)).reshape(x.shape)
+    q, k, v = ((h @ params[name]).reshape(*h.shape[:2], HEADS, FEATURES) for name in ("q", "k", "v"))
+    return x + attention(q, k, v).reshape(h.shape) @ params["out"]
 
 
 def _step(attention: Attention, norm: Callable[..., Any] = row_norm, value_and_grad: Any = jax.value_and_grad) -> Any:
@@ -67,15 +54,6 @@ def _step(attention: Attention, norm: Callable[..., Any] = row_norm, value_and_g
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     return step
-
-
-@functools.cache
-def _serial(n_layers: int) -> Any:
-    """The step with kernels on one device, which equals the step of plain operations."""
-    args = _params(n_layers), _batch()
-    own = jax.jit(_step(flash_attention))(*args)
-    assert_allclose(own, jax.jit(_step(plain_attention, plain_norm))(*args), rtol=1e-4, atol=1e-5)
-    return own
 
 
 def _kernels(jaxpr: Any) -> Iterator[JaxprEqn]:
@@ -97,34 +75,18 @@ def kernel_shapes(executable: Any) -> dict[str, set[tuple[int, ...]]]:
     return found
 
 
-def _trained(method: Any, attention: Attention = flash_attention, n_layers: int = 1) -> Any:
-    """The executable of a training step under a method, which gives the numbers of the serial run, without warnings."""
-    step = minialpa.parallelize(
-        _step(attention, value_and_grad=minialpa.value_and_grad), method=method, batch_argnums=(1,)
-    )
+def test_micro_batches_are_split_over_devices() -> None:
+    args = _params(), _batch()
+    expected = jax.jit(_step(flash_attention))(*args)
+    assert_allclose(expected, jax.jit(_step(plain_attention, plain_norm))(*args), rtol=1e-4, atol=1e-5)
+
+    trained = _step(flash_attention, value_and_grad=minialpa.value_and_grad)
+    step = minialpa.parallelize(trained, method=DataParallel(jax.devices()[:4], 2), batch_argnums=(1,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_allclose(step(_params(n_layers), _batch()), _serial(n_layers), rtol=1e-5, atol=1e-6)
-    return step.get_executable(_params(n_layers), _batch())
+        assert_allclose(step(*args), expected, rtol=1e-5, atol=1e-6)
 
-
-_ATTENTION = ("flash_forward", "flash_query_gradient", "flash_key_gradient")
-_ROWS = ("row_norm", "row_norm_gradient")
-
-
-def _assert_shapes(executable: Any, attention: tuple[int, ...], rows: int) -> None:
-    expected = {name: {attention} for name in _ATTENTION} | {name: {(rows, WIDTH)} for name in _ROWS}
-    assert kernel_shapes(executable) == expected
-
-
-def test_micro_batches_are_split_over_devices() -> None:
-    executable = _trained(DataParallel(jax.devices()[:4], 2))
-    _assert_shapes(executable, (1, LENGTH, HEADS, FEATURES), LENGTH)
-
-
-@pytest.mark.slow
-def test_heads_are_split_where_the_weights_are() -> None:
-    specs = {f"*'{name}'*": P(None, "y") for name in "qkv"} | {"*'out'*": P("y", None)}
-    method = ShardParallel(LogicalMesh((1, 2)), 2, auto_sharding_option=AutoShardingOption(fixed_specs=specs))
-    shapes = kernel_shapes(_trained(method))
-    assert all(shapes[name] == {(4, LENGTH, HEADS // 2, FEATURES)} for name in _ATTENTION), shapes
+    attention = ("flash_forward", "flash_query_gradient", "flash_key_gradient")
+    shapes = {name: {(1, LENGTH, HEADS, FEATURES)} for name in attention}
+    shapes |= {name: {(LENGTH, WIDTH)} for name in ("row_norm", "row_norm_gradient")}
+    assert kernel_shapes(step.get_executable(*args)) == shapes

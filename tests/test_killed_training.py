@@ -1,4 +1,4 @@
-"""`train` in processes that are killed at random moments, from their start on, ends as if nothing had happened."""
+"""`train` in processes that are killed at random moments, from their start on, ends as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.runtime.ray.ray_cluster import ray_nodes
 from tests.training_driver import command, environment, losses_in, reports_in
 
-#: A run of two seconds or more of steps behind several seconds of start-up.
+#: A run of two seconds or more of steps after several seconds of start-up.
 N_STEPS, SAVE_EVERY = 60, 7
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 
@@ -34,14 +34,14 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(address: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """The folder of a run that nothing has disturbed, and the seconds that it took."""
+    """The folder of an undisturbed run, and the seconds that it took."""
     folder, start_s = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
     assert run(address, folder).wait(300) == 0, (folder / "log").read_text()[-3000:]
     return folder, time.monotonic() - start_s
 
 
 def run(address: str, folder: Path) -> subprocess.Popen[bytes]:
-    words = command(address, folder, N_STEPS, SAVE_EVERY, 2, "slow")
+    words = command(address, folder, N_STEPS, SAVE_EVERY, 2, batch_s=0.05)
     with (folder / "log").open("a") as log:
         return subprocess.Popen(words, env=environment(), stdout=log, stderr=subprocess.STDOUT)
 

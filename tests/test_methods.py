@@ -30,10 +30,8 @@ from minialpa import (
     Plan,
     ShardingError,
     ShardParallel,
-    UniformStageOption,
     Zero2Parallel,
     Zero3Parallel,
-    get_3d_parallel_method,
     hlo,
     models,
 )
@@ -111,9 +109,8 @@ def test_zero_reduces_gathers_and_updates_parts(
     assert held_state == state_bytes / 4
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
-def test_data_parallel_all_reduces_gradients_and_nothing_else(shape: tuple[int, ...]) -> None:
-    executable = executable_of(DataParallel(LogicalMesh(shape)), OPTIMIZERS["Adam"])
+def test_data_parallel_all_reduces_gradients_and_nothing_else() -> None:
+    executable = executable_of(DataParallel(LogicalMesh((2, 2))), OPTIMIZERS["Adam"])
     assert traffic(executable) == {"all-reduce": PARAMETER_BYTES + LOSS_BYTES}
     assert specs(executable.get_parallel_plan(), "state") == {P()}
 
@@ -152,7 +149,7 @@ def test_stage_3_alone_is_zero_3() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "axis", "wanted"),
-    [((4,), 0, "x"), ((2, 2), 0, "x"), ((2, 2), 1, "y"), ((1, 4), 0, None)],
+    [((4,), 0, "x"), ((2, 2), 1, "y"), ((1, 4), 0, None)],
 )
 def test_one_axis_splits_the_examples_and_no_other(shape: tuple[int, ...], axis: int, wanted: str | None) -> None:
     plan = plan_of(sharded(shape, force_batch_dim_to_mesh_dim=axis))
@@ -160,12 +157,6 @@ def test_one_axis_splits_the_examples_and_no_other(shape: tuple[int, ...], axis:
     forward = [op for op in plan.stages[0].operators if op.part == "forward"]
     assert forward
     assert {op.result.dims[0] for op in forward} == {() if wanted is None else (axis,)}
-
-
-def test_no_data_parallelism_leaves_the_batch_whole() -> None:
-    plan = plan_of(get_3d_parallel_method(1, 1, 4, 1, devices=CLUSTER))
-    assert examples(plan) == {None}
-    assert any("y" in spec for spec in specs(plan, "state['params']"))
 
 
 def test_examples_and_operators_of_a_scan_are_split_over_their_own_axes(key: jax.Array) -> None:
@@ -251,12 +242,8 @@ def test_a_search_keeps_to_its_space(space: Any, wanted: set[Any]) -> None:
 
 def test_a_search_keeps_to_the_submeshes_that_it_is_given() -> None:
     stages = AutoStageOption([(1, 2)], planned_steps=math.inf)
-    for method in (
-        AutoParallel(CLUSTER, stage_option=stages),
-        PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=stages),
-    ):
-        plan = plan_of(method)
-        assert {stage.submesh for stage in plan.stages} == {(1, 2)}
+    plan = plan_of(AutoParallel(CLUSTER, stage_option=stages))
+    assert {stage.submesh for stage in plan.stages} == {(1, 2)}
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -266,41 +253,25 @@ def test_a_search_keeps_to_the_submeshes_that_it_is_given() -> None:
     ("make", "message"),
     [
         (lambda: AutoStageOption(submesh_logical_shape_space=WRONG), "`submesh_logical_shape_space` is .*'wrong'"),
-        (lambda: AutoStageOption(WRONG), "is 'power_of_two', 'all', or a tuple of pairs of integers >= 1; got 'wrong'"),
         (lambda: AutoStageOption([4]), r"`submesh_physical_shape_space` is .*; got \[4\]"),
-        (lambda: AutoStageOption(()), "`submesh_physical_shape_space` names at least one submesh"),
-        (lambda: AutoStageOption(tolerance=-1), "`tolerance` is a number >= 0; got -1"),
         (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` is a number >= 0; got nan"),
-        (lambda: AutoShardingOption(axis_names=("x", "x")), "`axis_names` is a tuple of different names"),
-        (lambda: AutoShardingOption(axis_names="x"), "`axis_names` is a tuple of strings; got 'x'"),
         (lambda: AutoShardingOption(fixed_specs={"x": ("x",)}), "`fixed_specs` is a mapping from strings to Partition"),
-        (lambda: AutoShardingOption(received_axes=("x",)), "`received_axes` is a tuple of pairs of a string and"),
         (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` is 0, 1, or None"),
         (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` is above 0, or None; got 0"),
-        (lambda: AutoShardingOption(memory_limit_bytes="8GB"), "`memory_limit_bytes` is a number or None; got '8GB'"),
-        (lambda: AutoShardingOption(solver_time_limit_s=True), "`solver_time_limit_s` is a number >= 0; got True"),
-        (lambda: AutoShardingOption(allow_all_gather=WRONG), "`allow_all_gather` is True or False; got 'wrong'"),
         (lambda: AutoShardingOption(enable_auto_sharding=False, prefer_reduce_scatter=True), "`prefer_reduce_scatter`"),
         (
             lambda: AutoShardingOption(force_data_parallel=True, allow_replicated_parameters=False),
             "`force_data_parallel` replicates parameters, and `allow_replicated_parameters=False`",
         ),
-        (lambda: AutoLayerOption(0), "`layer_num` is an integer >= 1 or 'auto'; got 0"),
-        (lambda: AutoLayerOption(2, eps="a"), "`eps` is a number >= 0; got 'a'"),
         (lambda: AutoLayerOption(remat="half"), "`remat` is 'none', 'dots', 'full', 'auto', True, or False; got"),
-        (lambda: UniformStageOption("2"), "`num_stages` is an integer >= 1 or None; got '2'"),
-        (lambda: UniformStageOption(num_chunks=0), "`num_chunks` is an integer >= 1; got 0"),
         (lambda: ManualStageOption([0, 1], [(1, 4)], [(4,)]), "`forward_stage_layer_ids` is a tuple of tuples of"),
         (
             lambda: ShardParallel(auto_sharding_option={"force_data_parallel": True}),
             r"is an AutoShardingOption or None; .* Write `AutoShardingOption\(force_data_parallel=True\)`\.",
         ),
         (lambda: ShardParallel(num_micro_batches=2**26), "`num_micro_batches` is an integer from 1 to 1,048,576"),
-        (lambda: ShardParallel(num_micro_batches=0), "`num_micro_batches` is an integer from 1 to 1,048,576 or None"),
-        (lambda: ShardParallel(logical_shape=8), "`logical_shape` is a tuple of integers >= 1 or None; got 8"),
         (lambda: ShardParallel(submesh=4), "`submesh` is a pair of integers >= 1 or None; got 4"),
         (lambda: PipeshardParallel(layer_option="guess"), "`layer_option` is 'manual', a ManualLayerOption, .*'guess'"),
-        (lambda: PipeshardParallel(stage_option=3), "`stage_option` is 'uniform', 'auto', an AutoStageOption, .*got 3"),
         (lambda: PipeshardParallel(pipeline_schedule="2f2b"), "No schedule `2f2b`. Known: `1f1b`, `1f1b-interleaved`"),
         (lambda: AutoParallel(stage_option="auto"), "`stage_option` is an AutoStageOption; got 'auto'"),
     ],
@@ -314,8 +285,6 @@ def test_a_method_refuses_options_that_are_not_what_it_stands_for() -> None:
     option = AutoShardingOption(prefer_reduce_scatter=True)
     with pytest.raises(ShardingError, match="`DataParallel` stands for `prefer_reduce_scatter=False`"):
         DataParallel(None, 1, option).options()
-    with pytest.raises(ShardingError, match="`Zero2Parallel` stands for `force_zero_stage_3=False`"):
-        Zero2Parallel(None, 1, AutoShardingOption(force_zero_stage_3=True)).options()
     assert Zero3Parallel(None, 1, option).options().sharding == AutoShardingOption(
         force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True
     )
@@ -334,13 +303,6 @@ def refused(method: Method, error: type[MinialpaError] = InfeasibleError, batch_
 @pytest.mark.parametrize(
     ("method", "batch_size", "parts"),
     [
-        (sharded((4,), force_batch_dim_to_mesh_dim=1), 16, ["`force_batch_dim_to_mesh_dim=1`", "(4,)"]),
-        (
-            sharded((2, 2), force_batch_dim_to_mesh_dim=1, force_data_parallel=True),
-            16,
-            ["`force_data_parallel=True`", "`force_batch_dim_to_mesh_dim=1`"],
-        ),
-        (DataParallel(LogicalMesh((4,))), 6, ["`force_data_parallel=True`", "4 devices", "`batch['x']`", "has 6"]),
         (DataParallel(LogicalMesh((4,)), 2), 12, ["`force_data_parallel=True`", "4 devices", "has 6", "micro-batch"]),
         (
             sharded((4, 2), force_batch_dim_to_mesh_dim=0),
@@ -359,13 +321,12 @@ def test_examples_that_cannot_be_split_as_asked(method: Method, batch_size: int,
     [
         sharded((2, 2), allow_all_gather=False, prefer_reduce_scatter=True),
         Zero2Parallel(LogicalMesh((4,)), 2, AutoShardingOption(allow_all_gather=False)),
-        Zero3Parallel(LogicalMesh((4,)), 1, AutoShardingOption(allow_all_gather=False)),
         PipeshardParallel(
             CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=AutoStageOption(planned_steps=math.inf),
             default_auto_sharding_option=AutoShardingOption(allow_all_gather=False, force_zero_stage_3=True),
         ),
     ],
-    ids=["two axes", "zero 2", "zero 3", "search"],
+    ids=["two axes", "zero 2", "search"],
 )  # fmt: skip
 def test_an_infeasible_option_is_named_with_the_operation(method: Method) -> None:
     message = refused(method)
@@ -375,16 +336,10 @@ def test_an_infeasible_option_is_named_with_the_operation(method: Method) -> Non
     assert "`prefer_reduce_scatter`" in message or "`force_zero_stage_3`" in message
 
 
-@pytest.mark.parametrize("submesh", [(1, 5), (2, 4)])
-def test_a_submesh_that_no_stage_can_have_is_refused(submesh: tuple[int, int]) -> None:
-    method = PipeshardParallel(CLUSTER, 1, stage_option=AutoStageOption([(1, 1), submesh]))
-    assert f"has {submesh}, and the cluster has 1 hosts of 4 devices" in refused(method, ShardingError)
-
-
 def test_a_method_that_is_to_change_says_how() -> None:
-    for method in (Zero3Parallel(), AutoParallel(), PipeshardParallel()):
-        with pytest.raises(AttributeError, match=r"`dataclasses\.replace\(method, num_micro_batches=\.\.\.\)`"):
-            method.num_micro_batches = 2  # type: ignore[misc]
+    method = Zero3Parallel()
+    with pytest.raises(AttributeError, match=r"`dataclasses\.replace\(method, num_micro_batches=\.\.\.\)`"):
+        method.num_micro_batches = 2  # type: ignore[misc]
 
 
 def test_what_nothing_answers_to_is_refused() -> None:
@@ -394,5 +349,7 @@ def test_what_nothing_answers_to_is_refused() -> None:
     manual = ManualStageOption([[0], [1]], [(1, 2)] * 2, [(2,)] * 2, [{"force_data": True}, {}])
     method = PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=manual)
     assert "`submesh_autosharding_option_dicts` has `force_data`" in refused(method, ShardingError)
+    no_such_submesh = PipeshardParallel(CLUSTER, 1, stage_option=AutoStageOption([(1, 1), (1, 5)]))
+    assert "has (1, 5), and the cluster has 1 hosts of 4 devices" in refused(no_such_submesh, ShardingError)
     pipeline = PipeshardParallel(LogicalMesh((4,)), 1, layer_option=AutoLayerOption(2))
     assert "`devices` is a LogicalMesh of (4,)" in refused(pipeline, ShardingError)

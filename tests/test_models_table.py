@@ -1,22 +1,17 @@
-"""The table of models tells right runs from wrong ones, and goes on after a model that ends its process."""
+"""The table of models tells right runs from wrong ones."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from benchmarks.models import models, processes, row
-from benchmarks.models.all_models import MODELS
+from benchmarks.models import row
 from benchmarks.models.catalogue import SHARD_2, Training
 from benchmarks.models.common import regression
 from benchmarks.models.comparison import compare
-from benchmarks.models.page import page
 
 START = {"w": np.linspace(1, 2, 12, dtype=np.float32).reshape(3, 4), "n": np.int32(0)}
 END = {"w": START["w"] + np.float32(0.1) * np.sin(START["w"]), "n": np.int32(3)}
@@ -36,8 +31,7 @@ def test_a_run_is_compared_by_its_updates() -> None:
     assert wrong(END, [np.float32(2.0), np.float32(1.001)])[0].startswith("results[1]")
     assert wrong({**END, "w": np.full((3, 4), np.nan, np.float32)})[0].startswith("state['w']: off by 3.5e+30")
 
-
-def test_dtypes_shapes_and_integers_have_to_be_equal() -> None:
+    # Dtypes, shapes and integers have to be equal.
     assert wrong({**END, "n": np.int32(4)}) == ("state['n']: 4 in place of 3",)
     assert wrong({**END, "w": END["w"].astype(np.float64)})[0].startswith("state['w']: float64")
     assert wrong({"w": END["w"]}) == ("the results have another structure",)
@@ -60,51 +54,3 @@ def test_a_step_that_is_computed_otherwise_is_wrong() -> None:
     told = row._outcome(trained_with(0.1), SHARD_2, serial, others)
     assert told["outcome"] == "wrong" and told["detail"].startswith("state: off by")
     assert row._outcome(trained_with(0.101), SHARD_2, serial, others)["outcome"] == "equal"
-
-
-def test_the_smallest_rows_are_equal() -> None:
-    rows = models("tiny")
-    assert [one["outcome"] for one in rows] == ["equal", "equal"]
-    assert all(isinstance(value, str | float) for one in rows for value in one.values())
-
-
-class Process:
-    """Trains no model: each has one row that is equal, and `gan` ends the process."""
-
-    code = -11
-    started: ClassVar[list[str]] = []
-
-    def __init__(self, names: Any) -> None:
-        self._names = names
-
-    def lines(self) -> Iterator[str]:
-        for name in self._names:
-            self.started.append(name)
-            if name == "gan":
-                return
-            found = {"name": name, "package": "jax 1", "model": name, "optimizer": "adam", "method": "m"}
-            yield row.ROW + json.dumps(found | {"outcome": "equal", "difference": 1e-7, "rounding": 2e-7})
-            yield row.DONE + name
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that processes begin to train."""
-    monkeypatch.setattr(processes, "_Process", Process)
-    monkeypatch.setattr(Process, "started", [])
-    return Process.started
-
-
-def test_a_model_that_ends_its_process_is_a_crash_and_the_others_go_on(started: list[str]) -> None:
-    of_model: dict[str, Any] = {}
-    processes.train(["mlp", "gan", "vae"], 2, of_model.__setitem__)
-    outcomes = {name: [one["outcome"] for one in rows] for name, rows in of_model.items()}
-    assert outcomes == {"mlp": ["equal"], "gan": ["crash"], "vae": ["equal"]}
-
-    text = page([one for rows in of_model.values() for one in rows])
-    assert f"3 rows (3 of {len(MODELS)} models): 2 equal, 1 crash." in text
-    assert "| jax 1 | mlp | adam | m | equal | 1.0e-07 | 2.0e-07 |" in text
-    assert "the process ended with code -11" in text

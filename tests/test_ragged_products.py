@@ -38,15 +38,10 @@ def _gradients(x: Any, w: Any, sizes: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "rows": (lax.ragged_dot, (X, W, SIZES)),
     "more rows than there are": (lax.ragged_dot, (X, W, SIZES + 2)),
     "sizes that overflow": (lax.ragged_dot, (floats((300, K), 0), W, np.array([100, 40, 60], np.int8))),
     "weights of no number": (lax.ragged_dot, (X, SPECIAL_W, SIZES)),
     "bfloat16": (lax.ragged_dot, (X.astype(jnp.bfloat16), W.astype(jnp.bfloat16), SIZES)),
-    "integers": (
-        lambda *args: lax.ragged_dot(*args, preferred_element_type=jnp.int32),
-        (np.arange(M * K, dtype=np.int8).reshape(M, K), np.full((G, K, N), 3, np.int8), SIZES),
-    ),
     "gradients of infinite rows": (_gradients, (SPECIAL_X, W, SIZES)),
     "vmap": (jax.vmap(lax.ragged_dot), (np.stack([X, 2 * X]), np.stack([W, 3 * W]), np.stack([SIZES, SIZES[::-1]]))),
     "summed rows of infinite numbers": (_general(((0,), (0,)), ((), ()), 0, ()), (SPECIAL_X, Y, SIZES)),
@@ -105,8 +100,8 @@ def test_experts_train_on_devices_as_on_one() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(*arguments), expected)
 
 
-@pytest.mark.parametrize("n_groups", [2, 16])
-def test_products_and_gradients_have_the_arithmetic_of_all_groups(n_groups: int) -> None:
+def test_products_and_gradients_have_the_arithmetic_of_all_groups() -> None:
+    n_groups = 16
     x, w, sizes = floats((32, 8), 0), floats((n_groups, 8, 16), 1), np.full(n_groups, 2, np.int32)
     flat, _ = trace_flat(lambda x, w: jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)[1](x @ w[0]), x, w)
     products = [factors_of(eqn).flops for eqn in flat.eqns if eqn.primitive.name == "dot_general"]

@@ -1,4 +1,7 @@
-"""The first example of the README and the examples of docs/ run."""
+"""The first example of the README and the examples of docs/ run.
+
+The scripts of docs/frameworks.md, with the lines that change, compute the losses of one device.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ DOCS = README.parent / "docs"
 
 
 def examples_of(path: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    """The examples of a page. Examples that begin with `# source:` need other packages, and are left out."""
+    examples = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+    return [example for example in examples if not example.startswith("# source:")]
 
 
 def run(path: Path, examples: list[str]) -> dict[str, Any]:
     """The names after examples, which run one after the other, in jax as users have it."""
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "script"}
     with jax.numpy_dtype_promotion("standard"):
         exec(compile("\n".join(examples), str(path), "exec"), names)
     return names
@@ -43,17 +48,17 @@ def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(
-    ("page", "n_examples"), [("checkpoints", 3), ("kernels", 1), ("signatures", 2), ("state", 3), ("training", 2)]
-)
+@pytest.mark.parametrize("page", ["checkpoints", "data", "kernels", "signatures", "state", "training"])
 def test_the_examples_of_a_page_run_one_after_the_other(
-    page: str, n_examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = DOCS / f"{page}.md"
     examples = examples_of(path)
-    assert len(examples) == n_examples
+    assert examples
     names = run(path, examples)
+    if page == "data":
+        assert np.isfinite(float(names["loss"]))
     if page == "training":
         assert names["result"].n_steps == 50
     if page == "kernels":
@@ -72,3 +77,45 @@ def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypat
     with pytest.warns(UserWarning, match="has solved new shardings"):
         names = run(DOCS / "plans.md", examples_of(DOCS / "plans.md"))
     assert names["train_step"].get_last_executable().get_parallel_plan() != names["plan"]
+
+
+# ---- docs/frameworks.md ----------------------------------------------------------------------------------------------
+
+#: A section: its title, the script for one device, and the lines that change.
+SECTIONS = {
+    title: (script, changes.splitlines())
+    for title, script, changes in re.findall(
+        r"^## (.*?)\n\n```python\n(.*?)```\n.*?```diff\n(.*?)```",
+        (DOCS / "frameworks.md").read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+}
+MOST_LINES = 3
+
+
+def changed(script: str, changes: list[str]) -> str:
+    """The script with the removed line replaced by the last added one, after the other added lines."""
+    added = [line[1:] for line in changes if line.startswith("+")]
+    removed = [line[1:] for line in changes if line.startswith("-")]
+    assert len(added) + len(removed) == len(changes)
+    (old,) = removed
+    *front, new = added
+    lines = script.splitlines()
+    assert lines.count(old) == 1
+    at = lines.index(old)
+    return "\n".join([*front, *lines[:at], new, *lines[at + 1 :]])
+
+
+def test_each_framework_has_its_section() -> None:
+    assert list(SECTIONS) == ["flax linen", "flax nnx", "equinox", "haiku", "jax and optax"]
+
+
+@pytest.mark.usefixtures("fresh_session")
+@pytest.mark.parametrize("title", SECTIONS)
+def test_at_most_three_lines_change_and_the_losses_stay(title: str) -> None:
+    script, changes = SECTIONS[title]
+    assert sum(line.startswith("+") for line in changes) <= MOST_LINES
+    with jax.numpy_rank_promotion("allow"):
+        one_device, many = (run(DOCS, [text])["losses"] for text in (script, changed(script, changes)))
+    assert many == pytest.approx(one_device, rel=1e-3)
+    assert one_device[-1] < one_device[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,12 +27,7 @@ from minialpa.methods import Method
 from minialpa.testing import assert_allclose
 from tests.plans import make_args, pipeline_plan, shard_plan, train_step
 
-
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    minialpa.shutdown()
-    yield
-    minialpa.shutdown()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def refusal(step: Callable[..., Any], plan: Plan, *args: Any, **options: Any) -> str:
@@ -44,7 +39,7 @@ def refusal(step: Callable[..., Any], plan: Plan, *args: Any, **options: Any) ->
 # ---- what differs ---------------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_other_shapes_are_named() -> None:
+def test_arguments_that_differ_are_named() -> None:
     text = refusal(train_step, shard_plan(), *make_args(32))
     assert (
         "argument `batch['x']` is float32[32, 8] and the plan was made for float32[16, 8]; argument `batch['y']`"
@@ -54,8 +49,7 @@ def test_arguments_of_other_shapes_are_named() -> None:
     text = refusal(train_step, shard_plan(), *make_args(32, width=16))
     assert text.count("argument") == 3 and "; and 1 more." in text
 
-
-def test_arguments_that_come_and_go_are_named() -> None:
+    # Arguments that come and go.
     params, batch = make_args()
     text = refusal(train_step, shard_plan(), params, {**batch, "z": batch["x"]})
     assert "argument `batch['z']` is float32[16, 8] and the plan knows of none" in text
@@ -67,53 +61,33 @@ def test_arguments_that_come_and_go_are_named() -> None:
     assert "argument `batch['x']` is missing and the plan was made for float32[16, 8]" in text
 
 
-def chain(*functions: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
-    """A step that applies one function after the other."""
+def test_what_has_changed_in_a_step_is_told() -> None:
+    ones = jnp.ones((4, 4))
 
-    def step(x: jax.Array, batch: jax.Array) -> jax.Array:
-        for function in functions:
-            x = function(x)
-        return x + batch
+    def told(old: Callable[..., Any], new: Callable[..., Any], **options: Any) -> str:
+        plan = minialpa.plan(old, (ones, ones), cluster=ClusterSpec.preset("cpu", devices_per_host=2))
+        return refusal(new, plan, ones, ones, **options)
 
-    return step
+    def with_sin(x: jax.Array, batch: jax.Array) -> jax.Array:
+        return jnp.sin(x) + batch
 
-
-def chain_plan(*functions: Callable[[jax.Array], jax.Array]) -> Plan:
-    return minialpa.plan(chain(*functions), (X, X), cluster=ClusterSpec.preset("cpu", devices_per_host=2))
-
-
-X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-
-
-def chain_refusal(plan: Plan, step: Callable[..., Any], **options: Any) -> str:
-    return refusal(step, plan, jnp.ones((4, 4)), jnp.ones((4, 4)), **options)
-
-
-def test_operations_that_are_new_or_gone_are_counted_and_placed() -> None:
-    plan = chain_plan(jnp.sin, jnp.cos)
-    text = chain_refusal(plan, chain(jnp.sin, jnp.tanh, jnp.tanh))
+    # Operations that are new or gone are counted and placed.
+    text = told(lambda x, batch: jnp.cos(jnp.sin(x)) + batch, lambda x, batch: jnp.tanh(jnp.tanh(jnp.sin(x))) + batch)
     assert (
         "it has 0 `cos` where the plan has 1, 2 `tanh` where the plan has 0; the first difference is `tanh` at" in text
     )
     assert "test_replan.py" in text
 
-
-def test_captured_arrays_and_what_is_said_of_arguments_are_told() -> None:
-    def captures(n: int) -> Callable[..., Any]:
-        table = jnp.ones((n, 4))
-        return lambda x, batch: x + batch + jnp.sum(table)
-
-    cluster = ClusterSpec.preset("cpu", devices_per_host=2)
-    plan = minialpa.plan(captures(2), (X, X), cluster=cluster)
-    assert "the arrays that it captures" in chain_refusal(plan, captures(3))
-    text = chain_refusal(chain_plan(jnp.sin), chain(jnp.sin), batch_argnums=())
+    text = told(with_sin, with_sin, batch_argnums=())
     assert "has changed: what it returns, or which of its arguments are batches or are donated" in text
+    few, many = jnp.ones((2, 4)), jnp.ones((3, 4))
+    text = told(lambda x, batch: x + batch + jnp.sum(few), lambda x, batch: x + batch + jnp.sum(many))
+    assert "the arrays that it captures" in text
 
 
 # ---- replanning -----------------------------------------------------------------------------------------------------
 
 CLUSTER = ClusterSpec.preset("a100-40gb", num_hosts=1, devices_per_host=8)
-FAST = LogicalMesh((2, 4), (1e-6, 1e-6), (1e-9, 1e-12))
 METHODS: dict[str, Method] = {
     "shard": ShardParallel(num_micro_batches=2, logical_shape=(2, 4)),
     "uniform": PipeshardParallel(num_micro_batches=4, layer_option="manual", pipeline_schedule="gpipe"),
@@ -125,22 +99,18 @@ METHODS: dict[str, Method] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_planning_the_same_step_again_gives_the_same_plan(name: str) -> None:
-    plan = minialpa.plan(train_step, make_args(), cluster=CLUSTER, method=METHODS[name])
-    # Without a search there is no certificate.
-    assert minialpa.replan(plan, train_step, make_args()) == dataclasses.replace(plan, certificate=None)
-
-
-@pytest.mark.parametrize("mesh", [FAST, LogicalMesh((2, 4), device=CLUSTER.device)])
-def test_a_logical_mesh_is_kept(mesh: LogicalMesh) -> None:
+def test_a_logical_mesh_is_kept() -> None:
+    mesh = LogicalMesh((2, 4), (1e-6, 1e-6), (1e-9, 1e-12), device=CLUSTER.device)
     plan = minialpa.parallelize(train_step, method=ShardParallel(devices=mesh)).plan(*make_args())
     assert minialpa.replan(plan, train_step, make_args()) == plan
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_for_other_shapes_the_decisions_are_kept(name: str) -> None:
+def test_planning_again_gives_the_same_plan_and_for_other_shapes_the_same_decisions(name: str) -> None:
     plan = minialpa.plan(train_step, make_args(), cluster=CLUSTER, method=METHODS[name])
+    # Without a search there is no certificate.
+    assert minialpa.replan(plan, train_step, make_args()) == dataclasses.replace(plan, certificate=None)
+
     again = minialpa.replan(plan, train_step, make_args(32))
     assert again.fingerprint != plan.fingerprint
     assert [value.shape for value in again.inputs][2:] == [(32, 8), (32, 8)]
@@ -162,9 +132,6 @@ def test_a_stale_plan_runs_after_planning_again_and_says_so() -> None:
 
 
 def test_a_model_with_other_layers_is_refused() -> None:
-    def deeper(params: Any, batch: Any) -> Any:
-        return train_step(params, {**batch, "x": jnp.sin(batch["x"])})
-
     def other(params: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:
             x = jnp.sin(jnp.tanh(batch["x"] @ p["w"]))
@@ -176,9 +143,6 @@ def test_a_model_with_other_layers_is_refused() -> None:
     with pytest.raises(VerifyError, match=r"layers for \d+ forward equations and the model has \d+: .* Plan it anew"):
         minialpa.replan(pipeline_plan(), other, make_args())
     assert minialpa.replan(shard_plan(), other, make_args()).stages
-
-
-def test_on_stale_is_one_of_two_words() -> None:
     with pytest.raises(ShardingError, match=r"`on_stale` is .*got 'ignore'"):
         minialpa.parallelize(train_step, method=shard_plan(), on_stale="ignore")
 

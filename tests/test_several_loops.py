@@ -5,13 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import minialpa
+from benchmarks.several_loops import descent, sharpness_aware
 from minialpa import PipeshardParallel, ShardParallel
 from minialpa.methods import Method
 from minialpa.testing import assert_allclose
-from tests.several_loops import wide_contrastive, wide_sharpness_aware
+
+
+def _deep(params: Any, x: Any) -> Any:
+    for k, w in enumerate(params):
+        if k == len(params) // 2:
+            minialpa.mark_pipeline_boundary()
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def _arguments(n_examples: int) -> tuple[Any, Any]:
+    """Parameters and a batch of a model of whose memory activations are most."""
+    rng = np.random.default_rng(0)
+    params = [0.2 * rng.standard_normal((32, 32)).astype(np.float32) for _ in range(16)]
+    return params, rng.standard_normal((n_examples, 32)).astype(np.float32)
+
+
+def _contrastive_loss(params: Any, x: Any) -> Any:
+    z = _deep(params, x)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T)))
+
+
+def wide_contrastive() -> tuple[Any, Any]:
+    return descent(_contrastive_loss), _arguments(256)
 
 
 def _bytes_beside_parameters(step: Any, args: Any, n: int) -> int:
@@ -64,7 +90,7 @@ def test_a_plan_says_how_many_loops_it_has() -> None:
 
 
 def test_with_one_micro_batch_a_second_gradient_passes_all_stages_once_more() -> None:
-    step, args = wide_sharpness_aware()
+    step, args = sharpness_aware(lambda params, x: jnp.mean(_deep(params, x) ** 2)), _arguments(4096)
     cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
     method = PipeshardParallel(num_micro_batches=1, layer_option="manual")
     plan = minialpa.plan(step, args, cluster=cluster, method=method)

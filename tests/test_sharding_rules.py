@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -115,24 +115,18 @@ def test_reductions_are_summed() -> None:
 
 
 def test_errors_name_the_function() -> None:
-    with pytest.raises(ShardingError, match=r"has 2 operands, and the call has 1"):
-        minialpa.register_sharding_rule(lambda x: halved(x), "b, b -> c b")(floats((4,), 0))
     with pytest.raises(ShardingError, match=r"`relu`.* has 1 dimensions for operand 0, whose shape is"):
         minialpa.register_sharding_rule(jax.nn.relu, "b -> b")(floats((4, 2), 0))
     with pytest.raises(ShardingError, match=r"`halved` allows splitting `b`.*instead of"):
         factors_of(trace_flat(minialpa.register_sharding_rule(halved, "b -> c b"), floats((4,), 0))[0].eqns[-1])
     with pytest.raises(ShardingError, match="reads a value of the step by closure"):
         jax.jit(lambda x: minialpa.register_sharding_rule(lambda y: x + y, "b -> b")(x))(floats((4,), 0))
-    with pytest.raises(ShardingError, match=r"`_attention` already has a sharding rule"):
-        minialpa.register_sharding_rule(attention, "b -> b")
     with pytest.raises(ShardingError, match=r"`halved` already has another sharding rule"):
         minialpa.register_sharding_rule(halved, "b -> c b", need_replication="b")
     with pytest.raises(ShardingError, match=r"jax has no primitive `tanhh`. There is `tanh`"):
         minialpa.register_sharding_rule("tanhh", "b -> b")
     with pytest.raises(ShardingError, match="Import the library that defines it first"):
         minialpa.register_sharding_rule("my_missing_kernel", "b -> b")
-    with pytest.raises(ShardingError, match="not for 3"):
-        minialpa.register_sharding_rule(3, "b -> b")  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match="leave `localize` out"):
         minialpa.register_sharding_rule(_attention, "b -> b", localize=lambda params, operands, results: params)
 
@@ -166,12 +160,13 @@ def test_a_step_with_a_registered_function_trains() -> None:
         found = step(w, batch)
     assert_allclose(found, _step(_attention, jax.value_and_grad)(w, batch), rtol=1e-5, atol=1e-6)
 
-    text = "".join(map(str, _programs(step.get_executable(w, batch))))
+    text = _program_text(step.get_executable(w, batch))
     assert "minialpa_function" in text and "f32[1,4,2,4]" in text and "f32[4,4,2,4]" not in text
 
 
-def _programs(executable: Any) -> list[Any]:
-    return [jax.make_jaxpr(function.fun)(*function.in_avals) for function in executable.program.functions]
+def _program_text(executable: Any) -> str:
+    """The programs of one device."""
+    return "".join(str(jax.make_jaxpr(function.fun)(*function.in_avals)) for function in executable.program.functions)
 
 
 # ---- primitives ------------------------------------------------------------------------------------------------------
@@ -199,17 +194,15 @@ def test_a_primitive_takes_its_rule_by_object_or_name() -> None:
     )
     assert _texts(fun, x) == ["[a] -> [a B]"]
     assert primitives_without_rule(trace_flat(fun, x)[0].eqns) == []
-    with pytest.raises(ShardingError, match=r"`my_tile` already has a sharding rule"):
-        minialpa.register_sharding_rule("my_tile", "b -> b n")
-    with pytest.raises(ShardingError, match=r"`add` already has a sharding rule"):
-        minialpa.register_sharding_rule("add", "b, b -> b")
+    for name in ("my_tile", "add"):
+        with pytest.raises(ShardingError, match=f"`{name}` already has a sharding rule"):
+            minialpa.register_sharding_rule(name, "b -> b n")
 
-
-def test_parameters_that_hold_shapes_need_localize() -> None:
-    tile = _tile_primitive("my_other_tile")
-    minialpa.register_sharding_rule("my_other_tile", "b -> b n", flops=lambda x: 5.0 * x.shape[0])
+    # A parameter that holds a shape needs `localize`.
+    other = _tile_primitive("my_other_tile")
+    minialpa.register_sharding_rule("my_other_tile", "b -> b n")
     with pytest.raises(ShardingError, match=r"`my_other_tile` allows splitting `b`.*or give `localize`"):
-        factors_of(trace_flat(lambda x: tile.bind(x, shape=(4, 3)), floats((4,), 0))[0].eqns[-1])
+        factors_of(trace_flat(lambda x: other.bind(x, shape=(4, 3)), x)[0].eqns[-1])
 
 
 def test_a_rule_counts_also_where_the_operation_was_seen_before() -> None:
@@ -239,8 +232,6 @@ def test_a_foreign_function_takes_its_rule_by_target() -> None:
     assert [one.parts for one in found] == [2, 2]
     with pytest.raises(ShardingError, match=r"`lapack_sgetrf_ffi` already has a sharding rule"):
         minialpa.register_sharding_rule("ffi:lapack_sgetrf_ffi", "b -> b")
-    with pytest.raises(ShardingError, match="leave `localize` out"):
-        minialpa.register_sharding_rule("ffi:other", "b -> b", localize=lambda params, operands, results: params)
 
 
 def test_a_foreign_function_with_a_rule_runs_on_shards() -> None:
@@ -257,19 +248,8 @@ def test_a_foreign_function_with_a_rule_runs_on_shards() -> None:
     expected = step(w, batch)
     parallel = minialpa.parallelize(step, method=DataParallel(jax.devices()[:2], 2), batch_argnums=(1,))
     assert_allclose(parallel(w, batch), expected, rtol=1e-5, atol=1e-6)
-    assert _calls(parallel.get_executable(w, batch), "ffi_call") == ["float32[2,3,3]"]
-
-
-def _calls(executable: Any, name: str) -> list[str]:
-    return [str(eqn.invars[0].aval.str_short()) for eqn in _of_name(_programs(executable), name)]
-
-
-def _of_name(jaxprs: Any, name: str) -> Iterator[Any]:
-    for jaxpr in jaxprs:
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            if eqn.primitive.name == name:
-                yield eqn
-            yield from _of_name([x for x in eqn.params.values() if hasattr(getattr(x, "jaxpr", x), "eqns")], name)
+    text = _program_text(parallel.get_executable(w, batch))
+    assert re.findall(r"f32\[([\d,]+)\]\s+\w+:i32\[\S+\s+\w+:i32\[\S+\s+= ffi_call", text) == ["2,3,3"]
 
 
 # ---- custom_partitioning ---------------------------------------------------------------------------------------------
@@ -324,8 +304,6 @@ def test_custom_partitioning_brings_its_rule() -> None:
     called = _partitioned(_matmul, sharding_rule=lambda mesh, operands, results: rule)
     assert _texts(called, x, y) == [expected]
 
-    replicated = {"sharding_rule": "b d -> b d", "need_replication_factors": ("d",)}
-    assert _texts(_partitioned(_softmax, **replicated), x) == ["[a B] -> [a B]"]
     leading = SdyShardingRule(
         (ArrayMapping(BATCHING, "d"),), (ArrayMapping(BATCHING, "d"),), permutation_factors=("d",)
     )
@@ -340,15 +318,6 @@ def test_what_partition_does_not_accept_is_not_split() -> None:
     x = floats((8, 6), 0)
     fft = _partitioned(_fft, accept=_first_dims, sharding_rule="...i -> ...i")
     assert _texts(fft, x) == ["[a B] -> [a B]"]
-
-    def communicates(args: Any) -> Any:
-        axis = args[0].sharding.spec[1]
-        return lambda x: (
-            x / jnp.sum(x, 1, keepdims=True) if axis is None else x / jax.lax.psum(jnp.sum(x, 1, keepdims=True), axis)
-        )
-
-    shares = _partitioned(lambda x: x / jnp.sum(x, 1, keepdims=True), communicates, sharding_rule="i j -> i j")
-    assert _texts(shares, x) == ["[a B] -> [a B]"]
 
     def one_at_a_time(args: Any) -> Any:
         if None not in args[0].sharding.spec:
@@ -373,11 +342,6 @@ def test_the_check_reports_what_it_cut() -> None:
     found = minialpa.check_sharding_rule(attention, *_qkv())
     assert {(one.operation, one.parts) for one in found} == {("_attention", 2)}
     assert found[0].arrays == "operand 0: 0, operand 1: 0, operand 2: 0, result 0: 0"
-    gradients = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v) ** 2), (0, 1, 2))
-    assert {one.operation for one in minialpa.check_sharding_rule(gradients, *_qkv())} == {
-        "_attention",
-        "derivative of _attention",
-    }
 
 
 def test_the_check_finds_custom_partitioning_that_lies() -> None:

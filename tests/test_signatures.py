@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +17,8 @@ from flax import nnx
 import minialpa
 from minialpa import DataParallel, PipeshardParallel, ShardParallel, TraceError
 from minialpa.testing import assert_allclose
+from tests.plans import N_EXAMPLES, WIDTH, make_params
 
-WIDTH, N_EXAMPLES, N_CLASSES = 8, 16, 4
 Arrays = dict[str, Any]
 
 
@@ -30,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("fresh_session")
 def _promotion_as_users_have_it() -> Iterator[None]:
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def make_params(out: int = WIDTH) -> Arrays:
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {"w": jax.random.normal(keys[0], (WIDTH, WIDTH)) * 0.3, "v": jax.random.normal(keys[1], (WIDTH, out)) * 0.3}
 
 
 def make_x(n: int = N_EXAMPLES, seed: int = 1) -> np.ndarray:
@@ -58,27 +52,27 @@ def loss_of(params: Arrays, x: Any, y: Any) -> jax.Array:
 OPTIMIZER = optax.adam(1e-2)
 
 
-def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
-    updates, opt_state = OPTIMIZER.update(grads, opt_state)
-    return optax.apply_updates(params, updates), opt_state
+Loss = Callable[[Any], jax.Array]
 
 
-def two_arrays(params: Arrays, x: Any, y: Any) -> Any:
-    value, grads = minialpa.value_and_grad(loss_of)(params, x, y)
+def descend(params: Arrays, loss: Loss) -> Any:
+    value, grads = minialpa.value_and_grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-def with_key(params: Arrays, opt_state: Any, batch: Arrays, key: jax.Array) -> Any:
-    def loss(params: Arrays) -> jax.Array:
-        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
-        return loss_of(params, jnp.where(kept, batch["x"], 0.0), batch["y"])
-
+def by_adam(params: Arrays, opt_state: Any, loss: Loss) -> Any:
     value, grads = minialpa.value_and_grad(loss)(params)
-    return *update(params, opt_state, grads), value
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state, value
 
 
-def any_keywords(params: Arrays, **batch: Any) -> Any:
-    return two_arrays(params, batch["x"], batch["y"])
+def two_arrays(params: Arrays, x: Any, y: Any) -> Any:
+    return descend(params, lambda p: loss_of(p, x, y))
+
+
+def with_key(params: Arrays, opt_state: Any, batch: Arrays, key: jax.Array) -> Any:
+    x = jnp.where(jax.random.bernoulli(key, 0.5, batch["x"].shape), batch["x"], 0.0)
+    return by_adam(params, opt_state, lambda p: loss_of(p, x, batch["y"]))
 
 
 def batch_first(batch: Arrays, params: Arrays) -> Any:
@@ -90,20 +84,16 @@ def predict(params: Arrays, x: Any, scale: Any) -> Any:
 
 
 def class_weights(params: Arrays, batch: Arrays, weights: Any) -> Any:
-    def loss(params: Arrays) -> jax.Array:
-        return -jnp.mean(jax.nn.log_softmax(forward(params, batch["x"])) * weights[None] * jax.nn.softmax(batch["y"]))
-
-    value, grads = minialpa.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    wanted = weights[None] * jax.nn.softmax(batch["y"])
+    return descend(params, lambda p: -jnp.mean(jax.nn.log_softmax(forward(p, batch["x"])) * wanted))
 
 
 def contrastive(params: Arrays, opt_state: Any, batch: Arrays) -> Any:
-    def loss(params: Arrays) -> jax.Array:
-        one, other = forward(params, batch["x"]), forward(params, batch["y"])
-        return -jnp.mean(jnp.diag(jax.nn.log_softmax(one @ other.T)))
+    def loss(p: Arrays) -> jax.Array:
+        logits = forward(p, batch["x"]) @ forward(p, batch["y"]).T
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
 
-    value, grads = minialpa.value_and_grad(loss)(params)
-    return *update(params, opt_state, grads), value
+    return by_adam(params, opt_state, loss)
 
 
 def shapes(tree: Any) -> Any:
@@ -111,57 +101,28 @@ def shapes(tree: Any) -> Any:
 
 
 BATCH = {"x": make_x(), "y": make_y()}
-FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
-    "params, x, y": (two_arrays, (make_params(), make_x(), make_y()), {}, "arguments `x`, `y` (16 examples)"),
-    "keyword y": (two_arrays, (make_params(), make_x()), {"y": make_y()}, "arguments `x`, `y` (16 examples)"),
-    "key": (
-        with_key,
-        (make_params(), OPTIMIZER.init(make_params()), BATCH, jax.random.key(3)),
-        {},
-        "argument `batch` (16 examples)",
-    ),
-    "any keywords": (any_keywords, (make_params(),), BATCH, "arguments `x`, `y` (16 examples)"),
-    "batch first": (batch_first, (BATCH, make_params()), {}, "argument `batch` (16 examples)"),
-    "predictions of the shape of x": (
-        predict,
-        (make_params(), make_x(), jnp.float32(2)),
-        {},
-        "argument `x` (16 examples)",
-    ),
-    "as many examples as rows": (
-        two_arrays,
-        (make_params(), make_x(WIDTH), make_y(WIDTH)),
-        {},
-        "arguments `x`, `y` (8 examples)",
-    ),
-    "weights of classes": (
-        class_weights,
-        (make_params(), BATCH, jnp.ones(WIDTH)),
-        {},
-        "argument `batch` (16 examples)",
-    ),
-    "examples that mix": (
-        contrastive,
-        (make_params(), OPTIMIZER.init(make_params()), BATCH),
-        {},
-        "argument `batch` (16 examples)",
-    ),
+FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = {
+    "key": (with_key, (make_params(), OPTIMIZER.init(make_params()), BATCH, jax.random.key(3)), ("batch",)),
+    "batch first": (batch_first, (BATCH, make_params()), ("batch",)),
+    "predictions of the shape of x": (predict, (make_params(), make_x(), jnp.float32(2)), ("x",)),
+    "as many examples as rows": (two_arrays, (make_params(), make_x(WIDTH), make_y(WIDTH)), ("x", "y")),
+    "weights of classes": (class_weights, (make_params(), BATCH, jnp.ones(WIDTH)), ("batch",)),
+    "examples that mix": (contrastive, (make_params(), OPTIMIZER.init(make_params()), BATCH), ("batch",)),
 }
 
 
-@pytest.mark.parametrize(("step", "args", "kwargs", "found"), FOUND.values(), ids=FOUND)
-def test_the_batch_is_found(step: Callable[..., Any], args: Any, kwargs: Any, found: str) -> None:
-    devices = jax.local_devices()[:2]
-    plan = minialpa.parallelize(step, method=ShardParallel(devices)).plan(*shapes(args), **shapes(kwargs))
-    assert f"Batch: {found}" in plan.summary().splitlines()
+@pytest.mark.parametrize(("step", "args", "found"), FOUND.values(), ids=FOUND)
+def test_the_batch_is_found(step: Callable[..., Any], args: Any, found: tuple[str, ...]) -> None:
+    method = ShardParallel(jax.local_devices()[:2])
+    assert minialpa.parallelize(step, method=method).plan(*shapes(args)).batch == found
 
 
-@pytest.mark.parametrize("name", ["keyword y", "batch first"])
-def test_micro_batches_are_cut_from_the_batch_that_was_found(name: str) -> None:
-    step, args, kwargs, _ = FOUND[name]
+def test_micro_batches_are_cut_from_the_batch_that_was_found() -> None:
+    args, y = (make_params(), make_x()), make_y()
     method = ShardParallel(jax.local_devices()[:2], num_micro_batches=2)
-    parallel = minialpa.parallelize(step, method=method, donate_argnums=())
-    assert_allclose(parallel(*args, **kwargs), step(*args, **kwargs), rtol=1e-4, atol=1e-5)
+    parallel = minialpa.parallelize(two_arrays, method=method, donate_argnums=())
+    assert_allclose(parallel(*args, y=y), two_arrays(*args, y), rtol=1e-4, atol=1e-5)
+    assert "Batch: arguments `x`, `y` (16 examples)" in parallel.plan(*args, y=y).summary().splitlines()
 
 
 def test_errors_of_examples_name_the_batch_that_was_found() -> None:
@@ -178,12 +139,8 @@ def test_errors_of_examples_name_the_batch_that_was_found() -> None:
 
 def two_tables(params: Arrays, opt_state: Any, one: Any, other: Any) -> Any:
     """Each of the last two arguments could hold the examples."""
-
-    def loss(params: Arrays) -> jax.Array:
-        return jnp.mean(jnp.tanh(one @ params["w"])) + jnp.mean(jnp.tanh(other @ params["w"]))
-
-    value, grads = minialpa.value_and_grad(loss)(params)
-    return *update(params, opt_state, grads), value
+    mean = lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]))  # noqa: E731
+    return by_adam(params, opt_state, lambda p: mean(p, one) + mean(p, other))
 
 
 @pytest.mark.parametrize("method", [DataParallel(), None], ids=["data", "auto"])
@@ -202,15 +159,13 @@ def test_a_batch_that_is_not_clear_is_refused_where_examples_are_split(method: A
         assert_allclose(chosen(*args), two_tables(*args), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=2), DataParallel()], ids=["2", "data"])
-def test_a_step_without_a_batch_is_refused_where_examples_are_split(method: Any) -> None:
+def test_a_step_without_a_batch_is_refused_where_examples_are_split() -> None:
     def step(params: Arrays) -> Any:
         return two_arrays(params, BATCH["x"], BATCH["y"])
 
-    parallel = minialpa.parallelize(step, method=method)
-    with pytest.raises(TraceError, match=r"splits examples. Found no argument .*`batch_argnums=\("):
-        parallel(make_params())
-    assert_allclose(minialpa.parallelize(step)(make_params()), step(make_params()), rtol=1e-4, atol=1e-5)
+    for method in (ShardParallel(num_micro_batches=2), DataParallel()):
+        with pytest.raises(TraceError, match=r"splits examples. Found no argument .*`batch_argnums=\("):
+            minialpa.parallelize(step, method=method)(make_params())
 
 
 def test_a_plan_that_does_not_name_its_batch_is_read() -> None:
@@ -245,8 +200,8 @@ def test_what_is_no_array_in_a_module_is_part_of_the_program() -> None:
 
     parallel = minialpa.parallelize(step, donate_argnums=())
     model = Gated(jnp.eye(WIDTH), jnp.tanh, True, 1.0, "a")
-    others = [Gated(model.weight, jnp.sin, True, 1.0, "a"), eqx.tree_at(lambda m: m.rate, model, 2.0)]
-    others += [eqx.tree_at(lambda m: m.on, model, False), eqx.tree_at(lambda m: m.name, model, "b")]
+    others = [Gated(model.weight, jnp.sin, True, 1.0, "a"), Gated(model.weight, jnp.tanh, True, 2.0, "a")]
+    others += [Gated(model.weight, jnp.tanh, False, 1.0, "a"), Gated(model.weight, jnp.tanh, True, 1.0, "b")]
     for one in (model, *others, model):
         out, new = parallel(one, make_x())
         assert_allclose(out, one(make_x()), rtol=1e-5, atol=1e-6)
@@ -288,12 +243,12 @@ def test_nnx_modules_are_updated_in_place_as_by_nnx_jit() -> None:
         other, other_optimizer = make_net()
         parallel = minialpa.parallelize(nnx_step, method=PipeshardParallel(num_micro_batches=2))
         serial = nnx.jit(nnx_step)
-        for seed in range(3):
+        for seed in range(2):
             value = parallel(model, optimizer, make_x(seed=seed), make_y())
             right = serial(other, other_optimizer, make_x(seed=seed), make_y())
             assert_allclose(value, right, rtol=1e-4, atol=1e-5)
         new, expected = nnx.state((model, optimizer)), nnx.state((other, other_optimizer))
-        assert int(new[0]["drop"]["rngs"]["count"][...]) == 3
+        assert int(new[0]["drop"]["rngs"]["count"][...]) == 2
         for one, two in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
             if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
                 assert_allclose(one, two, rtol=1e-3, atol=1e-5)
@@ -311,7 +266,7 @@ def test_an_nnx_state_is_merged_changed_and_returned() -> None:
             return nnx.state((model, optimizer)), value
 
         parallel, other = minialpa.parallelize(step, method=ShardParallel(num_micro_batches=2)), make_net()
-        for seed in range(3):
+        for seed in range(2):
             state, value = parallel(state, make_x(seed=seed), make_y())
             assert_allclose(value, nnx.jit(nnx_step)(*other, make_x(seed=seed), make_y()), rtol=1e-4, atol=1e-5)
         assert len(parallel._executables) == 1
@@ -333,18 +288,17 @@ def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
         return x * state["count"][...]
 
     with jax.numpy_rank_promotion("allow"):
-        state = {"count": nnx.Variable(jnp.float32(1))}
-        for one in (state, nnx.State(state)):
-            with pytest.raises(TraceError, match="changes an nnx Variable in place that is in no module"):
-                minialpa.parallelize(counted)(one, make_x())
-        assert_allclose(minialpa.parallelize(lambda s, x: x * s["count"][...])(state, make_x()), make_x())
-        model, _ = make_net()
-        with pytest.raises(TraceError, match=r"Argument `pair` holds an nnx Net.*`nnx.split`"):
-            minialpa.parallelize(nested)({"model": model}, make_x())
-        with pytest.raises(TraceError, match=r"The result holds an nnx Net.*`nnx.split`"):
-            minialpa.parallelize(returned)(model, make_x())
-        with pytest.raises(TraceError, match=r"changes an nnx module in more than the values.*`model.eval\(\)`"):
-            minialpa.parallelize(changed)(model, make_x())
+        variables, (model, _) = {"count": nnx.Variable(jnp.float32(1))}, make_net()
+        for step, argument, message in (
+            (counted, variables, "changes an nnx Variable in place that is in no module"),
+            (counted, nnx.State(variables), "changes an nnx Variable in place that is in no module"),
+            (nested, {"model": model}, r"Argument `pair` holds an nnx Net.*`nnx.split`"),
+            (returned, model, r"The result holds an nnx Net.*`nnx.split`"),
+            (changed, model, r"changes an nnx module in more than the values.*`model.eval\(\)`"),
+        ):
+            with pytest.raises(TraceError, match=message):
+                minialpa.parallelize(step)(argument, make_x())
+        assert_allclose(minialpa.parallelize(lambda s, x: x * s["count"][...])(variables, make_x()), make_x())
         assert minialpa.parallelize(lambda model, x: model(x))(model, make_x()).shape == (N_EXAMPLES, WIDTH)
 
 
@@ -354,14 +308,10 @@ def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
 def test_repr_says_what_runs_and_how() -> None:
     step = minialpa.parallelize(two_arrays, method=ShardParallel(num_micro_batches=2))
     assert repr(step) == "<parallelized two_arrays by ShardParallel(num_micro_batches=2)>"
-    assert (
-        repr(minialpa.parallelize(two_arrays, method=DataParallel())) == "<parallelized two_arrays by DataParallel()>"
-    )
     assert repr(minialpa.parallelize(two_arrays)) == "<parallelized two_arrays by AutoParallel()>"
     plan = step.plan(make_params(), make_x(), make_y())
     saved = minialpa.parallelize(two_arrays, method=plan)
     assert repr(saved) == "<parallelized two_arrays by a saved plan for 8 devices>"
-    assert "two_arrays" in repr(minialpa.parallelize(functools.partial(two_arrays)))
 
 
 def test_trace_gives_what_jit_gives() -> None:
@@ -389,26 +339,21 @@ def test_lower_plans_and_compile_makes_the_program_that_the_next_call_runs() -> 
         TraceError, match=r"`x` is float32\[\d+, 1\] instead of float32\[\d+, \d+\]\. Compile for these"
     ):
         executable(first, others[0][:, :1], others[1])
-    with pytest.raises(TraceError, match=r"their structure is .* instead of"):
-        executable(first, *others, others[1])
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("pipeshard", r"`method` is an object, not a name; got 'pipeshard'. Use `PipeshardParallel\(\)`"),
-        ("zero_3", r"got 'zero_3'. Use `Zero3Parallel\(\)`"),
-        ("fast", r"got 'fast'. Use `AutoParallel\(\)` or `DataParallel\(\)` or "),
-        (ShardParallel, r"`method` is the class `ShardParallel`. Make an object of it: `ShardParallel\(\)`"),
-        (3, r"`method` is a parallel method such as `ShardParallel\(\)`, or a `Plan`; got 3"),
-    ],
-)
-def test_a_method_that_is_none_is_refused_at_once(method: Any, message: str) -> None:
-    with pytest.raises(minialpa.ShardingError, match=message):
-        minialpa.parallelize(two_arrays, method=method)
+def test_a_method_that_is_none_is_refused_at_once() -> None:
     cluster = minialpa.ClusterSpec.preset("h100", devices_per_host=2)
-    with pytest.raises(minialpa.ShardingError, match=message):
-        minialpa.plan(two_arrays, (make_params(), make_x(), make_y()), cluster=cluster, method=method)
+    wrong: dict[str, Any] = {
+        r"got 'zero_3'. Use `Zero3Parallel\(\)`": "zero_3",
+        r"got 'fast'. Use `AutoParallel\(\)` or `DataParallel\(\)` or ": "fast",
+        r"`method` is the class `ShardParallel`. Make an object of it: `ShardParallel\(\)`": ShardParallel,
+        r"`method` is a parallel method such as `ShardParallel\(\)`, or a `Plan`; got 3": 3,
+    }
+    for message, method in wrong.items():
+        with pytest.raises(minialpa.ShardingError, match=message):
+            minialpa.parallelize(two_arrays, method=method)
+        with pytest.raises(minialpa.ShardingError, match=message):
+            minialpa.plan(two_arrays, (make_params(), make_x(), make_y()), cluster=cluster, method=method)
 
 
 def test_a_donated_argument_that_comes_back_is_no_batch() -> None:

@@ -44,16 +44,46 @@ def step_on_one_mesh() -> Any:
     return minialpa.parallelize(train_step, method=ShardParallel())
 
 
+@contextmanager
+def handled_by(number: int, handler: Any) -> Iterator[None]:
+    """Within this context, the program handles a signal so."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 
-def test_it_trains_as_the_serial_loop(serial: dict[int, float]) -> None:
-    log = Log()
-    result = minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, report=log)
+def test_it_trains_as_the_serial_loop_and_goes_on_under_another_method(
+    serial: dict[int, float], tmp_path: Path
+) -> None:
+    """The devices are the same, and the plan of the checkpoint fits them. It is not what was asked for."""
+    log, evaluations = Log(), []
+
+    def report(done: StepReport) -> None:
+        log(done)
+        evaluations.extend([(done.n_steps, int(done.evaluation["n"]))] if done.evaluation is not None else [])
+
+    options: dict[str, Any] = {
+        "folder": tmp_path,
+        "report": report,
+        "evaluate": lambda state: {"n": state["n"] + 0},
+        "evaluate_every": 8,
+    }
+    n_stages = []
+    for n_steps, step in ((10, step_on_one_mesh()), (N_STEPS, parallelized())):
+        result = minialpa.train(step, create_state, batches, n_steps=n_steps, **options)
+        assert result.n_steps == int(result.state["n"]) == n_steps
+        assert result.report is not None and result.report.metrics["loss"] == log.losses[n_steps]
+        n_stages.append(len(step.get_last_executable().get_parallel_plan().stages))
+        assert {"planned", "compiled"} <= {event.what for event in result.events}
+    assert n_stages == [1, N_LAYERS]
     assert log.losses == pytest.approx(serial, rel=1e-4)
-    assert result.n_steps == int(result.state["n"]) == N_STEPS
-    assert result.report is not None and result.report.metrics["loss"] == log.losses[N_STEPS]
-    assert [event.what for event in result.events] == ["planned", "compiled", "created"]
+    # Every 8 steps and after the last step of a run, of the state after that step.
+    assert evaluations == [(n, n) for n in (8, 10, 16, 20)]
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -84,22 +114,18 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_a_signal_to_end_saves_the_steps_that_are_done(tmp_path: Path) -> None:
     """The signal then has the effect that the program gave it: here it is noted."""
     noted: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
-    try:
-        log = Log()
+    log = Log()
 
-        def report(done: StepReport) -> None:
-            log(done)
-            if done.n_steps == 7:
-                signal.raise_signal(signal.SIGTERM)
-                assert not noted
+    def report(done: StepReport) -> None:
+        log(done)
+        if done.n_steps == 7:
+            signal.raise_signal(signal.SIGTERM)
+            assert not noted
 
+    with handled_by(signal.SIGTERM, lambda number, frame: noted.append(number)):
         result = minialpa.train(
             step_on_one_mesh(), create_state, batches, n_steps=N_STEPS, folder=tmp_path, report=report
         )
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
     assert noted == [signal.SIGTERM]
     assert result.n_steps in (7, 8) and len(log.losses) == result.n_steps
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (result.n_steps,)
@@ -117,12 +143,9 @@ def test_a_signal_to_end_before_the_first_step_acts_at_once_and_loses_no_batch(
     def end(number: int, frame: object) -> None:
         raise SystemExit
 
-    step, log, before = minialpa.parallelize(train_step), Log(), signal.signal(signal.SIGTERM, end)
-    try:
-        with pytest.raises(SystemExit):
-            minialpa.train(step, told_to_end, batches, n_steps=N_STEPS, folder=tmp_path)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    step, log = minialpa.parallelize(train_step), Log()
+    with handled_by(signal.SIGTERM, end), pytest.raises(SystemExit):
+        minialpa.train(step, told_to_end, batches, n_steps=N_STEPS, folder=tmp_path)
     minialpa.train(step_on_one_mesh(), create_state, batches, n_steps=N_STEPS, folder=tmp_path, report=log)
     assert log.losses == pytest.approx(serial, rel=1e-4)
 
@@ -135,12 +158,9 @@ def test_a_signal_to_end_ends_the_wait_for_a_batch_that_never_comes(serial: dict
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         go_on.wait(60)
 
-    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
-    try:
+    with handled_by(signal.SIGTERM, lambda number, frame: noted.append(number)):
         result = minialpa.train(step_on_one_mesh(), create_state, blocked, folder=tmp_path, report=log)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        go_on.set()
+    go_on.set()
     assert noted and result.n_steps == 3
 
     # It has saved the steps that are done.
@@ -158,23 +178,11 @@ def test_an_interrupt_that_a_callback_drops_ends_the_run_before_the_next_step() 
             with suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with handled_by(signal.SIGINT, signal.default_int_handler):
         with pytest.raises(KeyboardInterrupt):
             minialpa.train(step_on_one_mesh(), create_state, batches, n_steps=N_STEPS, report=report)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert done in ([1, 2, 3], [1, 2, 3, 4])
-
-
-def test_a_checkpoint_behind_the_end_of_the_run_is_refused_and_stays(tmp_path: Path) -> None:
-    """Neither a state of more steps than were asked for, nor a run that never meets its end."""
-    options: dict[str, Any] = {"folder": tmp_path, "save_every": 2, "max_to_keep": 1}
-    minialpa.train(step_on_one_mesh(), create_state, batches, n_steps=6, **options)
-    with pytest.raises(MinialpaError, match=r"`n_steps` is 3, and the last checkpoint in `.*` is of step 6"):
-        minialpa.train(step_on_one_mesh(), create_state, batches, n_steps=3, **options)
-    assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (6,)
 
 
 @pytest.mark.parametrize("damage", ["does not fit", "cut"])
@@ -204,16 +212,6 @@ def test_a_batch_that_the_step_refuses_is_named_beside_the_first_one() -> None:
         minialpa.train(step_on_one_mesh(), create_state, changing)
 
 
-def test_a_run_goes_on_under_another_method_if_it_is_given_one(serial: dict[int, float], tmp_path: Path) -> None:
-    """The devices are the same, and the plan of the checkpoint fits them. It is not what was asked for."""
-    log, n_stages = Log(), []
-    for n_steps, step in ((10, step_on_one_mesh()), (N_STEPS, parallelized())):
-        minialpa.train(step, create_state, batches, n_steps=n_steps, folder=tmp_path, report=log)
-        n_stages.append(len(step.get_last_executable().get_parallel_plan().stages))
-    assert n_stages == [1, N_LAYERS]
-    assert log.losses == pytest.approx(serial, rel=1e-4)
-
-
 def test_pretrained_weights_are_a_checkpoint_of_step_0(serial: dict[int, float], tmp_path: Path) -> None:
     def other_weights() -> dict[str, Any]:
         state = create_state()
@@ -229,47 +227,36 @@ def test_pretrained_weights_are_a_checkpoint_of_step_0(serial: dict[int, float],
         minialpa.train(step_on_one_mesh(), other_weights, batches, n_steps=N_STEPS + 2, folder=tmp_path)
 
 
-def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def few() -> Iterator[Any]:
-        return itertools.islice(batches(), 7)
-
-    step = step_on_one_mesh()
-    result = minialpa.train(step, create_state, few, folder=tmp_path, save_every=4)
-    assert result.n_steps == 7
-    assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
-    assert [event.n_steps for event in result.events if event.what == "saved"] == [4, 7]
-
-    result = minialpa.train(step, create_state, few, n_steps=9)
-    assert (result.events[-1].what, result.n_steps) == ("ended", 7)
-    assert "The batches ended after 7 of 9 steps." in caplog.text
-
-
-def test_a_checkpoint_is_saved_when_its_files_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    note, told = _Progress.note, []
+def test_it_ends_with_the_batches_and_saves_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint counts as saved when its files are there."""
+    note, saved = _Progress.note, []
 
     def check(progress: _Progress, what: Any, seconds: float, text: str, n_steps: int | None = None) -> None:
         note(progress, what, seconds, text, n_steps)
-        told.extend([(tmp_path / str(n_steps)).is_dir()] if what == "saved" else [])
+        if what == "saved":
+            assert (tmp_path / str(n_steps)).is_dir()
+            saved.append(n_steps)
 
     monkeypatch.setattr(_Progress, "note", check)
-    minialpa.train(
-        step_on_one_mesh(), create_state, batches, n_steps=3, folder=tmp_path, save_every=1, max_to_keep=None
-    )
-    assert told == [True] * 3
-
-
-def test_evaluation_sees_the_state_behind_its_step() -> None:
-    reports: list[StepReport] = []
-    minialpa.train(
+    result = minialpa.train(
         step_on_one_mesh(),
         create_state,
-        batches,
-        n_steps=7,
-        report=reports.append,
-        evaluate=lambda state: {"n": state["n"] + 0},
-        evaluate_every=3,
+        lambda: itertools.islice(batches(), 7),
+        n_steps=9,
+        folder=tmp_path,
+        save_every=4,
     )
-    assert [(r.n_steps, r.evaluation["n"]) for r in reports if r.evaluation is not None] == [(3, 3), (6, 6), (7, 7)]
+    assert "ended" in [event.what for event in result.events] and result.n_steps == 7
+    assert "The batches ended after 7 of 9 steps." in caplog.text
+    assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
+    assert saved == [4, 7]
+
+    # Not a state of more steps than were asked for, nor a run that never meets its end.
+    with pytest.raises(MinialpaError, match=r"`n_steps` is 3, and the last checkpoint in `.*` is of step 7"):
+        minialpa.train(step_on_one_mesh(), create_state, batches, n_steps=3, folder=tmp_path, max_to_keep=1)
+    assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
 
 
 def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
@@ -282,9 +269,6 @@ def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
         minialpa.train(step, create_state, list)
     with pytest.raises(MinialpaError, match="`save_every` is a positive integer"):
         minialpa.train(step, create_state, batches, save_every=0)
-
-
-def test_a_step_that_returns_no_pair_is_refused() -> None:
     step = minialpa.parallelize(lambda state, batch: train_step(state, batch)[0], method=ShardParallel())
     with pytest.raises(MinialpaError, match="Return a pair"):
         minialpa.train(step, create_state, batches, n_steps=2)
@@ -366,6 +350,7 @@ def test_workers_killed_at_any_moment_change_nothing(
     monkeypatch.setattr(pipeline, "plan_step", planned)
     rng, log = random.Random(seed), Log()
     kills = sorted(rng.sample(range(1, N_STEPS), 1 + seed % 2))
+    timers: list[threading.Timer] = []
 
     def kill() -> None:
         """Between two sessions there may be no worker."""
@@ -378,7 +363,11 @@ def test_workers_killed_at_any_moment_change_nothing(
         log(done)
         if kills and done.n_steps >= kills[0]:
             kills.pop(0)
-            threading.Timer(rng.random() * 0.1, kill).start()
+            timers.append(threading.Timer(rng.random() * 0.1, kill))
+            timers[-1].start()
+        if done.n_steps == N_STEPS:  # not after the end of the run
+            for timer in timers:
+                timer.join()
 
     result = train_in(Room(2), tmp_path, report)
     assert log.losses == undisturbed

@@ -7,8 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import pytest
 
 import minialpa
 from minialpa import (
@@ -76,17 +74,9 @@ def train(case: models.ModelCase, method: Method, key: jax.Array, n_steps: int =
     return plan
 
 
-@pytest.mark.parametrize(
-    ("stages", "options", "again"),
-    [
-        (by_hand([[0], [1, 2, 3]]), {}, False),
-        (by_hand([[0, 1], [2], [3]], n_devices=2), {"remat": "full"}, True),
-    ],
-)
-def test_scanned_perceptron_trains_as_on_one_device(
-    stages: StageOption, options: dict[str, Any], again: bool, key: jax.Array
-) -> None:
-    plan = train(perceptron(N_LAYERS, again), pipeline(stages, N_LAYERS, **options), key)
+def test_scanned_perceptron_trains_as_on_one_device(key: jax.Array) -> None:
+    stages = by_hand([[0, 1], [2], [3]], n_devices=2)
+    plan = train(perceptron(N_LAYERS, again=True), pipeline(stages, N_LAYERS, remat="full"), key)
     assert len(plan.row_blocks[0]) == N_LAYERS
 
 
@@ -118,12 +108,6 @@ def test_plans_with_blocks_are_saved_and_run(key: jax.Array) -> None:
     assert minialpa.replan(plan, step, (state, batch)).row_blocks == plan.row_blocks
 
 
-def test_one_mesh_keeps_the_scan(key: jax.Array) -> None:
-    case, _ = two_stages()
-    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=ShardParallel())
-    assert step.plan(case.init(key), case.make_batch(0, case.batch_size)).row_blocks == ()
-
-
 def test_blocks_go_from_one_plan_to_another(key: jax.Array) -> None:
     """State in blocks is an argument for any other step, and its blocks stay the caller's."""
     case, two = two_stages()
@@ -134,6 +118,7 @@ def test_blocks_go_from_one_plan_to_another(key: jax.Array) -> None:
     other = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=ShardParallel())
     assert_allclose(jax.device_get(other(state, batch)[0]), expected, rtol=2e-4, atol=1e-5)
     assert_allclose(jax.device_get(state), host, rtol=0, atol=0)
+    assert other.get_last_executable().get_parallel_plan().row_blocks == (), "one mesh keeps the scan"
 
 
 def test_blocks_are_used_in_place(key: jax.Array) -> None:
@@ -153,23 +138,6 @@ def blocks_of(state: Any) -> list[jax.Array]:
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, BlockedArray)]
     assert leaves
     return [shard.data for leaf in leaves for block in leaf.blocks for shard in block.addressable_shards]
-
-
-def test_evaluation_takes_the_blocks_of_training(key: jax.Array) -> None:
-    case, training = two_stages()
-    batch = case.make_batch(0, case.batch_size)
-    state, _ = training(case.init(key), batch)
-
-    def evaluate(params: Any, batch: Any) -> jax.Array:
-        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.dot(x, w)), None), batch["x"], params["w"])
-        return jnp.dot(x, params["head"])
-
-    method = dataclasses.replace(pipeline(UniformStageOption(2), 2), pipeline_schedule="inference")
-    step = minialpa.parallelize(evaluate, method=method)
-    for _ in range(2):  # an evaluation does not donate
-        assert_allclose(step(state[0], batch), evaluate(jax.device_get(state[0]), batch), rtol=1e-4, atol=1e-5)
-    assert sorted(step.get_last_executable().get_parallel_plan().row_blocks[0]) == [2, 3]
-    assert step.get_last_executable().get_input_placement_specs()[0]["w"].rows
 
 
 def test_stages_have_one_scan_where_it_is_as_fast(key: jax.Array) -> None:

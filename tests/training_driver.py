@@ -1,8 +1,8 @@
-"""A process that trains with `train` on a Ray cluster, and can be killed and restarted.
+"""A process that trains with `train`, and can be killed and restarted.
 
-`python -m tests.training_driver ADDRESS FOLDER N_STEPS SAVE_EVERY N_HOSTS`, in the network of the head of the Ray
-cluster at ADDRESS. FOLDER gets `losses`, a line for each report, and at the end `events.json` and `state`, the bits of
-the final state.
+`python -m tests.training_driver ADDRESS FOLDER N_STEPS SAVE_EVERY N_HOSTS BATCH_S`, in the network of the head of the
+Ray cluster at ADDRESS; "local" is this process alone. Each batch takes BATCH_S seconds. FOLDER gets `losses`, a line
+for each report, and at the end `events.json` and `state`, the bits of the final state.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,14 @@ from tests.runtime.ray.ray_cluster import WORKER_ENV
 from tests.training_runs import batches, create_state, parallelized
 
 
-def main(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int) -> None:
-    minialpa.init(cluster="ray", address=address, num_hosts=n_hosts, worker_env=WORKER_ENV)
+def main(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int, batch_s: float) -> None:
+    if address != "local":
+        minialpa.init(cluster="ray", address=address, num_hosts=n_hosts, worker_env=WORKER_ENV)
+
+    def source() -> Iterator[Any]:
+        for batch in batches():
+            time.sleep(batch_s)
+            yield batch
 
     with (folder / "losses").open("a", buffering=1) as losses:
         losses.write("\n")  # a process that was killed may have left a part of a line
@@ -36,7 +43,7 @@ def main(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int
         result = minialpa.train(
             parallelized(),
             create_state,
-            batches,
+            source,
             n_steps=n_steps,
             folder=folder / "run",
             save_every=save_every,
@@ -60,9 +67,9 @@ def reports_in(folder: Path) -> list[tuple[int, float, float]]:
     return [json.loads(line) for line in lines if line.endswith("]")]
 
 
-def command(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int) -> list[str]:
+def command(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int, batch_s: float = 0.0) -> list[str]:
     """How to start this program."""
-    words = (address, str(folder), n_steps, save_every, n_hosts)
+    words = (address, str(folder), n_steps, save_every, n_hosts, batch_s)
     return [sys.executable, "-m", "tests.training_driver", *map(str, words)]
 
 
@@ -71,5 +78,5 @@ def environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    address, folder, n_steps, save_every, n_hosts = sys.argv[1:]
-    main(address, Path(folder), int(n_steps), int(save_every), int(n_hosts))
+    address, folder, n_steps, save_every, n_hosts, batch_s = sys.argv[1:]
+    main(address, Path(folder), int(n_steps), int(save_every), int(n_hosts), float(batch_s))

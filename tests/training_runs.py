@@ -14,7 +14,7 @@ import optax
 import minialpa
 from minialpa import StepReport
 
-WIDTH, N_LAYERS = 8, 4
+WIDTH, N_LAYERS = 8, 2
 optimizer = optax.sgd(0.1, momentum=0.9)
 
 
