@@ -12,11 +12,13 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.cluster import LogicalMesh
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
+from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import StrategyCache
-from minialpa.ir.equations import is_literal
+from minialpa.ir.equations import is_literal, shape_of
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
+from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.trace import TracedStep, trace_step
 
@@ -56,6 +58,21 @@ def strategies_of(eqn: JaxprEqn, mesh: LogicalMesh) -> StrategySet:
     """All strategies of an equation on a mesh."""
     cache = StrategyCache()
     return cache.of(mesh, (), ALONE).enumerate(eqn, cache.kind_of(eqn), {}, {}, scatter=True)
+
+
+def program_of(eqn: JaxprEqn, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEquations:
+    """A program of one equation, whose operands are replicated, as its results are to be."""
+    operands, results = tuple(v for v in eqn.invars if not is_literal(v)), tuple(eqn.outvars)
+    replicated = {v: Spec.replicated(len(shape_of(v))) for v in (*operands, *results)}
+    return ShardedEquations(
+        eqns=(eqn,),
+        invars=operands,
+        outvars=results,
+        specs=replicated | dict(zip(results, chosen.results, strict=True)),
+        equations={eqn: chosen},
+        out_specs=tuple(replicated[v] for v in results),
+        mesh=mesh,
+    )
 
 
 def run_split(split: SplitStep, args: Any) -> Any:

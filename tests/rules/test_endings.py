@@ -16,7 +16,7 @@ from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.flattening import trace_flat
 from tests.rules.rule_laws import Case, cases_of, check_all, notation, vjp
 
-B, H, T = 4, 3, 2
+B, H = 4, 3
 X = np.linspace(0.2, 9.0, B * H, dtype=np.float32).reshape(B, H)
 NONE = np.zeros(B, bool)
 
@@ -40,10 +40,6 @@ def _halved(x: Any, limit: Any = 1.0) -> Any:
     return lax.while_loop(lambda x: jnp.sum(x**2) > limit, lambda x: 0.5 * x, x)
 
 
-def _powers(x: Any, n: Any) -> Any:
-    return lax.fori_loop(0, n, lambda i, x: jnp.sin(x) + i.astype(jnp.float32), x)
-
-
 def _rejected(x: Any, key: Any) -> Any:
     def body(c: Any) -> Any:
         key, draw = jax.random.split(c[1])
@@ -54,7 +50,6 @@ def _rejected(x: Any, key: Any) -> Any:
 
 PER_EXAMPLE: dict[str, Callable[[], list[Case]]] = {
     "a limit of its own": lambda: _loops(jax.vmap(_halved), X, np.arange(1, B + 1, dtype=np.float32)),
-    "bounds of its own": lambda: _loops(jax.vmap(_powers), X, np.arange(B, dtype=np.int32)),
     "a key of its own": lambda: _loops(jax.vmap(_rejected), X, jax.random.split(jax.random.key(0), B)),
     "in a scan": lambda: _loops(
         jax.vmap(lambda xs: lax.scan(lambda c, x: (_halved(c + x), c), jnp.zeros(H), xs)), np.stack([X, X], 1)
@@ -118,9 +113,6 @@ BY_HAND: dict[str, Callable[[], list[Case]]] = {
     "kept by a flag, with counters": lambda: _loops(_with_counters, X),
     "decoding": lambda: _loops(_decoded, X),
     "a limit from outside": lambda: _loops(lambda x, limit: _two_limits(x, limit, limit), X, X[:1]),
-    "or a flag": lambda: _loops(
-        lambda x, flag: lax.while_loop(lambda c: _any_above(c) | (flag & _any_above(c)), _kept, x), X, np.bool_(True)
-    ),
 }
 
 
@@ -149,9 +141,6 @@ TOGETHER: dict[str, Callable[[], Case]] = {
     "equal limits that are not the same": lambda: _loops(_two_limits, X, np.float32(2), np.float32(2))[0],
     "until the first has ended": lambda: _while(
         lambda x: jnp.all(x > 0.1), lambda x: (jnp.where(x > 0.1, 0.5 * x, x),), X
-    ),
-    "any of one and any of another": lambda: _while(
-        lambda x, y: _any_above(x) & _any_above(y), lambda x, y: (_kept(x), _kept(y)), X, X
     ),
     # The largest of values among which one is not a number is none either.
     "the largest": lambda: _while(lambda x: jnp.max(x) > 1, lambda x: (_kept(x),), X),

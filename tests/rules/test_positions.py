@@ -15,13 +15,11 @@ from jax.sharding import PartitionSpec as P
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh, ShardParallel, models, parallelize, value_and_grad
 from minialpa.intra.shard_arrays import shard_program
-from minialpa.intra.spmd import EquationSpecs, ShardedEquations
-from minialpa.ir.equations import is_literal, shape_of
+from minialpa.intra.spmd import EquationSpecs
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
-from minialpa.sharding import Spec
 from minialpa.tracing.evaluation import eval_equation
-from tests.helpers import strategies_of
+from tests.helpers import program_of, strategies_of
 from tests.rules.rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
 from tests.rules.rule_programs import PROGRAMS, equations
 
@@ -48,8 +46,9 @@ def test_programs_have_positional_factors() -> None:
     assert split == {"gather", "iota", "random_bits", *scatters}
 
 
-@pytest.mark.parametrize("mode", _MODES)
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "int64"])
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("clip", "int64"), ("fill", "int64"), ("fill", "uint8"), ("promise_in_bounds", "int32")]
+)
 def test_indices_out_of_bounds(mode: Any, dtype: str) -> None:
     with jax.enable_x64(dtype == "int64"):
         values = np.array([[0, 5, 6, -1], [3, 100, -7, 2]])
@@ -77,18 +76,17 @@ def test_updates_out_of_bounds(mode: Any) -> None:
     _checked(cases_of(change, _table(6, 4), _table(10, 4)), *names)
 
 
-@pytest.mark.parametrize("mode", ["clip", "fill"])
-def test_several_indexed_dimensions(mode: Any) -> None:
+def test_several_indexed_dimensions() -> None:
     i, j = np.array([0, 5, 6, -1], np.int32), np.array([7, -9, 3, 8], np.int32)
 
     def look_up(x: Any) -> Any:
-        return x.at[i, j].get(mode=mode), x.at[i, :, j % 2].get(mode=mode)
+        return x.at[i, j].get(mode="fill"), x.at[i, :, j % 2].get(mode="clip")
 
     found = cases_of(vjp(look_up), _table(6, 8, 2))
     _checked(found, "gather", "scatter-add")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "uint8", "complex64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_tables_of_other_dtypes(dtype: Any) -> None:
     indices = np.array([0, 5, 6, -1, 3, 100, -7, 2], np.int32)
     updates = jnp.ones((8, 4), dtype)
@@ -122,13 +120,13 @@ def test_narrow_indices_of_a_long_table(mode: str, dtype: Any) -> None:
     _checked(found, "gather", "scatter-add")
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
 def test_counts(dtype: Any) -> None:
     # Counts that 8 and 16 bits do not hold.
     _checked(cases_of(lambda: lax.broadcasted_iota(dtype, (2, 600), 1)), "iota")
 
 
-@pytest.mark.parametrize(("width", "n_keys"), [(8, None), (32, 4), (64, 4)])
+@pytest.mark.parametrize(("width", "n_keys"), [(8, None), (64, 4)])
 def test_bits(width: int, n_keys: int | None) -> None:
     with jax.enable_x64(width == 64):
         draw = lambda key: jax.random.bits(key, (4, 6, 2), f"uint{width}")  # noqa: E731
@@ -232,28 +230,12 @@ def test_every_strategy_of_an_equation_gives_its_results(primitive: str) -> None
                for kind in (strategies.operands, strategies.made, strategies.results)]  # fmt: skip
     chosen = [EquationSpecs(*specs) for specs in zip(*columns, strict=True)]
     assert any((0, 1) in spec.dims for one in chosen for spec in (*one.operands, *one.results))
-    programs = [shard_program(_program_of(case.eqn, specs, mesh)) for specs in chosen]
+    programs = [shard_program(program_of(case.eqn, specs, mesh)) for specs in chosen]
     devices = np.array(jax.devices()).reshape(mesh.shape)
     replicated = NamedSharding(Mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2), P())
     run = jax.jit(lambda *xs: [program(*xs) for program in programs], in_shardings=replicated, out_shardings=replicated)
     for specs, results in zip(chosen, run(*case.operands), strict=True):
         np.testing.assert_array_equal(results[0], case.results[0], err_msg=str(specs))
-
-
-def _program_of(eqn: Any, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEquations:
-    """One equation, whose operands are replicated, as its result is to be."""
-    operands, (result,) = [v for v in eqn.invars if not is_literal(v)], eqn.outvars
-    specs = {v: Spec.replicated(len(shape_of(v))) for v in operands} | {result: chosen.results[0]}
-    replicated = Spec.replicated(len(shape_of(result)))
-    return ShardedEquations(
-        eqns=(eqn,),
-        invars=tuple(operands),
-        outvars=(result,),
-        specs=specs,
-        equations={eqn: chosen},
-        out_specs=(replicated,),
-        mesh=mesh,
-    )
 
 
 def test_a_large_vocabulary_is_split_and_never_gathered(key: jax.Array) -> None:

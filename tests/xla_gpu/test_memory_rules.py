@@ -106,7 +106,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = 
         _block_gradients,
         (_array(N, D, dtype=BF16), _array(D, 4 * D, dtype=BF16), _array(4 * D, D, dtype=BF16)),
     ),
-    "gradients, float32": (_block_gradients, (_array(N, D), _array(D, 4 * D), _array(4 * D, D))),
     "a product and its conversion": (_converted, (_array(N, D), _array(D, 4 * D), _array(4 * D, D, dtype=BF16))),
     "an update, bfloat16": (
         _updated,
