@@ -19,7 +19,6 @@ from minialpa.models.layers import top2_gating
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bfloat16": ("gpt", {"dtype": jnp.bfloat16}),
     "llama_scan_dropout": ("llama", {"scan_layers": True, "remat_blocks": True, "dropout": 0.5}),
-    "resnet_bottleneck": ("resnet", {"kind": "bottleneck", "imagenet_stem": True}),
 } | {name: (name, {}) for name in MODELS}
 
 

@@ -28,12 +28,13 @@ from tests.skips import skip
 _NEW_PRIMITIVES = {"log2", "one_minus_square", "polynomial"}
 #: Those that no CPU computes; tests of their own look at their factors.
 _GPU_PRIMITIVES = {"dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"}
-all_programs = pytest.mark.parametrize("program", PROGRAMS)
+#: Programs that are compiled together, which takes less time than many small compilations.
+GROUPS = [tuple(PROGRAMS)[i : i + 8] for i in range(0, len(PROGRAMS), 8)]
 
 
-@all_programs
-def test_rules_keep_their_laws(program: str, seed: int) -> None:
-    found = cases(program)
+@pytest.mark.parametrize("programs", GROUPS, ids=lambda programs: f"{programs[0]} to {programs[-1]}")
+def test_rules_keep_their_laws(programs: tuple[str, ...], seed: int) -> None:
+    found = cases(programs)
     assert {case.eqn.primitive.name for case in found} <= set(known_primitives())
     check_all(found)
     check_linearity(found, np.random.default_rng(seed))

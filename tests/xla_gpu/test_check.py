@@ -5,49 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
 
 import minialpa
 from minialpa import ClusterSpec, Plan, models
 from minialpa.cli import main
-from minialpa.inter.lower.exported_functions import export_function
-from minialpa.programs.program import Function
 from minialpa.xla_gpu.compile import GpuCompileError, compile_for_gpus
 from minialpa.xla_gpu.targets import TARGETS
-from minialpa.xla_gpu.worker import Request
+from tests.xla_gpu.gpu_requests import request
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra `gpu-compile`")
 
 
-def _request(fun: Callable[..., Any], *shapes: tuple[int, ...], donated: tuple[int, ...] = ()) -> Request:
-    avals = tuple(jax.core.ShapedArray(shape, jnp.dtype("float32")) for shape in shapes)
-    outs = jax.eval_shape(fun, *avals)
-    split = PartitionSpec("x")
-    function = Function(
-        name="f",
-        mesh=0,
-        fun=fun,
-        in_avals=avals,  # type: ignore[arg-type]
-        in_specs=(split,) * len(avals),
-        out_avals=tuple(outs),
-        out_specs=(split,) * len(outs),
-        donated=donated,
-    )
-    return Request(export_function(function, (4,), "cuda"), (4,), 1, TARGETS["h100"])
-
-
 def test_donated_arrays_count_once_and_a_folder_keeps_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fun(x: jax.Array, y: jax.Array) -> tuple[jax.Array]:
-        return (x + y,)
-
-    requests = [_request(fun, (64, 256), (64, 256), donated=donated) for donated in ((), (0,), (0,))]
+    shapes = [jax.ShapeDtypeStruct((64, 256), jnp.float32)] * 2
+    requests = [request(jnp.add, shapes, n_devices=4, donated=donated) for donated in ((), (0,), (0,))]
     # A GPU without tables of kernels.
     requests.append(dataclasses.replace(requests[0], target=TARGETS["a100-80gb"]))
     made = compile_for_gpus(requests, cache=tmp_path)
@@ -68,13 +45,13 @@ def test_donated_arrays_count_once_and_a_folder_keeps_programs(tmp_path: Path, m
 
 
 def test_gpus_that_xla_cannot_compile_for_are_refused_and_the_processes_end() -> None:
-    request = _request(lambda x: (x + 1,), (8, 8))
+    one = request(jnp.sin, [jax.ShapeDtypeStruct((8, 8), jnp.float32)])
     with pytest.raises(GpuCompileError, match="gpu-compile-cuda12"):
-        compile_for_gpus([dataclasses.replace(request, target=TARGETS["v100"])])
+        compile_for_gpus([dataclasses.replace(one, target=TARGETS["v100"])])
 
     before = threading.active_count()
     with pytest.raises(GpuCompileError, match="`f`"):
-        compile_for_gpus([dataclasses.replace(request, target=dataclasses.replace(request.target, name='"'))])
+        compile_for_gpus([dataclasses.replace(one, target=dataclasses.replace(one.target, name='"'))])
     assert threading.active_count() == before
 
 
