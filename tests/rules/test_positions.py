@@ -17,8 +17,6 @@ from minialpa import LogicalMesh, ShardParallel, models, parallelize, value_and_
 from minialpa.intra.shard_arrays import shard_program
 from minialpa.intra.spmd import EquationSpecs
 from minialpa.rules.known_rules import factors_of
-from minialpa.rules.shards import localize
-from minialpa.tracing.evaluation import eval_equation
 from tests.helpers import program_of, strategies_of
 from tests.rules.rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
 from tests.rules.rule_programs import PROGRAMS, equations
@@ -185,15 +183,6 @@ def test_a_loop_that_mixes_what_it_makes_by_position_is_not_split() -> None:
     factors = factors_of(eqn)
     assert 8 not in {factors.sizes[f] for f in factors.positional}
     assert factors.in_time(eqn).leading_factor(0, 0) in factors.blocked
-
-
-def test_an_equation_on_a_part_needs_to_be_told_which_one() -> None:
-    """Parameters of a part of a loop that makes arrays by position do not make a program."""
-    case = cases_of(_until, _DROPPED, jax.random.key(3))[-1]
-    factors = factors_of(case.eqn)
-    (rows,) = (f for f in factors.positional if factors.sizes[f] == 8)
-    with pytest.raises(TypeError, match="shards"):
-        eval_equation(case.eqn, case.operands, localize(case.eqn, factors, {rows: 2}))
 
 
 def test_loops_and_micro_batches_do_not_split_by_position() -> None:
