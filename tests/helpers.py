@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.cluster import LogicalMesh
+from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.recording import record_equations
@@ -21,6 +23,7 @@ from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.ir.equations import is_literal, shape_of
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
 from minialpa.sharding import EquationSpecs, Spec
+from minialpa.testing import assert_allclose
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.trace import TracedStep, trace_step
@@ -89,6 +92,10 @@ def program_of(eqn: JaxprEqn, chosen: EquationSpecs, mesh: LogicalMesh) -> Shard
 
 def run_split(split: SplitStep, args: Any) -> Any:
     """Run a split step on full-batch arguments: the meaning that every executor must reproduce."""
+    return jax.jit(functools.partial(_run_split, split))(args)
+
+
+def _run_split(split: SplitStep, args: Any) -> Any:
     flat = split.traced.flat
     env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, jax.tree.leaves(args), strict=True))
@@ -122,6 +129,23 @@ def run_split(split: SplitStep, args: Any) -> Any:
                 env[stack.total] = jnp.concatenate([r[stack.loop] for r in kept], stack.dim)
     outs = [v.val if is_literal(v) else env[v] for v in split.outvars]
     return jax.tree.unflatten(split.traced.out_tree, outs)
+
+
+def split_equals_serial(
+    step: Callable[..., Any], *args: Any, n: int = 4, rtol: float = 2e-5, atol: float = 1e-6
+) -> SplitStep:
+    """The step over `n` micro-batches, after a check that it computes what the step does; also if it keeps rows."""
+    traced, expected = trace(step, *args), jax.jit(step)(*args)
+    split = split_micro_batches(traced, n)
+    forms = [split]
+    if split.computes_rows_again:
+        forms.append(split_micro_batches(traced, n, keep_rows=True))
+        assert not forms[1].computes_rows_again
+    for form in forms:
+        found = run_split(form, args)
+        assert_allclose(found, expected, rtol=rtol, atol=atol)
+        assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
+    return split
 
 
 def descent_step(loss_fn: Callable[[Any, Any], jax.Array], value_and_grad: Any) -> Callable[[Any, Any], Any]:

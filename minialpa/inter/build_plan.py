@@ -34,7 +34,6 @@ from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
 from minialpa.ir.equations import shape_of
-from minialpa.options import PlanOptions
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.rules.heavy import is_contraction
 from minialpa.tracing.ragged_products import ragged_products
@@ -87,22 +86,24 @@ class SolvedMesh:
 
 def plan_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> Plan:
     """The plan with these stages. Raises StageTooLargeError if one does not fit."""
-    placed = place_stages(context.options, layered, stages)
+    placed = place_stages(context, layered, stages)
     return build_plan(context, placed, solve_meshes(context, placed))
 
 
-def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[DecidedStage]) -> PlacedStages:
+def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> PlacedStages:
     """The tasks of every mesh. Raises ShardingError for stages, or gradients, that the schedule cannot have."""
+    options = context.options
     chunks = chunks_of([stage.layers for stage in stages])
     check_chunks(chunks, options.schedule)
     groups = chunks.of_group(layered.of_group)
-    staged = stage_step(
-        layered.step,
-        options.n_micro_batches,
-        groups,
-        chunks.stage_of,
-        keep_rows=bool(options.keep_rows),
-        cast_once=bool(options.cast_once),
+    n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
+
+    # Methods differ in their shardings, and many attempts share one staged step. Layers and what they compute again
+    # make the step of an attempt from the traced step.
+    made_by = (layered.of_group, layered.remat, layered.row_blocks) if layered.of_group else layered.step.flat
+    staged = context.staged.once(
+        (made_by, groups, chunks.stage_of, n, rows, casts),
+        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_rows=rows, cast_once=casts),
     )
 
     # Only the staged step knows its passes.

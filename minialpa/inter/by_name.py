@@ -11,6 +11,7 @@ In large steps methods rematerialise all layers or none, so a method that mixes 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -131,7 +132,8 @@ def _with_other_numbers(
             tries.add(options)
 
 
-_Outcome = Literal["faster", "slower", "too large"]
+#: `bounded`: no shardings with this rematerialisation and number of micro-batches are faster.
+_Outcome = Literal["faster", "slower", "bounded", "too large"]
 
 
 class _Tries:
@@ -154,11 +156,15 @@ class _Tries:
         self.plans: list[Plan] = []
         self.best: PlanOptions | None = None
         self._outcomes: dict[PlanOptions, _Outcome] = {}
+        self._variants_of: dict[int, tuple[bool, bool]] = {}  # by number of micro-batches, see `_open_variants`
 
     def add(self, options: PlanOptions) -> _Outcome:
         """Plan with these options, unless that was done before, and compare with all earlier plans."""
         if options not in self._outcomes:
-            self._outcomes[options] = self._outcome(options)
+            free = replace(options, sharding=self._context.options.sharding)
+            # What bounds free shardings bounds every method.
+            is_bounded = self._outcomes.get(free) == "bounded"
+            self._outcomes[options] = "bounded" if is_bounded else self._outcome(options)
         return self._outcomes[options]
 
     def _outcome(self, options: PlanOptions) -> _Outcome:
@@ -167,7 +173,9 @@ class _Tries:
         except StageTooLargeError as error:
             if not error.is_too_slow:
                 return "too large"
-            made = self._variants(options)
+            made, are_bounded = self._variants(options)
+            if are_bounded:
+                return "bounded"
         except TraceError:  # this number may not split the step
             return "slower"
         except InfeasibleError:
@@ -183,28 +191,33 @@ class _Tries:
     def _plan(self, options: PlanOptions) -> Plan:
         return self._planned(replace(self._context, options=options, below_s=self._least_s))
 
-    def _variants(self, options: PlanOptions) -> list[Plan]:
-        """Plans of the variants, which may be faster than the plan of the options."""
-        plans = []
-        for variant in _variants(self._context, options):
-            with contextlib.suppress(InfeasibleError):
+    def _variants(self, options: PlanOptions) -> tuple[list[Plan], bool]:
+        """Plans of the variants that may beat the plan of the options; and whether bounds rule all of them out."""
+        n = options.n_micro_batches
+        if n not in self._variants_of:
+            self._variants_of[n] = _open_variants(self._context, n)
+
+        plans, are_bounded = [], True
+        choices = [(False, True) if is_open else (False,) for is_open in self._variants_of[n]]
+        for rows, cast in itertools.product(*choices):
+            variant = replace(options, keep_rows=rows or options.keep_rows, cast_once=cast or options.cast_once)
+            if variant == options:
+                continue
+            try:
                 plans.append(self._plan(variant))
-        return plans
+            except InfeasibleError as error:
+                are_bounded &= isinstance(error, StageTooLargeError) and error.is_too_slow
+        return plans, are_bounded and not plans
 
 
-def _variants(context: PlanningContext, options: PlanOptions) -> Iterator[PlanOptions]:
-    """The options with rows kept, weights cast once, or both, if that is open and changes the step."""
-    if options.n_micro_batches == 1:
-        return
-    split = split_micro_batches(context.traced, options.n_micro_batches)
-    keeps_rows = options.keep_rows is None and split.computes_rows_again
-    casts_once = options.cast_once is None and with_weights_cast_once(split) is not split
-    if casts_once:
-        yield replace(options, cast_once=True)
-    if keeps_rows:
-        yield replace(options, keep_rows=True)
-    if casts_once and keeps_rows:
-        yield replace(options, keep_rows=True, cast_once=True)
+def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool]:
+    """Whether rows may be kept, and whether weights may be cast once, where that is open and changes the step."""
+    if n == 1:
+        return False, False
+    split = split_micro_batches(context.traced, n)
+    keeps_rows = context.options.keep_rows is None and split.computes_rows_again
+    casts_once = context.options.cast_once is None and with_weights_cast_once(split) is not split
+    return keeps_rows, casts_once
 
 
 def _halves(numbers: Sequence[int], n: int) -> Iterator[int]:

@@ -14,11 +14,13 @@ from minialpa.cost import is_gpu
 from minialpa.errors import ShardingError
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.constraints import matches
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
 from minialpa.options import AutoStageOption, ManualLayerOption, PlanOptions
 from minialpa.rules.known_rules import primitives_without_rule
+from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
 
 #: `progress(what, done, total)` reports long work.
@@ -30,6 +32,8 @@ JaxVersion = tuple[int, ...]
 _JAX_WITH_BARRIERS: JaxVersion = (0, 11)
 #: XLA for GPUs runs collectives beside kernels only with this scheduler.
 _HIDING = (("xla_gpu_enable_latency_hiding_scheduler", True),)
+#: Bytes of the staged steps that are kept, and of each of their operations in the planner's own memory, as measured.
+_MOST_STAGED_BYTES, _OPERATION_BYTES = 2**29, 2000
 #: Paths that a message lists at most.
 _MOST_PATHS = 8
 
@@ -42,6 +46,7 @@ class PlanningContext:
         solver: solves each distinct stage once, for all attempts at a plan.
         logical_mesh: the view of all devices that the user gave in place of a cluster; None if the planner chooses.
         below_s: seconds of a step under a known plan. The planner may give up attempts that cannot be faster.
+        staged: the staged steps of the last attempts, see `place_stages`.
     """
 
     traced: TracedStep
@@ -51,6 +56,9 @@ class PlanningContext:
     logical_mesh: LogicalMesh | None
     report: Progress
     below_s: float = math.inf
+    staged: Recent[StagedStep] = dataclasses.field(
+        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda staged: _OPERATION_BYTES * len(staged.split.ops))
+    )
 
     @property
     def whole(self) -> LayeredStep:

@@ -160,7 +160,7 @@ class _Try:
 
 
 def _tried(context: PlanningContext, layered: LayeredStep, stage: DecidedStage, *, saves_memory: bool = True) -> _Try:
-    placed = place_stages(context.options, layered, [stage])
+    placed = place_stages(context, layered, [stage])
     try:
         solved = solve_meshes(context, placed, saves_memory=saves_memory)
     except StageTooLargeError as failure:

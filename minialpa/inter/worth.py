@@ -114,7 +114,7 @@ def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
     """The best plan in one stage on all devices, the methods by name included."""
     option = context.options.sharding
     stage = DecidedStage((), _whole_clusters(context, auto)[0], option, 0)
-    placed = place_stages(context.options, context.whole, [stage])
+    placed = place_stages(context, context.whole, [stage])
 
     def attempt(sharding: AutoShardingOption, below_s: float) -> tuple[Plan, float]:
         """The plan, and a lower bound on the seconds of every plan."""

@@ -21,7 +21,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
-from minialpa.intra.strategies.combining import WITH_GRADIENTS, Sharing, n_together, sum_groups
+from minialpa.intra.strategies.combining import WITH_GRADIENTS, Sharing, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
@@ -97,7 +97,7 @@ class _Shards(Generic[T]):
         #: Shards after an exchange of halves.
         self.swapped: dict[tuple[Var, ReshardStep], T] = {}
         #: As in the prices of the plan, so that sums that start together take the same steps.
-        self.n_together = n_together(program.eqns, sum_groups(program.eqns))
+        self.n_together = sum_groups(program.eqns).n_together
         #: The equations of variables without operands, such as positions.
         self.makers: dict[Var, JaxprEqn] = {}
 
@@ -226,10 +226,11 @@ class Communication(NamedTuple):
     after: int = 0
 
 
-def collectives_of(program: ShardedEquations) -> list[Communication]:
+@functools.lru_cache(maxsize=8)
+def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
     """The collectives of one run of the program, in order."""
     found: list[Communication] = []
-    groups = sum_groups(program.eqns)
+    groups = sum_groups(program.eqns).number
     hidden = hidden_values(program.eqns, program.invars, program.early, program.awaited, in_loop=program.in_loop)
 
     # The shards are bits: the sums that they wait for.
@@ -252,7 +253,7 @@ def collectives_of(program: ShardedEquations) -> list[Communication]:
         return [functools.reduce(operator.or_, operands, 0)] * len(eqn.outvars)
 
     walk(program, [0] * len(program.invars), ShardOps(lambda _: 0, move, run, loop))
-    return found
+    return tuple(found)
 
 
 def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, ...]]:

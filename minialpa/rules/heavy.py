@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import sub_jaxprs
@@ -24,6 +26,7 @@ def is_attention(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith("minialpa_attention")
 
 
+@functools.lru_cache(2**15)
 def has_contraction(eqn: JaxprEqn) -> bool:
     """Whether the equation, or one inside it, is a contraction."""
     return is_contraction(eqn) or any(has_contraction(inner) for body in sub_jaxprs(eqn) for inner in body.eqns)

@@ -150,10 +150,12 @@ def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
     return Factors(sizes=tuple(sizes), operands=operands, results=results, blocked=blocked, flops=flops)
 
 
+@cached(maxsize=2**15)
 def factors_of(eqn: JaxprEqn) -> Factors:
     """Factors of an equation by its primitive's rule; `replicated_factors` without a rule, or with side effects.
 
-    One device runs an equation with side effects for all others, and loops and branches around it.
+    One device runs an equation with side effects for all others, and loops and branches around it. Planning asks for
+    the factors of the same equation dozens of times, so the last ones are kept by equation, too.
     """
     try:
         return _factors(kind_of(eqn))

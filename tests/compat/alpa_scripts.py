@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
+import minialpa
 import minialpa.compat.alpa as alpa
 
 HIDDEN, BATCH_SIZE = 16, 32
@@ -55,17 +56,28 @@ def step_with(value_and_grad: Callable[..., Any]) -> Callable[[TrainState, Any],
     return train_step
 
 
-def train_and_compare(method: Any, *, manual: bool = False, n_steps: int = 2) -> Any:
-    """Train by the method and on one device, compare, and return the executable."""
+def train_and_compare(method: Any, manual: bool = False) -> Any:
+    """Train two steps by the method and on one device, compare, and return the executable."""
     state, batch = make_state_and_batch(manual)
-    serial, parallel = (
-        jax.jit(step_with(jax.value_and_grad)),
-        alpa.parallelize(step_with(alpa.value_and_grad), method=method),
-    )
+    serial = jax.jit(step_with(jax.value_and_grad))
+    parallel = alpa.parallelize(step_with(alpa.value_and_grad), method=method)
     expected = actual = state
-    for _ in range(n_steps):
+    for _ in range(2):
         expected, expected_loss = serial(expected, batch)
         actual, loss = parallel(actual, batch)
         alpa.testing.assert_allclose(loss, expected_loss)
     alpa.testing.assert_allclose(actual.params, expected.params)
     return parallel.get_last_executable()
+
+
+def train_with_layers_and_stages_found() -> None:
+    """With `import minialpa as alpa`: a step, and one on a smaller batch, as on one device."""
+    state, batch = make_state_and_batch()
+    layers = minialpa.AutoLayerOption(layer_num=2)
+    method = minialpa.PipeshardParallel(num_micro_batches=4, layer_option=layers, stage_option="auto")
+    step = minialpa.parallelize(step_with(minialpa.value_and_grad), method=method)
+    serial = step_with(jax.value_and_grad)
+    for n in (BATCH_SIZE, BATCH_SIZE // 2):
+        examples = {name: x[:n] for name, x in batch.items()}
+        (actual, loss), (expected, expected_loss) = step(state, examples), serial(state, examples)
+        alpa.testing.assert_allclose((actual.params, loss), (expected.params, expected_loss))

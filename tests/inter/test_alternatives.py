@@ -64,14 +64,12 @@ def test_a_value_is_explained_by_a_table_with_the_chosen_spec_first() -> None:
     assert re.fullmatch(r"params\['w'\] float32\[1024, 1024\] on mesh 0 of shape \(8,\)", lines[0])
     assert lines[1].split()[:2] == ["per", "step"] and "chosen" in lines[2]
     assert len(lines) == 2 + 3 and all("+" in line or "same" in line for line in lines[3:])
-
-
-def test_results_go_with_the_arguments_that_they_replace() -> None:
+    # A result goes with the argument that it replaces.
     text = explained("result", METHODS["one axis"])
     assert "result[1] float32[] on mesh 0" in text and "result[0]" not in text
 
 
-def test_what_cannot_be_is_told() -> None:
+def test_what_cannot_be_is_told_and_a_spec_may_be_fixed_where_nothing_else_is_sharded() -> None:
     def step(x: jax.Array, batch: jax.Array) -> jax.Array:
         return jnp.tanh(batch @ x)
 
@@ -81,12 +79,6 @@ def test_what_cannot_be_is_told() -> None:
     text = explained("batch", ShardParallel(num_micro_batches=4), step, args)
     assert re.search(r"P\('x',?\) +not possible: the spec of `batch` splits dimension 0 of shape \(4, 64\)", text)
 
-
-def test_a_spec_may_be_fixed_where_nothing_else_is_sharded() -> None:
-    def step(x: jax.Array, batch: jax.Array) -> jax.Array:
-        return jnp.tanh(batch @ x)
-
-    args = (jax.ShapeDtypeStruct((64, 12), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32))
     alone = AutoShardingOption(enable_auto_sharding=False)
     text = explained("x", ShardParallel(auto_sharding_option=alone), step, args)
     assert re.search(r"P\(\) +[\d.]+ us +chosen", text)

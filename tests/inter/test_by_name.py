@@ -84,14 +84,6 @@ def test_no_method_by_name_is_faster(
     assert found.cost.total_s <= best_by_name(mlp, cluster, (1, 2, 4) if n is None else (n,)).cost.total_s
 
 
-def test_where_a_method_by_name_fits_the_search_finds_a_plan_that_is_no_slower(mlp: TracedStep) -> None:
-    peaks = [planned(mlp, GPUS, cls(num_micro_batches=4)).stages[0].peak_bytes for cls in BY_NAME]
-    # Bytes that leave the reserve of the smallest.
-    limited = AutoShardingOption(memory_limit_bytes=1.2 * min(peaks) + 1e5)
-    found = planned(mlp, GPUS, searching(4, math.inf, limited))
-    assert found.cost.total_s <= best_by_name(mlp, GPUS, (4,), limited).cost.total_s
-
-
 def test_a_search_that_finds_nothing_takes_what_fits_by_name(mlp: TracedStep, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the number of micro-batches open, also at the best number near one example for each device."""
     whole = pipeline._planned
@@ -127,14 +119,12 @@ def test_a_single_stage_is_tried_with_far_fewer_micro_batches(mlp: TracedStep, m
     assert found.cost.total_s <= best_by_name(mlp, GPUS, (1, 2, 4, 8)).cost.total_s
 
 
-@pytest.mark.parametrize("limit_bytes", [None, pytest.param(4e5, marks=pytest.mark.slow)])
-def test_only_what_is_not_faster_is_given_up(mlp: TracedStep, limit_bytes: float | None) -> None:
+def test_only_what_is_not_faster_is_given_up(mlp: TracedStep) -> None:
     """The oracle: the plan for a caller that has none."""
     n_given_up = 0
-    limited = AutoShardingOption(memory_limit_bytes=limit_bytes)
     reference_s = planned(mlp, GPUS, ShardParallel(num_micro_batches=4)).cost.total_s
     for cls in BY_NAME:
-        options = cls(num_micro_batches=4, auto_sharding_option=limited).options()
+        options = cls(num_micro_batches=4).options()
         solver = StageSolver(compiler_of(GPUS))
         given_up_s = [0.0]
         for part in (0.3, 0.8, 1.01):
@@ -154,10 +144,9 @@ def test_only_what_is_not_faster_is_given_up(mlp: TracedStep, limit_bytes: float
 def test_variants_that_change_the_step_are_candidates(mlp: TracedStep) -> None:
     narrow = traced("mlp", batch_size=16, hidden=32, n_layers=2, dtype="bfloat16")
     solver = StageSolver(compiler_of(CPUS))
-    for step, n, expected in ((mlp, 4, 0), (narrow, 1, 0), (narrow, 4, 1)):
+    for step, n, casts in ((mlp, 4, False), (narrow, 1, False), (narrow, 4, True)):
         options = ShardParallel(num_micro_batches=n).options()
-        found = list(by_name._variants(asking(step, CPUS, options, solver, math.inf), options))
-        assert found == [dataclasses.replace(options, cast_once=True)] * expected
+        assert by_name._open_variants(asking(step, CPUS, options, solver, math.inf), n) == (False, casts)
 
 
 def asking(

@@ -56,14 +56,8 @@ def plans(monkeypatch: pytest.MonkeyPatch, devices: Any) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("device", ["cpu", "a100-80gb"])
-def test_the_plan_for_a_described_cluster_is_the_same_with_any_jax(
-    monkeypatch: pytest.MonkeyPatch, device: PresetName
-) -> None:
-    old, new = plans(monkeypatch, ClusterSpec.preset(device, devices_per_host=1))
+def test_only_the_plan_for_devices_counts_on_the_jax_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = plans(monkeypatch, ClusterSpec.preset("cpu", devices_per_host=1))
     assert old == new
-
-
-def test_the_plan_for_devices_counts_on_the_jax_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = plans(monkeypatch, jax.devices()[:1])
     assert new.cost.peak_bytes[0] < old.cost.peak_bytes[0]

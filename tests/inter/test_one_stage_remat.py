@@ -13,8 +13,6 @@ import minialpa
 from minialpa import (
     AutoShardingOption,
     ClusterSpec,
-    CreateStateParallel,
-    FollowParallel,
     Plan,
     ShardParallel,
     Zero3Parallel,
@@ -36,7 +34,7 @@ BATCH = jnp.linspace(-1.0, 1.0, 4096 * 16).reshape(4096, 16)
 def deep(params: Any, batch: jax.Array) -> jax.Array:
     x = batch
     for w in params:
-        for _ in range(3):
+        for _ in range(2):
             x = jnp.tanh(x @ w) * jnp.sin(x)
     return jnp.mean(x**2)
 
@@ -94,19 +92,6 @@ def test_as_few_layers_as_fit_compute_values_again(free: Plan) -> None:
     assert "rematerialisation" in plans[1].summary()
 
 
-@pytest.mark.slow
-def test_shardings_that_save_memory_and_rematerialisation_compete() -> None:
-    """Without limits on the shardings, the plan is never slower than without rematerialisation."""
-    limit = 0.6 * planned(within(None)).stages[0].peak_bytes
-    auto = planned(within(limit))
-    assert auto.stages[0].peak_bytes <= limit
-    try:
-        kept = planned(dataclasses.replace(within(limit), remat="none"))
-    except InfeasibleError:
-        return
-    assert auto.cost.total_s <= kept.cost.total_s
-
-
 def dropout_and_statistics(params: Any, batch: Any) -> jax.Array:
     """Tied weights, random masks, and means over the batch."""
     x = batch
@@ -118,33 +103,25 @@ def dropout_and_statistics(params: Any, batch: Any) -> jax.Array:
 
 
 def test_masks_statistics_and_tied_weights_are_computed_again(key: jax.Array) -> None:
-    method = ShardParallel(remat="dots")
     params = [jax.random.normal(k, (16, 16)) for k in jax.random.split(key, 2)]
     batch = jax.random.normal(key, (32, 16))
-    kept = dataclasses.replace(method, remat="none")
-    results = [
-        minialpa.parallelize(
-            descent_step(dropout_and_statistics, minialpa.value_and_grad), method=one, donate_argnums=()
-        )(params, batch)
-        for one in (method, kept)
-    ]
-    assert_allclose(*results, rtol=1e-5)
+    serial = jax.jit(descent_step(dropout_and_statistics, jax.value_and_grad))
+    step = minialpa.parallelize(
+        descent_step(dropout_and_statistics, minialpa.value_and_grad),
+        method=ShardParallel(jax.devices()[:2], remat="dots"),
+        donate_argnums=(),
+    )
+    assert_allclose(step(params, batch), serial(params, batch), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow  # tests/inter/layers/test_unstack.py has its short relative
 def test_a_scan_over_layers_is_cut_into_layers_that_compute_again(key: jax.Array) -> None:
-    method = Zero3Parallel(remat="full")
-    step = minialpa.parallelize(scanned.train_step, method=method)
-    create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
-    evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step))
-    state, expected = create(key), jax.jit(scanned.init)(key)
+    step = minialpa.parallelize(scanned.train_step, method=Zero3Parallel(remat="full"), donate_argnums=())
+    state = scanned.init(key)
     plan = step.plan(state, scanned.BATCH)
     assert plan.row_blocks and len(plan.stages) == 1 and "full" in plan.remat
-    for _ in range(2):
-        assert_allclose(evaluate(state, scanned.BATCH), jax.jit(scanned.evaluate)(expected, scanned.BATCH), rtol=1e-4)
-        state, _ = step(state, scanned.BATCH)
-        expected, _ = jax.jit(scanned.train_step)(expected, scanned.BATCH)
-    minialpa.shutdown()
+    expected = jax.jit(scanned.train_step)(state, scanned.BATCH)
+    assert_allclose(step(state, scanned.BATCH), expected, rtol=1e-4)
 
 
 @pytest.mark.slow  # the other tests run such plans as they are made
@@ -157,7 +134,7 @@ def test_a_plan_that_computes_again_runs_from_a_file_and_for_another_batch(free:
     assert_allclose(step(jax.tree.map(jnp.copy, PARAMS), BATCH), expected(PARAMS, BATCH), rtol=1e-4)
 
     half = BATCH[:2048]
-    with pytest.warns(UserWarning, match="rematerialisation are kept"):
+    with pytest.warns(UserWarning, match="rematerialisation, and has solved new"):
         assert_allclose(step(jax.tree.map(jnp.copy, PARAMS), half), expected(PARAMS, half), rtol=1e-4)
         assert step.plan(PARAMS, half).remat == plan.remat
 

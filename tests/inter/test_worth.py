@@ -77,15 +77,6 @@ def test_a_search_pays_from_so_many_steps_on_as_take_as_long(width: int) -> None
     assert asked(traced, on(math.inf)) and not asked(traced, on(0))
 
 
-def test_equations_of_bodies_count_twice() -> None:
-    def step(x: Any) -> Any:
-        return jax.lax.scan(lambda c, _: (jnp.sin(c) * 2.0, None), x, None, length=8)[0]
-
-    flat = jax.make_jaxpr(step)(jnp.zeros(4)).jaxpr
-    assert [eqn.primitive.name for eqn in flat.eqns] == ["scan"]
-    assert worth.n_equations(flat.eqns) == 1 + 2 * 2
-
-
 def test_a_short_step_is_planned_as_one_stage_and_a_long_one_is_searched_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,25 +97,6 @@ def test_a_plan_without_a_search_is_the_better_one_of_its_two_choices() -> None:
     assert planned(small, CLUSTER, pipeline(never)).stages[0].n_devices == 4
     best = planned(wide, CLUSTER, AutoParallel(stage_option=ALWAYS))
     assert best.cost.total_s <= all_.cost.total_s <= 1.2 * best.cost.total_s
-
-
-@pytest.mark.slow  # the next test is the short relative
-def test_what_does_not_fit_as_one_stage_is_searched() -> None:
-    """And comes to the same plan as if it had been searched from the beginning."""
-    traced = mlp(64, n_layers=8)
-    small = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_bytes=2.5e5))
-    assert not asked(traced, on(0), small)
-    plan = planned(traced, small, on(0))
-    assert searched(plan) and plan.n_micro_batches > 1
-    assert plan == planned(traced, small, on(math.inf))
-
-    none = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_bytes=2e4))
-    messages = []
-    for steps in (0, math.inf):
-        with pytest.raises(minialpa.InfeasibleError) as error:
-            planned(traced, none, pipeline(AutoStageOption(planned_steps=steps), 8))
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
 
 
 def test_what_only_a_search_gives_is_searched(tmp_path: Any) -> None:

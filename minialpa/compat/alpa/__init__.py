@@ -1,6 +1,6 @@
 """Alpa's names for scripts that were written for Alpa: `import minialpa.compat.alpa as alpa`.
 
-Each name works as in Alpa, or raises an error with the alternative, see `names`. Names of minialpa are here, too.
+Names of Alpa that are not here raise an error with the alternative, see `names`. Names of minialpa are here, too.
 """
 
 import sys
@@ -9,16 +9,16 @@ from typing import Any
 from minialpa import __version__ as __version__
 from minialpa.compat.alpa import data_loader as data_loader
 from minialpa.compat.alpa import device_mesh as device_mesh
-from minialpa.compat.alpa import global_env as global_env
 from minialpa.compat.alpa import names as _names
 from minialpa.compat.alpa import parallel_method as parallel_method
-from minialpa.compat.alpa import testing as testing
 from minialpa.compat.alpa import util as util
 from minialpa.compat.alpa.api import ParallelizedFunc as ParallelizedFunc
 from minialpa.compat.alpa.api import PlacementSpec as PlacementSpec
 from minialpa.compat.alpa.api import clear_executable_cache as clear_executable_cache
 from minialpa.compat.alpa.api import init as init
 from minialpa.compat.alpa.api import parallelize as parallelize
+from minialpa.compat.alpa.api import restore_checkpoint as restore_checkpoint
+from minialpa.compat.alpa.api import save_checkpoint as save_checkpoint
 from minialpa.compat.alpa.api import set_seed as set_seed
 from minialpa.compat.alpa.api import shutdown as shutdown
 from minialpa.compat.alpa.data_loader import DataLoader as DataLoader
@@ -36,7 +36,6 @@ from minialpa.compat.alpa.device_mesh import get_global_physical_mesh as get_glo
 from minialpa.compat.alpa.device_mesh import get_global_virtual_physical_mesh as get_global_virtual_physical_mesh
 from minialpa.compat.alpa.device_mesh import set_global_physical_mesh as set_global_physical_mesh
 from minialpa.compat.alpa.device_mesh import set_global_virtual_physical_mesh as set_global_virtual_physical_mesh
-from minialpa.compat.alpa.global_env import global_config as global_config
 from minialpa.compat.alpa.manual_sharding import ManualShardingOption as ManualShardingOption
 from minialpa.compat.alpa.options import AutoLayerOption as AutoLayerOption
 from minialpa.compat.alpa.options import AutoShardingOption as AutoShardingOption
@@ -44,6 +43,7 @@ from minialpa.compat.alpa.options import AutoStageOption as AutoStageOption
 from minialpa.compat.alpa.options import ManualLayerOption as ManualLayerOption
 from minialpa.compat.alpa.options import ManualStageOption as ManualStageOption
 from minialpa.compat.alpa.options import UniformStageOption as UniformStageOption
+from minialpa.compat.alpa.options import global_config as global_config
 from minialpa.compat.alpa.parallel_method import DataParallel as DataParallel
 from minialpa.compat.alpa.parallel_method import PipeshardParallel as PipeshardParallel
 from minialpa.compat.alpa.parallel_method import ShardParallel as ShardParallel
@@ -51,6 +51,7 @@ from minialpa.compat.alpa.parallel_method import Zero2Parallel as Zero2Parallel
 from minialpa.compat.alpa.parallel_method import Zero3Parallel as Zero3Parallel
 from minialpa.compat.alpa.parallel_method import get_3d_parallel_method as get_3d_parallel_method
 from minialpa.compat.alpa.util import timers as timers
+from minialpa.testing import assert_allclose as assert_allclose
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jax.tree_util import PyTreeDef
 
-from minialpa import AutoShardingOption, ManualStageOption, UniformStageOption
+from minialpa import ManualStageOption, UniformStageOption
 from minialpa.errors import ShardingError
 
 #: Arguments or results whose shardings the planner chooses.
@@ -66,36 +66,23 @@ def with_axes(options: Any, manual: ManualShardingOption) -> Any:
     options = options.relaxed(lambda option: replace(option, axis_names=names[0], **common))
     match stages:
         case ManualStageOption():
-            dicts = list(stages.submesh_autosharding_option_dicts) or [{} for _ in range(n_stages or 0)]
-            named = zip(dicts, itertools.cycle(names), strict=False)
-            stages = replace(
-                stages,
-                submesh_autosharding_option_dicts=[{**given, **common, "axis_names": own} for given, own in named],
-            )
-            return replace(options, stages=stages)
-        case UniformStageOption(submesh_physical_shape=(hosts, devices), submesh_logical_shape=None):
-            assert isinstance(options.stages, UniformStageOption)
-            return replace(options, stages=replace(options.stages, submesh_logical_shape=(hosts, devices)))
+            given = stages.submesh_autosharding_option_dicts or [{}] * (n_stages or 0)
+            if any(fields.get("fixed_specs") for fields in given):
+                raise ShardingError("Leave out `fixed_specs` of a stage: `ManualShardingOption` takes their place.")
+            dicts = [
+                {**fields, **common, "axis_names": own}
+                for fields, own in zip(given, itertools.cycle(names), strict=False)
+            ]
+            return replace(options, stages=replace(stages, submesh_autosharding_option_dicts=dicts))
+        case UniformStageOption(submesh_physical_shape=(_, _) as shape, submesh_logical_shape=None):
+            return replace(options, stages=replace(options.stages, submesh_logical_shape=shape))
     return options
 
 
 def with_specs(options: Any, manual: ManualShardingOption, step: Any) -> Any:
     """`options` of the planner with the PartitionSpecs of arguments and results of the traced `step`."""
     pairs = tuple(_pairs(manual, step))
-
-    def with_pairs(option: AutoShardingOption) -> AutoShardingOption:
-        return replace(option, fixed_specs=(*pairs, *option.fixed_pairs))
-
-    options = options.relaxed(with_pairs)
-    if isinstance(options.stages, ManualStageOption):
-        dicts = [
-            {**given, "fixed_specs": with_pairs(AutoShardingOption(fixed_specs=given["fixed_specs"])).fixed_specs}
-            if "fixed_specs" in given
-            else given
-            for given in options.stages.submesh_autosharding_option_dicts
-        ]
-        options = replace(options, stages=replace(options.stages, submesh_autosharding_option_dicts=dicts))
-    return options
+    return options.relaxed(lambda option: replace(option, fixed_specs=(*pairs, *option.fixed_pairs)))
 
 
 def _pairs(manual: ManualShardingOption, step: Any) -> Iterator[tuple[str, PartitionSpec]]:

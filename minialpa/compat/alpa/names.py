@@ -1,112 +1,107 @@
-"""Names of Alpa without an equal, and modules of Alpa with names of this package. docs/alpa.md lists them."""
+"""Names of Alpa that are not here, and modules of Alpa from which scripts import names. docs/alpa.md lists both."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import minialpa
 from minialpa.errors import MinialpaError
 
-#: What to use instead of a missing name: of the package, `module.name`, or `executable.name`.
+_MODEL = "Use `minialpa.models.build(name)`, or a flax model of your own."
+_JIT = "Run the step under `jax.jit` to compare with one device."
+_LAYERS = "Use `AutoLayerOption` or `ManualLayerOption` as `layer_option` of `PipeshardParallel`."
+_FIGURES = "Use `minialpa calibrate`, or give the figures of devices and links by `minialpa.ClusterSpec`."
+_TIMES = "Use `executable.stage_timeline()`, which times every stage program."
+
+#: What to use instead of a name of a module or of an executable.
 INSTEAD = {
-    "LocalPipelineParallel": "Run the step under `jax.jit` to compare with one device.",
-    "LogicalDeviceMesh": "Use `mesh.get_logical_mesh(shape, mesh_alpha, mesh_beta)`, or `minialpa.LogicalMesh`.",
+    "BertConfig": _MODEL,
+    "BertLayerModel": _MODEL,
+    "DynamicScale": "Use `flax.training.dynamic_scale.DynamicScale`.",
+    "LocalPipelineParallel": _JIT,
+    "LogicalDeviceMesh": "Use `mesh.get_logical_mesh(shape, alpha, beta)`, or `minialpa.LogicalMesh`.",
+    "MLPModel": _MODEL,
     "ManualPipeshardParallel": "Use `PipeshardParallel(stage_option=ManualStageOption(...))`.",
-    "ParallelPlan": "Use `minialpa.Plan`, which `executable.get_parallel_plan()` returns and `plan.save(path)` writes.",
-    "PhysicalDeviceMeshGroup": "Use `executable.get_parallel_plan().stages`; the session manages the meshes.",
-    "ProfilingResultDatabase": "Use `minialpa calibrate`, or give the figures as `devices=minialpa.ClusterSpec(...)`.",
+    "ParallelPlan": "Use `minialpa.Plan`, which `executable.get_parallel_plan()` returns.",
+    "PhysicalDeviceMeshGroup": "Use `executable.get_parallel_plan().stages`.",
+    "PipelineBasicTest": _JIT,
+    "ProfilingResultDatabase": _FIGURES,
     "ThreeDParallel": "Use `get_3d_parallel_method(...)`.",
-    "automatic_layer_construction": "Use `PipeshardParallel(layer_option=AutoLayerOption(layer_num=...))`.",
-    "automatic_remat": (
-        'Use `PipeshardParallel(layer_option=AutoLayerOption(layer_num=..., remat_mode="coarse_grained_remat"))`, or '
-        "`jax.checkpoint` around the blocks of the model."
-    ),
-    "executable.auto_sharding_objective": "Use `executable.get_parallel_plan().cost`, in seconds.",
-    "executable.mesh_group": "Use `executable.get_parallel_plan().stages`, and `executable.sync()` to wait.",
-    "executable.physical_mesh": "Use `get_global_physical_mesh()`, and `executable.sync()` to wait.",
-    "executable.profile_all_executable_with_dummy_inputs": (
-        "Use `executable.stage_timeline()`, which times every stage program."
-    ),
-    "manual_layer_construction": "Use `PipeshardParallel(layer_option=ManualLayerOption(remat_layer=...))`.",
-    "manual_remat": (
-        "Use `PipeshardParallel(layer_option=ManualLayerOption(remat_layer=True))`, or `jax.checkpoint` around the "
-        "blocks of the model."
-    ),
-    "model": "Use `minialpa.models.build(name)`, or models of your own; `TrainState` is that of flax.",
-    "serve": "minialpa does not serve; run the parallelized function behind a server of your choice.",
-    "set_jax_env_on_driver": 'Call `init(cluster="ray")` before other functions of jax; it leaves GPUs to the workers.',
-    "testing.BertLayerModel": 'Use `minialpa.models.build("bert")`.',
-    "testing.MLPModel": 'Use `minialpa.models.build("mlp")`.',
-    "testing.PipelineBasicTest": "Compare the step with its run under `jax.jit` by `assert_allclose`.",
-    "testing.create_train_state": "Use `minialpa.models.build(name).init(key)`, or `TrainState.create` of flax.",
-    "testing.get_bert_layer_train_state_and_step": 'Use `minialpa.models.build("bert")`, its `init` and `train_step`.',
-    "testing.get_mlp_train_state_and_step": 'Use `minialpa.models.build("mlp")`, its `init` and `train_step`.',
-    "torch": "minialpa takes JAX steps only; translate the model to JAX first.",
-    "util.get_num_hosts_and_num_devices": "Use `get_global_cluster().num_hosts` and its `host_num_devices`.",
-    "util.list_gpu_info": "Use `jax.devices()`, or the command `minialpa doctor`.",
-    "util.profile_xla_executable": "Use `executable.profile_with_dummy_inputs()`.",
-    "util.run_cmd": "Use `subprocess.run` of Python.",
+    "TrainState": "Use `flax.training.train_state.TrainState`.",
+    "auto_sharding_objective": "Use `executable.get_parallel_plan().cost`, in seconds.",
+    "automatic_layer_construction": _LAYERS,
+    "automatic_remat": _LAYERS,
+    "create_train_state": "Use `TrainState.create` of flax.",
+    "get_bert_layer_train_state_and_step": _MODEL,
+    "get_metrics": "Use `jax.tree.map(lambda *values: np.stack(values), *metrics)`.",
+    "get_mlp_train_state_and_step": _MODEL,
+    "get_num_hosts_and_num_devices": "Use `get_global_cluster().num_hosts` and its `num_devices`.",
+    "get_shard_args_time_costs": "minialpa does not time this.",
+    "get_stage_execution_info": _TIMES,
+    "list_gpu_info": "Use `jax.devices()`, or the command `minialpa doctor`.",
+    "manual_layer_construction": _LAYERS,
+    "manual_remat": _LAYERS,
+    "mesh_group": "Use `executable.get_parallel_plan().stages`, and `executable.sync()` to wait.",
+    "physical_mesh": "Use `get_global_physical_mesh()`, and `executable.sync()` to wait.",
+    "print_used_time": "Use `time.perf_counter()`.",
+    "profile_all": _FIGURES,
+    "profile_all_executable_with_dummy_inputs": _TIMES,
+    "profile_xla_executable": "Use `executable.profile_with_dummy_inputs()`.",
+    "run_cmd": "Use `subprocess.run` of Python.",
+    "serve": "minialpa has no server.",
+    "to_str_round": "Use format strings of Python.",
+    "torch": "minialpa takes JAX steps only.",
 }
 
 
-class Instead:
-    """A name of Alpa that is not here. It can be imported; its use raises MinialpaError with the alternative."""
+class NotHereError(MinialpaError, ImportError):
+    """A name of Alpa that is not here. As an ImportError, it also reaches a script that imports the name."""
 
-    def __init__(self, name: str, sentence: str) -> None:
-        vars(self).update(_name=name, _sentence=sentence)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise MinialpaError(f"`{self._name}` of Alpa is not here. {self._sentence}")
-
-    __call__ = __instancecheck__ = __getitem__ = __iter__ = _refuse
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"`{self._name}` of Alpa is not here, nor its `{name}`. {self._sentence}")
-
-    def __repr__(self) -> str:
-        return f"<not here: {self._name}. {self._sentence}>"
+def not_here(name: str) -> str:
+    """The message for a name in `INSTEAD`."""
+    return f"`{name}` of Alpa is not here. {INSTEAD[name]}"
 
 
 def find(name: str) -> Any:
-    """The object for an undefined "name" of the package or "module.name". Raises AttributeError for unknown names."""
+    """The object for a name that a module does not define.
+
+    Raises NotHereError for a name of Alpa, and AttributeError for an unknown name.
+    """
     if name in INSTEAD:
-        return Instead(name, INSTEAD[name])
+        raise NotHereError(not_here(name))
     if name in minialpa.__all__:
         return getattr(minialpa, name)
     raise AttributeError(
-        f"`{name}` is no name of Alpa that minialpa knows. `minialpa.__all__` lists what minialpa has, and "
-        "docs/alpa.md what became of Alpa's names."
+        f"minialpa has no `{name}`, under Alpa's names or its own. `minialpa.__all__` lists its own names, and "
+        "docs/alpa.md Alpa's."
     )
 
 
-#: Modules of Alpa that scripts import from, with their names of this package.
-_MODULES = {
-    "pipeline_parallel": (),
-    "pipeline_parallel.layer_construction": (
-        *("AutoLayerOption", "ManualLayerOption", "automatic_layer_construction", "automatic_remat"),
-        *("manual_layer_construction", "manual_remat"),
-    ),
-    "pipeline_parallel.primitive_def": ("mark_pipeline_boundary",),
-    "pipeline_parallel.stage_construction": (
-        *("AutoStageOption", "ManualStageOption", "UniformStageOption", "get_last_dp_result"),
-    ),
-    "shard_parallel": (),
-    "shard_parallel.auto_sharding": ("AutoShardingOption", "LogicalDeviceMesh"),
-    "shard_parallel.manual_sharding": ("ManualShardingOption",),
-    "timer": ("timers",),
-}
+#: Modules of Alpa with the names of this package.
+_MODULES = (
+    *("global_env", "mesh_profiling", "model", "model.bert_model", "model.gpt_model", "model.model_util"),
+    *("parallel_plan", "pipeline_parallel", "pipeline_parallel.layer_construction"),
+    *("pipeline_parallel.local_pipeline", "pipeline_parallel.primitive_def", "pipeline_parallel.stage_construction"),
+    *("serialization", "shard_parallel", "shard_parallel.auto_sharding", "shard_parallel.manual_sharding"),
+    *("testing", "timer"),
+)
 
 
 def add_modules(package: ModuleType) -> None:
-    """Let scripts import these modules of `package`."""
-    for path, names in _MODULES.items():
+    """Let scripts import the modules of Alpa from `package`. Each has all names of `package`."""
+
+    def of_package(name: str) -> Any:
+        # Python asks modules for names such as `__path__`.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(package, name)
+
+    for path in _MODULES:
         module = ModuleType(f"{package.__name__}.{path}", f"Names of Alpa's `{path}`.")
-        for name in names:
-            setattr(module, name, getattr(package, name))
-        if not names:
-            module.__path__ = []
+        vars(module).update(__path__=[], __getattr__=of_package)
+        sys.modules[module.__name__] = module
         parent, _, last = module.__name__.rpartition(".")
         setattr(sys.modules[parent], last, module)
-        sys.modules[module.__name__] = module

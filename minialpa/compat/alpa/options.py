@@ -1,68 +1,50 @@
-"""Alpa's options, which scripts may change until a step is planned; `read` returns minialpa's option.
+"""Alpa's options and `global_config`. `read` of an option returns minialpa's; scripts may change options before.
 
-Each class has Alpa's fields in Alpa's order, then fields that only minialpa has. A setting without an equal gets a
-warning if it is harmless, and otherwise an error.
+Each class has Alpa's fields, in Alpa's order. Methods take minialpa's own options, too.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, ClassVar, Literal
 
 import minialpa
 from minialpa.errors import ShardingError
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A setting without an equal: why it is not needed or what to use instead; refused by an error or warned of."""
-
-    sentence: str
-    is_refused: bool = False
-
-
-def check_setting(setting: Setting, name: str, value: Any, *, stacklevel: int) -> None:
-    """Warn, or raise ShardingError, that `name` has no equal. stacklevel: of `warnings.warn`, from the caller."""
-    if setting.is_refused:
-        raise ShardingError(f"`{name}={value!r}` has no equal in minialpa. {setting.sentence}")
-    warnings.warn(f"`{name}={value!r}` has no equal in minialpa. {setting.sentence}", stacklevel=stacklevel + 1)
-
-
 class Adjustable:
-    """Base of options that a script may change until a step is planned, as in Alpa.
+    """Base of options that a script may change.
 
     Attributes:
-        SETTINGS: fields without an equal; as `field=value`, single values of a field.
-        CHOICES: the possible values of a field.
+        IGNORED: fields that minialpa does not need. Another value than the default gets a warning.
+        REFUSED: fields that minialpa does not have, and what to use instead. Another value gets an error.
     """
 
-    SETTINGS: ClassVar[Mapping[str, Setting]] = {}
-    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = {}
+    IGNORED: ClassVar[Collection[str]] = ()
+    REFUSED: ClassVar[Mapping[str, str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         defaults = {field.name: field.default for field in fields(self)}  # type: ignore[arg-type]
         if name not in defaults:
             raise AttributeError(f"`{type(self).__name__}` has no option `{name}`. It has {', '.join(defaults)}.")
-        if value not in self.CHOICES.get(name, (value,)):
-            raise ShardingError(f"`{name}` is one of {', '.join(map(repr, self.CHOICES[name]))}; got {value!r}.")
-
-        setting = self.SETTINGS.get(name) or self.SETTINGS.get(f"{name}={value}")
-        if setting is not None and value != defaults[name]:
+        if value != defaults[name] and name in self.REFUSED:
+            raise ShardingError(f"minialpa has no `{name}={value!r}`. Use {self.REFUSED[name]}.")
+        if value != defaults[name] and name in self.IGNORED:
             # The generated `__init__` is one more frame between here and the script.
-            is_made = name in vars(self)
-            check_setting(setting, name, value, stacklevel=2 if is_made else 3)
+            stacklevel = 2 if name in vars(self) else 3
+            text = f"`{name}={value!r}` has no effect: minialpa decides this by itself, see docs/alpa.md."
+            warnings.warn(text, stacklevel=stacklevel)
         object.__setattr__(self, name, value)
+
+
+_OURS = {field.name for field in fields(minialpa.AutoShardingOption)}
 
 
 @dataclass
 class AutoShardingOption(Adjustable):
-    """Constraints on shardings; other fields are in `minialpa.AutoShardingOption` or in `SETTINGS`.
-
-    Attributes:
-        allow_mixed_mesh_shape: accepted; minialpa always considers splitting one dimension over both mesh axes.
-    """
+    """Constraints on shardings, see `minialpa.AutoShardingOption`. `allow_mixed_mesh_shape` is always on."""
 
     enable_auto_sharding: bool = True
     allow_all_gather: bool = True
@@ -77,39 +59,17 @@ class AutoShardingOption(Adjustable):
     allow_recompute_heavy_op: bool = False
     force_simple_heuristic: str = ""
     all_reduce_threshold: int = 1 << 60
-    fixed_specs: Any = ()
-    memory_limit_bytes: float | None = None
-    solver_time_limit_s: float = 20.0
-    keep_constraints: bool = True
-    attention: Literal["auto", "fused", "written"] = "auto"
-    axis_names: Sequence[str] = ()
-    received_axes: Sequence[tuple[str, int]] = ()
 
-    SETTINGS = {  # noqa: RUF012
-        "force_zero_stage_3_all_gather_threshold": Setting("The planner prices every all-gather by its bytes."),
-        "allow_recompute_heavy_op": Setting(
-            "The planner prices computing on every device like every other choice, and needs no permission."
-        ),
-        "force_simple_heuristic": Setting(
-            "Use `DataParallel`, `Zero2Parallel` or `Zero3Parallel`, or fix shardings with `fixed_specs`.",
-            is_refused=True,
-        ),
-        "all_reduce_threshold": Setting("XLA combines all-reduces up to a size of its own."),
-    }
+    IGNORED = ("force_zero_stage_3_all_gather_threshold", "allow_recompute_heavy_op", "all_reduce_threshold")
+    REFUSED = {"force_simple_heuristic": "`DataParallel`, `Zero2Parallel` or `Zero3Parallel`"}  # noqa: RUF012
 
     def read(self) -> minialpa.AutoShardingOption:
-        names = [field.name for field in fields(minialpa.AutoShardingOption)]
-        return minialpa.AutoShardingOption(**{name: getattr(self, name) for name in names})
+        return minialpa.AutoShardingOption(**{name: value for name, value in vars(self).items() if name in _OURS})
 
 
 @dataclass
 class ManualLayerOption(Adjustable):
-    """Layers end at `mark_pipeline_boundary()`.
-
-    Attributes:
-        remat_layer: whether the backward pass recomputes each layer.
-        static_argnums: accepted; tracing finds static values.
-    """
+    """Layers end at `mark_pipeline_boundary()`. The backward pass recomputes each layer with `remat_layer`."""
 
     remat_layer: bool = False
     static_argnums: Sequence[int] = ()
@@ -118,26 +78,12 @@ class ManualLayerOption(Adjustable):
         return minialpa.ManualLayerOption(remat=self.remat_layer)
 
 
-_REMAT_MODES: dict[str, Literal["none", "full"]] = {
-    "none": "none",
-    "coarse_grained_remat": "full",
-    "fine_grained_remat": "full",
-}
-_WHOLE_LAYERS = Setting(
-    "The backward pass recomputes one pipeline layer at a time; raise `layer_num` for finer layers."
-)
-
-
 @dataclass
 class AutoLayerOption(Adjustable):
-    """Layers of about equal work.
+    """Layers of about equal work, see `minialpa.AutoLayerOption`.
 
-    Attributes:
-        layer_num: number of layers, or "auto".
-        remat_mode: "none", or "coarse_grained_remat" or "fine_grained_remat": the backward pass recomputes each layer.
-        static_argnums: accepted; tracing finds static values.
-        eps: how far the work of a layer may differ from an equal share.
-        remat_layer: the older spelling of `remat_mode="coarse_grained_remat"`.
+    The backward pass recomputes each layer with `remat_layer`, and in the `remat_mode`s "coarse_grained_remat" and
+    "fine_grained_remat".
     """
 
     layer_num: int | Literal["auto"]
@@ -149,33 +95,23 @@ class AutoLayerOption(Adjustable):
     layer_eps: float = 0.0
     remat_layer: bool = False
 
-    CHOICES = {"remat_mode": tuple(_REMAT_MODES)}  # noqa: RUF012
-    SETTINGS = {  # noqa: RUF012
-        "remat_mode=fine_grained_remat": _WHOLE_LAYERS,
-        "fine_grained_remat_layer_num": _WHOLE_LAYERS,
-        "cost_criteria": Setting("Layers are balanced by floating point operations."),
-        "layer_eps": Setting('`layer_num="auto"` takes as many layers as the model has blocks that repeat.'),
-    }
+    IGNORED = ("fine_grained_remat_layer_num", "cost_criteria", "layer_eps")
 
     def read(self) -> minialpa.AutoLayerOption:
-        remat = "full" if self.remat_layer else _REMAT_MODES[self.remat_mode]
-        return minialpa.AutoLayerOption(layer_num=self.layer_num, eps=self.eps, remat=remat)
-
-
-#: Spaces of Alpa that minialpa's space contains.
-_WIDER_SPACES = {"small_power_of_two": "power_of_two", "single_node_model_parallel": "all"}
+        mode: Any = self.remat_mode
+        if self.remat_layer or mode in ("coarse_grained_remat", "fine_grained_remat"):
+            mode = "full"
+        return minialpa.AutoLayerOption(self.layer_num, self.eps, mode)
 
 
 @dataclass
 class AutoStageOption(Adjustable):
-    """Search for stages, submeshes and their logical shapes. Costs are computed, not profiled.
+    """Search for stages, submeshes and their logical shapes. Costs are always computed by a model, not profiled.
 
     Attributes:
         submesh_physical_shape_space: "power_of_two", "all" or "manual"; "small_power_of_two" is "power_of_two" here.
-        manually_specified_submeshes: for "manual" only, pairs of (hosts, devices per host).
-        submesh_logical_shape_space: as in `minialpa.AutoStageOption`; "single_node_model_parallel" is "all" here, with
-            the price of links between hosts.
-        use_hlo_cost_model: accepted; minialpa always uses a cost model.
+        manually_specified_submeshes: for "manual", pairs of (hosts, devices per host).
+        submesh_logical_shape_space: as in `minialpa.AutoStageOption`; "single_node_model_parallel" is "all" here.
     """
 
     submesh_physical_shape_space: str = "power_of_two"
@@ -186,40 +122,26 @@ class AutoStageOption(Adjustable):
     use_hlo_cost_model: bool = False
     profiling_database_filename: str | None = None
     cached_profile_result: str | None = None
-    tolerance: float = 0.01
-    cached_costs: str | None = None
-    planned_steps: float = 10_000
 
-    SETTINGS = {  # noqa: RUF012
-        "submesh_physical_shape_space=small_power_of_two": Setting("The search takes any power of two of hosts."),
-        "layer_profile_mode": Setting("Stages are costed by a model and not profiled."),
-        "stage_imbalance_tolerance": Setting("The search prunes by proven bounds and not by imbalance."),
-        "profiling_database_filename": Setting(
-            "The figures of devices and links are those of `devices=minialpa.ClusterSpec(...)`."
-        ),
-        "cached_profile_result": Setting("`cached_costs` is the path of a file with minialpa's own costs."),
-    }
+    IGNORED = (
+        *("layer_profile_mode", "stage_imbalance_tolerance", "profiling_database_filename"),
+        "cached_profile_result",
+    )
 
     def read(self) -> minialpa.AutoStageOption:
-        physical, logical = self.submesh_physical_shape_space, self.submesh_logical_shape_space
-        submeshes = self.manually_specified_submeshes
-        if physical == "manual" and not submeshes:
-            raise ShardingError(
-                '`submesh_physical_shape_space="manual"` searches the submeshes of `manually_specified_submeshes`. '
-                "Give pairs of (hosts, devices per host), such as [(1, 2), (1, 4)]."
-            )
+        # minialpa's spaces contain those of Alpa.
+        wider = {"small_power_of_two": "power_of_two", "single_node_model_parallel": "all"}
+        physical: Any = self.submesh_physical_shape_space
+        logical: Any = self.submesh_logical_shape_space
+        submeshes: Any = self.manually_specified_submeshes or ()
         return minialpa.AutoStageOption(
-            submeshes if physical == "manual" else _WIDER_SPACES.get(physical, physical),  # type: ignore[arg-type]
-            _WIDER_SPACES.get(logical, logical),  # type: ignore[arg-type]
-            tolerance=self.tolerance,
-            cached_costs=self.cached_costs,
-            planned_steps=self.planned_steps,
+            submeshes if physical == "manual" else wider.get(physical, physical), wider.get(logical, logical)
         )
 
 
 @dataclass
 class ManualStageOption(Adjustable):
-    """Stages given by hand, with the fields of `minialpa.ManualStageOption`; its dicts may have Alpa's fields."""
+    """Stages given by hand, see `minialpa.ManualStageOption`. The dicts have fields of `AutoShardingOption`."""
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
     submesh_physical_shapes: Sequence[Sequence[int]]
@@ -231,41 +153,77 @@ class ManualStageOption(Adjustable):
             self.forward_stage_layer_ids,
             [(hosts, devices) for hosts, devices in self.submesh_physical_shapes],
             [tuple(shape) for shape in self.submesh_logical_shapes],
-            [_set_fields(given) for given in self.submesh_autosharding_option_dicts],
+            [_fields(given) for given in self.submesh_autosharding_option_dicts],
         )
 
 
-def _set_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    option = AutoShardingOption(**given).read()
-    return {name: getattr(option, name) for name in option.set_names}
+def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of minialpa's option in a dict. Fields that only Alpa has get their warning or error."""
+    AutoShardingOption(**{name: value for name, value in given.items() if name not in _OURS})
+    return {name: value for name, value in given.items() if name in _OURS}
 
 
 @dataclass
 class UniformStageOption(Adjustable):
-    """Equal stages on equal submeshes, with the fields of `minialpa.UniformStageOption`.
-
-    Attributes:
-        submesh_autosharding_option: an `AutoShardingOption`, or a dict of its fields.
-    """
+    """Equal stages on equal submeshes, see `minialpa.UniformStageOption`."""
 
     num_stages: int | None = None
     submesh_physical_shape: Sequence[int] | None = None
     submesh_logical_shape: Sequence[int] | None = None
     submesh_autosharding_option: Any = None
-    num_chunks: int = 1
 
     def read(self) -> minialpa.UniformStageOption:
-        option = self.submesh_autosharding_option
-        physical, logical = self.submesh_physical_shape, self.submesh_logical_shape
-        return minialpa.UniformStageOption(
-            self.num_stages,
-            (physical[0], physical[1]) if physical else None,
-            tuple(logical) if logical else None,
-            AutoShardingOption(**option).read() if isinstance(option, Mapping) else read_option(option),
-            self.num_chunks,
-        )
+        physical: Any = self.submesh_physical_shape and tuple(self.submesh_physical_shape)
+        logical: Any = self.submesh_logical_shape and tuple(self.submesh_logical_shape)
+        given = self.submesh_autosharding_option
+        option = AutoShardingOption(**given) if isinstance(given, Mapping) and given else given or None
+        return minialpa.UniformStageOption(self.num_stages, physical, logical, read_option(option))
 
 
 def read_option(given: Any) -> Any:
     """minialpa's option for an option of Alpa; the same object for any other value."""
     return given.read() if isinstance(given, Adjustable) else given  # type: ignore[attr-defined]
+
+
+#: Settings of `global_config` with Alpa's defaults, which minialpa does not need.
+_IGNORED = {
+    "always_donate_micro_batch_vars": True,
+    "collect_trace": False,
+    "delete_remote_arrays_threshold": 50,
+    "eagerly_create_communicators": True,
+    "enable_overlapping": False,
+    "loadbalance_order_algo": "greedy",
+    "nccl_mode": "cupy",
+    "pipeline_check_alive": True,
+    "pipeline_distributed_compile": True,
+    "pipeline_sync_for_timer": False,
+    "pipeline_use_signal_send_recv": False,
+    "print_compilation_time": False,
+    "resharding_loadbalance_mode": "normal",
+    "resharding_mode": "send_recv",
+    "shard_parallel_sync_for_timer": False,
+    "use_dummy_value_for_benchmarking": False,
+    "use_local_allgather": True,
+}
+#: Settings with Alpa's defaults, and what to use instead.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "backend": ("gpu", "the environment variable JAX_PLATFORMS"),
+    "debug_with_pipeshard_runtime": (False, "`minialpa.plan(step, args, cluster=...)`, which needs no device"),
+    "flax_always_use_fp16_embedding": (False, "`flax.linen.Embed(..., dtype=jnp.float16)` in the model"),
+    "use_aws_efa": (False, "the environment variables of EFA and NCCL"),
+    "xla_client_mem_fraction": (0.9, "the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION"),
+}
+
+_SETTINGS = {**_IGNORED, **{name: default for name, (default, _) in _REFUSED.items()}}
+
+GlobalConfig = make_dataclass(
+    "GlobalConfig",
+    [(name, Any, default) for name, default in _SETTINGS.items()],
+    bases=(Adjustable,),
+    namespace={
+        "IGNORED": tuple(_IGNORED),
+        "REFUSED": {name: instead for name, (_, instead) in _REFUSED.items()},
+        "__doc__": "Alpa's settings. None of them has an effect.",
+    },
+)
+global_config: Any = GlobalConfig()

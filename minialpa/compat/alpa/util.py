@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from minialpa.compat.alpa import names
-from minialpa.errors import MinialpaError
 from minialpa.util import disable_tqdm_globally as disable_tqdm_globally
 
 #: Bytes.
@@ -28,28 +27,24 @@ def benchmark_func(
     warmup: int = 1,
     repeat: int = 3,
     number: int = 5,
-    min_repeat_second: float | None = None,
 ) -> np.ndarray[Any, Any]:
     """Seconds of one call of `run_func`, measured `repeat` times.
 
     sync_func: waits for the work of `run_func`; called before and after each measurement.
     warmup: calls before the first measurement. number: calls in each measurement.
-    min_repeat_second: about the seconds of a measurement, in place of `number`.
     """
 
-    def measure(n: int) -> float:
+    def measure() -> float:
         _call(sync_func)
         start = time.perf_counter()
-        for _ in range(n):
+        for _ in range(number):
             run_func()
         _call(sync_func)
-        return (time.perf_counter() - start) / n
+        return (time.perf_counter() - start) / number
 
     for _ in range(warmup):
         run_func()
-    if min_repeat_second is not None:
-        number = max(1, math.ceil(min_repeat_second / max(measure(1), 1e-9)))
-    return np.array([measure(number) for _ in range(repeat)])
+    return np.array([measure() for _ in range(repeat)])
 
 
 def _call(sync_func: Sync) -> None:
@@ -57,51 +52,20 @@ def _call(sync_func: Sync) -> None:
         sync_func()
 
 
-class _Clock:
-    last_s: float | None = None
-
-
-def print_used_time(message: str | None) -> None:
-    """Print `message` and the seconds since the last call of this function; with None, only start to measure."""
-    if message:
-        if _Clock.last_s is None:
-            raise MinialpaError("Nothing is measured yet. Call `print_used_time(None)` first.")
-        print(f" - {message}: {time.perf_counter() - _Clock.last_s:.2f} s")
-    _Clock.last_s = time.perf_counter()
-
-
 def write_tsv(heads: Sequence[str], values: Sequence[Any], filename: str, print_line: bool = True) -> None:
     """Append a line of `values`, separated by tabs, to a file; print them with their `heads`."""
-    if len(heads) != len(values):
-        raise MinialpaError(f"There are {len(heads)} heads and {len(values)} values. Give a head for each value.")
     with open(filename, "a", encoding="utf-8") as file:
         file.write("\t".join(map(str, values)) + "\n")
     if print_line:
-        print("".join(f"{head}: {value}  " for head, value in zip(heads, values, strict=True)))
-
-
-def to_str_round(x: Any, decimal: int = 6) -> str:
-    """`x` as text, with `decimal` digits after the point of every float in it."""
-    match x:
-        case str():
-            return x
-        case list() | tuple() | np.ndarray():
-            return "[" + ", ".join(to_str_round(y, decimal) for y in x) + "]"
-        case dict():
-            return str({key: to_str_round(value, decimal) for key, value in x.items()})
-        case float() | np.floating():
-            return f"{x:.{decimal}f}"
-        case _:
-            return str(x)
+        print("  ".join(f"{head}: {value}" for head, value in zip(heads, values, strict=True)))
 
 
 def map_to_shape(tree: Any) -> Any:
-    """The tree with the shape of each array in its place, and None for other leaves."""
-    return jax.tree.map(lambda x: getattr(x, "shape", None), tree)
+    return jax.tree.map(np.shape, tree)
 
 
 def map_to_nparray(tree: Any) -> Any:
-    return jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "__array__") else x, tree)
+    return jax.tree.map(np.asarray, tree)
 
 
 def compute_param_number(tree: Any) -> int:
@@ -149,64 +113,38 @@ def count_communication_primitives(
     return sum(counts), counts[0], counts[1], counts[2], counts[3]
 
 
-# ---- timers ---------------------------------------------------------------------------------------------------------
-
-
 class Timer:
     """Measures the seconds of intervals, `costs`. `sync_func` is called before the clock is read."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.reset()
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self._started_s = 0.0
 
     def reset(self) -> None:
-        self.costs: list[float] = []
-        self._started_s: float | None = None
+        self.costs.clear()
 
     def start(self, sync_func: Sync = None) -> None:
-        if self._started_s is not None:
-            raise MinialpaError(f"The timer `{self.name}` runs already. Call `stop()` first.")
         _call(sync_func)
         self._started_s = time.perf_counter()
 
     def stop(self, sync_func: Sync = None) -> None:
-        if self._started_s is None:
-            raise MinialpaError(f"The timer `{self.name}` does not run. Call `start()` first.")
         _call(sync_func)
         self.costs.append(time.perf_counter() - self._started_s)
-        self._started_s = None
 
-    def elapsed(self, mode: Literal["average", "sum"] = "average") -> float:
+    def elapsed(self, mode: str = "average") -> float:
         """Seconds of all intervals together, or of one on average; 0 without intervals."""
-        if mode not in ("average", "sum"):
-            raise MinialpaError(f'`mode` is "average" or "sum"; got {mode!r}.')
         return sum(self.costs) / (max(len(self.costs), 1) if mode == "average" else 1)
 
-    def log(self, mode: Literal["average", "sum"] = "average", normalizer: float = 1.0) -> None:
-        """Print the milliseconds of `elapsed`, divided by `normalizer`."""
-        print(f"time (ms) | {self.name}: {self.elapsed(mode) * 1e3 / normalizer:.2f}", flush=True)
 
-
-class Timers:
+class Timers(dict[str, Timer]):
     """Timers by name; a call with a new name makes one."""
 
-    def __init__(self) -> None:
-        self.timers: dict[str, Timer] = {}
-
     def __call__(self, name: str) -> Timer:
-        return self.timers.setdefault(name, Timer(name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.timers
-
-    def log(self, names: Sequence[str], normalizer: float = 1.0) -> None:
-        """Print the milliseconds of some timers in one line."""
-        texts = (f" | {name}: {self.timers[name].elapsed() * 1e3 / normalizer:.2f}" for name in names)
-        print("time (ms)" + "".join(texts), flush=True)
+        return self.setdefault(name, Timer())
 
 
 timers = Timers()
 
 
 def __getattr__(name: str) -> Any:
-    return names.find(f"util.{name}")
+    return names.find(name)

@@ -1,22 +1,24 @@
 """Solves a stage within its memory: the cheapest shardings that fit, at given prices.
 
-The cost graph counts stored tensors, without the buffers of collectives. So the solution is measured. If it is too
-large, the problem is solved with less room: less by the missing bytes, or by half of that if no solution fits. A stage
-that was solved with other micro-batches in flight predicts the difference. The graph may also count too much; then a
-solve with more room follows.
+The cost graph counts stored tensors, without the buffers of collectives. So each solution is measured, and the problem
+is solved with more or less room until a solution fills the memory:
+
+    room         the limit of the graph; at first the limit of the device, less the bytes that an earlier solution had
+                 beyond the counted ones
+    too large    less room, by the missing bytes or by interpolation; halfway to room that is too little for all
+    fits         more room by interpolation, while that promises a faster step
 
 If no such solution fits, there are others. The graph also counts gathered weights, which is too much for weights that
-are stored whole. Examples are split over a mesh axis, so only weights are gathered. Last, the standard plans are
-measured.
+are stored whole; or it counts nothing but tensors that outlive the tasks. Examples are split over a mesh axis, so only
+weights are gathered. Last, the standard plans are measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jax.extend.core import Var
@@ -25,6 +27,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
 from minialpa.inter.search.stage_times import stage_times
+from minialpa.inter.staging.last_pass import TaskProgram
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
@@ -35,13 +38,11 @@ from minialpa.intra.solver.clock import Deadline
 from minialpa.ir.equations import bytes_of, source_line
 from minialpa.options import AutoShardingOption
 
-#: Solves of a stage with more room, at most.
-_MAX_WITH_MORE_ROOM = 2
-#: Solves of a stage with less room, at most.
-_MAX_SOLVES = 5
+#: Solves of a stage with different room, at most.
+_MAX_SOLVES = 6
 #: More room is tried if it promises more than this part of a step.
 _LITTLE_GAIN = 0.005
-#: A solution with guessed room may leave this part of the limit.
+#: A solution may leave this part of the limit.
 _LITTLE_LEFT = 0.01
 
 
@@ -61,6 +62,21 @@ class FreeSolution:
     @property
     def fits(self) -> bool:
         return self.n_bytes <= self.limit_bytes
+
+
+class _Measured:
+    """The collectives of the programs of a solution, and their memory, which is computed when it is first asked for."""
+
+    def __init__(self, programs: Sequence[TaskProgram], memory: Callable[[Sequence[TaskProgram]], MeshMemory]) -> None:
+        self.moved = tuple(mesh_collectives(programs))
+        self._memory: MeshMemory | None = None
+        self._programs, self._compute = programs, memory
+
+    def memory(self) -> MeshMemory:
+        if self._memory is None:
+            self._memory = self._compute(self._programs)
+            self._programs = ()
+        return self._memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +99,10 @@ class SolvedStage:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Stage:
-    """A stage to solve: its equations and mesh in a staged step, its view, and its solver."""
+    """A stage to solve: its equations and mesh in a staged step, its view, and its solver.
+
+    measured: the solutions so far, under any prices and limits. Different rooms often have the same solution.
+    """
 
     staged: StagedStep
     mesh: int
@@ -91,6 +110,7 @@ class Stage:
     view: ShardedView
     compiler: Compiler
     solver: MeshSolver
+    measured: dict[Hashable, _Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -118,19 +138,16 @@ def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
     """The cheapest solution within the limit, at the prices of the solver of `stage`."""
     limit = _limit(stage, wanted.option, wanted.moments)
     try:
-        solved = _within_limit(stage, wanted.option, wanted.moments, limit, wanted.uncounted_bytes)
+        return _within_limit(stage, wanted, limit)
     except InfeasibleError:
         if limit is None or not limit.usages or not wanted.in_other_ways:
             raise
         found = list(_in_other_ways(stage, wanted, limit)) or list(_as_everybody_does(stage, wanted, limit))
         if not found:
             raise
-        # The fastest, if possible with the reserve.
-        with_reserve = [one for one in found if needed(one[1].memory, wanted.moments) <= limit.limit_bytes]
-        limit, solved = min(with_reserve or found, key=lambda one: seconds_of(stage, one[1]))
-    if limit is None or wanted.free is None:
-        return solved
-    return _with_more_room(stage, wanted, limit, solved, wanted.free)
+    # The fastest, if possible with the reserve.
+    with_reserve = [one for one in found if needed(one.memory, wanted.moments) <= limit.limit_bytes]
+    return min(with_reserve or found, key=lambda one: seconds_of(stage, one))
 
 
 def needed(memory: MeshMemory, moments: Moments) -> float:
@@ -151,28 +168,29 @@ def uncounted(solved: SolvedStage, moments: Moments) -> float:
     return needed(solved.memory, moments) - counted if counted else 0.0
 
 
-def _in_other_ways(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
-    """Solutions within `limit` that the counted bytes of the first solves miss, each with the limit that counts it."""
+def _in_other_ways(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[SolvedStage]:
+    """Solutions within `limit` that the counted bytes of the first solves miss."""
     option, moments = wanted.option, wanted.moments
     usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler, gathered=True)
-    counted = replace(limit, usages=usages)
-    with contextlib.suppress(InfeasibleError):
-        yield counted, _with_less_room(stage, option, moments, counted)
+    always = tuple(usage for usage in limit.usages if usage.end - usage.start == limit.n_times)
+    for counted in (usages, always) if always else (usages,):
+        with contextlib.suppress(InfeasibleError):
+            yield _within_limit(stage, wanted, replace(limit, usages=counted))
 
     # Without exchanges of activations, which the graph does not count, its count is complete.
     for split in splits_of_examples(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            yield limit, _with_less_room(_under(stage, split), option, moments, limit)
+            yield _within_limit(_under(stage, split), wanted, limit)
 
 
-def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
+def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[SolvedStage]:
     """Standard plans within `limit`."""
     option = wanted.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
             solved = _solved(_under(stage, standard), None, Deadline(option.solver_time_limit_s))
             if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
-                yield limit, solved
+                yield solved
 
 
 def _under(stage: Stage, option: AutoShardingOption) -> Stage:
@@ -180,110 +198,152 @@ def _under(stage: Stage, option: AutoShardingOption) -> Stage:
     return replace(stage, solver=MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache))
 
 
-def _with_more_room(
-    stage: Stage, wanted: Wanted, limit: MemoryLimit, best: SolvedStage, free: tuple[float, float]
-) -> SolvedStage:
-    """`best`, or a faster solution that uses the memory that `best` leaves, if the limit counts too much.
+def _within_limit(stage: Stage, wanted: Wanted, limit: MemoryLimit | None) -> SolvedStage:
+    """The fastest solution within the limit, of solutions with different room."""
+    deadline = Deadline(wanted.option.solver_time_limit_s)
+    if limit is None or not limit.usages:
+        return _solved_or_explained(stage, wanted, limit, limit, deadline)
 
-    free: seconds and bytes of the solution in unlimited memory. They predict the gain from more room.
-    """
-    best_s, part = seconds_of(stage, best), 1.0
-    free_s, free_bytes = free
-    for _ in range(_MAX_WITH_MORE_ROOM):
-        n_needed = needed(best.memory, wanted.moments)
-        left_bytes = part * (limit.limit_bytes - n_needed)
-        gain_s = (best_s - free_s) * left_bytes / max(1.0, free_bytes - n_needed)
-        is_little = left_bytes <= _LITTLE_LEFT * limit.limit_bytes or gain_s <= _LITTLE_GAIN * best_s
-        if is_little or not best.sharding.counted_bytes:
-            break
-
-        room = replace(limit, limit_bytes=best.sharding.counted_bytes + left_bytes)
-        try:
-            other = _solved(stage, room, Deadline(wanted.option.solver_time_limit_s))
-        except InfeasibleError:  # in time
-            break
-        if needed(other.memory, wanted.moments) > limit.limit_bytes:
-            part /= 2
-            continue
-        other_s = seconds_of(stage, other)
-        if other_s >= best_s:
-            break
-        best, best_s, part = other, other_s, 1.0
-    return best
-
-
-def _within_limit(
-    stage: Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None, uncounted_bytes: float
-) -> SolvedStage:
-    """A solution within the limit; the first solve leaves room for the guessed uncounted bytes."""
-    if limit is None or not limit.usages or not uncounted_bytes or uncounted_bytes >= limit.limit_bytes:
-        return _with_less_room(stage, option, moments, limit)
-
-    # With the right guess, one solution is enough, unless it leaves much of the memory.
-    room = replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes)
-    try:
-        guess = _solved(stage, room, Deadline(option.solver_time_limit_s))
-    except InfeasibleError:
-        return _with_less_room(stage, option, moments, limit)
-    left_bytes = limit.limit_bytes - needed(guess.memory, moments)
-    if 0 <= left_bytes <= _LITTLE_LEFT * limit.limit_bytes:
-        return guess
-    try:
-        return _with_less_room(stage, option, moments, limit)
-    except InfeasibleError:
-        if left_bytes < 0:
-            raise
-        return guess
-
-
-def _with_less_room(
-    stage: Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None
-) -> SolvedStage:
-    """Solutions with ever less room until one is within `limit`."""
-    room, found = limit, list[SolvedStage]()
-    deadline = Deadline(option.solver_time_limit_s)
-    solved_bytes = hopeless_bytes = 0.0  # what the limit counted of the last solution; room that was too little
+    rooms = _Rooms(limit.limit_bytes)
+    room_bytes: float | None = rooms.first(wanted.uncounted_bytes)
+    found: list[SolvedStage] = []
     for _ in range(_MAX_SOLVES):
+        assert room_bytes is not None
+        room = replace(limit, limit_bytes=room_bytes)
         try:
-            solved = _solved(stage, room, deadline.within(max(1.0, deadline.left_s)))
-        except InfeasibleError as error:
-            if room is None or not found:
-                raise _explained(error, stage, option, limit, is_late=deadline.is_over) from error
-            hopeless_bytes = room.limit_bytes
-            room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
-            continue
+            solved = _solved_or_explained(stage, wanted, limit, room, deadline)
+        except InfeasibleError:
+            room_bytes = rooms.after_none(room_bytes)
+            if room_bytes is None and not found:
+                raise
+        else:
+            found.append(solved)
+            counted = min(room_bytes, solved.sharding.counted_bytes or room_bytes)
+            room_bytes = rooms.after(room_bytes, counted, needed(solved.memory, wanted.moments))
+        if room_bytes is None or not _gains_from_more(stage, wanted, limit, found):
+            break
+    return _fastest_within(stage, wanted, limit, found)
 
-        if limit is None or room is None:
-            return solved
-        n_needed = needed(solved.memory, moments)
-        if n_needed <= limit.limit_bytes:
-            return solved
 
-        # Less room by the missing bytes, or by half of that if it was too little. Room that the solution leaves does
-        # not help: with a little less of it, the solver would return the same solution.
-        found.append(solved)
-        solved_bytes = min(room.limit_bytes, solved.sharding.counted_bytes or room.limit_bytes)
-        less = max(solved_bytes - (n_needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
-        room = replace(room, limit_bytes=less)
+def _fastest_within(stage: Stage, wanted: Wanted, limit: MemoryLimit, found: Sequence[SolvedStage]) -> SolvedStage:
+    """The fastest solution that fits. Raises InfeasibleError without any."""
+    fitting = [one for one in found if needed(one.memory, wanted.moments) <= limit.limit_bytes]
+    if fitting:
+        return min(fitting, key=lambda one: seconds_of(stage, one))
 
     # A solution that only lacks the reserve for small buffers is good enough.
-    assert limit is not None
-    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(moments))
-    if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
-        raise _too_large(smallest.memory, limit, moments)
+    smallest = min(found, key=lambda one: one.memory.peak_bytes(wanted.moments))
+    if smallest.memory.peak_bytes(wanted.moments) > limit.limit_bytes:
+        raise _too_large(smallest.memory, limit, wanted.moments)
     return smallest
+
+
+def _gains_from_more(stage: Stage, wanted: Wanted, limit: MemoryLimit, found: Sequence[SolvedStage]) -> bool:
+    """Whether no solution fits yet, or the memory that the fastest one leaves promises a faster step.
+
+    The solution in unlimited memory predicts the gain from more room.
+    """
+    fitting = [one for one in found if needed(one.memory, wanted.moments) <= limit.limit_bytes]
+    if not fitting or wanted.free is None:
+        return not fitting
+    best = min(fitting, key=lambda one: seconds_of(stage, one))
+    best_s, n_needed = seconds_of(stage, best), needed(best.memory, wanted.moments)
+    free_s, free_bytes = wanted.free
+    gain_s = (best_s - free_s) * (limit.limit_bytes - n_needed) / max(1.0, free_bytes - n_needed)
+    return gain_s > _LITTLE_GAIN * best_s
+
+
+class _Rooms:
+    """The room for the next solution, which is to need nearly `limit_bytes`. All numbers are bytes per device.
+
+    A solution needs more or less than what the graph counts, and more room means more of both. So each solution is
+    below or above the limit, and the next room is between the nearest of both sides.
+    """
+
+    def __init__(self, limit_bytes: float) -> None:
+        self.limit_bytes = limit_bytes
+        # Counted and needed bytes of the largest solution that fits, and of solutions that do not.
+        self._fits: tuple[float, float] | None = None
+        self._too_large: list[tuple[float, float]] = []
+        self._too_little = 0.0  # room for no solution
+        self._met = False  # whether a line was tried
+
+    def first(self, uncounted_bytes: float) -> float:
+        """uncounted_bytes: a guess of the needed bytes beyond the counted ones."""
+        return self.limit_bytes - uncounted_bytes if uncounted_bytes < self.limit_bytes else self.limit_bytes
+
+    def after_none(self, room_bytes: float) -> float | None:
+        """The room after one that was too little for any solution; None if there is no other."""
+        self._too_little = max(self._too_little, room_bytes)
+        if self._too_large:
+            return (self._too_large[-1][0] + self._too_little) / 2
+        return self.limit_bytes if self._fits is None and room_bytes < self.limit_bytes else None
+
+    def after(self, room_bytes: float, counted: float, needed_bytes: float) -> float | None:
+        """The room after a solution; None if no other room is better."""
+        missing = needed_bytes - self.limit_bytes
+        if missing > 0:
+            self._too_large.append((counted, needed_bytes))
+            return self._between() if self._fits else self._less()
+
+        if self._fits is None or counted > self._fits[0]:
+            self._fits = counted, needed_bytes
+        if -missing <= _LITTLE_LEFT * self.limit_bytes:
+            return None
+        if self._too_large:
+            return self._between()
+        # A solution that leaves room is the cheapest with any room.
+        return room_bytes - missing if counted >= (1 - _LITTLE_LEFT) * room_bytes else None
+
+    def _less(self) -> float:
+        """Less room by the missing bytes: as many counted bytes as the last solutions show, at first one for one."""
+        counted, needed_bytes = self._too_large[-1]
+        per_byte = 1.0
+        if len(self._too_large) > 1:
+            before, needed_before = self._too_large[-2]
+            per_byte = (needed_before - needed_bytes) / (before - counted) if before > counted else 1.0
+        missing = (needed_bytes - self.limit_bytes) / min(4.0, max(0.5, per_byte))
+        return max(counted - missing, (counted + self._too_little) / 2)
+
+    def _between(self) -> float | None:
+        """Room between a solution that fits and one that is too large: first where a line through both meets the limit,
+        then in the middle.
+        """
+        assert self._fits is not None
+        low, low_bytes = self._fits
+        above = [one for one in self._too_large if one[0] > low]
+        if not above:
+            return None
+        high, high_bytes = min(above)
+        part = 0.5 if self._met else (self.limit_bytes - low_bytes) / (high_bytes - low_bytes)
+        self._met = True
+        return low + part * (high - low) if part * (high - low) > _LITTLE_LEFT * low else None
 
 
 def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
     """The solution with so much room, measured with its collectives and the places of its buffers."""
     solution = stage.solver.solve(room, deadline)
-    programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
+    key = (solution.equations, tuple(solution.specs.values()), tuple(solution.results.values()))
+    if key not in stage.measured:
+        programs = mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view)
+        stage.measured[key] = _Measured(
+            programs,
+            lambda programs: mesh_memory(
+                stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler
+            ),
+        )
+    found = stage.measured[key]
+    return SolvedStage(sharding=solution, moved=found.moved, measured=found.memory)
 
-    @functools.cache
-    def measured() -> MeshMemory:
-        return mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
 
-    return SolvedStage(sharding=solution, moved=tuple(mesh_collectives(programs)), measured=measured)
+def _solved_or_explained(
+    stage: Stage, wanted: Wanted, limit: MemoryLimit | None, room: MemoryLimit | None, deadline: Deadline
+) -> SolvedStage:
+    """`_solved`, with errors in the words of the options."""
+    try:
+        return _solved(stage, room, deadline.within(max(1.0, deadline.left_s)))
+    except InfeasibleError as error:
+        raise _explained(error, stage, wanted.option, limit, is_late=deadline.is_over) from error
 
 
 def _explained(

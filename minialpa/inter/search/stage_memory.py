@@ -170,13 +170,12 @@ def mesh_usages(
     for task in staged.tasks_of(mesh):
         given = set(donations(staged, task))
         pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
-        # A value that is added to its total at once is gone before the task ends.
+        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler)
         added = only_added(staged, added_inside(staged, task)) if view.adds_totals else set()
-        left = [v for v in task.outvars if v not in added]
-        found = lifetimes(task.eqns, task.invars, left, pairs, compiler=compiler)
         for v, start, end in found.intervals:
             if v not in kept.residuals and v not in kept.fixed:
-                usages.append(Usage(v, 1, now + start, now + end))
+                # A value that is added to its total at once is gone before the task ends.
+                usages.append(Usage(v, 1, now + start, now + (start + 1 if v in added else end)))
         made = {v: now + start for v, start, _ in found.intervals}
         usages += _loop_usages(task, made, gathered=gathered)
         if gathered:

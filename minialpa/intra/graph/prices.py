@@ -14,7 +14,6 @@ from minialpa.intra.strategies.combining import (
     Sharing,
     StartCounts,
     combined_sums,
-    n_together,
     sum_groups,
 )
 from minialpa.intra.strategies.loops import ScanBody, scan_body
@@ -46,10 +45,10 @@ def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
     together: dict[Var, int] = {}
     with_gradients: set[Var] = set()
     n_readers: Counter[Var] = Counter()
-    for body in (eqns, *((scan.flat.eqns for scan in loop_scans(eqns)) if plans_loops else ())):
+    for body in (tuple(eqns), *((scan.flat.eqns for scan in loop_scans(eqns)) if plans_loops else ())):
         groups = sum_groups(body)
-        together.update(n_together(body, groups))
-        with_gradients.update(var for var, group in groups.items() if group == WITH_GRADIENTS)
+        together.update(groups.n_together)
+        with_gradients.update(var for var, group in groups.number.items() if group == WITH_GRADIENTS)
         n_readers.update(var for eqn in body for var in operand_vars(eqn))
 
     return VariableFacts(with_gradients=with_gradients, n_together=together, n_readers=n_readers)

@@ -8,9 +8,11 @@ the mean and the mean square of a normalisation, say.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -62,19 +64,27 @@ def combined_sums(mesh: LogicalMesh, option: AutoShardingOption) -> tuple[Collec
     return ("all-reduce", "reduce-scatter") if scatters else ("all-reduce",)
 
 
-def sum_groups(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
-    """For each variable whose sum starts with others, the number of their group."""
-    groups = _reductions_by_depth(eqns)
-    groups.update((var, WITH_GRADIENTS) for var in _beside_gradients(eqns))
-    return groups
+class SumGroups(NamedTuple):
+    """Sums of a program that start together.
+
+    number: for each variable whose sum starts with others, the number of their group.
+    n_together: for each of these variables, the number of reductions and gradients in its group; at least 1.
+    """
+
+    number: Mapping[Var, int]
+    n_together: Mapping[Var, int]
 
 
-def n_together(eqns: Sequence[JaxprEqn], groups: dict[Var, int]) -> dict[Var, int]:
-    """For each variable in `groups`, the number of reductions and gradients in its group; at least 1."""
+@functools.lru_cache(maxsize=8)
+def sum_groups(eqns: tuple[JaxprEqn, ...]) -> SumGroups:
+    """The groups of the sums in `eqns`. The solutions of a stage share its equations."""
+    number = _reductions_by_depth(eqns)
+    number.update((var, WITH_GRADIENTS) for var in _beside_gradients(eqns))
+
     made = {var for eqn in eqns if eqn.primitive.name.startswith("reduce_") for var in eqn.outvars}
     gradients = {var for eqn in eqns if is_gradient_marker(eqn) for var in operand_vars(eqn)}
-    counts = Counter(group for var, group in groups.items() if var in made or var in gradients)
-    return {var: max(1, counts[group]) for var, group in groups.items()}
+    counts = Counter(group for var, group in number.items() if var in made or var in gradients)
+    return SumGroups(number, {var: max(1, counts[group]) for var, group in number.items()})
 
 
 def _reductions_by_depth(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:

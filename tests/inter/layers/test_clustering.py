@@ -54,18 +54,6 @@ def test_transformer_is_cut_between_blocks(n_layers: int, monkeypatch: pytest.Mo
     assert cluster_layers(program.flops, program.values, n_layers) == expected
 
 
-@pytest.mark.slow
-def test_5000_equations_are_cut_between_blocks() -> None:
-    program = transformer(48, 104)
-    assert cluster_layers(program.flops, program.values, 48) == tuple(v // 104 for v in range(48 * 104))
-
-
-def test_a_value_crosses_each_border_up_to_its_last_user_once() -> None:
-    """A value of 4 bytes with a late user is cheaper to cut than a chain of 5 bytes."""
-    values = [(0, 5, 4.0), (1, 2, 5.0), (3, 4, 5.0)]
-    assert cluster_layers([1.0] * 6, values, 2, tolerance=0.4) == (0, 0, 0, 1, 1, 1)
-
-
 def test_layers_around_a_heavy_equation_are_within_tolerance() -> None:
     assert cluster_layers([1.0, 1.0, 100.0, 1.0, 1.0], [], 3, tolerance=0.0) == (0, 0, 1, 2, 2)
     program, n_blocks = transformer(16, 104), 16

@@ -51,30 +51,8 @@ def test_a_callback_gets_values_of_the_full_batch_once(method: Any) -> None:
     assert seen == [pytest.approx(float(loss))]
 
 
-@pytest.mark.parametrize("inside_scan", [True, False])
-def test_a_callback_with_values_of_each_example_is_refused(inside_scan: bool) -> None:
-    def loss_of(weights: Any, batch: Any) -> jax.Array:
-        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            x = jnp.tanh(x @ weights["in"])
-            if inside_scan:
-                jax.debug.print("{}", x.sum())
-            return x, None
-
-        x, _ = jax.lax.scan(layer, batch, None, length=2)
-        if not inside_scan:
-            jax.debug.print("{}", x)
-        return (x**2).mean()
-
-    def step(weights: Any, batch: Any) -> Any:
-        _, grads = minialpa.value_and_grad(loss_of)(weights, batch)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
-
-    with pytest.raises(TraceError, match=r"calls Python with values of each example.*Return these values"):
-        minialpa.parallelize(step, method=METHODS[0])(WEIGHTS, BATCH)
-
-
 def _step_that_notes(note: Any, place: str) -> Any:
-    """A training step that calls `note` on activations, in a scan over layers or in a branch."""
+    """A training step that calls `note` on activations: in a layer, in a scan over layers or in a branch."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         x = jnp.tanh(x @ w)
@@ -85,6 +63,8 @@ def _step_that_notes(note: Any, place: str) -> Any:
         stacked = jnp.stack([weights["in"], weights["out"]])
         if place == "scan":
             return (jax.lax.scan(layer, batch, stacked)[0] ** 2).mean()
+        if place == "layer":
+            return (layer(batch, weights["in"])[0] ** 2).mean()
         x = batch @ weights["in"]
         x = jax.lax.cond(x[0, 0] > 2, lambda x: x, lambda x: layer(x, weights["out"])[0], x)
         return (x**2).mean()
@@ -94,6 +74,13 @@ def _step_that_notes(note: Any, place: str) -> Any:
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
 
     return step
+
+
+@pytest.mark.parametrize("place", ["layer", "scan"])
+def test_a_callback_with_values_of_each_example_is_refused(place: str) -> None:
+    step = _step_that_notes(lambda x: jax.debug.print("{}", x), place)
+    with pytest.raises(TraceError, match=r"calls Python with values of each example.*Return these values"):
+        minialpa.parallelize(step, method=METHODS[0])(WEIGHTS, BATCH)
 
 
 @pytest.mark.parametrize("place", ["scan", "branch"])

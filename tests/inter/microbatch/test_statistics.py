@@ -13,40 +13,118 @@ import numpy as np
 import pytest
 
 from minialpa.inter.microbatch.rewrite import split_micro_batches
+from minialpa.inter.microbatch.split_step import SplitStep
+from minialpa.testing import assert_allclose
 from minialpa.tracing.gradients import value_and_grad
+from tests.equivalence.layers import Layer
+from tests.equivalence.losses import Loss, Term
+from tests.equivalence.model import BatchNorm, Model
+from tests.equivalence.steps import Training, make_args, make_step
 from tests.helpers import run_split, trace
 
 B, D, N = 8, 4, 4
+BATCH_NORM = BatchNorm()
+#: A step that sees each of some parts of the batch by itself, by the number of these parts.
+Parted = Callable[[int], Callable[..., Any]]
+
+
+def _split_of(step: Parted, args: Any, is_own: bool) -> SplitStep:
+    """The step over micro-batches, after a check of its results.
+
+    The serial run sees parts of the batch one by one if micro-batches have statistics of their own.
+    """
+    split = split_micro_batches(trace(step(1), *args), N)
+    assert (len(split.own) > 0) == is_own
+    assert all(re.match(r"mean and variance of float32 \(batch, \d\) at .*\.py:\d+", text) for text in split.own)
+    assert_allclose(run_split(split, args), jax.jit(step(N if is_own else 1))(*args), rtol=1e-4, atol=2e-5)
+    return split
+
+
+# ---- where a normalisation runs -------------------------------------------------------------------------------------
+
+
+def _model(norm: BatchNorm = BATCH_NORM, **fields: Any) -> Model:
+    return Model("vector", (norm, Layer("dense")), **fields)
+
+
+def _drawn(model: Model, reduction: str = "mean", **fields: Any) -> tuple[Parted, Any]:
+    """A step of the grammar of training steps, and its arguments."""
+    training = Training(model, Loss((Term("squared", reduction),)), **fields)
+    return lambda n_parts: make_step(training, n_parts), make_args(training)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "scheme", "gradient"),
+    [
+        ("mean", "plain", "minialpa.value_and_grad"),
+        ("std", "plain", "jax.value_and_grad"),
+        ("max", "meta", "minialpa.value_and_grad"),
+    ],
+)
+def test_a_normalisation_is_the_micro_batchs_own_beside_any_loss(reduction: str, scheme: str, gradient: str) -> None:
+    """Only the gradient through an update needs statistics of the whole batch."""
+    step, args = _drawn(_model(checkpoint=True), reduction, scheme=scheme, gradient=gradient)
+    _split_of(step, args, is_own=scheme != "meta")
+
+
+def test_a_normalisation_may_be_cut_by_a_stage() -> None:
+    """Its derivatives come from several chunks, and still meet in the loop."""
+    step, args = _drawn(_model(), "max")
+    traced = trace(step(1), *args)
+    split = split_micro_batches(traced, N, [o.group for o in traced.origins])
+    assert_allclose(run_split(split, args), jax.jit(step(N))(*args), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("variance", "averages", "is_own"),
+    [
+        ("squares", ("decay", "decay"), True),
+        ("var", ("step", "branch"), True),
+        ("deviations", ("none", "decay"), False),
+    ],
+)
+def test_both_statistics_are_averaged_in_the_state(variance: str, averages: tuple[str, str], is_own: bool) -> None:
+    step, args = _drawn(_model(BatchNorm(variance, averages)))
+    assert (len(split_micro_batches(trace(step(1), *args), N).own) > 0) == is_own
+
+
+def test_standardised_data_is_that_of_the_whole_batch_beside_a_normalisation() -> None:
+    """Also with running averages; its totals are known before the first loop."""
+    step, args = _drawn(_model(data="averaged"))
+    split = _split_of(step, args, is_own=True)
+    assert len(split.own) == 1 and split.n_loops == 1
+
+
+# ---- how a normalisation is written ---------------------------------------------------------------------------------
+
+#: (parameters, statistics, activations) -> (normalised activations, statistics)
+Normalise = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def _state() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     params = {"w": normal(D, D), "v": normal(D), "scale": 1 + 0.3 * normal(D), "bias": 0.2 * normal(D)}
-    return {"params": params, "stats": {"mean": normal(D), "var": np.abs(normal(D))}, "steps": np.int32(3)}
+    return {"params": params, "stats": {"mean": normal(D), "var": np.abs(normal(D))}}
 
 
-def _batch(seed: int = 1) -> np.ndarray:
+def _batch() -> np.ndarray:
     """Examples whose spread and mean grow: the statistics of a part are far from the whole batch's."""
     growing = np.linspace(0.3, 2, B, dtype=np.float32)[:, None]
-    return growing * np.random.default_rng(seed).standard_normal((B, D)).astype(np.float32) + growing
+    return growing * np.random.default_rng(1).standard_normal((B, D)).astype(np.float32) + growing
 
 
-#: (parameters, statistics, activations) -> (normalised activations, statistics)
-Normalise = Callable[[Any, Any, Any], tuple[Any, Any]]
+def _averaged(stats: Any, mean: Any, var: Any) -> Any:
+    return {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
 
 
-def _averaged(stats: Any, mean: Any, var: Any, decay: Any = 0.9) -> Any:
-    return {"mean": decay * stats["mean"] + (1 - decay) * mean, "var": decay * stats["var"] + (1 - decay) * var}
+def _adjusted(params: Any, normal: Any) -> Any:
+    return normal * params["scale"][None] + params["bias"][None]
 
 
 def _batch_norm(params: Any, stats: Any, h: Any) -> tuple[Any, Any]:
     mean, var = h.mean(0), h.var(0)
     return _adjusted(params, (h - mean[None]) * jax.lax.rsqrt(var + 0.1)[None]), _averaged(stats, mean, var)
-
-
-def _adjusted(params: Any, normal: Any) -> Any:
-    return normal * params["scale"][None] + params["bias"][None]
 
 
 def _in_parts(normalise: Normalise, params: Any, stats: Any, h: Any, n_parts: int) -> tuple[Any, Any]:
@@ -58,127 +136,30 @@ def _in_parts(normalise: Normalise, params: Any, stats: Any, h: Any, n_parts: in
     return jnp.concatenate([part for part, _ in parts]), jax.tree.map(average, *[new for _, new in parts])
 
 
-def _scores(params: Any, stats: Any, x: Any, n_parts: int, normalise: Normalise = _batch_norm) -> tuple[Any, Any]:
-    """The scores of a model with one normalisation, over each of `n_parts` parts of the batch, and new statistics."""
-    normal, stats = _in_parts(normalise, params, stats, x @ params["w"], n_parts)
-    return jnp.tanh(normal) @ params["v"], stats
+def _training(normalise: Normalise = _batch_norm) -> Parted:
+    def parted(n_parts: int) -> Callable[..., Any]:
+        def loss(params: Any, stats: Any, x: Any) -> Any:
+            normal, stats = _in_parts(normalise, params, stats, x @ params["w"], n_parts)
+            return jnp.mean((jnp.tanh(normal) @ params["v"]) ** 2), stats
+
+        def step(state: Any, x: Any) -> Any:
+            (value, stats), grads = value_and_grad(loss, has_aux=True)(state["params"], state["stats"], x)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+            return {"params": params, "stats": stats}, value
+
+        return step
+
+    return parted
 
 
-LOSSES: dict[str, Callable[[Any], Any]] = {
-    "mean": lambda s: jnp.mean(s**2),
-    "deviation": lambda s: jnp.std(s),
-    "product": lambda s: jnp.std(s) * jnp.mean(s**2),
-    "logsumexp": lambda s: jax.nn.logsumexp(s),
-    "max": lambda s: jnp.max(s),
-    "detached total": lambda s: jnp.sum(s**2) / jax.lax.stop_gradient(jnp.sum(jnp.abs(s))),
-}
-
-
-#: (parameters, statistics, x) -> (loss, new statistics)
-Objective = Callable[[Any, Any, Any], tuple[Any, Any]]
-
-
-def _moved(params: Any, grads: Any, by: float) -> Any:
-    return jax.tree.map(lambda p, g: p + by * g, params, grads)
-
-
-def _plain(differentiate: Any, loss: Objective) -> Callable[..., Any]:
-    def step(state: Any, x: Any) -> Any:
-        (value, stats), grads = differentiate(loss, has_aux=True)(state["params"], state["stats"], x)
-        return {"params": _moved(state["params"], grads, -0.1), "stats": stats, "steps": state["steps"] + 1}, value
-
-    return step
-
-
-def _sharpness_aware(differentiate: Any, loss: Objective) -> Callable[..., Any]:
-    def step(state: Any, x: Any) -> Any:
-        (_, stats), grads = differentiate(loss, has_aux=True)(state["params"], state["stats"], x)
-        moved = _moved(state["params"], grads, 0.1)
-        (value, stats), grads = differentiate(loss, has_aux=True)(moved, stats, x)
-        return {"params": _moved(state["params"], grads, -0.1), "stats": stats, "steps": state["steps"] + 1}, value
-
-    return step
-
-
-def _meta(differentiate: Any, loss: Objective) -> Callable[..., Any]:
-    """The gradient of the loss behind an update, through that update."""
-
-    def behind(params: Any, stats: Any, x: Any) -> Any:
-        (_, stats), grads = differentiate(loss, has_aux=True)(params, stats, x)
-        return loss(_moved(params, grads, -0.1), stats, x)
-
-    return _plain(differentiate, behind)
-
-
-SCHEMES = {"plain": _plain, "sharpness-aware": _sharpness_aware, "meta": _meta}
-GRADIENTS = {"marked": value_and_grad, "plain jax": jax.value_and_grad}
-WRAPS: dict[str, Callable[..., Any]] = {"": lambda loss: loss, "remat": jax.checkpoint}
-#: Each scheme, gradient and wrap is among them.
-CASES = [
-    ("mean", "plain", "marked", "remat"),
-    ("deviation", "sharpness-aware", "plain jax", ""),
-    ("max", "meta", "marked", ""),
-]
-
-
-def _is_own(step: Callable[[Any, int], Callable[..., Any]], differentiate: Any = value_and_grad) -> bool:
+def _is_own(normalise: Normalise) -> bool:
     """Whether a step over micro-batches has statistics of the micro-batch."""
-    return len(split_micro_batches(trace(step(differentiate, 1), _state(), _batch()), N).own) > 0
-
-
-def _assert_equal(step: Callable[[Any, int], Callable[..., Any]], differentiate: Any, args: Any, is_own: bool) -> None:
-    """That micro-batches compute what the serial run does, on parts of the batch if they have statistics of their own.
-
-    step: of what takes the gradients, and the number of parts.
-    """
-    split = split_micro_batches(trace(step(differentiate, 1), *args), N)
-    assert len(split.own) == is_own
-    assert all(re.match(r"mean and variance of float32 \(batch, 4\) at .*test_statistics.py:\d+", x) for x in split.own)
-    expected = jax.jit(step(jax.value_and_grad, N if is_own else 1))(*args)
-    for got, right in zip(jax.tree.leaves(run_split(split, args)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-4, atol=2e-5)
-
-
-def _training(loss: str, scheme: str = "plain", wrap: str = "", normalise: Normalise = _batch_norm) -> Any:
-    def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
-        def objective(params: Any, stats: Any, x: Any) -> Any:
-            scores, stats = _scores(params, stats, x, n_parts, normalise)
-            return LOSSES[loss](scores), stats
-
-        return SCHEMES[scheme](differentiate, WRAPS[wrap](objective))
-
-    return step
-
-
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_normalisation_is_the_micro_batchs_own_beside_any_loss(case: tuple[str, str, str, str]) -> None:
-    loss, scheme, gradient, wrap = case
-    _assert_equal(_training(loss, scheme, wrap), GRADIENTS[gradient], (_state(), _batch()), scheme != "meta")
-
-
-@pytest.mark.parametrize("loss", ["product", "logsumexp", "detached total"])
-@pytest.mark.parametrize("gradient", GRADIENTS)
-def test_losses_on_totals_leave_statistics_to_the_micro_batch(loss: str, gradient: str) -> None:
-    assert _is_own(_training(loss), GRADIENTS[gradient])
-
-
-def test_a_normalisation_may_be_cut_by_a_stage() -> None:
-    """Its derivatives come from several chunks, and still meet in the loop."""
-    args = _state(), _batch()
-    traced = trace(_training("max")(value_and_grad, 1), *args)
-    n_groups = traced.n_groups
-    expected = jax.jit(_training("max")(jax.value_and_grad, N))(*args)
-    for n_chunks in (2, n_groups):
-        chunk_of = [None if o.group is None else o.group * n_chunks // n_groups for o in traced.origins]
-        got = run_split(split_micro_batches(traced, N, chunk_of), args)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    return len(split_micro_batches(trace(_training(normalise)(1), _state(), _batch()), N).own) > 0
 
 
 #: Ways to write a mean over examples, or nearly one, and whether a micro-batch takes its own.
 MEANS: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "half of the mean": (True, lambda h: 0.5 * h.mean(0)),
-    "unbiased": (True, lambda h: h.sum(0) / (len(h) - 1)),
     "sum": (False, lambda h: h.sum(0)),
     "sum of parts": (False, lambda h: (h / len(h)).sum(0)),
     "divided twice": (True, lambda h: h.sum(0) / 2 / (len(h) / 2)),
@@ -186,9 +167,8 @@ MEANS: dict[str, tuple[bool, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("name", MEANS)
-def test_only_means_are_a_micro_batchs_own(name: str, gradient: str) -> None:
+def test_only_means_are_a_micro_batchs_own(name: str) -> None:
     """What is no mean, or not seen to be one, is computed from the whole batch."""
     is_own, take_mean = MEANS[name]
 
@@ -197,23 +177,7 @@ def test_only_means_are_a_micro_batchs_own(name: str, gradient: str) -> None:
         var = take_mean(centred**2)
         return centred * jax.lax.rsqrt(var + 0.1)[None], _averaged(stats, h.mean(0), var)
 
-    assert _is_own(_training("mean", normalise=normalise), GRADIENTS[gradient]) == is_own
-    if name in ("half of the mean", "unbiased", "divided twice") and gradient == "marked":
-        _assert_equal(_training("mean", normalise=normalise), value_and_grad, (_state(), _batch()), True)
-
-
-# ---- ways to average ------------------------------------------------------------------------------------------------
-
-
-def _with(average: Callable[..., Any]) -> Normalise:
-    """BatchNorm whose new statistics are `average(statistics, mean, variance, number of examples)`."""
-
-    def normalise(params: Any, stats: Any, h: Any) -> Any:
-        mean, var = h.mean(0), h.var(0)
-        normal = _adjusted(params, (h - mean[None]) * jax.lax.rsqrt(var + 0.1)[None])
-        return normal, average(stats, mean, var, h.shape[0])
-
-    return normalise
+    assert _is_own(normalise) == is_own
 
 
 def _renormalised(params: Any, stats: Any, h: Any) -> Any:
@@ -226,75 +190,33 @@ def _renormalised(params: Any, stats: Any, h: Any) -> Any:
     return _adjusted(params, normal), _averaged(stats, mean, std**2)
 
 
-def _under_vmap(params: Any, stats: Any, h: Any) -> Any:
-    def one(row: Any) -> Any:
-        mean = jax.lax.pmean(row, "batch")
-        var = jax.lax.pmean((row - mean) ** 2, "batch")
-        return (row - mean) * jax.lax.rsqrt(var + 0.1), mean, var
-
-    normal, mean, var = jax.vmap(one, axis_name="batch", out_axes=(0, None, None))(h)
-    return _adjusted(params, normal), _averaged(stats, mean, var)
-
-
-def _fused(params: Any, stats: Any, h: Any) -> Any:
-    mean, squares = h.mean(0), (h**2).mean(0)
-    factor = params["scale"] * jax.lax.rsqrt(squares - mean**2 + 0.1)
-    normal = h * factor[None] + (params["bias"] - mean * factor)[None]
-    return normal, _averaged(stats, mean, squares)
-
-
 def _by_averages(params: Any, stats: Any, h: Any) -> Any:
-    stats = _averaged(stats, h.mean(0), h.var(0), 0.5)
+    stats = _averaged(stats, h.mean(0), h.var(0))
     return (h - stats["mean"][None]) * jax.lax.rsqrt(stats["var"] + 0.1)[None], stats
 
 
-def _first(stats: Any, mean: Any, var: Any, n: int) -> Any:
-    """In the first step, the statistics themselves."""
-    new = _averaged(stats, mean, var)
-    is_first = stats["var"][0] > 9
-    return {"mean": jnp.where(is_first, mean, new["mean"]), "var": jnp.where(is_first, var, new["var"])}
+def _unbiased(params: Any, stats: Any, h: Any) -> Any:
+    """Variances of the elements of a micro-batch, computed in two ways."""
+    mean, n = h.mean(0), h.shape[0]
+    var = jnp.mean((h - mean[None]) ** 2, 0) * (n / (n - 1))
+    squares = (jnp.mean(h**2, 0) - mean**2) * n / (n - 1)
+    normal = (h - mean[None]) * jax.lax.rsqrt(var + 0.1)[None]
+    return _adjusted(params, normal), _averaged(stats, mean, squares)
 
 
-AVERAGES: dict[str, Normalise] = {
-    "deviation": _with(lambda s, mean, var, n: _averaged(s, mean, jnp.sqrt(var))),
-    "unbiased": _with(lambda s, mean, var, n: _averaged(s, mean, var * n / (n - 1))),
-    "first": _with(_first),
-    "fused": _fused,
-    "renormalised": _renormalised,
-    "by averages": _by_averages,
-    "under vmap": _under_vmap,
-}
+def test_two_updates_in_a_step_have_statistics_of_the_micro_batch() -> None:
+    def parted(n_parts: int) -> Callable[..., Any]:
+        return lambda state, x: _training()(n_parts)(_training()(n_parts)(state, x)[0], x)
+
+    _split_of(parted, (_state(), _batch()), is_own=True)
 
 
-@pytest.mark.parametrize("name", AVERAGES)
-def test_running_averages_are_seen_however_they_are_written(name: str) -> None:
-    assert _is_own(_training("mean", normalise=AVERAGES[name]), jax.value_and_grad)
-
-
-@pytest.mark.parametrize("name", ["unbiased", "renormalised", "by averages"])
-def test_running_averages_are_averages_over_micro_batches(name: str) -> None:
-    _assert_equal(_training("mean", normalise=AVERAGES[name]), jax.value_and_grad, (_state(), _batch()), True)
-
-
-def test_unbiased_variances_are_of_the_elements_of_a_micro_batch() -> None:
-    def normalise(params: Any, stats: Any, h: Any) -> Any:
-        mean, n = h.mean(0), h.shape[0]
-        var = jnp.mean((h - mean[None]) ** 2, 0) * (n / (n - 1))
-        squares = (jnp.mean(h**2, 0) - mean**2) * n / (n - 1)
-        normal = (h - mean[None]) * jax.lax.rsqrt(var + 0.1)[None]
-        return _adjusted(params, normal), _averaged(stats, mean, squares)
-
-    _assert_equal(_training("mean", normalise=normalise), value_and_grad, (_state(), _batch()), True)
+@pytest.mark.parametrize("normalise", [_renormalised, _by_averages, _unbiased])
+def test_running_averages_are_averages_over_micro_batches_however_they_are_written(normalise: Normalise) -> None:
+    _split_of(_training(normalise), (_state(), _batch()), is_own=True)
 
 
 # ---- statistics of the whole batch ----------------------------------------------------------------------------------
-
-
-def _whitened(params: Any, stats: Any, h: Any) -> Any:
-    centred = h - h.mean(0)[None]
-    covariance = centred.T @ centred / h.shape[0]
-    normal = centred @ jnp.linalg.inv(jnp.linalg.cholesky(covariance + jnp.eye(D)))
-    return _adjusted(params, normal), _averaged(stats, h.mean(0), jnp.diag(covariance))
 
 
 def _of_others(params: Any, stats: Any, h: Any) -> Any:
@@ -308,59 +230,31 @@ def _gated(params: Any, stats: Any, h: Any) -> Any:
     return h * jax.nn.sigmoid(h * mean[None]) * jax.lax.rsqrt(var + 0.1)[None], _averaged(stats, mean, var)
 
 
-WHOLE: dict[str, Normalise] = {
-    "variances alone": _with(lambda s, mean, var, n: {**s, "var": 0.9 * s["var"] + 0.1 * var}),
-    "averages for a log": _with(lambda s, mean, var, n: {**s, "log": _averaged(s, mean, var)}),
-    "whitened": _whitened,
-    "averages of others": _of_others,
-    "gated": _gated,
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_other_statistics_are_the_whole_batchs(name: str) -> None:
-    assert not _is_own(_training("mean", normalise=WHOLE[name]))
+@pytest.mark.parametrize("normalise", [_of_others, _gated])
+def test_other_statistics_are_the_whole_batchs(normalise: Normalise) -> None:
+    assert not _is_own(normalise)
 
 
 def test_averages_beside_the_state_that_is_handed_on_are_a_log() -> None:
-    def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
-        def run(state: Any, x: Any) -> Any:
-            new, value = _training("mean")(differentiate, n_parts)(state, x)
+    def parted(n_parts: int) -> Callable[..., Any]:
+        def step(state: Any, x: Any) -> Any:
+            new, value = _training()(n_parts)(state, x)
             return new["stats"], {**new, "stats": state["stats"]}, value
 
-        return run
+        return step
 
-    _assert_equal(step, value_and_grad, (_state(), _batch()), False)
-
-
-def test_standardised_data_is_that_of_the_whole_batch_beside_a_normalisation() -> None:
-    """Also with running averages, and with parameters that scale it; its totals are known before the first loop."""
-
-    def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
-        def loss(params: Any, stats: Any, x: Any) -> Any:
-            normal, seen = _batch_norm(params, stats["data"], x)
-            scores, stats = _scores(params, stats["model"], normal, n_parts)
-            return jnp.mean(scores**2), {"data": seen, "model": stats}
-
-        return _plain(differentiate, loss)
-
-    state = {**_state(), "stats": {"data": _state()["stats"], "model": _state()["stats"]}}
-    split = split_micro_batches(trace(step(value_and_grad, 1), state, _batch()), N)
-    assert len(split.own) == 1 and split.n_loops == 1
-    expected = jax.jit(step(jax.value_and_grad, N))(state, _batch())
-    for got, right in zip(jax.tree.leaves(run_split(split, (state, _batch()))), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-4, atol=2e-5)
+    _split_of(parted, (_state(), _batch()), is_own=False)
 
 
 def test_a_normalisation_of_all_examples_at_once_makes_all_of_its_kind_exact() -> None:
-    """A sort mixes the examples, so what runs behind it is of the whole batch, and so is the same code elsewhere."""
+    """A sort mixes the examples, so what runs after it is of the whole batch, and so is the same code elsewhere."""
 
-    def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
-        def run(state: Any, x: Any) -> Any:
-            new, value = _training("mean")(differentiate, n_parts)(state, x)
+    def parted(n_parts: int) -> Callable[..., Any]:
+        def step(state: Any, x: Any) -> Any:
+            new, value = _training()(n_parts)(state, x)
             normal, stats = _batch_norm(new["params"], new["stats"], jnp.sort(x @ new["params"]["w"], 0))
             return {**new, "stats": stats}, value, normal
 
-        return run
+        return step
 
-    _assert_equal(step, value_and_grad, (_state(), _batch()), False)
+    _split_of(parted, (_state(), _batch()), is_own=False)

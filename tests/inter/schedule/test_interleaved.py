@@ -23,9 +23,10 @@ from minialpa import (
 from minialpa.errors import InfeasibleError
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
+from minialpa.ir.equations import aval_bytes
 from minialpa.options import ManualLayerOption, StageOption
 from minialpa.plan import Plan
-from minialpa.programs.program import Program, Run, Transfer, reads, writes
+from minialpa.programs.program import Free, Program, Run, Transfer
 from minialpa.testing import assert_allclose
 from tests.helpers import descent_step, trace
 
@@ -33,7 +34,7 @@ WIDTH, BATCH = 8, 24
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    """Layers with a boundary behind each, a skip over half of them, and the first layer's weight at the end again."""
+    """Layers with a boundary after each, a skip over half of them, and a head with the first layer's weight."""
     x, y = batch
     ws = params["w"]
     skip = x
@@ -76,25 +77,20 @@ def planned(n_stages: int, n_chunks: int, n_micro_batches: int) -> Plan:
     return minialpa.plan(step, args, cluster=cluster, method=method(n_micro_batches, uniform(n_stages, n_chunks)))
 
 
-@pytest.mark.parametrize(
-    ("n_stages", "n_chunks", "n_micro_batches"),
-    [(1, 3, 2), (3, 2, 4)],
-)
-def test_skips_and_tied_weights_train_as_on_one_device(n_stages: int, n_chunks: int, n_micro_batches: int) -> None:
-    params, batch = arguments(n_stages * n_chunks)
+def test_skips_and_tied_weights_train_as_on_one_device() -> None:
+    """On stages by hand, with layers that are not neighbours."""
+    params, batch = arguments(5)
     serial = jax.jit(descent_step(loss, jax.value_and_grad))
-    step = minialpa.parallelize(
-        descent_step(loss, minialpa.value_and_grad), method=method(n_micro_batches, uniform(n_stages, n_chunks))
-    )
+    chosen = method(3, by_hand([[0, 1, 3], [2, 4]]))
+    step = minialpa.parallelize(descent_step(loss, minialpa.value_and_grad), method=chosen)
     expected = actual = params
     for _ in range(2):
         expected, expected_loss = serial(expected, batch)
         actual, actual_loss = step(actual, batch)
         assert_allclose(actual_loss, expected_loss, rtol=1e-5, atol=1e-6)
     assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
-    stages = step.get_last_executable().get_parallel_plan().stages
-    if n_stages > 1:
-        assert [s.layers for s in stages] == [tuple(range(k, n_stages * n_chunks, n_stages)) for k in range(n_stages)]
+    plan = step.get_last_executable().get_parallel_plan()
+    assert "layers 0-1, 3, submesh" in plan.summary() and "layers 2, 4, submesh" in plan.summary()
 
 
 def test_a_step_without_gradients_runs_through_the_chunks() -> None:
@@ -102,17 +98,6 @@ def test_a_step_without_gradients_runs_through_the_chunks() -> None:
     chosen = method(4, uniform(2, 2))
     actual = minialpa.parallelize(lambda params, batch: loss(params, batch), method=chosen)(params, batch)
     assert_allclose(actual, loss(params, batch), rtol=1e-5, atol=1e-6)
-
-
-def test_stages_by_hand_hold_layers_that_are_not_neighbours() -> None:
-    params, batch = arguments(5)
-    step = minialpa.parallelize(
-        descent_step(loss, minialpa.value_and_grad), method=method(3, by_hand([[0, 1, 3], [2, 4]]))
-    )
-    expected, _ = jax.jit(descent_step(loss, jax.value_and_grad))(params, batch)
-    assert_allclose(step(params, batch)[0], expected, rtol=1e-4, atol=1e-6)
-    plan = step.get_last_executable().get_parallel_plan()
-    assert "layers 0-1, 3, submesh" in plan.summary() and "layers 2, 4, submesh" in plan.summary()
 
 
 def test_one_more_chunk_saves_bubble_time() -> None:
@@ -132,63 +117,53 @@ def test_one_more_chunk_saves_bubble_time() -> None:
 
 
 def bytes_at_most(program: Program, n_meshes: int) -> list[int]:
-    """Most bytes that the buffers of each mesh take between two instructions; every mesh is one device."""
+    """Most bytes that the buffers of each mesh take after an instruction; every mesh is one device."""
     size: dict[int, int] = {}
-    mesh_of = {slot.buffer: slot.mesh for slot in (*program.inputs, *program.constants)}
+    for run in (one for one in program.instructions if isinstance(one, Run)):
+        f = program.functions[run.function]
+        avals = (*f.in_avals, *f.out_avals)
+        size.update((b, aval_bytes(aval)) for b, aval in zip((*run.inputs, *run.outputs), avals, strict=True))
+
+    mesh_of = {slot.buffer: slot.mesh for slot in program.inputs if slot.rows is None}
+    most = [0] * n_meshes
     for instruction in program.instructions:
         match instruction:
             case Run(function, inputs, outputs):
-                f = program.functions[function]
-                for b, aval in (*zip(inputs, f.in_avals, strict=True), *zip(outputs, f.out_avals, strict=True)):
-                    size[b] = aval.size * aval.dtype.itemsize
-                    mesh_of.setdefault(b, f.mesh)
-            case Transfer(source, target, mesh):
-                size[target] = size.get(source, 0)
+                mesh_of.update(dict.fromkeys((*inputs, *outputs), program.functions[function].mesh))
+            case Transfer(_, target, mesh):
                 mesh_of[target] = mesh
-            case _:
-                pass
-    now, most = [0] * n_meshes, [0] * n_meshes
-    live = {slot.buffer for slot in program.inputs if slot.rows is None}
-    for b in live:
-        now[mesh_of[b]] += size.get(b, 0)
-    for instruction in program.instructions:
-        fresh = {b for b in (*reads(instruction), *writes(instruction)) if b not in live}
-        gone = set(getattr(instruction, "buffers", ())) & live
-        for b, sign in (*((b, 1) for b in fresh), *((b, -1) for b in gone)):
-            now[mesh_of[b]] += sign * size.get(b, 0)
-        live = (live | fresh) - gone
-        most = list(map(max, most, now))
+            case Free(buffers):
+                mesh_of = {b: mesh for b, mesh in mesh_of.items() if b not in buffers}
+        held = [sum(size.get(b, 0) for b, mesh in mesh_of.items() if mesh == k) for k in range(n_meshes)]
+        most = list(map(max, most, held))
     return most
 
 
-@pytest.mark.parametrize(("n_stages", "n_chunks", "n_micro_batches"), [(2, 3, 8), (3, 2, 6)])
-def test_the_plan_foresees_what_the_program_holds(n_stages: int, n_chunks: int, n_micro_batches: int) -> None:
-    plan = planned(n_stages, n_chunks, n_micro_batches)
-    args = arguments(n_stages * n_chunks)
-    held = bytes_at_most(emit_program(trace(descent_step(loss, minialpa.value_and_grad), *args), plan), n_stages)
+def test_the_plan_foresees_what_the_program_holds() -> None:
+    plan = planned(2, 3, 8)
+    assert [stage.layers for stage in plan.stages] == [(0, 2, 4), (1, 3, 5)]
+    held = bytes_at_most(emit_program(trace(descent_step(loss, minialpa.value_and_grad), *arguments(6)), plan), 2)
     for stage, n_bytes in zip(plan.stages, held, strict=True):
         assert 0.8 * n_bytes <= stage.peak_bytes <= 1.5 * n_bytes
 
 
 def test_a_memory_limit_counts_the_chunks_in_flight() -> None:
-    def limited(n_bytes: float) -> Plan:
-        chosen = replace(
-            method(8, uniform(2, 3)), default_auto_sharding_option=AutoShardingOption(memory_limit_bytes=n_bytes)
-        )
-        cluster = ClusterSpec.preset("cpu", devices_per_host=2)
-        return minialpa.plan(descent_step(loss, minialpa.value_and_grad), wide, cluster=cluster, method=chosen)
+    params, batch = arguments(6)
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64 * x.shape[0], x.shape[1]), x.dtype), batch)
 
-    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64 * x.shape[0], x.shape[1]), x.dtype), arguments(6)[1])
-    wide = (arguments(6)[0], wide)
+    def limited(n_bytes: float) -> Plan:
+        option = AutoShardingOption(memory_limit_bytes=n_bytes)
+        chosen = replace(method(8, uniform(2, 3)), default_auto_sharding_option=option)
+        cluster = ClusterSpec.preset("cpu", devices_per_host=2)
+        step = descent_step(loss, minialpa.value_and_grad)
+        return minialpa.plan(step, (params, wide), cluster=cluster, method=chosen)
+
     free = limited(1e12)
     most = max(free.cost.peak_bytes)
     in_flight = max(most - stage.fixed_bytes for stage in free.stages)
     assert in_flight > 0.5 * most  # so the limit is about what chunks keep
-    assert max(limited(1.2 * most + 40_000).cost.peak_bytes) <= 1.2 * most + 40_000
-    limit = most - 0.2 * in_flight
-    above = "|".join(str(k) for k, peak in enumerate(free.cost.peak_bytes) if peak > limit)
-    with pytest.raises(InfeasibleError, match=f"Stage ({above}) "):
-        limited(limit)
+    with pytest.raises(InfeasibleError, match=r"Stage \d "):
+        limited(most - 0.2 * in_flight)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -198,31 +173,26 @@ def test_chunks_are_runs_of_neighbouring_layers_in_order() -> None:
     assert chunks_of([(0, 1, 4), (2, 3, 5)]) == Chunks(((0, 1), (2, 3), (4,), (5,)), (0, 1, 0, 1))
     assert chunks_of([()]) == Chunks(((),), (0,))
     assert chunks_of([(0, 1, 4), (2, 3, 5)]).of_group([0, 0, 1, 3, 5]) == (0, 0, 0, 1, 3)
+    check_chunks(chunks_of([(0, 3), (1, 4), (2, 5)]), "inference")
 
 
 @pytest.mark.parametrize(
     ("stages", "schedule", "message"),
     [
         ([(0, 2), (1, 3)], "1f1b", r"need the schedule `1f1b-interleaved`.*\[0\] on stage 0, \[1\] on stage 1"),
-        ([(0, 2), (1,)], "1f1b-interleaved", "equally often"),
         ([(0, 3), (1, 2)], "1f1b-interleaved", "equally often"),
-        ([(0, 3), (1, 4), (2, 5)], "inference", None),
         ([(0, 5), (1, 4), (2, 3)], "1f1b-interleaved", "go round the stages 0 to 2 in order"),
         ([(0, 1), (2, 3)], "1f1b-interleaved", "needs stages of several runs of layers: `num_chunks`"),
     ],
 )
-def test_a_schedule_says_which_stages_it_runs(stages: Any, schedule: str, message: str | None) -> None:
-    if message is None:
+def test_stages_of_another_schedule_are_refused(stages: Any, schedule: str, message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
         check_chunks(chunks_of(stages), schedule)
-    else:
-        with pytest.raises(ShardingError, match=message):
-            check_chunks(chunks_of(stages), schedule)
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (by_hand([[0, 2], [1, 2]]), "once and in order"),
         (by_hand([[2, 0], [1, 3]]), "once and in order"),
         (uniform(2, 3), "`num_stages=2` stages of 3 chunks cannot be made of 4 layers"),
         ("auto", "the search makes stages of one run"),

@@ -79,14 +79,6 @@ def test_a_schedule_obeys_its_laws(name: str, size: PipelineSize) -> None:
         assert tuple(one for one in order if one.chunk % p == stage) == passes
 
 
-def test_1f1b_on_three_stages() -> None:
-    assert make_schedule("1f1b", PipelineSize(3, 4)).passes == (
-        parse("f0.0 f0.1 f0.2 b0.0 f0.3 b0.1 b0.2 b0.3"),
-        parse("f1.0 f1.1 b1.0 f1.2 b1.1 f1.3 b1.2 b1.3"),
-        parse("f2.0 b2.0 f2.1 b2.1 f2.2 b2.2 f2.3 b2.3"),
-    )
-
-
 def test_two_chunks_on_two_stages() -> None:
     schedule = make_schedule("1f1b-interleaved", PipelineSize(2, 4, 2))
     assert schedule.passes == (

@@ -101,17 +101,6 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     assert found.seconds * 0.98 <= bound_s <= min(seconds[n] for n in certificate.n_micro_batches) * (1 + 1e-9)
 
 
-def test_no_more_devices_than_are_of_use() -> None:
-    """A step that is nothing but latency is best left on one device."""
-
-    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.mean((x @ w) ** 2)
-
-    step = descent_step(loss_fn, minialpa.value_and_grad)
-    plan = minialpa.plan(step, (np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)), cluster=V100)
-    assert [stage.n_devices for stage in plan.stages] == [1] and plan.cluster == V100
-
-
 def test_the_slow_host_gets_fewer_layers() -> None:
     fast, slow = ClusterSpec.preset("h100").device, V100.device
     cluster = ClusterSpec(2, 1, slow, V100.intra_host, V100.intra_host, host_devices=(slow, fast))
@@ -154,15 +143,6 @@ def test_a_logical_mesh_leaves_nothing_to_search() -> None:
     step = minialpa.parallelize(lambda w, x: w, method=AutoParallel(devices=mesh))
     with pytest.raises(ShardingError, match="A LogicalMesh is one view of its devices"):
         step.plan(np.ones(4), np.ones(4))
-
-
-def test_a_step_that_cannot_be_split_has_one_micro_batch() -> None:
-    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sort(x @ w, axis=0)[0])
-
-    step = descent_step(loss_fn, minialpa.value_and_grad)
-    plan = minialpa.plan(step, (np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)), cluster=V100)
-    assert plan.n_micro_batches == 1
 
 
 def traced_model(name: str, **sizes: Any) -> TracedStep:

@@ -87,16 +87,6 @@ def plain(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def skips(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    left = []
-    for w in params[:N_LAYERS]:
-        x = block(w, x)
-        left.append(x)
-    for w in params[N_LAYERS:]:
-        x = block(w, x + left.pop())
-    return jnp.mean(x**2)
-
-
 def alternating(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     for i, w in enumerate(params):
         x = block(w, x if i % 2 else jnp.cumsum(x, 1))
@@ -105,22 +95,6 @@ def alternating(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 
 def decayed(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     return plain(params, x) + 0.01 * sum(jnp.sum(w**2) for w in params)
-
-
-def joined(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    parts = []
-    for w in params:
-        x = block(w, x)
-        parts.append(x)
-    return jnp.mean(jnp.concatenate(parts, -1) ** 2)
-
-
-def unrolled(params: jax.Array, x: jax.Array) -> jax.Array:
-    return plain([params[i] for i in range(N_LAYERS)], x)
-
-
-def stacked() -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((N_LAYERS, WIDTH, WIDTH), jnp.float32)
 
 
 def weights(n: int = N_LAYERS) -> list[jax.ShapeDtypeStruct]:
@@ -149,38 +123,7 @@ def clipped() -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
 
-def sharpness_aware() -> TracedStep:
-    """Two gradients, of which the second waits for the norm of the first."""
-
-    def step(params: Any, x: jax.Array) -> Any:
-        _, first = minialpa.value_and_grad(plain)(params, x)
-        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in first))
-        near = [w + 0.05 * g / norm for w, g in zip(params, first, strict=True)]
-        value, grads = minialpa.value_and_grad(plain)(near, x)
-        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
-
-    return trace(step, weights(), EXAMPLES)
-
-
-def with_metrics() -> TracedStep:
-    """One array of the norms of all gradients, and one of the means of all layers."""
-
-    def loss(params: Any, x: jax.Array) -> Any:
-        means = []
-        for w in params:
-            x = block(w, x)
-            means.append(jnp.mean(x))
-        return jnp.mean(x**2), means
-
-    def step(params: Any, x: jax.Array) -> Any:
-        (value, means), grads = minialpa.value_and_grad(loss, has_aux=True)(params, x)
-        params = [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
-        return params, (value, jnp.stack(means), jnp.stack([jnp.linalg.norm(g) for g in grads]))
-
-    return trace(step, weights(), EXAMPLES)
-
-
-def with_dropout(folded: bool = False) -> TracedStep:
+def with_dropout() -> TracedStep:
     """A key for each layer."""
 
     def step(state: Any, x: jax.Array) -> Any:
@@ -189,8 +132,7 @@ def with_dropout(folded: bool = False) -> TracedStep:
         def loss(params: Any, x: jax.Array) -> jax.Array:
             keys = jax.random.split(key, N_LAYERS)
             for i, w in enumerate(params):
-                own = jax.random.fold_in(key, i) if folded else keys[i]
-                x = block(w, x) * jax.random.bernoulli(own, 0.9, x.shape).astype(x.dtype)
+                x = block(w, x) * jax.random.bernoulli(keys[i], 0.9, x.shape).astype(x.dtype)
             return jnp.mean(x**2)
 
         value, grads = minialpa.value_and_grad(loss)(params, x)
@@ -208,21 +150,7 @@ class Case:
 SHORT = {
     "global norm": Case(lambda: trained(plain, clipped())),
     "two kinds in turn": Case(lambda: trained(alternating, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
-    "sharpness aware": Case(sharpness_aware),
     "dropout": Case(with_dropout),
-}
-SLOW_SHORT = {
-    "skips": Case(lambda: trained(skips, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
-    "rows of a stack": Case(lambda: trained(unrolled, params=stacked())),
-    "folded keys": Case(lambda: with_dropout(folded=True)),
-    "metrics": Case(with_metrics),
-}
-#: What is staged as a whole, and the reason.
-WHOLE = {
-    # The backward pass of the end makes a slice for each layer, which only that layer reads.
-    "joined": (Case(lambda: trained(joined)), "Piece 19 is another problem in the short step"),
-    # Its last pieces are equal problems, and unlike each other as soon as something is computed again.
-    "decayed": (Case(lambda: trained(decayed)), "No 5 neighbouring pieces"),
 }
 
 
@@ -232,9 +160,9 @@ def short_of(solver: PieceSolver) -> PiecedStep | NotShortened | None:
     return solver.short
 
 
-@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_SHORT)])
+@pytest.mark.parametrize("name", SHORT)
 def test_a_short_step_has_the_problems_of_the_whole_step(name: str) -> None:
-    case = (SHORT | SLOW_SHORT)[name]
+    case = SHORT[name]
     solver = solver_of(case.make(), case.n_layers)
     short = short_of(solver)
     assert isinstance(short, PiecedStep), short
@@ -243,34 +171,17 @@ def test_a_short_step_has_the_problems_of_the_whole_step(name: str) -> None:
     assert_same_problems(solver)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_cannot_be_shortened_is_staged_as_a_whole(name: str) -> None:
-    case, reason = WHOLE[name]
-    solver = solver_of(case.make(), case.n_layers)
+def test_what_cannot_be_shortened_is_staged_as_a_whole() -> None:
+    """The last pieces are equal problems, and unlike each other as soon as something is computed again."""
+    solver = solver_of(trained(decayed), N_LAYERS)
     short = short_of(solver)
-    assert isinstance(short, NotShortened) and reason in short.reason, short
+    assert isinstance(short, NotShortened) and "No 5 neighbouring pieces" in short.reason, short
     assert_same_problems(solver)
 
 
-def test_pieces_cost_what_they_cost_in_the_whole_step() -> None:
-    solver = solver_of(trained(plain, clipped()), N_LAYERS)
-    for n, remat in WAYS[:3]:
-        found, expected = solver._pieces(n, remat), of_whole(solver, n, remat)
-        # Costs that one of them has found are not looked up by the other one.
-        found.known, expected.known = {}, {}
-        for kind in sorted(set(expected.kind)):
-            for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
-                costs = [pieces.cost(kind, candidate, None, 0.0, limited=True) for pieces in (found, expected)]
-                assert costs[0] == costs[1], (n, remat, kind, candidate)
-
-
-@pytest.mark.parametrize(
-    "name", ["dropout", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folded keys", "rows of a stack"))]
-)
-def test_pieces_of_one_kind_cost_the_same(name: str) -> None:
-    """Although they read other keys, or other rows."""
-    case = (SHORT | SLOW_SHORT)[name]
-    pieces = of_whole(solver_of(case.make(), case.n_layers), 2, "dots")
+def test_pieces_of_one_kind_cost_the_same() -> None:
+    """Although they read other keys."""
+    pieces = of_whole(solver_of(with_dropout(), N_LAYERS), 2, "dots")
     for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
         for piece, kind in enumerate(pieces.kind):
             costs = []

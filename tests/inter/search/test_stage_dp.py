@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.search.stage_dp import StageChoice, StageCostTable, Start, choose_stages, step_seconds_of
+from minialpa.errors import InfeasibleError
+from minialpa.inter.search.stage_dp import StageCostTable, Start, choose_stages, step_seconds_of
 from tests.oracles import fastest_pipeline
 
 
@@ -106,73 +106,3 @@ def test_least_memory_in_the_message_is_enough_and_less_is_not(problem: tuple[St
     assert math.isfinite(fastest_pipeline(table, **{**limits, "memory_bytes": need}))
     assert math.isinf(fastest_pipeline(table, **{**limits, "memory_bytes": need - 1}))
     assert low < need < high
-
-
-def uniform(n_layers: int, counts: list[int], n_devices: int, *, in_flight: float = 0.0) -> StageCostTable:
-    """Equal layers of one second on one device, perfectly parallel, that hold `in_flight` bytes each."""
-    length = np.subtract.outer(np.arange(n_layers), np.arange(n_layers)).T[:, :, None] + 1.0
-    share = length / np.array(counts)
-    zero = np.zeros_like(share)
-    anywhere, skip_to = np.ones((len(counts), n_devices), bool), np.arange(n_devices) + 1
-    free = np.zeros((n_layers - 1, n_devices))
-    return StageCostTable(
-        n_devices=np.array(counts),
-        may_start=anywhere,
-        skip_to=skip_to,
-        seconds=share,
-        step_seconds=zero,
-        fixed_bytes=zero,
-        in_flight_bytes=in_flight * share,
-        transfer_seconds=free,
-    )
-
-
-def test_first_stages_of_1f1b_hold_more_and_get_fewer_layers() -> None:
-    """Live micro-batches 2 and 1: with 4 bytes, the first stage can hold 2 of 5 layers at most, the last stage 4."""
-    table = uniform(5, [1], 2, in_flight=1.0)
-    options: dict[str, Any] = {"n_micro_batches": 8, "memory_bytes": 4.0}
-    assert choose_stages(table, **options).stages == (StageChoice(0, 1, 0, 0), StageChoice(2, 4, 0, 1))
-    with pytest.raises(InfeasibleError, match="`gpipe` with 8 micro-batches the smallest one needs 24 bytes"):
-        choose_stages(table, **options, schedule="gpipe")
-
-
-def test_step_time_can_decide() -> None:
-    """Candidate 1 is slower by 1 s for its micro-batch but saves 5 s of gradient sync."""
-    seconds = np.array([[[10.0, 11.0]]])
-    step_seconds, zero = np.array([[[6.0, 1.0]]]), 0 * seconds
-    table = StageCostTable(
-        n_devices=np.array([2, 2]),
-        may_start=np.ones((2, 2), bool),
-        skip_to=np.array([1, 2]),
-        seconds=seconds,
-        step_seconds=step_seconds,
-        fixed_bytes=zero,
-        in_flight_bytes=zero,
-        transfer_seconds=np.zeros((0, 2)),
-    )
-    chosen = {n: choose_stages(table, n_micro_batches=n, memory_bytes=1.0).stages[0].candidate for n in (4, 8)}
-    assert chosen == {4: 1, 8: 0}
-
-
-def test_devices_may_stay_idle_only_on_request() -> None:
-    table = uniform(2, [1], 3)
-    options: dict[str, Any] = {"n_micro_batches": 2, "memory_bytes": 1.0}
-    with pytest.raises(InfeasibleError, match="of 2 layers uses 3 to 3 devices: candidates take 1 devices"):
-        choose_stages(table, **options)
-    assert len(choose_stages(table, **options, use_all_devices=False).stages) == 2
-
-
-def test_a_border_between_hosts_is_put_where_little_crosses() -> None:
-    """Two hosts of two devices; much crosses behind layer 1, so the border of the hosts goes behind layer 0."""
-    table = uniform(3, [1], 4)
-    slow = np.zeros((2, 4))
-    slow[:, 2] = (1.0, 9.0)
-    table = dataclasses.replace(table, transfer_seconds=slow, skip_to=np.array([2, 2, 4, 4]))
-    choice = choose_stages(table, n_micro_batches=100, memory_bytes=1.0, use_all_devices=False)
-    assert [stage.first_device for stage in choice.stages] == [0, 2, 3]
-    assert choice.seconds == 3 + 99 + 1
-
-
-def test_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ShardingError, match="No schedule `zb`"):
-        choose_stages(uniform(1, [1], 1), n_micro_batches=1, memory_bytes=1.0, schedule="zb")

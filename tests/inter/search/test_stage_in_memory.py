@@ -1,11 +1,9 @@
-"""Stages in short memory are solved with ever less room until one solution fits, or at once where the room is known."""
+"""Stages in short memory are solved with more or less room until a solution fills the memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,65 +12,68 @@ from jax.core import ShapedArray
 from jax.extend.core import Var
 
 import minialpa
+from benchmarks.corpus import arguments
+from benchmarks.planning import traced_step
 from minialpa import AutoShardingOption, LogicalMesh, ShardParallel, models
-from minialpa.errors import InfeasibleError
-from minialpa.inter.search import stage_in_memory
-from minialpa.inter.search.stage_in_memory import splits_of_examples, standard_plans
+from minialpa.inter.search.stage_in_memory import _Rooms, splits_of_examples, standard_plans
+from minialpa.inter.search.stage_memory import mesh_usages
+from minialpa.inter.staging.mesh_problem import ShardedView
+from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.decisions import Choice
-from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage, demands_of
+from minialpa.intra.graph.memory_constraints import Usage, demands_of
+from minialpa.intra.memory.xla.model import XLA_GPU
+from minialpa.ir.equations import bytes_of
 from minialpa.sharding import Spec
 
 LIMIT = 1000.0
-#: Something is counted; what it is does not matter here.
-COUNTED = MemoryLimit(LIMIT, (Usage(None, 1, 0, 1),))  # type: ignore[arg-type]
 
 
-def solve(patch: pytest.MonkeyPatch, needs: Callable[[float], float], guess: float) -> tuple[Any, list[float]]:
-    """The bytes that the solution needs, and the rooms that were tried. needs: bytes that the solution for a room
-    takes in the end; inf if there is none."""
-    rooms: list[float] = []
+def rooms_for(needs: Callable[[float], float], guess: float = 0.0) -> list[tuple[float, float]]:
+    """The rooms that are tried, each with the bytes that its solution takes in the end.
 
-    def solved(_: Any, room: MemoryLimit, __: float) -> Any:
-        rooms.append(room.limit_bytes)
-        n_bytes = needs(room.limit_bytes)
-        if math.isinf(n_bytes):
-            raise InfeasibleError("Nothing fits; see `memory_limit_bytes`.")
-        memory = SimpleNamespace(needed=n_bytes, peak_bytes=lambda _: n_bytes, largest=())
-        return SimpleNamespace(sharding=SimpleNamespace(counted_bytes=room.limit_bytes), memory=memory)
-
-    patch.setattr(stage_in_memory, "_solved", solved)
-    patch.setattr(stage_in_memory, "needed", lambda memory, _: memory.needed)
-    stage: Any = SimpleNamespace(solver=None)
-    found = stage_in_memory._within_limit(stage, AutoShardingOption(), ((1,),), COUNTED, guess)
-    return found.memory.needed, rooms
+    needs: these bytes, by room; inf where there is no solution.
+    """
+    rooms, tried = _Rooms(LIMIT), list[tuple[float, float]]()
+    room: float | None = rooms.first(guess)
+    while room is not None and len(tried) < 10:
+        n_bytes = needs(room)
+        tried.append((round(room, 6), n_bytes))
+        room = rooms.after_none(room) if math.isinf(n_bytes) else rooms.after(room, room, n_bytes)
+    return tried
 
 
-def test_room_shrinks_by_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert solve(monkeypatch, lambda room: room + 50, 0.0) == (1000.0, [1000.0, 950.0])
+def test_room_shrinks_by_what_is_missing() -> None:
+    assert rooms_for(lambda room: room + 50) == [(1000, 1050), (950, 1000)]
 
 
-def test_a_guess_that_fits_is_the_only_solve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert solve(monkeypatch, lambda room: room + 45, 50.0) == (995.0, [950.0])
+def test_a_guess_that_fills_the_memory_is_the_only_solve() -> None:
+    assert rooms_for(lambda room: room + 45, guess=50) == [(950, 995)]
 
 
-@pytest.mark.parametrize(
-    "needs",
-    [lambda room: room, lambda room: room + 60, lambda room: room if room > 960 else math.inf],
-    ids=["leaves much", "does not fit", "too little room"],
-)
-def test_a_wrong_guess_changes_nothing(monkeypatch: pytest.MonkeyPatch, needs: Callable[[float], float]) -> None:
-    needed, rooms = solve(monkeypatch, needs, 50.0)
-    without, usual_rooms = solve(monkeypatch, needs, 0.0)
-    assert (needed, rooms) == (without, [950.0, *usual_rooms])
+def test_a_guess_that_leaves_memory_is_followed_by_more_room() -> None:
+    assert rooms_for(lambda room: room, guess=300) == [(700, 700), (1000, 1000)]
 
 
-def test_a_guess_is_taken_in_the_end_if_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def needs(room: float) -> float:
-        return 900.0 if room == 700.0 else 2000.0
+def test_room_is_interpolated_between_too_much_and_too_little() -> None:
+    # Each counted byte needs two more beyond 400.
+    tried = rooms_for(lambda room: 3 * room - 800)
+    assert tried[0] == (1000, 2200) and LIMIT * 0.99 <= tried[-1][1] <= LIMIT and len(tried) <= 4
 
-    assert solve(monkeypatch, needs, 300.0)[0] == 900.0
-    with pytest.raises(InfeasibleError, match="smallest plan found needs"):
-        solve(monkeypatch, needs, 0.0)
+
+@pytest.mark.parametrize("least", [500.0, 900.0])
+def test_room_stays_above_what_has_no_solution(least: float) -> None:
+    tried = rooms_for(lambda room: room + 400 if room >= least else math.inf)
+    assert any(math.isinf(n_bytes) for _, n_bytes in tried) == (least > 600)
+    assert min((n_bytes for _, n_bytes in tried), default=0.0) <= max(LIMIT, least + 400 + 50)
+
+
+def test_a_guess_with_too_little_room_for_a_solution_is_followed_by_the_limit() -> None:
+    assert rooms_for(lambda room: room if room > 960 else math.inf, guess=50) == [(950, math.inf), (1000, 1000)]
+    assert rooms_for(lambda _: math.inf) == [(1000, math.inf)]
+
+
+def test_a_solution_that_leaves_some_of_its_room_is_the_cheapest_with_more() -> None:
+    assert _Rooms(LIMIT).after(1000, 600, 700) is None
 
 
 def plan_of(case: models.ModelCase, option: AutoShardingOption) -> minialpa.Plan:
@@ -109,3 +110,14 @@ def test_weights_count_as_an_equation_reads_them_where_they_are_gathered() -> No
     usage = Usage(weight, 1, 0, 3, reader=reader, if_gathered=True)
     (demand,) = demands_of([usage], {weight: stored}, (2, 2), lambda *key: {(weight, reader): read}.get(key))
     assert (demand.node, list(demand.n_bytes)) == (1, [128.0, 64.0, 0.0])
+
+
+def test_the_limit_counts_what_a_pass_holds_while_its_results_only_add_to_totals() -> None:
+    # On GPUs, passes over micro-batches add all their results to totals.
+    case = models.build("mlp", batch_size=64, hidden=64, n_layers=4)
+    traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
+    staged = stage_step(traced, 4, (), (0,))
+    view = ShardedView(LogicalMesh((4,)), adds_totals=True)
+    usages = mesh_usages(staged, 0, ((1,),), view, compiler=XLA_GPU)
+    made = {v for task in staged.tasks if task.per_micro_batch for eqn in task.eqns for v in eqn.outvars}
+    assert sum(bytes_of(usage.var) for usage in usages if usage.var in made) > 4 * 16 * 64 * 4

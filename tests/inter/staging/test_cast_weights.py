@@ -23,9 +23,9 @@ from minialpa.inter.microbatch.split_step import PROLOGUE
 from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.replan import options_of
 
-GPUS = ClusterSpec.preset("h100", devices_per_host=4)
+GPUS = ClusterSpec.preset("h100", devices_per_host=2)
 ZERO = Zero3Parallel(GPUS, num_micro_batches=2)
-SIZES = {"hidden": 32, "n_heads": 2, "n_layers": 2, "seq_len": 8, "vocab_size": 64}
+SIZES = {"hidden": 32, "n_heads": 2, "n_layers": 1, "seq_len": 8, "vocab_size": 64}
 
 
 def _force(monkeypatch: pytest.MonkeyPatch, cast_once: bool) -> None:
@@ -88,7 +88,7 @@ def test_products_read_narrow_weights_in_front_of_barriers() -> None:
     """Scales, biases and positions are combined element by element with what is computed again, and have to wait."""
     case = models.build("gpt", batch_size=8, dtype=jnp.bfloat16, **SIZES)
     traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
-    again = rematerialise(traced, assign_layers(traced, AutoLayerOption(layer_num=2)), ("full", "full"))
+    again = rematerialise(traced, assign_layers(traced, AutoLayerOption(layer_num=1)), ("full",))
     split = with_weights_cast_once(split_micro_batches(again, 2))
     casts = {op.eqn.outvars[0] for op in split.ops if op.segment == PROLOGUE}
     behind = [v for op in split.ops if is_barrier(op.eqn) for v in op.eqn.invars if v in casts]
@@ -99,7 +99,7 @@ def test_products_read_narrow_weights_in_front_of_barriers() -> None:
 def test_weights_are_gathered_once_where_links_are_slow() -> None:
     """Four hosts of one GPU each: ZeRO-3 would gather each weight for each micro-batch over the network."""
     hosts = ClusterSpec.preset("h100", num_hosts=4, devices_per_host=1)
-    case = models.build("mlp", batch_size=64, dtype=jnp.bfloat16)
+    case = models.build("mlp", batch_size=64, n_layers=1, dtype=jnp.bfloat16)
     step = minialpa.parallelize(
         case.train_step(minialpa.value_and_grad), method=Zero3Parallel(hosts, num_micro_batches=8)
     )
@@ -112,7 +112,7 @@ def test_weights_are_gathered_once_where_links_are_slow() -> None:
 
 def test_weights_that_are_read_wide_are_cast_where_they_were() -> None:
     """A float32 step has nothing to cast; its plan has no prologue."""
-    case = models.build("mlp", batch_size=16, dtype=jnp.float32)
+    case = models.build("mlp", batch_size=16, hidden=8, dtype=jnp.float32)
     step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=ZERO)
     plan = step.plan(case.init(jax.random.key(0)), case.make_batch(0, case.batch_size))
     assert not plan.casts_once

@@ -8,7 +8,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import minialpa
 from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, ShardParallel, models
@@ -22,9 +21,8 @@ SHARD = ShardParallel(GPUS, num_micro_batches=4)
 PIPELINE = PipeshardParallel(GPUS, num_micro_batches=4, layer_option=AutoLayerOption(2), stage_option="uniform")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place(dtype: jnp.dtype) -> None:
-    case = models.build("mlp", batch_size=16, dtype=dtype)
+def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place() -> None:
+    case = models.build("mlp", batch_size=16, hidden=8)
     batch = case.make_batch(0, case.batch_size)
 
     def trained(method: Method) -> tuple[minialpa.Executable, object, object]:
@@ -41,7 +39,7 @@ def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place(dtype:
     assert any(isinstance(x, Accumulate) for x in outside.program.instructions)
     assert_allclose(metrics, wanted, rtol=1e-5, atol=1e-6)
     # First and second moments of Adam: gradients and their squares, of which float32 keeps seven digits.
-    assert_allclose(state, expected, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4, atol=1e-6)
+    assert_allclose(state, expected, rtol=1e-4, atol=1e-6)
 
     # What one micro-batch leaves is what the next one takes over.
     number = next(i for i, f in enumerate(program.functions) if f.name == "step0")

@@ -1,4 +1,4 @@
-"""The verifier of a plan against its step: each of its claims, and what it says where one does not hold."""
+"""The verifier of a plan against its step: one plan for each claim that does not hold, and the error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
         "`plan.n_micro_batches` is 3; expected a divisor of the 16 examples",
     ),
     "unknown schedule": ("1f1b", {("schedule",): "2f2b"}, "`plan.schedule` is 2f2b; expected one of `1f1b`, "),
-    "schedule of other stages": ("1f1b", {("schedule",): "1f1b-interleaved"}, "`plan.schedule` is 1f1b-interleaved: "),
     "schedule without gradients": (
         "1f1b",
         {("schedule",): "inference"},
@@ -63,38 +62,21 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
         {("layer_of_group",): lambda groups: groups[:-1]},
         "`plan.layer_of_group` is a list of",
     ),
-    "rows of another model": ("blocks", {("row_blocks",): [[2, 3]]}, "`plan.row_blocks` cuts scans of 5 layers"),
     "other passes": (
         "1f1b",
         {("stages", 0, "passes"): lambda passes: passes[:1]},
         r"`plan.stages[0].passes` is [('forward', 0, 1)]; expected the kinds, chunks and loops [('forward', 0, 1), (",
     ),
-    "another number of loops": (
-        "1f1b",
-        {("stages", 0, "between_s"): [0.0], ("stages", 1, "between_s"): [0.0]},
-        "`plan.stages[0].between_s` is (0.0,); expected one number behind each of 1 loops but the last",
-    ),
     # specs
-    "an input less": ("line", {("stages", 0, "input_specs"): []}, "`plan.stages[0].input_specs` is a list of 0; exp"),
     "a sum that is given": (
         "line",
         {("stages", 0, "input_specs", 0): "R+P0"},
         "`plan.stages[0].input_specs[0]` is R+P0; expected no partial sum, as devices are given arrays",
     ),
-    "an input of other dimensions": (
-        "line",
-        {("stages", 0, "input_specs", 0): "R,R,R"},
-        "input_specs[0]` is R,R,R; expected 1 dimensions, for an array of shape (8,)",
-    ),
     "a result that is claimed to be a sum": (
         "line",
         {(*FIRST, "tanh", 1, 0): "R,R+P0", (*FIRST, "tanh", 0, 0): "R,R"},
         "[1][0]` is R,R+P0; expected R,R by the rule of `tanh`",
-    ),
-    "a sum of what is not linear": (
-        "line",
-        {(*FIRST, "tanh", 0, 0): "R,R+P0", (*FIRST, "tanh", 1, 0): "R,R+P0"},
-        "[0][0]` is R,R+P0; expected R,R by the rule of `tanh`",
     ),
     "a product that is whole": (
         "line",
@@ -127,7 +109,6 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
         "in which the loop carries the value",
     ),
     # where arguments and results live
-    "another argument": ("line", {("inputs", 0, "dtype"): "int8"}, "`plan.inputs[0].dtype` is int8; expected float32"),
     "another spec of an argument": (
         "line",
         {("inputs", 1, "specs", 0): lambda spec: "R,R" if spec != "R,R" else "S0,R"},

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import minialpa
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
-from minialpa.intra.strategies.combining import ALONE, WITH_GRADIENTS, Sharing, n_together, sum_groups
+from minialpa.intra.strategies.combining import ALONE, WITH_GRADIENTS, Sharing, sum_groups
 from minialpa.ir.equations import is_gradient_marker, operand_vars, shape_of
 from tests.helpers import trace
 
@@ -36,8 +36,7 @@ def test_what_no_gradient_waits_for_starts_with_the_gradients() -> None:
         jax.ShapeDtypeStruct((N_EXAMPLES, WIDTH), jnp.float32),
     )
     eqns = mesh_equations(stage_step(traced, 1, (), (0,)), 0).eqns
-    groups = sum_groups(eqns)
-    together = n_together(eqns, groups)
+    groups, together = sum_groups(eqns)
 
     (gradient,) = (var for eqn in eqns if is_gradient_marker(eqn) for var in operand_vars(eqn))
     assert groups.get(gradient) == WITH_GRADIENTS

@@ -20,8 +20,8 @@ from benchmarks.ray_leaks import BATCH_BYTES, N_MESHES, steps
 from minialpa import ManualStageOption, PipeshardParallel, ShardParallel
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
+from tests.compat.alpa_scripts import make_state_and_batch, step_with, train_with_layers_and_stages_found
 from tests.runtime.ray.ray_cluster import WORKER_ENV
-from tests.test_alpa_scripts import make_problem, train_step, train_with_layers_and_stages_found
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -61,7 +61,7 @@ def test_a_session_is_of_its_first_arguments_and_gives_everything_back(cluster: 
     np.testing.assert_array_equal(y, np.full((8, 8), 2.0, np.float32))  # it was fetched
 
 
-@pytest.mark.slow  # tests/test_alpa_scripts.py has its short relative, in one process
+@pytest.mark.slow  # tests/compat has its short relative, in one process
 def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device(cluster: Cluster) -> None:
     init(cluster, num_hosts=2)
     train_with_layers_and_stages_found()
@@ -71,12 +71,15 @@ def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device(cluster: Cl
 def test_functions_with_the_same_meshes_share_them_and_others_take_their_devices(cluster: Cluster) -> None:
     init(cluster, num_hosts=2)
     runtime = current_session().runtime
-    state, batch = make_problem(manual=True)
+    state, batch = make_state_and_batch(manual=True)
     stages = ManualStageOption(((0,), (1,)), ((1, 4), (1, 4)), ((4,), (4,)), ({}, {}))
     method = PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option=stages)
 
     def mlp_step(state: Any, batch: Any) -> Any:
-        return train_step(state, batch, alpa.grad)
+        return step_with(alpa.value_and_grad)(state, batch)[0]
+
+    def serial_step(state: Any, batch: Any) -> Any:
+        return step_with(jax.value_and_grad)(state, batch)[0]
 
     def mean_output(state: Any, batch: Any) -> Any:
         return jnp.mean(state.apply_fn(state.params, batch["x"]))
@@ -87,12 +90,12 @@ def test_functions_with_the_same_meshes_share_them_and_others_take_their_devices
     first = alpa.parallelize(mlp_step, method=method)
     trained = first(state, batch)
     mine = workers()
-    expected = train_step(state, batch, jax.grad)
+    expected = serial_step(state, batch)
 
     # The same two meshes: another function uses them, and takes the state in place.
     second = alpa.parallelize(lambda *args: mlp_step(*args), method=method)
     trained = second(trained, batch)
-    expected = train_step(expected, batch, jax.grad)
+    expected = serial_step(expected, batch)
     assert workers() == mine and not any(x.held_here for x in jax.tree.leaves(trained))
 
     # One mesh over both hosts: the workers end, and their arrays come along.
@@ -102,7 +105,7 @@ def test_functions_with_the_same_meshes_share_them_and_others_take_their_devices
     )
     assert not workers() & mine
     # And back: the first function starts its meshes once more.
-    assert_allclose(first(trained, batch).params, train_step(expected, batch, jax.grad).params, rtol=1e-4, atol=1e-5)
+    assert_allclose(first(trained, batch).params, serial_step(expected, batch).params, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow  # Ray itself tries for 20 seconds
