@@ -163,6 +163,19 @@ def low_cost_or_low_usage(n: int, limit: int, edges: tuple[Edge, ...] = ()) -> C
     return CostGraph(node_costs=(np.array([0.0, 1.0]),) * n, edges=edges, usages=usages, usage_limit=limit)
 
 
+def test_choices_cost_the_same_at_the_prices_of_their_linear_program() -> None:
+    residual = residual_of(low_cost_or_low_usage(10, 15))
+    columns = lagrange._Columns(flatten(residual, list(residual.alive)))
+    assert columns.best_prices()[1] == math.inf
+    columns.add(np.zeros(10, np.int64))
+    columns.add(np.ones(10, np.int64))
+    prices, theta = columns.best_prices()
+    assert prices == pytest.approx([1.0]) and theta == pytest.approx(5.0)
+    # Choices that are dearer under these prices change nothing.
+    columns.add(np.arange(10) % 2)
+    assert columns.best_prices()[1] == pytest.approx(5.0)
+
+
 def test_only_some_of_many_equal_layers_save_memory() -> None:
     """Without an integer program: prices make all layers choose alike, and the layers pay once for one change."""
     n, change = 40, 3.0
