@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from benchmarks.iopddl import random_instance, usages_of_nodes
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.intra.solver import dominance, elimination, ilp_model, solve
+from minialpa.intra.solver import dominance, elimination, ilp_model, lagrange, solve
 from minialpa.intra.solver.bucket import eliminate_narrow_components
 from minialpa.intra.solver.clock import OPERATIONS_PER_S, Deadline
 from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
+from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.elimination import reduce_graph
 from minialpa.intra.solver.options import SolverOptions
@@ -155,6 +156,27 @@ def test_bounds_hold_for_any_time_and_an_allowed_gap_is_kept(
         assert solution.cost - best <= gap * abs(solution.cost) + tolerance
         # A gap is for limits that bind.
         assert graph.usage_limit is not None or solution.cost == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost_graphs(max_nodes=4), st.sampled_from([0.0, 1e-3, 0.3]))
+def test_the_bound_with_the_reduced_cost_of_a_strategy_is_below_all_solutions_with_it(
+    graph: CostGraph, part: float
+) -> None:
+    try:
+        residual = residual_of(graph)
+    except InfeasibleError:
+        return
+    core, allowed = flatten(residual, list(residual.alive)), lagrange.AllowedGap(part, 0.0)
+    found = lagrange.bracket(core, np.zeros(len(residual.base)), Deadline(math.inf), SolverOptions(), allowed)
+    best = cheapest_choices(graph)
+    assert found.cost >= best or found.cost == pytest.approx(best)
+    for v, costs in enumerate(graph.node_costs):
+        for i in range(len(costs)):
+            only = np.where(np.arange(len(costs)) == i, costs, np.inf)
+            held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
+            bound = found.bound + found.reduced[core.at[v] + i]
+            assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
 
 
 def low_cost_or_low_usage(n: int, limit: int, edges: tuple[Edge, ...] = ()) -> CostGraph:
