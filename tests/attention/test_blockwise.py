@@ -84,6 +84,15 @@ def test_it_is_what_is_written_in_many_cases(case: Case) -> None:
     assert_same(case)
 
 
+def test_queries_that_see_nothing() -> None:
+    """The first 12 see no key, whether a block of keys is computed or skipped: their results are NaN."""
+    kind = Attention(scale=0.5, right=-12)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=16, s=12))
+    assert_same(case)
+    out, _ = with_gradients(case)
+    assert np.isnan(out[:, :12]).all() and np.isfinite(out[:, 12:]).all()
+
+
 def test_masks_that_are_added() -> None:
     """The second example is all padding; its logsumexp, -1e9 + log(n_keys), is rounded to -1e9."""
     kind = Attention(scale=0.5, n_biases=1, right=0, masked_score=-1e9)
@@ -128,6 +137,14 @@ def _rounded_apart(x: Any, expected: Any) -> Any:
     x, expected = np.asarray(x, np.float64), np.asarray(expected, np.float64)
     bound = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected) + 1e-6
     return np.maximum(np.abs(x - expected) - bound, 0)
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        kind = Attention(scale=0.5, right=0, masked_score=-1e9)
+        case = make_case(np.random.default_rng(0), kind, sizes=_sizes(), dtypes=(np.float64,) * 3)
+        assert_same(case, 1e-13)
+        assert attention_p.bind(*case.operands, kind=kind)[1].dtype == np.float64
 
 
 @pytest.mark.parametrize("sizes", [_sizes(t=0), _sizes(t=1, s=30, r=1)])
