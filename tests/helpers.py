@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,18 @@ from jax.extend.core import JaxprEqn
 from minialpa.cluster import LogicalMesh
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
+from minialpa.intra.memory.compiler import Compiler
+from minialpa.intra.memory.recording import record_equations
+from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import StrategyCache
-from minialpa.ir.equations import is_literal
+from minialpa.ir.equations import is_literal, shape_of
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
+from minialpa.sharding import EquationSpecs, Spec
 from minialpa.testing import assert_allclose
 from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.trace import TracedStep, trace_step
 
 #: The ways to run a step that has one pipeline boundary.
@@ -59,6 +64,30 @@ def strategies_of(eqn: JaxprEqn, mesh: LogicalMesh) -> StrategySet:
     """All strategies of an equation on a mesh."""
     cache = StrategyCache()
     return cache.of(mesh, (), ALONE).enumerate(eqn, cache.kind_of(eqn), {}, {}, scatter=True)
+
+
+def temporary_bytes(fun: Callable[..., Any], arguments: Sequence[Any], compiler: Compiler) -> float:
+    """Temporary bytes of a function on one device, by the model of a compiler."""
+    closed = jax.make_jaxpr(fun)(*arguments)
+    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
+    inputs = (*flat.constvars, *flat.invars)
+    recording, _ = record_equations(flat.eqns, inputs, flat.outvars, compiler, waits_at_barriers=False)
+    return sum(recording.temporaries())
+
+
+def program_of(eqn: JaxprEqn, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEquations:
+    """A program of one equation, whose operands are replicated, as its results are to be."""
+    operands, results = tuple(v for v in eqn.invars if not is_literal(v)), tuple(eqn.outvars)
+    replicated = {v: Spec.replicated(len(shape_of(v))) for v in (*operands, *results)}
+    return ShardedEquations(
+        eqns=(eqn,),
+        invars=operands,
+        outvars=results,
+        specs=replicated | dict(zip(results, chosen.results, strict=True)),
+        equations={eqn: chosen},
+        out_specs=tuple(replicated[v] for v in results),
+        mesh=mesh,
+    )
 
 
 def run_split(split: SplitStep, args: Any) -> Any:

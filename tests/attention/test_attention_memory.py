@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from minialpa.attention.operation import Attention
-from minialpa.intra.memory.recording import record_equations
 from minialpa.intra.memory.xla.model import XLA_CPU
-from minialpa.tracing.flattening import flatten_calls
 from tests.attention_calls import causal, fused
+from tests.helpers import temporary_bytes
 
 
 def _forward(kind: Attention) -> Callable[..., Any]:
@@ -35,14 +34,6 @@ def _arguments(n: int, dtype: Any, d: int = 32) -> tuple[jax.ShapeDtypeStruct, .
     return query, key, key, query
 
 
-def _predicted(fun: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    closed = jax.make_jaxpr(fun)(*arguments)
-    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
-    inputs = (*flat.constvars, *flat.invars)
-    recording, _ = record_equations(flat.eqns, inputs, flat.outvars, XLA_CPU, waits_at_barriers=False)
-    return sum(recording.temporaries())
-
-
 @pytest.mark.parametrize(
     ("fun", "dtype"), [(_forward(Attention(scale=0.1)), jnp.float32), (_gradients(causal(32)), jnp.bfloat16)]
 )
@@ -51,10 +42,10 @@ def test_scratch_is_that_of_the_compiled_programs_within_a_factor_of_two(fun: Ca
     stats = jax.jit(fun).lower(*arguments).compile().memory_analysis()
     assert stats is not None
     # The kernels of CPUs are fused as those of GPUs, which keep less; tests/xla_gpu compares with GPUs.
-    assert stats.temp_size_in_bytes / 2 <= _predicted(fun, arguments) <= 2 * stats.temp_size_in_bytes
+    assert stats.temp_size_in_bytes / 2 <= temporary_bytes(fun, arguments, XLA_CPU) <= 2 * stats.temp_size_in_bytes
 
 
 def test_memory_is_linear_in_the_length() -> None:
     """From 8k positions to 64k: not more than 8 times the bytes. All scores would take 64 times as many."""
-    few, many = (_predicted(_gradients(causal(32)), _arguments(n, jnp.bfloat16)) for n in (8192, 65536))
+    few, many = (temporary_bytes(_gradients(causal(32)), _arguments(n, jnp.bfloat16), XLA_CPU) for n in (8192, 65536))
     assert many <= 8 * few

@@ -27,13 +27,9 @@ COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))
 ALL = (tuple(range(8)),)
 
 
-def mesh_of(shape: tuple[int, ...]) -> Mesh:
-    return Mesh(np.array(jax.devices()[:8]).reshape(shape), ("x", "y")[: len(shape)])
-
-
-def compiled(f: Callable[..., Any], shape: tuple[int, ...] = (2, 4), out: Any = None) -> str:
-    """HLO of `f` on the shards of X, split over every axis; results are taken as they lie on each device."""
-    mesh = mesh_of(shape)
+def compiled(f: Callable[..., Any], out: Any = None) -> str:
+    """HLO of `f` on the shards of X, split over both axes; results are taken as they lie on each device."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     spec = P(*mesh.axis_names)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec if out is None else out, check_vma=False)
     return jax.jit(mapped).lower(X).compile().as_text()
@@ -57,13 +53,6 @@ def test_a_collective_has_its_kind_bytes_and_groups(f: Any, expected: Any) -> No
     assert summary(compiled(f)) == [expected]
 
 
-def test_a_line_of_devices_has_one_group() -> None:
-    text = compiled(lambda x: lax.all_gather(x.astype(jnp.bfloat16), "x", tiled=True), (8,))
-    (gather,) = collectives(text)
-    assert (gather.kind, gather.groups, gather.n_elements) == ("all-gather", ALL, 16 * 64)
-    assert gather.n_bytes in (16 * 64 * 2, 16 * 64 * 4)  # some versions of XLA gather bfloat16 as float32 on CPU
-
-
 def test_combined_all_reduces_sum_their_parts() -> None:
     text = compiled(lambda x: (lax.psum(x, "y"), lax.psum(jnp.sin(x[:4]), "y")), out=(P(), P()))
     assert bytes_by_kind(collectives(text)) == {"all-reduce": 512 + 256}
@@ -84,10 +73,8 @@ def test_loops_multiply_and_branches_count_once() -> None:
     assert summary(compiled(nested)) == [("all-reduce", 512, ROWS, 15)]
     assert summary(compiled(branch)) == [("all-reduce", 512, ALL, 1)]
 
-
-def test_a_loop_without_a_known_trip_count_counts_once() -> None:
-    text = compiled(lambda x: lax.while_loop(lambda v: v[0, 0] < 9, lambda v: lax.psum(v + 1, "y"), x))
-    assert summary(text) == [("all-reduce", 512, ROWS, 1)]
+    until = compiled(lambda x: lax.while_loop(lambda v: v[0, 0] < 9, lambda v: lax.psum(v + 1, "y"), x))
+    assert summary(until) == [("all-reduce", 512, ROWS, 1)]  # nobody knows how often
 
 
 ASYNC = """HloModule step, num_partitions=4

@@ -67,12 +67,17 @@ def test_six_layers_with_a_large_batch_are_data_parallel() -> None:
     assert plan.cost.total_s == pytest.approx(all_reduce(6 * (4 * 32 * 32 + 4 * 32), 4))
 
 
-def test_six_wide_layers_are_operator_parallel() -> None:
+def test_six_wide_layers_are_operator_parallel_unless_data_parallelism_is_forced() -> None:
     """Forward: one all-reduce for each pair of layers. Backward: one for each pair but the first, which reads data."""
-    plan, found = six_layers(32, 256, LogicalMesh((1, 4), (1, 1), (1, 1)))
+    mesh = LogicalMesh((1, 4), (1, 1), (1, 1))
+    plan, found = six_layers(32, 256, mesh)
     assert found == {"all-reduce": 3 + 2}
     assert weight_specs(plan, "params") == ["R,S1", "S1,R"] * 3
     assert plan.cost.total_s == pytest.approx(5 * all_reduce(4 * 32 * 256, 4))
+
+    forced, found = six_layers(32, 256, mesh, force_data_parallel=True)
+    assert found == {"all-reduce": 1}
+    assert weight_specs(forced, "params") == ["R,R"] * 6
 
 
 def test_six_layers_on_two_axes() -> None:
@@ -89,14 +94,6 @@ def test_six_layers_on_two_axes() -> None:
     free, found = six_layers(256, 32, mesh)
     assert found == {"all-reduce": 1}
     assert free.cost.total_s < plan.cost.total_s
-
-
-def test_six_layers_forced_to_be_data_parallel() -> None:
-    plan, found = six_layers(32, 256, LogicalMesh((2, 2), (1, 1), (1, 1)), force_data_parallel=True)
-    assert found == {"all-reduce": 1}
-    expected = 6 * (all_reduce(4 * 256 * 256, 4) + all_reduce(4 * 256, 4))
-    assert plan.cost.total_s == pytest.approx(expected, rel=1e-4)
-    assert weight_specs(plan, "params") == ["R,R"] * 6
 
 
 def test_six_layers_that_prefer_to_reduce_scatter() -> None:

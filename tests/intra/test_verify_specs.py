@@ -19,15 +19,15 @@ from minialpa.ir.equations import shape_of
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
 from tests.helpers import trace
-from tests.rules.rule_programs import PROGRAMS, cases
+from tests.rules.rule_programs import PROGRAMS, equations
 
 MESH = LogicalMesh((2, 2))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_candidate_of_an_equation_passes(program: str) -> None:
-    for case in cases(program):
-        eqn, factors = case.eqn, factors_of(case.eqn).on_mesh()
+    for eqn in equations(program):
+        factors = factors_of(eqn).on_mesh()
         candidates = enumerate_candidates(
             eqn, factors, MESH.shape, {}, {0: 2, 1: 2}, scatter=False, most_splits=False
         )  # fmt: skip
@@ -47,8 +47,8 @@ def test_what_is_nearest_to_any_specs_is_a_candidate(program: str, seed: int) ->
         specs = list(partial_specs_of(shape_of(v), MESH.shape))
         return specs[rng.integers(len(specs))]
 
-    for case in cases(program):
-        eqn, factors = case.eqn, factors_of(case.eqn).on_mesh()
+    for eqn in equations(program):
+        factors = factors_of(eqn).on_mesh()
         for _ in range(10):
             drawn = (tuple(map(any_spec, eqn.invars)), tuple(map(any_spec, eqn.outvars)))
             candidate = nearest_candidate(eqn, factors, MESH.shape, *drawn)

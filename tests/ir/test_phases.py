@@ -16,8 +16,8 @@ from tests.equivalence.drawing import example_of
 from tests.equivalence.steps import batch_argnums, make_args, make_step
 from tests.equivalence.ways import make_method
 
-#: Numbers of drawn examples: a scan in micro-batches, several loops, a pipeline with rematerialisation.
-SHORT = (1, 2, 4)
+#: Numbers of drawn examples: several loops, a pipeline with rematerialisation.
+SHORT = (2, 4)
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.slow]) for n in range(80)])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from minialpa import AutoShardingOption, ClusterSpec, DeviceSpec, Plan, ShardParallel, VerifyError
 from minialpa.plan.codec import MOST_CHARACTERS, decode, encode
+from tests.plan.mutations import Place, at, places, put
 from tests.plans import pipeline_plan, shard_plan
-
-Place = tuple[str | int, ...]
 
 
 @functools.cache
@@ -29,28 +26,6 @@ def good() -> Plan:
 
 def data_of(plan: Plan) -> Any:
     return json.loads(plan.to_json())
-
-
-def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Where in JSON data there is something."""
-    yield place
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places(item, (*place, key))
-
-
-def put(data: Any, place: Place, value: Any) -> Any:
-    """A copy of `data` with `value` at `place`."""
-    if not place:
-        return value
-    out = copy.deepcopy(data)
-    inner = functools.reduce(lambda v, key: v[key], place[:-1], out)
-    inner[place[-1]] = value
-    return out
-
-
-def at(data: Any, place: Place) -> Any:
-    return functools.reduce(lambda v, key: v[key], place, data)
 
 
 def assert_same_or_refused(text: str) -> None:
@@ -83,19 +58,19 @@ DEFAULTS = {
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=60)
 def test_a_changed_value_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
     data = data_of(good())
-    place = draw.draw(st.sampled_from(list(places(data))))
-    near = [at(data, place) + by for by in (-1, 1, 0.5, 1e9)] if isinstance(at(data, place), int | float) else []
+    place, old = draw.draw(st.sampled_from(list(places(data))))
+    near = [old + by for by in (-1, 1, 0.5, 1e9)] if isinstance(old, int | float) else []
     assert_same_or_refused(json.dumps(put(data, place, draw.draw(OTHER_VALUES | st.sampled_from([None, *near])))))
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=60)
 def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(draw: st.DataObject) -> None:
     data = data_of(good())
-    place = draw.draw(st.sampled_from([p for p in places(data) if p]))
+    place = draw.draw(st.sampled_from([p for p, _ in places(data) if p]))
     inner = at(data, place[:-1])
     del inner[place[-1]]
     if place[:1] == ("plan",) and place[1:] in (("batch",), ("compiler_options",), ("ragged_products",)):  # older files
@@ -156,12 +131,9 @@ def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
         (("stages", 0, "optimal"), 1, r"`plan.stages\[0\].optimal` is 1; expected true or false"),
         (("stages", 0, "equation_specs", 0), [], r"equation_specs\[0\]` is \[\]; expected a list of operands, made"),
         (("remat", 0), "some", r"`plan.remat\[0\]` is 'some'; expected one of `none`, `dots`, `full`"),
-        (("n_micro_batches",), True, "`plan.n_micro_batches` is True; expected an integer"),
         (("stages", 0, "option", "force_batch_dim_to_mesh_dim"), True, "is True; expected one of `0`, `1`"),
         (("cost", "total_s"), float("nan"), "`plan.cost.total_s` is nan; expected a number"),
         (("cluster", "device", "memory_bytes"), -1, "`plan.cluster.device`: Device `a100-40gb` needs positive"),
-        (("schedule",), None, "`plan.schedule` is None; expected a text"),
-        (("cost", "total_s"), 10**400, "`plan.cost.total_s` is 1000.*; expected a number"),
         (("schedule",), ["x" * 10**6] * 10, r"`plan.schedule` is \['xxx.*\.\.\.; expected a text"),
         (
             ("schedule",),
@@ -189,32 +161,17 @@ def test_options_of_the_shardings_are_kept() -> None:
     assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).to_json() == plan.to_json()
 
 
-class Passage(NamedTuple):
-    kind: Literal["forward", "backward"]
-    number: int
-
-
 def test_a_device_from_before_there_were_rates_of_kernels_runs_at_those_of_its_data_sheet() -> None:
-    for device in (ClusterSpec.preset("h100").device, ClusterSpec.preset("cpu").device):
-        data = encode(device)
-        assert decode(DeviceSpec, data, "device") == device
-        del data["kernels"]
-        assert decode(DeviceSpec, data, "device") == dataclasses.replace(device, kernels=None)
+    device = ClusterSpec.preset("h100").device
+    data = encode(device)
+    assert decode(DeviceSpec, data, "device") == device
+    del data["kernels"]
+    assert decode(DeviceSpec, data, "device") == dataclasses.replace(device, kernels=None)
 
 
-def test_named_tuples_are_lists() -> None:
-    assert decode(Passage, encode(Passage("forward", 2)), "pass") == Passage("forward", 2)
-    for wrong in (["forward"], ["update", 1], ["forward", 1.5]):
-        with pytest.raises(VerifyError, match="`pass"):
-            decode(Passage, wrong, "pass")
-
-
-def test_a_file_without_end_is_refused() -> None:
+def test_files_without_end_and_of_no_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match="Not a plan: it has more than"):
         Plan.load("/dev/zero")
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00plan")
     with pytest.raises(VerifyError, match="Not a plan"):
         Plan.load(tmp_path / "binary")

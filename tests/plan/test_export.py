@@ -15,7 +15,7 @@ from minialpa import AutoShardingOption, ClusterSpec, ShardingError, ShardParall
 from minialpa.methods import Method
 from minialpa.plan import Plan
 from minialpa.testing import assert_allclose
-from tests.plans import make_args, pipeline_plan, shard_plan, train_step
+from tests.plans import make_args, pipeline_plan, train_step
 
 SPLIT = {"params['w']": PartitionSpec("x", "y"), "batch['x']": PartitionSpec(("x", "y"))}
 TWO_AXES = ShardParallel(logical_shape=(2, 4), auto_sharding_option=AutoShardingOption(fixed_specs=SPLIT))
@@ -84,11 +84,8 @@ def test_of_a_pipeline_each_mesh_has_its_own_specs() -> None:
     method = minialpa.plan_to_method(pipeline_plan(num_hosts=1, devices_per_host=8))
     in_specs, _ = minialpa.parallelize(train_step, method=method).export_specs(*make_args(), mesh=1)
     assert in_specs[0]["w"] is None and isinstance(in_specs[0]["v"], PartitionSpec)
-
-
-def test_a_mesh_that_is_not_there() -> None:
-    with pytest.raises(ShardingError, match="has the meshes 0 to 0; got 1"):
-        shard_plan().export_specs(1)
+    with pytest.raises(ShardingError, match="has the meshes 0 to 1; got 2"):
+        plan.export_specs(2)
 
 
 def test_unused_arguments_and_arguments_without_names() -> None:

@@ -9,8 +9,8 @@ from tests.plan.mutations import SUBJECTS, mutation, outcome_of, subject
 
 #: Edits of a short run, and of each of the long ones.
 N_SHORT, N_LONG, N_RUNS = 30, 500, 10
-#: Of the short run: tables without a pipeline, stages that end in a loop, and loops over micro-batches.
-SHORT = ("language", "blocks", "1f1b of two loops")
+#: Of the short run: tables without a pipeline, and stages that end in a loop.
+SHORT = ("language", "blocks")
 
 
 def assert_right_or_refused(first: int, n: int, names: tuple[str, ...]) -> None:

@@ -48,7 +48,6 @@ def test_plans_that_were_made_are_valid() -> None:
 
 CASES: dict[str, tuple[Plan, str]] = {
     "infinite seconds": (with_stage(0, update_s=float("inf")), r"stages\[0\].update_s` is inf; expected finite"),
-    "negative link": (with_stage(1, alpha=(-1.0,)), r"stages\[1\].alpha\[0\]` is -1.0; expected finite and not neg"),
     "absurd bytes": (with_stage(0, fixed_bytes=1e31), r"fixed_bytes` is 1e\+31; expected finite .* at most 1e\+30"),
     "absurd times": (with_collective((0,), 0, 2**70), r"times_per_step` is .* at most 4.61"),
     "more micro-batches than examples": (
@@ -87,7 +86,6 @@ CASES: dict[str, tuple[Plan, str]] = {
         replace(good(), stages=(with_stage(0, layers=(0, 1)).stages[0], with_stage(1, layers=()).stages[1])),
         r"stages\[1\].layers` is \(\); expected a layer at least",
     ),
-    "layer missing": (with_stage(1, layers=()), r"layers` is \[\[0\], \[\]\]; expected each of 2 layers once"),
     "remat of one": (replace(good(), remat=("none",)), "remat` is .*one entry for each of 2 layers"),
     "stages without layers": (
         replace(good(), layer_of_group=(), remat=()),
@@ -111,7 +109,6 @@ CASES: dict[str, tuple[Plan, str]] = {
     ),
     "layer of an operator": (with_operator(layer=2), r"operators\[0\].layer` is 2; expected below 2"),
     "result of an operator": (with_operator(result=Spec(((0,),))), r"result` is S0; expected 2 dimensions"),
-    "operand": (with_operator(operands=(Spec(((1,),)),)), r"operators\[0\].operands\[0\]` is S1; expected axes"),
     "mesh twice": (with_input(mesh_ids=(1, 1)), r"inputs\[0\].mesh_ids` is \(1, 1\); expected each mesh once"),
     "unknown mesh": (with_input(mesh_ids=(2,)), r"inputs\[0\].mesh_ids` is \(2,\); expected below 2"),
     "rows of another array": (

@@ -77,11 +77,8 @@ def test_a_wrong_number_of_buffers_is_refused(program: Program) -> None:
     at = first(program, Run)
     run = program.instructions[at]
     assert isinstance(run, Run)
-    broken = [
-        *program.instructions[:at],
-        dataclasses.replace(run, inputs=run.inputs[1:]),
-        *program.instructions[at + 1 :],
-    ]
+    less = dataclasses.replace(run, inputs=run.inputs[1:])
+    broken = [*program.instructions[:at], less, *program.instructions[at + 1 :]]
     with pytest.raises(VerifyError, match="wrong number of buffers"):
         verify_program(with_instructions(program, broken))
 
@@ -119,18 +116,13 @@ def test_only_results_and_constants_outlive_a_step(program: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [(), ((0, 2), (3, 5)), ((1, 2), (2, 4)), ((0, 2),), ((0, 1), (0, 2)), ((0, 2), (2, 2)), ((2, 3), (0, 2))]
+    "rows", [(), ((0, 2), (3, 5)), ((1, 2), (2, 4)), ((0, 2),), ((0, 1), (0, 2)), ((0, 2), (2, 2))]
 )
 def test_blocks_are_the_rows_of_a_leaf_in_order(rows: BlockRows) -> None:
     with pytest.raises(VerifyError, match=r"Argument leaf 1 is cut into the rows .* which do not make a leaf"):
         LeafBlocks(arguments=(None, rows))
     with pytest.raises(VerifyError, match="Result leaf 0"):
         LeafBlocks(results=(rows,))
-
-
-def test_steps_without_blocks_are_told_apart() -> None:
-    assert not LeafBlocks()
-    assert LeafBlocks(arguments=(((0, 1), (1, 3)), None)) and LeafBlocks(results=(((0, 1), (1, 3)),))
 
 
 def test_each_block_has_a_number() -> None:

@@ -60,12 +60,8 @@ def recognised(fun: Callable[..., Any], *args: Any, everywhere: bool = True) -> 
     return Found(names.count("minialpa_attention"), names.count("minialpa_attention_gradient"), step)
 
 
-def compared(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5, one_scale: bool = False) -> Found:
-    """What is recognised in a function, whose results are the same as before, up to rounding.
-
-    one_scale: errors are compared with the largest of all results. The gradient of a bias on keys is zero, so that its
-        own size is that of its rounding error.
-    """
+def compared(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> Found:
+    """What is recognised in a function, whose results are the same as before, up to rounding."""
     found = recognised(fun, *args)
     if found.counts == (0, 0):  # the same program
         return found
@@ -73,12 +69,10 @@ def compared(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5, one_s
     new = jax.jit(lambda *xs: eval_flat(found.step.flat, xs))(*leaves)
     old = jax.jit(lambda *xs: jax.tree.leaves(fun(*jax.tree.unflatten(jax.tree.structure(args), xs))))(*leaves)
     assert len(new) == len(old)
-    largest = max(float(np.abs(np.asarray(x, np.float64)).max(initial=1e-30)) for x in old)
     for a, b in zip(new, old, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        own = float(np.abs(b).max(initial=1e-30))
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (largest if one_scale else own))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(np.abs(b).max(initial=1e-30)))
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from minialpa.recognition.step import recognise
 from tests.helpers import trace
-from tests.recognition.compared import all_equations, array, compared
+from tests.recognition.compared import all_equations, array, compared, recognised
 
 B, T, N, D, LAYERS = 2, 6, 2, 3, 3
 X = array(0, B, T, N * D)
@@ -73,7 +73,7 @@ def test_a_scan_whose_stacked_results_are_also_results() -> None:
         y, ys = jax.lax.scan(lambda x, w: (layer(x, w)[0], jnp.sin(x)), x, weights)
         return jnp.sum(jnp.sin(y)) + jnp.sum(ys**2), ys
 
-    assert compared(jax.value_and_grad(loss, (0, 1), has_aux=True), WEIGHTS, X).counts == (1, 1)
+    assert recognised(jax.value_and_grad(loss, (0, 1), has_aux=True), WEIGHTS, X).counts == (1, 1)
 
 
 def test_a_scan_over_blocks_of_queries() -> None:
@@ -86,25 +86,6 @@ def test_a_scan_over_blocks_of_queries() -> None:
 
     arrays = [array(seed, B, T, N, D) for seed in (2, 3, 4)]
     assert compared(jax.value_and_grad(loss, (0, 1, 2)), *arrays).counts == (1, 1)
-
-
-@pytest.mark.slow  # the other tests have derivatives of first order
-def test_a_derivative_of_second_order_of_a_scan_with_a_bias() -> None:
-    """The bias of a layer is a row that the derivative reads, of an array that is computed before the scan."""
-
-    def loss(bias: Any, weights: Any, x: Any) -> Any:
-        def body(x: Any, row: Any) -> tuple[Any, None]:
-            w, bias = row
-            q, k, v = (jnp.reshape(x @ w[i], (B, T, N, D)) for i in range(3))
-            out = jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
-            return x + jnp.reshape(out, x.shape) @ w[3], None
-
-        return jnp.sum(jnp.sin(jax.lax.scan(body, x, (weights, bias))[0]))
-
-    def meta(bias: Any, weights: Any, x: Any) -> Any:
-        return loss(bias - 0.1 * jax.grad(loss)(bias, weights, x), weights, x)
-
-    compared(jax.value_and_grad(meta, (0, 1)), array(5, LAYERS, 1, N, T, T), WEIGHTS, X, tolerance=1e-4)
 
 
 def test_a_scan_in_a_scan() -> None:
@@ -130,7 +111,7 @@ def test_a_scan_whose_probabilities_are_stacked_results_is_left_as_written() -> 
     def run(weights: Any, x: Any) -> Any:
         return jax.lax.scan(attention, x, weights)
 
-    assert compared(run, WEIGHTS, X).counts == (0, 0)
+    assert recognised(run, WEIGHTS, X).counts == (0, 0)
 
 
 def test_loops_and_branches() -> None:
@@ -140,8 +121,7 @@ def test_loops_and_branches() -> None:
     def branch(weights: Any, x: Any) -> Any:
         return jax.lax.cond(x[0, 0, 0] > 0, lambda: layer(x, weights[0])[0], lambda: x)
 
-    assert compared(loop, WEIGHTS, X).counts == (1, 0)
-    assert compared(branch, WEIGHTS, X).counts == (1, 0)
+    assert compared(lambda weights, x: (loop(weights, x), branch(weights, x)), WEIGHTS, X).counts == (2, 0)
 
 
 def test_a_scan_that_reads_rows_of_another_order_is_computed_as_written() -> None:

@@ -89,14 +89,6 @@ def test_infinity_and_nan_are_where_they_are_as_written(name: str) -> None:
             assert_same_floats(x, expected, 2 * EPS * bound + 1e-6, f"{name} {sizes}")
 
 
-def test_evaluation() -> None:
-    args = [100 * x for x in ARRAYS[:2]] + ARRAYS[2:3]
-    fun = _written(mask=CAUSAL)
-    found = recognised(fun, *args)
-    assert found.counts == (1, 0)
-    assert_same_floats(eval_flat(found.step.flat, args)[0], jax.jit(fun)(*args), 16 * EPS, "out")
-
-
 def test_attentions_of_jax() -> None:
     """CPUs do not have its products, of float16 with sums in float32."""
 

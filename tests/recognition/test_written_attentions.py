@@ -33,49 +33,9 @@ def with_gradients(fun: Callable[..., Any], argnums: Any = (0, 1, 2)) -> Callabl
     return jax.value_and_grad(loss_of(fun), argnums)
 
 
-dpa = jax.nn.dot_product_attention
-OPTIONS: dict[str, dict[str, Any]] = {
-    "scale": {"scale": 0.3},
-    "mask of keys": {"mask": array(5, B, 1, 1, T) > -1},
-    "bias and mask": {"bias": array(6, B, N, T, T), "mask": array(5, 1, 1, T, T) > -1, "is_causal": True},
-    "lengths": {"query_seq_lengths": np.array([4, 6], np.int32), "key_value_seq_lengths": np.array([3, 5], np.int32)},
-    "window": {"local_window_size": (2, 1)},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_dot_product_attention(name: str) -> None:
-    options = OPTIONS[name]
-    fun = functools.partial(dpa, **options)
-    assert recognised(fun, *SAME).counts == (1, 0)
-    assert compared(with_gradients(fun), *SAME).counts == (1, 1)
-
-
-def test_grouped_heads() -> None:
-    args = (SAME[0], array(1, B, T, 2, D), array(2, B, T, 2, D))
-    found = compared(with_gradients(functools.partial(dpa, is_causal=True)), *args)
-    assert found.counts == (1, 1)
-    (eqn,) = (eqn for eqn in found.step.flat.eqns if eqn.primitive.name == "minialpa_attention")
-    assert eqn.invars[0].aval.shape == (B, T, 2, 2, D)
-    assert eqn.params["kind"].right == 0 and eqn.params["kind"].n_masks == 0
-
-
-def test_gradient_of_a_bias() -> None:
-    for shape in ((B, 1, T, T), (1, N, 1, T)):
-        fun = with_gradients(lambda q, k, v, bias: dpa(q, k, v, bias=bias, is_causal=True), (0, 1, 2, 3))
-        assert compared(fun, *SAME, array(7, *shape)).counts == (1, 1), shape
-
-
-@pytest.mark.parametrize("wanted", [(0,), (2,)])
-def test_some_gradients(wanted: tuple[int, ...]) -> None:
-    fun = functools.partial(dpa, is_causal=True)
-    assert compared(with_gradients(fun, wanted), *SAME).counts == (1, 1)
-
-
-# ---- other ways to write it ----------------------------------------------------------------------------------------
-
 Attention = Callable[[Any, Any, Any], Any]
 CAUSAL = np.tril(np.ones((T, S), bool))[None, None]
+dpa = jax.nn.dot_product_attention
 
 
 def _by_hand(q: Any, k: Any, v: Any) -> Any:
@@ -98,14 +58,18 @@ def _vmapped(q: Any, k: Any, v: Any) -> Any:
     return jax.vmap(head)(q, k, v)
 
 
-def _infinite_mask(q: Any, k: Any, v: Any) -> Any:
-    seen = jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
-    return mixed(softmax(jnp.where(seen[None, None], scores_of(q, k), -jnp.inf)), v)
-
-
 def _two_masks(q: Any, k: Any, v: Any) -> Any:
     x = jnp.where(jnp.asarray(CAUSAL), scores_of(q, k), -1e9)
     return mixed(softmax(jnp.where((jnp.arange(S) != 1)[None, None, None], x, -1e9)), v)
+
+
+def _additive_mask(q: Any, k: Any, v: Any) -> Any:
+    return mixed(softmax(scores_of(q, k) + jnp.where(jnp.arange(S) < 4, 0.0, -1e9)[None, None, None]), v)
+
+
+def _subtracted_mask(q: Any, k: Any, v: Any) -> Any:
+    hidden = (jnp.arange(S) >= 4).astype(q.dtype)[None, None, None]
+    return mixed(softmax(scores_of(q, k) - 1e9 * hidden), v)
 
 
 def _checkpointed(q: Any, k: Any, v: Any) -> Any:
@@ -114,9 +78,15 @@ def _checkpointed(q: Any, k: Any, v: Any) -> Any:
 
 def _checkpointed_with_policy(q: Any, k: Any, v: Any) -> Any:
     def fun(q: Any, k: Any, v: Any) -> Any:
-        return _infinite_mask(q @ jnp.eye(D), k @ jnp.eye(D), v @ jnp.eye(D))
+        seen = jnp.arange(T)[:, None] >= jnp.arange(S)[None, :]
+        x = scores_of(q @ jnp.eye(D), k @ jnp.eye(D))
+        return mixed(softmax(jnp.where(seen[None, None], x, -jnp.inf)), v @ jnp.eye(D))
 
     return jax.checkpoint(fun, policy=jax.checkpoint_policies.dots_saveable)(q, k, v)
+
+
+def _keys_first(q: Any, k: Any, v: Any) -> Any:
+    return jnp.einsum("hsbt,bshd->bthd", jax.nn.softmax(jnp.einsum("bshd,bthd->hsbt", k, q), axis=1), v)
 
 
 def _shared_keys(q: Any, k: Any, v: Any) -> Any:
@@ -135,41 +105,73 @@ def _over_windows(q: Any, k: Any, v: Any) -> Any:
     return jnp.pad(out[:, 0], ((0, 0), (0, 1), (0, 0), (0, 0)))
 
 
-#: Programs, and the number of attentions in them and their gradients.
-WRITTEN: dict[str, tuple[Attention, int]] = {
-    "by hand": (_by_hand, 1),
-    "scaled query": (lambda q, k, v: mixed(softmax(scores_of(q * 0.7, k)), v), 1),
-    "divided by a traced root": (lambda q, k, v: mixed(softmax(scores_of(q, k) / jnp.sqrt(jnp.float32(D))), v), 1),
-    "keys first": (
-        lambda q, k, v: jnp.einsum("hsbt,bshd->bthd", jax.nn.softmax(jnp.einsum("bshd,bthd->hsbt", k, q), axis=1), v),
-        1,
-    ),
-    "vmapped": (_vmapped, 1),
-    "additive mask": (
-        lambda q, k, v: mixed(softmax(scores_of(q, k) + jnp.where(jnp.arange(S) < 4, 0.0, -1e9)[None, None, None]), v),
-        1,
-    ),
-    "subtracted mask": (
-        lambda q, k, v: mixed(
-            softmax(scores_of(q, k) - 1e9 * (jnp.arange(S) >= 4).astype(q.dtype)[None, None, None]), v
-        ),
-        1,
-    ),
-    "two masks": (_two_masks, 1),
-    "checkpointed": (_checkpointed, 2),
-    "checkpointed with policy": (_checkpointed_with_policy, 1),
-    "shared query": (lambda q, k, v: mixed(softmax(jnp.einsum("thd,bshd->bhts", q[0], k)), v), 1),
-    "shared keys": (_shared_keys, 1),
-    "one head": (_one_head, 1),
-    "over windows": (_over_windows, 1),
+def _heads_of_weight_one(q: Any, k: Any, v: Any) -> Any:
+    return mixed(jnp.einsum("bhts,h->bhts", softmax(scores_of(q, k)), jnp.ones((3, N))[1]), v)
+
+
+#: Attentions of `QUERY`, `KEY` and `VALUE`.
+WRITTEN: dict[str, Attention] = {
+    "by hand": _by_hand,
+    "scaled query": lambda q, k, v: mixed(softmax(scores_of(q * 0.7, k)), v),
+    "divided by a traced root": lambda q, k, v: mixed(softmax(scores_of(q, k) / jnp.sqrt(jnp.float32(D))), v),
+    "keys first": _keys_first,
+    "vmapped": _vmapped,
+    "additive mask": _additive_mask,
+    "subtracted mask": _subtracted_mask,
+    "two masks": _two_masks,
+    "checkpointed": _checkpointed,
+    "checkpointed with policy": _checkpointed_with_policy,
+    "shared query": lambda q, k, v: mixed(softmax(jnp.einsum("thd,bshd->bhts", q[0], k)), v),
+    "shared keys": _shared_keys,
+    "one head": _one_head,
+    "over windows": _over_windows,
+    "heads of weight one": _heads_of_weight_one,
+}
+#: jax's own attention with options, of `SAME`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 0.3},
+    "mask of keys": {"mask": array(5, B, 1, 1, T) > -1},
+    "bias and mask": {"bias": array(6, B, N, T, T), "mask": array(5, 1, 1, T, T) > -1, "is_causal": True},
+    "lengths": {"query_seq_lengths": np.array([4, 6], np.int32), "key_value_seq_lengths": np.array([3, 5], np.int32)},
+    "window": {"local_window_size": (2, 1)},
 }
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_ways_to_write_attention(name: str) -> None:
-    fun, attentions = WRITTEN[name]
-    assert compared(with_gradients(fun), QUERY, KEY, VALUE).counts == (attentions, 1)
-    assert recognised(fun, QUERY, KEY, VALUE).counts == (1, 0)
+def test_ways_to_write_attention_are_recognised(name: str) -> None:
+    assert recognised(WRITTEN[name], QUERY, KEY, VALUE).counts == (1, 0)
+    n_attentions = 2 if name == "checkpointed" else 1
+    assert recognised(with_gradients(WRITTEN[name]), QUERY, KEY, VALUE).counts == (n_attentions, 1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_attention_are_recognised(name: str) -> None:
+    fun = functools.partial(dpa, **OPTIONS[name])
+    assert recognised(fun, *SAME).counts == (1, 0)
+    assert recognised(with_gradients(fun), *SAME).counts == (1, 1)
+
+
+def test_recognised_attentions_compute_what_they_did() -> None:
+    """All of them in one program, which takes less time to compile."""
+
+    def step(arrays: Any, same: Any, biases: Any) -> Any:
+        written = [with_gradients(fun)(*arrays) for fun in WRITTEN.values()]
+        with_options = [with_gradients(functools.partial(dpa, **options))(*same) for options in OPTIONS.values()]
+        some = [with_gradients(functools.partial(dpa, is_causal=True), i)(*same) for i in (0, 2)]
+        biased = with_gradients(lambda q, k, v, bias: dpa(q, k, v, bias=bias, is_causal=True), (0, 1, 2, 3))
+        return written, with_options, some, [biased(*same, bias) for bias in biases]
+
+    biases = [array(7, *shape) for shape in ((B, 1, T, T), (1, N, 1, T))]
+    assert compared(step, (QUERY, KEY, VALUE), SAME, biases).counts == (25, 24)
+
+
+def test_grouped_heads() -> None:
+    args = (SAME[0], array(1, B, T, 2, D), array(2, B, T, 2, D))
+    found = compared(with_gradients(functools.partial(dpa, is_causal=True)), *args)
+    assert found.counts == (1, 1)
+    (eqn,) = (eqn for eqn in found.step.flat.eqns if eqn.primitive.name == "minialpa_attention")
+    assert eqn.invars[0].aval.shape == (B, T, 2, 2, D)
+    assert eqn.params["kind"].right == 0 and eqn.params["kind"].n_masks == 0
 
 
 def test_one_array_for_query_key_and_value() -> None:
@@ -196,11 +198,3 @@ def test_attentions_with_few_scores_are_left_as_written() -> None:
     assert recognised(with_gradients(dpa), *SAME, everywhere=False).counts == (0, 0)
     long = tuple(jax.ShapeDtypeStruct((1, 256, 1, 2), jnp.float32) for _ in range(3))
     assert recognised(jax.grad(lambda *a: jnp.sum(dpa(*a) ** 2)), *long, everywhere=False).counts == (1, 1)
-
-
-def test_a_mask_of_heads_that_is_all_ones() -> None:
-    def fun(q: Any, k: Any, v: Any) -> Any:
-        heads = jnp.ones((3, N))[1]
-        return mixed(jnp.einsum("bhts,h->bhts", softmax(scores_of(q, k)), heads), v)
-
-    assert compared(with_gradients(fun), QUERY, KEY, VALUE).counts == (1, 1)

@@ -1,12 +1,11 @@
 """jax functions whose equations, gradients included, show every rule of the table to the laws of rule_laws.py.
 
-`PROGRAMS` maps a name to a function and its arguments; `cases(name)` runs it equation by equation. Sizes are even where
-they may be split, and differ within a program, so that a mixed-up dimension shows.
+`PROGRAMS` maps a name to a function and its arguments; `cases(names)` runs some of them equation by equation. Sizes are
+even where they may be split, and differ within a program, so that a mixed-up dimension shows.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
 from tests.attention_calls import causal, fused
 from tests.lapack_call import lu_by_lapack
 from tests.pallas_kernels import flash_attention, row_norm
-from tests.rules.rule_laws import Case, cases_of, equations_of, vjp
+from tests.rules.rule_laws import Case, cases_of_all, equations_of, vjp
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,18 @@ def integers(shape: Sequence[int], high: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, high, tuple(shape)).astype(np.int32)
 
 
-@functools.cache
-def cases(name: str) -> tuple[Case, ...]:
-    """The cases of a program."""
-    program = PROGRAMS[name]
-    return cases_of(program.fun, *(_argument(x, seed=i) for i, x in enumerate(program.arguments)))
+def cases(names: Sequence[str]) -> tuple[Case, ...]:
+    """The cases of some programs."""
+    return cases_of_all([(PROGRAMS[name].fun, _arguments(name)) for name in names])
 
 
 def equations(name: str) -> list[JaxprEqn]:
     """The equations of a program."""
-    program = PROGRAMS[name]
-    arguments = [_argument(x, seed=i) for i, x in enumerate(program.arguments)]
-    return list(equations_of(jax.make_jaxpr(program.fun)(*arguments).jaxpr))
+    return list(equations_of(jax.make_jaxpr(PROGRAMS[name].fun)(*_arguments(name)).jaxpr))
+
+
+def _arguments(name: str) -> list[Any]:
+    return [_argument(x, seed=i) for i, x in enumerate(PROGRAMS[name].arguments)]
 
 
 def _argument(argument: Any, seed: int) -> Any:

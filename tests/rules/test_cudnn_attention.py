@@ -1,12 +1,11 @@
-"""The rule of cuDNN's attention, without cuDNN: its jaxpr, its shapes on shards, and numbers of a plain implementation.
+"""The rule of cuDNN's attention, without cuDNN: its jaxpr, and its shapes on shards.
 
 What jax asks of the machine (the version of cuDNN, the device) is replaced here, and only here.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,15 +58,20 @@ def _qkv() -> tuple[Any, Any, Any]:
     return _half(B, T, N, H), _half(B, S, K, H, seed=1), _half(B, S, K, H, seed=2)
 
 
-def _texts(eqns: list[JaxprEqn]) -> list[str]:
-    return list(map(notation, eqns))
-
-
 def test_examples_and_heads_are_split_forward_and_backward() -> None:
-    forward, backward = _texts(_both(_attention(), *_qkv()))
+    forward, backward = map(notation, _both(_attention(), *_qkv()))
     assert forward.startswith("[a B (c D) E], [a F c E], [a F c G], ")
     assert "-> [a B (c D) G], [a (c D) B]" in forward, forward
     assert "-> [a B (c D) E], [a F c E], [a F c G]" in backward, backward
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "how"), [((1, N, T, S), "[1 (c D) B F]", "sum(a)"), ((B, 1, T, S), "[a 1 B F]", "sum(c)")]
+)
+def test_gradients_of_biases_are_sums_over_what_shares_them(shape: tuple[int, ...], bias: str, how: str) -> None:
+    forward, backward = map(notation, _both(_attention(), *_qkv(), _half(*shape, seed=3)))
+    assert bias in forward
+    assert backward.endswith(f"{bias} {how}")
 
 
 @pytest.mark.parametrize(
@@ -111,61 +115,3 @@ def test_shards_of_arrays_with_heads_first_have_the_shapes_of_the_rule() -> None
             ]
             made = result_avals(eqn, local, localize(eqn, factors, n_splits))
             assert [own.shape for own in made] == [factors.shape(dims, n_splits) for dims in factors.results]
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def _plain(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
-    """Results and softmax statistics."""
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v), jax.nn.logsumexp(logits, -1)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _compute(name: str, operands: list[Any]) -> list[Any]:
-    q, k, v, bias, *_ = operands
-    if name.endswith("fwd_wrapper"):
-        return list(_plain(q, k, v, bias))
-    repeat = q.shape[2] // k.shape[2]
-    share = lambda x: jnp.repeat(x, repeat, 2)  # noqa: E731
-
-    def out(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, share(k)) + bias)
-        return jnp.einsum("bnts,bsnh->btnh", weights, share(v))
-
-    return list(jax.vjp(out, q, k, v, bias)[1](operands[12]))
-
-
-def _cases() -> Iterator[Any]:
-    for shape in ((1, N, T, S), (B, 1, T, S)):
-        yield from _both(_attention(), *_qkv(), _half(*shape, seed=3))
-
-
-def test_shards_of_a_plain_attention_keep_the_halving_law() -> None:
-    rng = np.random.default_rng(0)
-    for eqn in _cases():
-        factors = factors_of(eqn)
-        operands = [rng.normal(size=atom.aval.shape).astype(np.float32) for atom in eqn.invars]
-        expected = _compute(eqn.primitive.name, operands)
-        for f in factors.splittable:
-            parts = [
-                _compute(
-                    eqn.primitive.name, [_cut(x, d, f, i) for x, d in zip(operands, factors.operands, strict=True)]
-                )
-                for i in (0, 1)
-            ]
-            for r, whole in enumerate(expected):
-                axes = [d for d, dim in enumerate(factors.results[r]) if f in dim]
-                first, second = parts[0][r], parts[1][r]
-                joined = np.concatenate([first, second], axes[0]) if axes else first + second
-                assert axes or factors.is_partial(f, r)
-                np.testing.assert_allclose(joined, whole, rtol=2e-4, atol=2e-4)
-
-
-def _cut(x: Any, dims: Any, factor: int, half: int) -> Any:
-    for axis, dim in enumerate(dims):
-        if factor in dim:
-            x = np.split(x, 2, axis)[half]
-    return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,26 +11,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.flattening import trace_flat
-from tests.rules.rule_laws import Case, cases_of, check_all, notation, vjp
+from tests.rules.rule_laws import cases_of_all, check_all, equations_of, notation, vjp
 
-B, H, T = 4, 3, 2
+B, H = 4, 3
 X = np.linspace(0.2, 9.0, B * H, dtype=np.float32).reshape(B, H)
 NONE = np.zeros(B, bool)
+ZERO, START, KEY = np.int32(0), np.float32(1), jax.random.key(0)
+
+#: A function and its arguments.
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def _loops(fun: Callable[..., Any], *arguments: Any) -> list[Case]:
-    found = [case for case in cases_of(fun, *arguments) if case.eqn.primitive.name in ("scan", "while")]
+def _loops(program: Program) -> list[JaxprEqn]:
+    fun, arguments = program
+    eqns = equations_of(jax.make_jaxpr(fun)(*arguments).jaxpr)
+    found = [eqn for eqn in eqns if eqn.primitive.name in ("scan", "while")]
     assert found
-    check_all(found)  # whatever is split is split rightly
     return found
 
 
-def _splits_examples(case: Case) -> bool:
-    factors = factors_of(case.eqn)
+def _notation(program: Program) -> str:
+    (eqn,) = _loops(program)
+    return notation(eqn)
+
+
+def _splits_examples(eqn: JaxprEqn) -> bool:
+    factors = factors_of(eqn)
     return any(factors.sizes[f] == B for f in factors.splittable)
 
 
@@ -40,10 +52,6 @@ def _halved(x: Any, limit: Any = 1.0) -> Any:
     return lax.while_loop(lambda x: jnp.sum(x**2) > limit, lambda x: 0.5 * x, x)
 
 
-def _powers(x: Any, n: Any) -> Any:
-    return lax.fori_loop(0, n, lambda i, x: jnp.sin(x) + i.astype(jnp.float32), x)
-
-
 def _rejected(x: Any, key: Any) -> Any:
     def body(c: Any) -> Any:
         key, draw = jax.random.split(c[1])
@@ -52,27 +60,12 @@ def _rejected(x: Any, key: Any) -> Any:
     return lax.while_loop(lambda c: jnp.sum(c[0]) > 1, body, (x, key))
 
 
-PER_EXAMPLE: dict[str, Callable[[], list[Case]]] = {
-    "a limit of its own": lambda: _loops(jax.vmap(_halved), X, np.arange(1, B + 1, dtype=np.float32)),
-    "bounds of its own": lambda: _loops(jax.vmap(_powers), X, np.arange(B, dtype=np.int32)),
-    "a key of its own": lambda: _loops(jax.vmap(_rejected), X, jax.random.split(jax.random.key(0), B)),
-    "in a scan": lambda: _loops(
-        jax.vmap(lambda xs: lax.scan(lambda c, x: (_halved(c + x), c), jnp.zeros(H), xs)), np.stack([X, X], 1)
-    ),
-}
+def _halved_in_a_scan(xs: Any) -> Any:
+    return lax.scan(lambda c, x: (_halved(c + x), c), jnp.zeros(H), xs)
 
 
-@pytest.mark.parametrize("name", PER_EXAMPLE)
-def test_a_loop_that_each_example_ends_by_itself_is_split(name: str) -> None:
-    assert all(_splits_examples(case) for case in PER_EXAMPLE[name]())
-
-
-def test_examples_that_meet_in_the_body_are_not_split() -> None:
-    def fun(x: Any) -> Any:
-        return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: 0.5 * x - 0.1 * lax.pmean(x, "examples"), x)
-
-    (case,) = _loops(jax.vmap(fun, axis_name="examples"), X)
-    assert not _splits_examples(case)
+def _meeting(x: Any) -> Any:
+    return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: 0.5 * x - 0.1 * lax.pmean(x, "examples"), x)
 
 
 # ---- a loop over the batch by hand ----------------------------------------------------------------------------------
@@ -113,81 +106,8 @@ def _two_limits(x: Any, of_test: Any, of_body: Any) -> Any:
     return lax.while_loop(lambda x: _any_above(x, of_test), lambda x: _kept(x, of_body), x)
 
 
-BY_HAND: dict[str, Callable[[], list[Case]]] = {
-    "kept by the condition": lambda: _loops(lambda x: lax.while_loop(_any_above, _kept, x), X),
-    "kept by a flag, with counters": lambda: _loops(_with_counters, X),
-    "decoding": lambda: _loops(_decoded, X),
-    "a limit from outside": lambda: _loops(lambda x, limit: _two_limits(x, limit, limit), X, X[:1]),
-    "or a flag": lambda: _loops(
-        lambda x, flag: lax.while_loop(lambda c: _any_above(c) | (flag & _any_above(c)), _kept, x), X, np.bool_(True)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_a_loop_that_leaves_ended_examples_as_they_are_is_split(name: str) -> None:
-    assert all(_splits_examples(case) for case in BY_HAND[name]())
-
-
-def test_the_counter_of_a_loop_is_that_of_the_last_shard() -> None:
-    (case,) = _loops(_with_counters, X)
-    assert notation(case.eqn) == "[], [a], [a], [a B] -> [], [a], [a], [a C] max(a)"
-
-
-def _while(test: Callable[..., Any], body: Callable[..., Any], *start: Any) -> Case:
-    (case,) = _loops(lambda *start: lax.while_loop(lambda c: test(*c), lambda c: body(*c), start), *start)
-    return case
-
-
-ZERO, KEY = np.int32(0), jax.random.key(0)
-
-#: The nearest loops whose examples depend on when the others end.
-TOGETHER: dict[str, Callable[[], Case]] = {
-    "nothing is kept": lambda: _while(_any_above, lambda x: (0.5 * x,), X),
-    "kept by another limit": lambda: _while(_any_above, lambda x: (_kept(x, 0.5),), X),
-    "one of two is kept": lambda: _while(lambda x, y: _any_above(x), lambda x, y: (_kept(x), y + x), X, X),
-    "equal limits that are not the same": lambda: _loops(_two_limits, X, np.float32(2), np.float32(2))[0],
-    "until the first has ended": lambda: _while(
-        lambda x: jnp.all(x > 0.1), lambda x: (jnp.where(x > 0.1, 0.5 * x, x),), X
-    ),
-    "any of one and any of another": lambda: _while(
-        lambda x, y: _any_above(x) & _any_above(y), lambda x, y: (_kept(x), _kept(y)), X, X
-    ),
-    # The largest of values among which one is not a number is none either.
-    "the largest": lambda: _while(lambda x: jnp.max(x) > 1, lambda x: (_kept(x),), X),
-    "a limit that changes": lambda: _while(
-        lambda i, x: jnp.any(x > i.astype(jnp.float32)),
-        lambda i, x: (i + 1, jnp.where(x > i.astype(jnp.float32), 0.9 * x, x)),
-        ZERO,
-        X,
-    ),
-    "a key that all share": lambda: _while(
-        lambda key, x: _any_above(x),
-        lambda key, x: (jax.random.split(key)[0], jnp.where(x > 1, x * jax.random.uniform(key), x)),
-        KEY,
-        X,
-    ),
-    "steps of two": lambda: _while(lambda i, x: _any_above(x), lambda i, x: (i + 2, _kept(x)), ZERO, X),
-    "a narrow counter": lambda: _while(
-        lambda i, x: _any_above(x), lambda i, x: (i + jnp.int8(1), _kept(x)), np.int8(0), X
-    ),
-    "a total": lambda: _while(
-        lambda total, x: _any_above(x), lambda total, x: (total + jnp.sum(x), _kept(x)), np.float32(0), X
-    ),
-    "a flag for all": lambda: _while(lambda go, x: go, lambda go, x: (_any_above(x), _kept(x)), np.bool_(True), X),
-    "a flag that others raise": lambda: _while(
-        lambda done, x: ~jnp.all(done),
-        lambda done, x: (done & (x[:, 0] < 1) | (x[:, 0] < 1), jnp.where(done[:, None], x, 0.5 * x)),
-        NONE,
-        X,
-    ),
-    "padding behind the end": lambda: _loops(lambda x: _decoded(x, pads=True), X)[0],
-}
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_a_loop_whose_examples_depend_on_each_other_stays_whole(name: str) -> None:
-    assert not _splits_examples(TOGETHER[name]())
+def _while(test: Callable[..., Any], body: Callable[..., Any], *start: Any) -> Program:
+    return lambda *start: lax.while_loop(lambda c: test(*c), lambda c: body(*c), start), start
 
 
 # ---- a scan over the examples ---------------------------------------------------------------------------------------
@@ -195,43 +115,95 @@ def test_a_loop_whose_examples_depend_on_each_other_stays_whole(name: str) -> No
 W = np.linspace(-1, 1, H * H, dtype=np.float32).reshape(H, H)
 
 
-def _mapped(w: Any, x: Any) -> Any:
-    return lax.map(lambda row: jnp.tanh(row @ w), x)
-
-
-def _scan(step: Callable[..., Any], start: Any, *, reverse: bool = False) -> Case:
+def _scan(step: Callable[..., Any], start: Any) -> Program:
     leaves, tree = jax.tree.flatten(start)
-    (case,) = _loops(lambda x, *start: lax.scan(step, tree.unflatten(start), x, reverse=reverse), X, *leaves)
-    return case
+    return lambda x, *start: lax.scan(step, tree.unflatten(start), x), (X, *leaves)
 
 
-def test_map_over_the_examples_is_split() -> None:
-    (case,) = _loops(_mapped, W, X)
-    assert notation(case.eqn) == "[A b], [c D] -> [c b]"
+WITH_COUNTERS: Program = (_with_counters, (X,))
+MAPPED: Program = (lambda w, x: lax.map(lambda row: jnp.tanh(row @ w), x), (W, X))
+SUMMED = _scan(lambda total, row: (jnp.sum(row) + (total + 1.0), jnp.sin(row)), np.float32(3))
 
+#: Loops that each example ends by itself, that leave ended examples as they are, and that go over the examples.
+APART: dict[str, Program] = {
+    "a limit of its own": (jax.vmap(_halved), (X, np.arange(1, B + 1, dtype=np.float32))),
+    "a key of its own": (jax.vmap(_rejected), (X, jax.random.split(KEY, B))),
+    "in a scan": (jax.vmap(_halved_in_a_scan), (np.stack([X, X], 1),)),
+    "kept by the condition": (lambda x: lax.while_loop(_any_above, _kept, x), (X,)),
+    "kept by a flag, with counters": WITH_COUNTERS,
+    "decoding": (_decoded, (X,)),
+    "a limit from outside": (lambda x, limit: _two_limits(x, limit, limit), (X, X[:1])),
+    "a map": MAPPED,
+    "a sum": SUMMED,
+}
 
-def test_what_examples_add_to_is_a_sum() -> None:
-    case = _scan(lambda total, row: (jnp.sum(row) + (total + 1.0), jnp.sin(row)), np.float32(3))
-    assert notation(case.eqn) == "[], [a B] -> [], [a C] sum(a)"
-    assert factors_of(case.eqn).once == {(0, 0)}
-
-
-START = np.float32(1)
-#: Scans in which an example sees what earlier ones have left.
-IN_TURN: dict[str, Callable[[], Case]] = {
-    "a product": lambda: _scan(lambda c, row: (c * jnp.sum(row), row), START),
-    "a sum that is read": lambda: _scan(lambda c, row: (c + jnp.sum(row), row * c), START),
-    "a sum that is a result": lambda: _scan(lambda c, row: (c + jnp.sum(row), c), START),
-    "twice the sum": lambda: _scan(lambda c, row: (c + c + jnp.sum(row), row), START),
-    "a sum of the other": lambda: _scan(lambda c, row: ((c[1] + 1, c[0] + 1), row), (START, START)),
-    "a difference": lambda: _scan(lambda c, row: (jnp.sum(row) - c, row), START),
-    "a position": lambda: _scan(lambda i, row: (i + 1, row * i.astype(jnp.float32)), ZERO),
+#: The nearest loops whose examples depend on each other, or on when the others end.
+TOGETHER: dict[str, Program] = {
+    "a mean of the examples": (jax.vmap(_meeting, axis_name="examples"), (X,)),
+    "nothing is kept": _while(_any_above, lambda x: (0.5 * x,), X),
+    "kept by another limit": _while(_any_above, lambda x: (_kept(x, 0.5),), X),
+    "one of two is kept": _while(lambda x, y: _any_above(x), lambda x, y: (_kept(x), y + x), X, X),
+    "equal limits that are not the same": (_two_limits, (X, np.float32(2), np.float32(2))),
+    "until the first has ended": _while(lambda x: jnp.all(x > 0.1), lambda x: (jnp.where(x > 0.1, 0.5 * x, x),), X),
+    # The largest of values among which one is not a number is none either.
+    "the largest": _while(lambda x: jnp.max(x) > 1, lambda x: (_kept(x),), X),
+    "a limit that changes": _while(
+        lambda i, x: jnp.any(x > i.astype(jnp.float32)),
+        lambda i, x: (i + 1, jnp.where(x > i.astype(jnp.float32), 0.9 * x, x)),
+        ZERO,
+        X,
+    ),
+    "a key that all share": _while(
+        lambda key, x: _any_above(x),
+        lambda key, x: (jax.random.split(key)[0], jnp.where(x > 1, x * jax.random.uniform(key), x)),
+        KEY,
+        X,
+    ),
+    "steps of two": _while(lambda i, x: _any_above(x), lambda i, x: (i + 2, _kept(x)), ZERO, X),
+    "a narrow counter": _while(lambda i, x: _any_above(x), lambda i, x: (i + jnp.int8(1), _kept(x)), np.int8(0), X),
+    "a total": _while(lambda total, x: _any_above(x), lambda total, x: (total + jnp.sum(x), _kept(x)), START, X),
+    "a flag for all": _while(lambda go, x: go, lambda go, x: (_any_above(x), _kept(x)), np.bool_(True), X),
+    "a flag that others raise": _while(
+        lambda done, x: ~jnp.all(done),
+        lambda done, x: (done & (x[:, 0] < 1) | (x[:, 0] < 1), jnp.where(done[:, None], x, 0.5 * x)),
+        NONE,
+        X,
+    ),
+    "padding behind the end": (functools.partial(_decoded, pads=True), (X,)),
+    # In these scans, an example sees what earlier ones have left.
+    "a product": _scan(lambda c, row: (c * jnp.sum(row), row), START),
+    "a sum that is read": _scan(lambda c, row: (c + jnp.sum(row), row * c), START),
+    "a sum that is a result": _scan(lambda c, row: (c + jnp.sum(row), c), START),
+    "twice the sum": _scan(lambda c, row: (c + c + jnp.sum(row), row), START),
+    "a sum of the other": _scan(lambda c, row: ((c[1] + 1, c[0] + 1), row), (START, START)),
+    "a difference": _scan(lambda c, row: (jnp.sum(row) - c, row), START),
+    "a position": _scan(lambda i, row: (i + 1, row * i.astype(jnp.float32)), ZERO),
 }
 
 
-@pytest.mark.parametrize("name", IN_TURN)
-def test_a_scan_that_passes_something_on_is_not_split(name: str) -> None:
-    assert not _splits_examples(IN_TURN[name]())
+@pytest.mark.parametrize("name", APART)
+def test_a_loop_whose_examples_are_apart_is_split(name: str) -> None:
+    assert all(map(_splits_examples, _loops(APART[name])))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_loop_whose_examples_depend_on_each_other_stays_whole(name: str) -> None:
+    assert not any(map(_splits_examples, _loops(TOGETHER[name])))
+
+
+@pytest.mark.parametrize("programs", [APART, TOGETHER], ids=["apart", "together"])
+def test_whatever_is_split_is_split_rightly(programs: dict[str, Program]) -> None:
+    cases = cases_of_all(list(programs.values()))
+    check_all([case for case in cases if case.eqn.primitive.name in ("scan", "while")])
+
+
+def test_counters_and_sums_are_combined() -> None:
+    """The counter of a loop is that of the last shard; what examples add to is a sum, which starts once."""
+    assert _notation(WITH_COUNTERS) == "[], [a], [a], [a B] -> [], [a], [a], [a C] max(a)"
+    assert _notation(MAPPED) == "[A b], [c D] -> [c b]"
+    assert _notation(SUMMED) == "[], [a B] -> [], [a C] sum(a)"
+    (eqn,) = _loops(SUMMED)
+    assert factors_of(eqn).once == {(0, 0)}
 
 
 # ---- linear solves --------------------------------------------------------------------------------------------------

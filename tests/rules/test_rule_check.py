@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import DataParallel, ShardingError
+from minialpa import ShardingError
 from minialpa.rules import rule_check
 from minialpa.rules.factors import Factors
 from minialpa.rules.rule_check import check_registered_rules, wholes
@@ -150,15 +150,3 @@ def test_what_does_not_run_here_is_named_in_a_warning() -> None:
         _check(kernel, floats((4, 6), 0))
     minialpa.register_sharding_rule("ffi:nowhere", "b d -> b d", check=False)
     _check(call, floats((4, 6), 0))
-
-
-def test_a_step_with_a_wrong_rule_is_refused_unless_it_is_not_to_be_checked() -> None:
-    fun = lambda x: jnp.cumsum(x, 0)  # noqa: E731
-    for check in (True, False):
-        kernel = minialpa.register_sharding_rule(_named(fun), "b d -> b d", check=check)
-        step = minialpa.parallelize(lambda x, f=kernel: f(x), method=DataParallel(jax.devices()[:2]), batch_argnums=0)
-        if check:
-            with pytest.raises(ShardingError, match="splitting `b`"):
-                step.plan(floats((4, 6), 0))
-        else:
-            step.plan(floats((4, 6), 0))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-import minialpa.rules.table  # noqa: F401 (fills the rule table)  # noqa: F401 (fills the rule table)
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.errors import VerifyError
 from minialpa.rules import known_rules
 from minialpa.rules.known_rules import factors_of, has_rule, known_primitives, replicated_factors, rule
@@ -28,12 +28,13 @@ from tests.skips import skip
 _NEW_PRIMITIVES = {"log2", "one_minus_square", "polynomial"}
 #: Those that no CPU computes; tests of their own look at their factors.
 _GPU_PRIMITIVES = {"dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"}
-all_programs = pytest.mark.parametrize("program", PROGRAMS)
+#: Programs that are compiled together, which takes less time than many small compilations.
+GROUPS = [tuple(PROGRAMS)[i : i + 8] for i in range(0, len(PROGRAMS), 8)]
 
 
-@all_programs
-def test_rules_keep_their_laws(program: str, seed: int) -> None:
-    found = cases(program)
+@pytest.mark.parametrize("programs", GROUPS, ids=lambda programs: f"{programs[0]} to {programs[-1]}")
+def test_rules_keep_their_laws(programs: tuple[str, ...], seed: int) -> None:
+    found = cases(programs)
     assert {case.eqn.primitive.name for case in found} <= set(known_primitives())
     check_all(found)
     check_linearity(found, np.random.default_rng(seed))
@@ -85,19 +86,15 @@ def test_factors_are_as_written(fun: Any, arguments: tuple[Any, ...], expected: 
         (lax.mul, "ff", ("each", (0, 1))),
         (lax.div, "ff", ("each", (0,))),
         (lax.div, "ii", ("none", ())),
-        (lax.max, "ff", ("none", ())),
         (lax.dot, "ff", ("each", (0, 1))),
         (lambda p, x, y: lax.select_n(p, x, y), "bff", ("joint", (1, 2))),
         (lambda p, x, y: lax.select_n(p, x, y), "bbb", ("none", ())),
         (lambda x: lax.convert_element_type(x, jnp.bfloat16), "f", ("none", ())),
         (lambda x: lax.convert_element_type(x, jnp.complex64), "f", ("joint", (0,))),
         (lambda x: lax.convert_element_type(x, jnp.float32), "i", ("joint", (0,))),
-        (lambda x: lax.convert_element_type(x, jnp.int32), "f", ("none", ())),
-        (lambda x: lax.convert_element_type(x, jnp.float32), "b", ("none", ())),
         (lambda x: x.at[:2].get(mode="fill", fill_value=0), "f", ("joint", (0,))),
         (lambda x: x.at[np.array([1])].get(mode="fill", fill_value=5), "f", ("none", ())),
         (lambda x: jnp.sum(x), "f", ("joint", (0,))),
-        (lambda x: jnp.max(x), "f", ("none", ())),
     ],
 )
 def test_linear_is_claimed_where_it_holds(fun: Any, dtypes: str, expected: tuple[str, tuple[int, ...]]) -> None:

@@ -5,95 +5,54 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
 
 import minialpa
-from minialpa import ClusterSpec, Plan, ShardParallel, models
+from minialpa import ClusterSpec, Plan, models
 from minialpa.cli import main
-from minialpa.inter.lower.exported_functions import export_function
-from minialpa.programs.program import Function
 from minialpa.xla_gpu.compile import GpuCompileError, compile_for_gpus
 from minialpa.xla_gpu.targets import TARGETS
-from minialpa.xla_gpu.worker import Request
+from tests.xla_gpu.gpu_requests import request
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra `gpu-compile`")
 
-H100 = ClusterSpec.preset("h100", devices_per_host=4)
-
-
-def _request(fun: Callable[..., Any], *shapes: tuple[int, ...], donated: tuple[int, ...] = ()) -> Request:
-    avals = tuple(jax.core.ShapedArray(shape, jnp.dtype("float32")) for shape in shapes)
-    outs = jax.eval_shape(fun, *avals)
-    split = PartitionSpec("x")
-    function = Function(
-        name="f",
-        mesh=0,
-        fun=fun,
-        in_avals=avals,  # type: ignore[arg-type]
-        in_specs=(split,) * len(avals),
-        out_avals=tuple(outs),
-        out_specs=(split,) * len(outs),
-        donated=donated,
-    )
-    return Request(export_function(function, (4,), "cuda"), (4,), 1, TARGETS["h100"])
-
 
 def test_donated_arrays_count_once_and_a_folder_keeps_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fun(x: jax.Array, y: jax.Array) -> tuple[jax.Array]:
-        return (x + y,)
-
-    requests = [_request(fun, (64, 256), (64, 256), donated=donated) for donated in ((), (0,), (0,))]
+    shapes = [jax.ShapeDtypeStruct((64, 256), jnp.float32)] * 2
+    requests = [request(jnp.add, shapes, n_devices=4, donated=donated) for donated in ((), (0,), (0,))]
+    # A GPU without tables of kernels.
+    requests.append(dataclasses.replace(requests[0], target=TARGETS["a100-80gb"]))
     made = compile_for_gpus(requests, cache=tmp_path)
-    kept, donated, same = made
+    kept, donated, same, without_tables = made
     shard = 64 * 256 * 4 // 4
     assert kept.argument_bytes == 2 * shard and kept.peak_bytes == 3 * shard
     assert donated.peak_bytes == 2 * shard
-    assert same == donated and len(list(tmp_path.iterdir())) == 2
+    assert same == donated and len(list(tmp_path.iterdir())) == 3
+    assert without_tables.argument_bytes == 2 * shard
 
+    # Half of a file is compiled again.
+    file, *_ = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    assert compile_for_gpus(requests, cache=tmp_path) == made
     with monkeypatch.context() as patch:
         patch.setattr("minialpa.xla_gpu.compile._Process", None)  # nothing is compiled
         assert compile_for_gpus(requests, cache=tmp_path) == made
-    # Half of a file is compiled again.
-    file, _ = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:100])
-    assert compile_for_gpus(requests, cache=tmp_path) == made
 
 
-def test_gpus_without_tables_of_kernels_are_compiled_for_and_too_old_ones_are_refused() -> None:
-    request = _request(lambda x: (jnp.tanh(x),), (64, 256))
-    (made,) = compile_for_gpus([dataclasses.replace(request, target=TARGETS["a100-80gb"])])
-    assert made.argument_bytes == 64 * 256 * 4 // 4
+def test_gpus_that_xla_cannot_compile_for_are_refused_and_the_processes_end() -> None:
+    one = request(jnp.sin, [jax.ShapeDtypeStruct((8, 8), jnp.float32)])
     with pytest.raises(GpuCompileError, match="gpu-compile-cuda12"):
-        compile_for_gpus([dataclasses.replace(request, target=TARGETS["v100"])])
+        compile_for_gpus([dataclasses.replace(one, target=TARGETS["v100"])])
 
-
-def test_a_target_that_xla_does_not_know_is_an_error_that_names_the_function_and_ends_the_processes() -> None:
-    request = _request(lambda x: (x + 1,), (8, 8))
     before = threading.active_count()
     with pytest.raises(GpuCompileError, match="`f`"):
-        compile_for_gpus([dataclasses.replace(request, target=dataclasses.replace(request.target, name='"'))])
+        compile_for_gpus([dataclasses.replace(one, target=dataclasses.replace(one.target, name='"'))])
     assert threading.active_count() == before
-
-
-def test_collectives_are_those_of_the_plan_and_memory_is_counted() -> None:
-    case = models.build("gpt", n_layers=2, hidden=128, n_heads=4, seq_len=64, vocab_size=256, batch_size=16)
-    state, batch = jax.eval_shape(case.init, jax.random.key(0)), case.make_batch(0, case.batch_size)
-    step = case.train_step(minialpa.value_and_grad)
-    plan = minialpa.plan(step, (state, batch), cluster=H100, method=ShardParallel(devices=H100))
-    found = minialpa.check(plan, step, (state, batch))
-    assert found.fits and len(found.stages) == len(plan.stages)
-    for stage in found.stages:
-        assert stage.compiled_collectives == pytest.approx(stage.planned_collectives, rel=0.02)
-        assert stage.compiled_bytes >= max(one.peak_bytes for one in stage.functions)
-        assert {one.times_per_step for one in stage.functions} <= {1, 2}
-    assert json.loads(found.to_json())["stages"][0]["compiled_bytes"] == found.stages[0].compiled_bytes
 
 
 def test_ragged_products_take_what_their_dense_products_take() -> None:
@@ -119,17 +78,31 @@ def test_ragged_products_take_what_their_dense_products_take() -> None:
     assert found.planned_bytes == pytest.approx(found.compiled_bytes, rel=0.2)
 
 
-def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "plan.json", tmp_path / "check.json"
-    assert main(["plan", "mlp", "--cluster", "h100", "--devices-per-host", "2", "--save", str(path)]) == 0
-    cache = ["--cache", str(tmp_path / "programs")]
-    assert main(["check", str(path), "mlp", "--json", str(out), *cache]) == 0
-    assert json.loads(out.read_text())["fits"]
+def tiny_gpt() -> Any:
+    case = models.build("gpt", n_layers=1, hidden=128, n_heads=4, seq_len=64, vocab_size=256, batch_size=16)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    return case.train_step(minialpa.value_and_grad), state, case.make_batch(0, case.batch_size)
+
+
+def test_the_command_compares_collectives_and_memory_and_says_what_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out, model = tmp_path / "plan.json", tmp_path / "check.json", f"{__name__}:tiny_gpt"
+    options = ["--cluster", "h100", "--devices-per-host", "4", "--method", "ShardParallel"]
+    assert main(["plan", model, *options, "--save", str(path)]) == 0
+    check = ["check", str(path), model, "--cache", str(tmp_path / "programs")]
+    assert main([*check, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    (stage,) = found["stages"]
+    assert found["fits"]
+    assert stage["planned_collectives"] and stage["compiled_collectives"] == pytest.approx(
+        stage["planned_collectives"], rel=0.02
+    )
+    assert stage["compiled_bytes"] >= max(one["peak_bytes"] for one in stage["functions"])
 
     plan = Plan.load(path)
-    needed = json.loads(out.read_text())["stages"][0]["compiled_bytes"]
-    device = dataclasses.replace(plan.cluster.device, memory_bytes=needed - 1)
+    device = dataclasses.replace(plan.cluster.device, memory_bytes=stage["compiled_bytes"] - 1)
     dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device)).save(path)
     capsys.readouterr()
-    assert main(["check", str(path), "mlp", *cache]) == 1
+    assert main(check) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out

@@ -70,7 +70,7 @@ def test_a_tiny_product_takes_its_launch() -> None:
     assert _seconds(_fusion("product", _costs(sol=1e-3))) == H100.launch_s
 
 
-@pytest.mark.parametrize(("estimate", "expected"), [(0.5, 0.5), (2.0, 2.0), (27.0, 4.0)])
+@pytest.mark.parametrize(("estimate", "expected"), [(2.0, 2.0), (27.0, 4.0)])
 def test_other_kernels_take_no_more_than_four_times_their_bytes(estimate: float, expected: float) -> None:
     bytes_s = _BYTES / H100.memory_bandwidth
     assert _seconds(_fusion("sum", _costs(sol=estimate * bytes_s * 1e6))) == pytest.approx(expected * bytes_s)

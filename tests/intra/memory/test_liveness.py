@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from minialpa.intra.memory.xla.model import XLA_CPU
 from minialpa.plan import Plan
 from minialpa.tracing.flattening import trace_flat
 
-FOUR, EIGHT = LogicalMesh((4,)), LogicalMesh((8,))
+FOUR = LogicalMesh((4,))
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ def total(stats: Any) -> int:
 
 
 METHODS = {
-    "data": DataParallel(devices=FOUR),
-    "shard": ShardParallel(devices=EIGHT),
-    "zero": Zero3Parallel(devices=EIGHT),
+    "zero": Zero3Parallel(devices=LogicalMesh((8,))),
     "accumulate": DataParallel(devices=FOUR, num_micro_batches=2),
     "pipeline": PipeshardParallel(num_micro_batches=2),
 }
@@ -91,18 +90,14 @@ def test_arguments_outputs_and_aliases_are_exact(method: str) -> None:
         assert predicted.alias_bytes == real.alias_size_in_bytes, task
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("vit", marks=pytest.mark.slow)])
-def test_peak_is_that_of_the_compiled_program(name: str) -> None:
-    case = compiled(name, METHODS["data"], n_layers=1)
-    assert case.predicted["step0"].peak_bytes == pytest.approx(total(case.real["step0"]), rel=0.2)
+def test_peak_is_that_of_the_compiled_program_and_the_largest_tensors_come_first() -> None:
+    case = compiled("gpt", DataParallel(devices=FOUR), n_layers=1)
+    predicted = case.predicted["step0"]
+    assert predicted.peak_bytes == pytest.approx(total(case.real["step0"]), rel=0.2)
     assert case.plan.stages[0].peak_bytes == pytest.approx(case.executable.get_total_allocation_size(), rel=0.2)
 
-
-def test_largest_tensors_are_listed_by_size() -> None:
-    case = compiled("mlp", METHODS["data"], batch_size=4096)
-    largest = case.predicted["step0"].largest
+    largest = predicted.largest
     assert len(largest) == 5 and list(largest) == sorted(largest, key=lambda x: -x.n_bytes)
-    assert largest[0].shape[0] == 4096 // 4
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -171,12 +166,13 @@ def test_temporaries_are_those_of_the_compiled_program(name: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(1, 9)), min_size=1))
 def test_a_block_holds_what_is_alive_and_never_more_than_all(buffers: list[tuple[int, int, int]]) -> None:
-    sizes = [64.0 * size for size, _, _ in buffers]
+    sizes = [40.0 * size for size, _, _ in buffers]
+    slots = [64.0 * math.ceil(size / 64) for size in sizes]
     spans = tuple(Buffer(v, start, start + length) for v, (_, start, length) in enumerate(buffers))
     timeline = Timeline(n_times=20, temporaries=spans, results=(), scratch=(), shared={})
     packed = pack(timeline, sizes, alignment_bytes=64)
-    at_once = [sum(sizes[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
-    assert sum(sizes[v] for v in packed.values) == max(at_once) <= packed.n_bytes <= sum(sizes)
+    at_once = [sum(slots[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
+    assert sum(slots[v] for v in packed.values) == max(at_once) <= packed.n_bytes <= sum(slots)
 
 
 def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:

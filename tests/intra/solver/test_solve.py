@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.iopddl import load_instance, random_instance, usages_of_nodes
+from benchmarks.iopddl import random_instance, usages_of_nodes
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.intra.solver import dominance, elimination, ilp_model, lagrange, solve
 from minialpa.intra.solver.bucket import eliminate_narrow_components
@@ -90,7 +87,7 @@ def without_elimination(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(solve, "eliminate_narrow_components", lambda residual: None)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cost_graphs())
 def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
     check_against_search(graph)
@@ -134,21 +131,31 @@ def test_a_round_without_nodes_runs_no_messages(monkeypatch: pytest.MonkeyPatch)
 # ---- bounds ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
-@given(cost_graphs(), st.sampled_from([0.0, 0.05]))
-def test_bounds_hold_for_any_time_limit(graph: CostGraph, time_limit_s: float) -> None:
-    best = cheapest_choices(graph)
+@settings(max_examples=120, deadline=None)
+@given(cost_graphs(), st.sampled_from([0.0, 0.05, 60.0]), st.sampled_from([0.0, 1e-3, 0.05, 0.5]), st.booleans())
+def test_bounds_hold_for_any_time_and_an_allowed_gap_is_kept(
+    graph: CostGraph, limit_s: float, gap: float, by_program: bool
+) -> None:
+    best, is_cut_short = cheapest_choices(graph), limit_s < 1
+    options = SolverOptions(small_program_entries=-1, enough=1.0)
+    if not by_program:
+        options = replace(options, program_entries_per_s=0)
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        options = SolverOptions(small_program_entries=-1, program_entries_per_s=0)
         try:
-            solution = solve_graph(graph, Deadline(time_limit_s), options=options)
+            solution = solve_graph(graph, Deadline(limit_s), options=options, gap=gap)
         except InfeasibleError:
+            assert math.isinf(best) or is_cut_short or not by_program
             return
+
     tolerance = 1e-9 * abs(best)
-    assert solution.lower_bound - tolerance <= best <= solution.cost + tolerance
     assert graph.fits(solution.choices) and graph.cost_of(solution.choices) == solution.cost
+    assert solution.lower_bound - tolerance <= best <= solution.cost + tolerance
     assert solution.gap >= 0 and (not solution.optimal or solution.cost == pytest.approx(best))
+    if by_program and not is_cut_short:
+        assert solution.cost - best <= gap * abs(solution.cost) + tolerance
+        # A gap is for limits that bind.
+        assert graph.usage_limit is not None or solution.cost == pytest.approx(best)
 
 
 @settings(max_examples=60, deadline=None)
@@ -170,27 +177,6 @@ def test_the_bound_with_the_reduced_cost_of_a_strategy_is_below_all_solutions_wi
             held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
             bound = found.bound + found.reduced[core.at[v] + i]
             assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
-
-
-@settings(max_examples=80, deadline=None)
-@given(cost_graphs(), st.sampled_from([1e-3, 0.05, 0.5]))
-def test_an_allowed_gap_is_kept_and_the_limit_exactly(graph: CostGraph, gap: float) -> None:
-    best = cheapest_choices(graph)
-    options = SolverOptions(small_program_entries=-1, enough=1.0)
-    with pytest.MonkeyPatch.context() as patch:
-        without_elimination(patch)
-        try:
-            solution = solve_graph(graph, options=options, gap=gap)
-        except InfeasibleError:
-            assert math.isinf(best)
-            return
-    tolerance = 1e-9 * abs(best)
-    assert graph.fits(solution.choices) and graph.cost_of(solution.choices) == solution.cost
-    assert solution.lower_bound - tolerance <= best <= solution.cost + tolerance
-    assert solution.cost - best <= gap * abs(solution.cost) + tolerance
-    assert not solution.optimal or solution.cost == pytest.approx(best)
-    # A gap is for limits that bind.
-    assert graph.usage_limit is not None or solution.cost == pytest.approx(best)
 
 
 def low_cost_or_low_usage(n: int, limit: int, edges: tuple[Edge, ...] = ()) -> CostGraph:
@@ -237,49 +223,17 @@ def grid(side: int, n_strategies: int, *, limit: int | None = None) -> CostGraph
     return CostGraph(node_costs=costs, edges=edges, usages=usages, usage_limit=limit)
 
 
-def transformer(n_blocks: int) -> CostGraph:
-    """12 nodes per block in a chain, a parameter at every second one, and residual skips; cheap strategies use more."""
-    rng = np.random.default_rng(0)
-    n_strategies, costs, usages = 10, list[Floats](), list[Any]()
-    intervals, edges = list[tuple[int, int]](), list[Edge]()
-    time_end = 12 * n_blocks
-
-    def add(start: int, end: int) -> int:
-        costs.append(np.sort(rng.integers(0, 100, n_strategies)).astype(np.float64))
-        usages.append(np.sort(rng.integers(1, 64, n_strategies))[::-1])
-        intervals.append((start, end))
-        return len(costs) - 1
-
-    def join(a: int, b: int) -> None:
-        edges.append(Edge(a, b, rng.integers(1, 60, (n_strategies, n_strategies)) * (1.0 - np.eye(n_strategies))))
-
-    previous = skip = add(0, 1)
-    for t in range(1, time_end):
-        node = add(t, min(time_end, t + 3))
-        join(previous, node)
-        if t % 2:
-            join(add(0, time_end), node)
-        if t % 6 == 0:
-            join(skip, node)
-            skip = node
-        previous = node
-    return CostGraph(node_costs=tuple(costs), edges=tuple(edges), usages=usages_of_nodes(usages, intervals))
-
-
-def test_elimination_alone_solves_a_deep_transformer() -> None:
-    graph = transformer(100)
+def test_elimination_alone_solves_a_deep_chain_with_parameters_and_skips() -> None:
+    rng, n, n_strategies = np.random.default_rng(0), 800, 6
+    pairs = [(v, v + 1) for v in range(n - 1)] + [(v, n + v) for v in range(n)]
+    pairs += [(v, v + 6) for v in range(0, n - 6, 6)]
+    graph = CostGraph(
+        node_costs=tuple(rng.random(n_strategies) for _ in range(2 * n)),
+        edges=tuple(Edge(a, b, rng.random((n_strategies, n_strategies))) for a, b in pairs),
+    )
     residual = residual_of(graph)
     reduce_graph(residual)
-    assert graph.n_nodes > 1500 and not residual.alive
-
-
-def test_a_usage_limit_that_binds_on_a_transformer_is_solved() -> None:
-    graph = transformer(4)
-    free = solve_graph(graph)
-    limited = replace(graph, usage_limit=7 * graph.peak_usage(free.choices) // 10)
-    solution = solve_graph(limited)
-    assert solution.optimal and limited.fits(solution.choices)
-    assert solution.cost > free.cost
+    assert not residual.alive
 
 
 def test_bucket_elimination_takes_what_pairwise_elimination_leaves() -> None:
@@ -293,14 +247,6 @@ def test_bucket_elimination_takes_what_pairwise_elimination_leaves() -> None:
         without_elimination(patch)
         expected = solve_graph(graph).cost
     assert graph.cost_of(residual.choices()) == pytest.approx(expected)
-
-
-def test_no_time_gives_a_feasible_solution_with_a_gap() -> None:
-    graph = grid(12, 6, limit=3000)
-    solution = solve_graph(graph, Deadline(0.0))
-    assert not solution.optimal and 0 < solution.gap < np.inf
-    assert solution.lower_bound < solution.cost == graph.cost_of(solution.choices)
-    assert graph.fits(solution.choices)
 
 
 def test_counted_work_ends_where_it_ended_before() -> None:
@@ -325,18 +271,6 @@ def test_a_part_of_a_deadline_counts_the_same_work() -> None:
     assert (whole.left_s, part.left_s) == (8.0, 4.0)
     part.spend(4 * OPERATIONS_PER_S)
     assert part.is_over and not whole.is_over and whole.left_s == 4.0
-
-
-def test_contest_file_is_read(tmp_path: Path) -> None:
-    problem = {
-        "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1, 9], [3]], "usages": [[8, 2], [4]]},
-        "edges": {"nodes": [[0, 1]], "costs": [[5, 7]]},
-        "usage_limit": 10,
-    }
-    path = tmp_path / "tiny.json.gz"
-    path.write_bytes(gzip.compress(json.dumps({"problem": problem}).encode()))
-    solution = solve_graph(load_instance(path))
-    assert (solution.choices, solution.cost) == ((1, 0), 19.0)
 
 
 # ---- input and errors -----------------------------------------------------------------------------------------------
@@ -392,9 +326,6 @@ ONE = (np.zeros(1),)
         ({"node_costs": ONE * 2, "edges": (Edge(0, 1, np.zeros((1, 2))),)}, r"its cost has shape \(1, 2\)"),
         ({"node_costs": (np.zeros(0),)}, "Node 0 has no strategies"),
         ({"node_costs": (np.array([np.nan]),)}, "NaN or -inf"),
-        ({"node_costs": (np.zeros((1, 1)),)}, "needs 1 dimension"),
-        ({"node_costs": ONE, "usages": ((1, (0, 1), [1]),)}, "nodes are 0 to 0"),
-        ({"node_costs": ONE, "usages": ((0, (0, 1), [-1]),)}, "needs 1 integers of zero or more"),
         ({"node_costs": ONE, "usages": ((0, (0, 1), [0.5]),)}, "needs 1 integers of zero or more"),
         ({"node_costs": ONE, "usages": ((0, (0, 1), [2**60]),)}, "use a larger unit"),
         ({"node_costs": ONE, "usage_limit": -1}, "cannot be negative"),
@@ -410,37 +341,29 @@ def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> N
 
 @given(st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=100)
-def test_arrays_and_loops_drop_the_same_strategies(seed: int) -> None:
-    """To the last bit, also where sums are rounded, and where edges forbid pairs."""
+def test_strategies_go_exactly_if_one_that_stays_dominates_them(seed: int) -> None:
+    """It uses no more, and costs no more for any choices of the neighbours. Arrays and loops agree to the last bit."""
     rng = np.random.default_rng(seed)
     n, widths = int(rng.integers(1, 9)), rng.integers(1, 6, int(rng.integers(0, 4)))
-    exact = bool(rng.integers(2))
+    is_exact = bool(rng.integers(2))
 
     def costs(*shape: int) -> Any:
-        return rng.integers(0, 3, shape) / 8 if exact else np.round(rng.random(shape), 1)
+        return rng.integers(0, 3, shape) / 8 if is_exact else np.round(rng.random(shape), 1)
 
-    cost, edges = costs(n), costs(n, int(widths.sum()))
-    edges[rng.random(edges.shape) < 0.2] = np.inf
+    cost, edges = costs(n), [costs(n, width) for width in widths]
     usage, ends = rng.integers(0, 3, (int(rng.integers(0, 3)), n)), np.cumsum([0, *widths])
-    with np.errstate(invalid="ignore"):
-        in_arrays = dominance._in_arrays(cost, usage, edges, ends)
-    assert in_arrays.tolist() == dominance._in_loops(cost, usage, edges, ends).tolist()
-
-
-@given(st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=80)
-def test_strategies_go_exactly_if_one_that_stays_dominates_them(seed: int) -> None:
-    """It uses no more, and costs no more for any choices of the neighbours."""
-    rng = np.random.default_rng(seed)
-    n, widths = int(rng.integers(1, 7)), rng.integers(1, 5, int(rng.integers(0, 3)))
-    cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n))
-    edges = [rng.integers(0, 4, (n, width)) / 8 for width in widths]
     joined = np.concatenate([np.zeros((n, 0)), *edges], axis=1)
-    stays = undominated(cost, usage, joined, np.cumsum([0, *widths]))
+    stays = undominated(cost, usage, joined, ends)
 
     def dominates(b: int, a: int) -> bool:
         excess = cost[b] - cost[a] + sum((edge[b] - edge[a]).max() for edge in edges)
         return bool(excess <= 0 and (usage[:, b] <= usage[:, a]).all())
 
-    for a in range(n):
-        assert any(b != a and stays[b] and dominates(b, a) for b in range(n)) != bool(stays[a])
+    if is_exact:
+        for a in range(n):
+            assert any(b != a and stays[b] and dominates(b, a) for b in range(n)) != bool(stays[a])
+
+    joined[rng.random(joined.shape) < 0.2] = np.inf
+    with np.errstate(invalid="ignore"):
+        in_arrays = dominance._in_arrays(cost, usage, joined, ends)
+    assert in_arrays.tolist() == dominance._in_loops(cost, usage, joined, ends).tolist()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from minialpa.intra.strategies.all_reduce import all_reduce, is_gathered
-from minialpa.rules.factors import Reduction, combine, combine_along
+from minialpa.rules.factors import Reduction, combine_along
 
 N = 4
 OF_BITS = ("and", "or", "xor")
@@ -57,13 +57,6 @@ def test_every_device_has_the_reduction_of_all_parts() -> None:
     for key, wanted in expected.items():
         assert found[key].dtype == wanted.dtype
         assert {bits_of(row) for row in found[key]} == {bits_of(wanted)}, key
-
-
-def test_pairs_are_combined_as_rows_are() -> None:
-    given = {key: x[:2] for key, x in parts().items() if key[1] in ("int8", "float32", "bool")}
-    pairs = jax.jit(lambda xs: {key: combine(key[0], x[0], x[1]) for key, x in xs.items()})(given)
-    rows = jax.jit(lambda xs: {key: combine_along(key[0], x) for key, x in xs.items()})(given)
-    assert {key: bits_of(x) for key, x in pairs.items()} == {key: bits_of(x) for key, x in rows.items()}
 
 
 def test_only_what_no_collective_computes_is_gathered() -> None:
