@@ -7,6 +7,7 @@ values that another one changed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,8 @@ GRADIENTS = ("minialpa.value_and_grad", "minialpa.grad", "jax.value_and_grad", "
 # ---- optimizers -----------------------------------------------------------------------------------------------------
 
 
-def _sgd() -> Any:
-    return optax.sgd(0.1)
-
-
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "sgd": _sgd,
+    "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(0.03),
     "adamw": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.03, 5, 20), weight_decay=0.1),
@@ -73,13 +70,21 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _warm_state(optimizer: Any, params: Any, rng: np.random.Generator) -> Any:
+@functools.cache
+def _compiled(optimizer: str) -> tuple[Any, Any]:
+    """Compiled functions: the first state of an optimizer, and its update."""
+    made = OPTIMIZERS[optimizer]()
+    return jax.jit(made.init), jax.jit(made.update)
+
+
+def _warm_state(optimizer: str, params: Any, rng: np.random.Generator) -> Any:
     """The state after three updates, in which no second moment is zero: an update follows the gradient smoothly."""
-    state = optimizer.init(params)
+    init, update = _compiled(optimizer)
+    state = init(params)
     for _ in range(3):
         grads = jax.tree.map(lambda p: (0.3 * rng.standard_normal(p.shape)).astype(np.float32), params)
         with jax.numpy_dtype_promotion("standard"):
-            state = optimizer.update(grads, state, params)[1]
+            state = update(grads, state, params)[1]
     return jax.tree.map(np.asarray, state)
 
 
@@ -93,7 +98,7 @@ def make_args(training: Training) -> tuple[Any, ...]:
     state = {
         "params": params,
         "stats": stats,
-        "opt": _warm_state(OPTIMIZERS[training.optimizer](), params, rng),
+        "opt": _warm_state(training.optimizer, params, rng),
         "count": np.int32(3),
     }
     if training.key == "state":
