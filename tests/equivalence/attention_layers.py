@@ -51,9 +51,14 @@ def _lengths(h: jax.Array, least: int) -> jax.Array:
     return jnp.clip(jnp.floor(3 * first).astype(np.int32), least, TIME)
 
 
+def _is_padding(h: jax.Array, least: int) -> jax.Array:
+    """[b s]"""
+    return jnp.arange(TIME)[None] >= _lengths(h, least)[:, None]
+
+
 def _padding(h: jax.Array, least: int) -> jax.Array:
     """Whether a key is padding, [b 1 1 s]."""
-    return (jnp.arange(TIME)[None] >= _lengths(h, least)[:, None])[:, None, None, :]
+    return _is_padding(h, least)[:, None, None, :]
 
 
 def _causal(n_queries: int = TIME, n_keys: int = TIME) -> jax.Array:
@@ -392,7 +397,7 @@ _SEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
     "all_padding": lambda h: ~_padding(h, 0),
     "window": lambda h: _causal() & ~_causal(TIME, TIME + 2)[:, :TIME],
     "empty_window": lambda h: (_ahead() <= 0)[None, None] & (_ahead() > 0)[None, None],
-    "rows_of_padding": lambda h: ~(jnp.swapaxes(_padding(h, 1), 2, 3) | _padding(h, 0)),
+    "rows_of_padding": lambda h: ~(_is_padding(h, 1)[:, None, :, None] | _padding(h, 0)),
     "never": lambda h: _causal()[None, None] & (_ahead() >= 2)[None, None],
 }
 

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -352,7 +351,8 @@ def _main() -> None:
     parser.add_argument("--log", type=Path, help="a file of outcomes: the faults that it holds are not tried again")
     args = parser.parse_args()
     chosen = [fault for fault in FAULTS if args.only in fault.name or args.only in fault.file]
-    known = _known(args.log, chosen)
+    lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
+    known = dict(map(json.loads, lines))
     for fault in chosen:
         if fault.name not in known:
             known[fault.name] = first_shown(fault, args.examples, args.seed)
@@ -361,13 +361,7 @@ def _main() -> None:
                     file.write(json.dumps([fault.name, known[fault.name]]) + "\n")
         shown = known[fault.name]
         print(f"{fault.name}: " + (f"{shown[0]} examples, {shown[1]}" if shown else "NOT SHOWN"), flush=True)
-    print(f"{sum(shown is not None for shown in known.values())} of {len(known)} faults are shown")
-
-
-def _known(log: Path | None, chosen: Sequence[Fault]) -> dict[str, tuple[int, str] | None]:
-    names = {fault.name for fault in chosen}
-    lines = log.read_text().splitlines() if log and log.exists() else []
-    return {name: shown for name, shown in map(json.loads, lines) if name in names}
+    print(f"{sum(known[fault.name] is not None for fault in chosen)} of {len(chosen)} faults are shown")
 
 
 if __name__ == "__main__":

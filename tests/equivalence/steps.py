@@ -402,10 +402,10 @@ def weighted_by_losses(s: Setting, state: Any, batches: tuple[Batch, ...]) -> An
 def accumulated_by_hand(s: Setting, state: Any, batches: tuple[Batch, ...]) -> Any:
     """Two halves of the batch under a scan."""
     halves = jax.tree.map(lambda x: x.reshape(2, x.shape[0] // 2, *x.shape[1:]), batches[0])
-    half = lambda p, b: (jnp.mean(s.each(p, b)), None)  # noqa: E731
 
-    def add(total: Any, part: Batch) -> Any:
-        return _plus(total, s.gradient(lambda p: half(p, part), state["params"])[1], 0.5), None
+    def add(total: Any, half: Batch) -> Any:
+        _, grads = s.gradient(lambda p: (jnp.mean(s.each(p, half)), None), state["params"])
+        return _plus(total, grads, 0.5), None
 
     grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, state["params"]), halves)[0]
     return s.update(state, grads), s.objective(state["params"], batches[0])[1], grads
@@ -444,9 +444,8 @@ def make_step(training: Training, ghosts: int = 1) -> Callable[..., Any]:
         setting = Setting(objective, each, gradient, unscaled, key)
         new_state, (value, stats, scores), grads = SCHEMES[training.scheme](setting, state, batches)
 
-        new_state = _carried(
-            training, state, {**new_state, "stats": stats, "count": state["count"] + 1}, batches[0], value
-        )
+        new_state = {**new_state, "stats": stats, "count": state["count"] + 1}
+        new_state = _carried(training, state, new_state, batches[0])
         results = {"loss": value, **{name: RESULTS[name](value, scores, batches[0]) for name in training.results}}
         if training.shows_gradients and grads is not None:
             results["gradients"] = grads
@@ -458,7 +457,7 @@ def make_step(training: Training, ghosts: int = 1) -> Callable[..., Any]:
     return step
 
 
-def _carried(training: Training, state: Any, new_state: Any, batch: Batch, value: jax.Array) -> Any:
+def _carried(training: Training, state: Any, new_state: Any, batch: Batch) -> Any:
     """`new_state` with the carried values next to parameters and statistics."""
     new_state = dict(new_state)
     if "average" in new_state:
