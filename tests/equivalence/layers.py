@@ -63,7 +63,7 @@ def add_layer(
 
 
 def layer_rule(*args: Any, **options: Any) -> Callable[[Apply], Apply]:
-    """Adds the decorated function, under its name; the options are those of `add_layer`."""
+    """Adds the decorated function, under its name, with options of `add_layer`."""
 
     def register(apply: Apply) -> Apply:
         add_layer(apply.__name__, apply, *args, **options)
