@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file share a process, which keeps their shared values; so do the tests that start a Ray cluster.
 
     The Ray tests begin: they take longest, and the other processes have something to do until they end. Then come the
-    drawn steps, one test that would keep one process busy when the others are done, and files in the order of how many
+    drawn steps, which would keep one process busy when the others are done, and files in the order of how many
     tests they have, so that no process has many left at the end.
     """
     for item in items:

@@ -209,7 +209,6 @@ def held(executable: Any) -> tuple[int, int]:
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def measured(entry: Entry, shape: tuple[int, ...], n: int, optimizer: str) -> tuple[str, str]:
     """Two cells: the bytes that one step moves, and the bytes that a device holds between steps."""
     executable = executable_of(entry.make(n, shape), OPTIMIZERS[optimizer])
@@ -224,16 +223,11 @@ def promise_of(entry: Entry) -> str:
     return textwrap.fill(entry.promise, 120)
 
 
-def row(entry: Entry, shape: tuple[int, ...], n: int) -> str:
-    """A line of the table of collectives."""
-    cells = [measured(entry, shape, n, optimizer)[0] for optimizer in OPTIMIZERS]
-    return f"| {_named(shape)} | {n} | {' | '.join(cells)} |"
-
-
-def held_row(entry: Entry, shape: tuple[int, ...], n: int) -> str:
-    """A line of the table of held bytes."""
-    cells = [measured(entry, shape, n, optimizer)[1] for optimizer in OPTIMIZERS]
-    return f"| {_named(shape)} | {n} | {' | '.join(cells)} |"
+def rows(entry: Entry, shape: tuple[int, ...], n: int) -> tuple[str, str]:
+    """A line of the table of collectives, and one of the table of held bytes."""
+    moved, kept = zip(*(measured(entry, shape, n, optimizer) for optimizer in OPTIMIZERS), strict=True)
+    start = f"| {' x '.join(map(str, shape))} | {n} | "
+    return f"{start}{' | '.join(moved)} |", f"{start}{' | '.join(kept)} |"
 
 
 def page() -> str:
@@ -243,16 +237,10 @@ def page() -> str:
     lines = [_HEAD.format(parameters=parameters, factored=2 * HIDDEN * 4)]
     for entry in ENTRIES:
         columns = f"| mesh | n | {' | '.join(OPTIMIZERS)} |\n|---|---|{'---|' * len(OPTIMIZERS)}"
+        moved, kept = zip(*(rows(entry, shape, n) for shape in entry.meshes for n in N_MICRO_BATCHES), strict=True)
         lines += [f"## `{entry.name}`\n", promise_of(entry) + "\n", "Bytes of collectives per step:\n", columns]
-        lines += [row(entry, shape, n) for shape in entry.meshes for n in N_MICRO_BATCHES]
-        lines += ["\nBytes that a device holds between steps:\n", columns]
-        lines += [held_row(entry, shape, n) for shape in entry.meshes for n in N_MICRO_BATCHES]
-        lines.append("")
+        lines += [*moved, "\nBytes that a device holds between steps:\n", columns, *kept, ""]
     return "\n".join(lines)
-
-
-def _named(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from jax import lax
 
 import minialpa
 from minialpa.methods import Method
+from tests.dtypes import numpy_dtype
 
 N, WIDTH = 8, 8
 #: Without `jax_enable_x64`, 64 bits become 32.
@@ -46,42 +47,32 @@ def _least(dtype: Any) -> Any:
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, np.integer) else -jnp.inf
 
 
-def _by_index(method: str) -> Reduction:
-    """Updates at indices, several of which are equal."""
-
-    def reduce(x: Any, axis: int | None) -> Any:
-        x, axis = _rows(x, axis)
-        x = jnp.moveaxis(x, axis, 0)
-        start = jnp.full((3, *x.shape[1:]), 1, x.dtype)
-        return getattr(start.at[jnp.arange(x.shape[0]) % 3], method)(x)
-
-    return reduce
-
-
-def _by_segment(fun: Callable[..., Any]) -> Reduction:
-    def reduce(x: Any, axis: int | None) -> Any:
-        x, axis = _rows(x, axis)
-        x = jnp.moveaxis(x, axis, 0)
-        return fun(x, jnp.arange(x.shape[0]) % 3, 4)
-
-    return reduce
-
-
-def _scanned(combine: Callable[[Any, Any], Any]) -> Reduction:
-    def reduce(x: Any, axis: int | None) -> Any:
-        x, axis = _rows(x, axis)
-        x = jnp.moveaxis(x, axis, 0)
-        return lax.scan(lambda total, row: (combine(total, row), None), jnp.ones_like(x[0]), x)[0]
-
-    return reduce
-
-
 def _along(fun: Callable[..., Any]) -> Reduction:
     def reduce(x: Any, axis: int | None) -> Any:
         x, axis = _rows(x, axis)
         return fun(x, axis=axis)
 
     return reduce
+
+
+def _of_first(fun: Callable[[Any], Any]) -> Reduction:
+    """A function of the array with the axis first."""
+    return _along(lambda x, axis: fun(jnp.moveaxis(x, axis, 0)))
+
+
+def _by_index(method: str) -> Reduction:
+    """Updates at indices, several of which are equal."""
+    start = lambda x: jnp.full((3, *x.shape[1:]), 1, x.dtype)  # noqa: E731
+    return _of_first(lambda x: getattr(start(x).at[jnp.arange(x.shape[0]) % 3], method)(x))
+
+
+def _by_segment(fun: Callable[..., Any]) -> Reduction:
+    return _of_first(lambda x: fun(x, jnp.arange(x.shape[0]) % 3, 4))
+
+
+def _scanned(combine: Callable[[Any, Any], Any]) -> Reduction:
+    body = lambda total, row: (combine(total, row), None)  # noqa: E731
+    return _of_first(lambda x: lax.scan(body, jnp.ones_like(x[0]), x)[0])
 
 
 def _windows(init: Callable[[Any], Any], combine: Callable[..., Any]) -> Reduction:
@@ -101,46 +92,39 @@ def _dot(x: Any, axis: int | None) -> Any:
     return jnp.einsum("bi,bi->", x, x)
 
 
+_OF_NUMPY = (
+    *("sum", "prod", "max", "min", "any", "all", "argmax", "argmin", "mean", "var", "std", "median", "ptp"),
+    *("count_nonzero", "nansum", "nanprod", "nanmax", "nanmin", "nanmean", "nanargmax"),
+)
+_INDEXED = ("add", "subtract", "multiply", "max", "min", "set")
+_SCANS = {"add": operator.add, "mul": operator.mul, "max": jnp.maximum, "xor": operator.xor}
+
+
+def _of_numpy(name: str) -> Reduction:
+    return lambda x, axis: getattr(jnp, name)(x, axis)
+
+
+def _of_bits(name: str) -> Reduction:
+    return lambda x, axis: getattr(jnp, f"bitwise_{name}").reduce(x, axis=axis)
+
+
+def _of_lax(name: str) -> Reduction:
+    return lambda x, axis: getattr(lax, f"reduce_{name}")(x, _axes(x, axis))
+
+
 REDUCTIONS: dict[str, Reduction] = {
-    "sum": lambda x, axis: jnp.sum(x, axis),
+    **{name: _of_numpy(name) for name in _OF_NUMPY},
     "sum of its dtype": lambda x, axis: jnp.sum(x, axis, dtype=x.dtype),
-    "prod": lambda x, axis: jnp.prod(x, axis),
     "prod of its dtype": lambda x, axis: jnp.prod(x, axis, dtype=x.dtype),
-    "max": lambda x, axis: jnp.max(x, axis),
-    "min": lambda x, axis: jnp.min(x, axis),
-    "any": lambda x, axis: jnp.any(x, axis),
-    "all": lambda x, axis: jnp.all(x, axis),
-    "bitwise and": lambda x, axis: jnp.bitwise_and.reduce(x, axis=axis),
-    "bitwise or": lambda x, axis: jnp.bitwise_or.reduce(x, axis=axis),
-    "bitwise xor": lambda x, axis: jnp.bitwise_xor.reduce(x, axis=axis),
-    "lax.reduce and": lambda x, axis: lax.reduce_and(x, _axes(x, axis)),
-    "lax.reduce or": lambda x, axis: lax.reduce_or(x, _axes(x, axis)),
-    "lax.reduce xor": lambda x, axis: lax.reduce_xor(x, _axes(x, axis)),
-    "argmax": lambda x, axis: jnp.argmax(x, axis),
-    "argmin": lambda x, axis: jnp.argmin(x, axis),
-    "nansum": lambda x, axis: jnp.nansum(x, axis),
-    "nanprod": lambda x, axis: jnp.nanprod(x, axis),
-    "nanmax": lambda x, axis: jnp.nanmax(x, axis),
-    "nanmin": lambda x, axis: jnp.nanmin(x, axis),
-    "nanmean": lambda x, axis: jnp.nanmean(x, axis),
-    "nanargmax": lambda x, axis: jnp.nanargmax(x, axis),
+    **{f"bitwise {name}": _of_bits(name) for name in ("and", "or", "xor")},
+    **{f"lax.reduce {name}": _of_lax(name) for name in ("and", "or", "xor")},
     "logsumexp": lambda x, axis: jax.nn.logsumexp(x, axis),
-    "mean": lambda x, axis: jnp.mean(x, axis),
-    "var": lambda x, axis: jnp.var(x, axis),
-    "std": lambda x, axis: jnp.std(x, axis),
-    "median": lambda x, axis: jnp.median(x, axis),
     "quantile": lambda x, axis: jnp.quantile(x, jnp.float32(0.3), axis),
-    "sort": _along(jnp.sort),
-    "argsort": _along(jnp.argsort),
     "top_k": lambda x, axis: lax.top_k(jnp.moveaxis(*_rows(x, axis), -1), 2)[0],
-    "ptp": lambda x, axis: jnp.ptp(x, axis),
-    "count_nonzero": lambda x, axis: jnp.count_nonzero(x, axis),
     "norm": lambda x, axis: jnp.linalg.norm(x, axis=axis),
-    "cumsum": _along(jnp.cumsum),
-    "cumprod": _along(jnp.cumprod),
-    "cummax": _along(lax.cummax),
-    "cummin": _along(lax.cummin),
-    "cumlogsumexp": _along(lax.cumlogsumexp),
+    **{name: _along(getattr(jnp, name)) for name in ("sort", "argsort", "cumsum", "cumprod")},
+    **{name: _along(getattr(lax, name)) for name in ("cummax", "cummin", "cumlogsumexp")},
+    "associative_scan": _along(lambda x, axis: lax.associative_scan(jnp.add, x, axis=axis)),
     "lax.reduce by add": _reducer(lax.add, lambda dtype: 0),
     "lax.reduce by mul": _reducer(lax.mul, lambda dtype: 1),
     "lax.reduce by max": _reducer(lax.max, _least),
@@ -151,26 +135,17 @@ REDUCTIONS: dict[str, Reduction] = {
     "windows by add": _windows(lambda dtype: 0, lax.add),
     "windows by max": _windows(_least, lax.max),
     "windows by mul": _windows(lambda dtype: 1, lax.mul),
-    "segment_sum": _by_segment(jax.ops.segment_sum),
-    "segment_prod": _by_segment(jax.ops.segment_prod),
-    "segment_max": _by_segment(jax.ops.segment_max),
-    "segment_min": _by_segment(jax.ops.segment_min),
-    "at add": _by_index("add"),
-    "at subtract": _by_index("subtract"),
-    "at multiply": _by_index("multiply"),
-    "at max": _by_index("max"),
-    "at min": _by_index("min"),
-    "at set": _by_index("set"),
+    **{
+        name: _by_segment(getattr(jax.ops, name))
+        for name in ("segment_sum", "segment_prod", "segment_max", "segment_min")
+    },
+    **{f"at {name}": _by_index(name) for name in _INDEXED},
     "bincount": lambda x, axis: jnp.bincount(x.reshape(-1), length=5),
     "histogram": lambda x, axis: jnp.histogram(x, 4, (-2, 2))[0],
     "einsum": _dot,
     "einsum to 32 bits": lambda x, axis: jnp.einsum("bi,bj->ij", x, x, preferred_element_type=jnp.int32),
-    "scan of add": _scanned(operator.add),
-    "scan of mul": _scanned(operator.mul),
-    "scan of max": _scanned(jnp.maximum),
-    "scan of xor": _scanned(operator.xor),
+    **{f"scan of {name}": _scanned(combine) for name, combine in _SCANS.items()},
     "fori_loop": lambda x, axis: lax.fori_loop(0, x.shape[0], lambda i, a: a + x[i], jnp.zeros_like(x[0])),
-    "associative_scan": _along(lambda x, axis: lax.associative_scan(jnp.add, x, axis=axis)),
 }
 
 
@@ -186,10 +161,6 @@ class Case:
     dtype: str
     of: str = "batch"
     axis: int | None = 0
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def values(name: str, seed: int = 0) -> np.ndarray[Any, Any]:

@@ -68,17 +68,13 @@ def test_results_of_python_numbers_stay_weak_from_call_to_call(dtype: str) -> No
     ("array", "reason"),
     [
         (np.ones(N, ">f4"), r"bytes are in another order.*astype\('float32'\)"),
-        (np.ones(N, ">i8"), r"bytes are in another order.*astype\('int64'\)"),
-        (np.array(["a", "b"]), "strings"),
         (np.array([b"a"]), "strings"),
         (np.array(["a"], np.dtypes.StringDType()), "strings"),
         (np.zeros(N, [("x", "<f4"), ("y", "<i4")]), r"structured dtype.*x\['x'\]"),
         (np.zeros(N, "V4"), "no such arrays"),
         (np.array([None]), "no such arrays"),
-        (np.zeros(N, "M8[s]"), "times"),
         (np.zeros(N, "m8[s]"), "times"),
         (np.ones(N, np.longdouble), r"wider than the numbers of jax.*astype\('float64'\)"),
-        (np.ones(N, np.clongdouble), r"wider than the numbers of jax.*astype\('complex128'\)"),
     ],
     ids=lambda value: str(value.dtype) if isinstance(value, np.ndarray) else "",
 )

@@ -80,6 +80,11 @@ def _names(eqns: Any) -> set[str]:
     return found.union(*(_names(inner.eqns) for eqn in eqns for inner in sub_jaxprs(eqn)))
 
 
+def _traced_names(fun: Callable[[Any], Any]) -> set[str]:
+    flat, _ = trace_flat(fun, X)
+    return _names(flat.eqns)
+
+
 PLACES: dict[str, Callable[..., Any]] = {
     "the step": lambda fun: fun,
     "a scan": _in_a_scan,
@@ -89,17 +94,11 @@ PLACES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_compiled_as_a_function_is_written_out(place: str) -> None:
-    flat, _ = trace_flat(PLACES[place](_typed), X)
-    assert {"sin", "mul"} <= _names(flat.eqns)
-    assert "test_typed" not in _names(flat.eqns)
-
-
-@pytest.mark.parametrize("primitive", [closed_p, special_p], ids=str)
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_compiled_by_other_code_is_kept(primitive: Primitive, place: str) -> None:
-    flat, _ = trace_flat(PLACES[place](primitive.bind), X)
-    assert primitive.name in _names(flat.eqns)
+def test_what_is_compiled_as_a_function_is_written_out_and_by_other_code_kept(place: str) -> None:
+    written = _traced_names(PLACES[place](_typed))
+    assert {"sin", "mul"} <= written and "test_typed" not in written
+    for primitive in (closed_p, special_p):
+        assert primitive.name in _traced_names(PLACES[place](primitive.bind))
 
 
 @pytest.mark.usefixtures("own_rules")
@@ -107,8 +106,7 @@ def test_a_primitive_with_a_rule_is_kept() -> None:
     ruled_p = _primitive("test_ruled", jnp.tanh)
     mlir.register_lowering(ruled_p, mlir.lower_fun(jnp.tanh, multiple_results=False))
     minialpa.register_sharding_rule(ruled_p, "b h -> b h")
-    flat, _ = trace_flat(_in_a_scan(ruled_p.bind), X)
-    assert "test_ruled" in _names(flat.eqns)
+    assert "test_ruled" in _traced_names(_in_a_scan(ruled_p.bind))
 
 
 def _step_of(fun: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -137,9 +135,17 @@ def test_a_primitive_that_looks_at_types_runs_on_devices_and_in_micro_batches(pl
     assert not _check(_step_of(PLACES[place](_typed)), DataParallel(jax.devices()[:2], 2))
 
 
-def test_a_primitive_that_is_kept_is_computed_whole_with_a_warning() -> None:
-    (said,) = _check(_step_of(_in_a_scan(closed_p.bind)), ShardParallel(jax.devices()[:2], 2))
-    assert "`test_closed`" in said
+@pytest.mark.parametrize(
+    ("fun", "n", "name"),
+    [
+        (_in_a_scan(closed_p.bind), 2, "`test_closed`"),
+        (lambda x: eqxi.noinline(lambda y: jnp.tanh(y) + 1)(x), 1, "`noinline`"),
+    ],
+    ids=["other code", "a callback"],
+)
+def test_what_is_kept_is_computed_whole_with_a_warning(fun: Callable[[Any], Any], n: int, name: str) -> None:
+    (said,) = _check(_step_of(fun), ShardParallel(jax.devices()[:2], n))
+    assert name in said
 
 
 def test_the_derivative_is_the_one_that_was_defined() -> None:
@@ -151,11 +157,3 @@ def test_the_derivative_is_the_one_that_was_defined() -> None:
 
     assert not _check(step, DataParallel(jax.devices()[:2], 2))
     np.testing.assert_allclose(step(W, X)[1], 3 * np.tile(X.sum(0)[:, None], (1, H)), rtol=1e-5)
-
-
-def test_a_callback_without_inlining_is_computed_whole() -> None:
-    def numpy_like(x: Any) -> Any:
-        return eqxi.noinline(lambda y: jnp.tanh(y) + 1)(x)
-
-    (said,) = _check(_step_of(numpy_like), ShardParallel(jax.devices()[:2], 1))
-    assert "`noinline`" in said

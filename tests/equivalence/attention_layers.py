@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.equivalence.layers import SIDE, TIME, WIDTH, Apply, Params, layer_rule
+from tests.equivalence.layers import SIDE, TIME, WIDTH, Apply, Params, add_layer, detached
 
 HEADS, DEPTH, MEMORY = 4, 4, 3
 _ROOT = np.float32(np.sqrt(DEPTH))
@@ -22,19 +23,13 @@ _ROOT = np.float32(np.sqrt(DEPTH))
 FUSED: list[str] = []
 WRITTEN: list[str] = []
 
+Shapes = dict[str, tuple[int, ...]]
 #: Shapes of the parameters of queries, keys, values and the output, for all heads and for two heads of keys.
-_PROJECTIONS = {name: (WIDTH, HEADS * DEPTH) for name in ("q", "k", "v")} | {"out": (HEADS * DEPTH, WIDTH)}
-_GROUPED = {**_PROJECTIONS, "k": (WIDTH, 2 * DEPTH), "v": (WIDTH, 2 * DEPTH)}
-_ONE_HEAD = {**_PROJECTIONS, "k": (WIDTH, DEPTH), "v": (WIDTH, DEPTH)}
+_PROJECTIONS: Shapes = {name: (WIDTH, HEADS * DEPTH) for name in ("q", "k", "v")} | {"out": (HEADS * DEPTH, WIDTH)}
+_GROUPED: Shapes = {**_PROJECTIONS, "k": (WIDTH, 2 * DEPTH), "v": (WIDTH, 2 * DEPTH)}
+_BIAS: Shapes = {"bias": (1, HEADS, TIME, TIME)}
 
-
-def _attention(names: list[str], kinds: str = "sequence", **shapes: tuple[int, ...]) -> Callable[[Apply], Apply]:
-    def register(apply: Apply) -> Apply:
-        names.append(apply.__name__.strip("_"))
-        layer_rule(kinds, **shapes)(apply)
-        return apply
-
-    return register
+# ---- parts of an attention ------------------------------------------------------------------------------------------
 
 
 def _heads(h: jax.Array, w: jax.Array) -> jax.Array:
@@ -52,7 +47,7 @@ def _merged(p: Params, heads: jax.Array) -> jax.Array:
 
 def _lengths(h: jax.Array, least: int) -> jax.Array:
     """How many positions of each example count, by the first of its values: `least` to TIME."""
-    first = jnp.abs(jax.lax.stop_gradient(h).reshape(h.shape[0], -1)[:, 0])
+    first = jnp.abs(detached(h).reshape(h.shape[0], -1)[:, 0])
     return jnp.clip(jnp.floor(3 * first).astype(np.int32), least, TIME)
 
 
@@ -61,91 +56,127 @@ def _is_padding(h: jax.Array, least: int) -> jax.Array:
     return jnp.arange(TIME)[None] >= _lengths(h, least)[:, None]
 
 
-def _causal(n_queries: int, n_keys: int) -> jax.Array:
+def _padding(h: jax.Array, least: int) -> jax.Array:
+    """Whether a key is padding, [b 1 1 s]."""
+    return _is_padding(h, least)[:, None, None, :]
+
+
+def _causal(n_queries: int = TIME, n_keys: int = TIME) -> jax.Array:
     """[t s], where the last query sees all keys."""
     return jnp.arange(n_keys)[None] <= jnp.arange(n_queries)[:, None] + (n_keys - n_queries)
 
 
+def _ahead() -> jax.Array:
+    """How far each key is ahead of each query, [t s]."""
+    return jnp.arange(TIME)[None] - jnp.arange(TIME)[:, None]
+
+
+def _exponentials(scores: jax.Array) -> jax.Array:
+    return jnp.exp(scores - detached(jnp.max(scores, -1, keepdims=True)))
+
+
+def _total(weights: jax.Array) -> jax.Array:
+    return jnp.sum(weights, -1, keepdims=True)
+
+
 def _softmax_by_hand(scores: jax.Array) -> jax.Array:
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
-    return weights / jnp.sum(weights, -1, keepdims=True)
+    weights = _exponentials(scores)
+    return weights / _total(weights)
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+def _masked_scores(seen: jax.Array, scores: jax.Array, masked_score: float) -> jax.Array:
+    """seen: [t s], or [b 1 t s]"""
+    return jnp.where(seen if seen.ndim == 4 else seen[None, None], scores, masked_score)
+
+
+def _softmax_where(seen: jax.Array, scores: jax.Array, masked_score: float) -> jax.Array:
+    return jax.nn.softmax(_masked_scores(seen, scores, masked_score))
+
+
+def _products(q: jax.Array, k: jax.Array) -> jax.Array:
     """[b h t s]"""
-    return jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    return jnp.einsum("bthd,bshd->bhts", q, k)
 
 
 def _mixed(p: Params, weights: jax.Array, v: jax.Array) -> jax.Array:
     return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
 
 
-def _attend(p: Params, h: jax.Array, weights: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Attention with a function from scores to weights."""
-    q, k, v = _qkv(p, h)
-    return _mixed(p, weights(_scores(q, k)), v)
+# ---- how layers are added -------------------------------------------------------------------------------------------
+
+
+def _attention(
+    names: list[str] = FUSED, shapes: Shapes = _PROJECTIONS, kinds: str = "sequence", **others: tuple[int, ...]
+) -> Callable[[Apply], Apply]:
+    """Adds the decorated function to the layers."""
+
+    def register(apply: Apply) -> Apply:
+        names.append(apply.__name__)
+        add_layer(apply.__name__, apply, kinds, **shapes, **others)
+        return apply
+
+    return register
+
+
+def _dot_product(
+    name: str, options: Callable[[Params, jax.Array], dict[str, Any]], shapes: Shapes = _PROJECTIONS
+) -> None:
+    """Adds a `jax.nn.dot_product_attention`, with options of the parameters and activations."""
+
+    def apply(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+        return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), **options(p, h)))
+
+    FUSED.append(name)
+    add_layer(name, apply, "sequence", **shapes)
+
+
+def _weighted(
+    name: str,
+    weights: Callable[[Params, jax.Array, jax.Array], jax.Array],
+    names: list[str] = FUSED,
+    divisor: Any = _ROOT,
+    **others: tuple[int, ...],
+) -> None:
+    """Adds an attention by its weights of the parameters, the activations and the scores [b h t s]."""
+
+    def apply(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+        q, k, v = _qkv(p, h)
+        products = _products(q, k)
+        return _mixed(p, weights(p, h, products if divisor is None else products / divisor), v)
+
+    names.append(name)
+    add_layer(name, apply, "sequence", **_PROJECTIONS, **others)
 
 
 # ---- jax.nn.dot_product_attention -----------------------------------------------------------------------------------
 
-
-@_attention(FUSED, **_PROJECTIONS)
-def dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h)))
-
-
-@_attention(FUSED, **_PROJECTIONS)
-def causal_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), is_causal=True, scale=0.7))
+_dot_product("dot_product", lambda p, h: {})
+_dot_product("causal_dot_product", lambda p, h: {"is_causal": True, "scale": 0.7})
+_dot_product("grouped_causal_dot_product", lambda p, h: {"is_causal": True}, _GROUPED)
 
 
-@_attention(FUSED, **_GROUPED)
-def grouped_causal_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), is_causal=True))
-
-
-@_attention(FUSED, **_ONE_HEAD)
+@_attention(shapes={**_PROJECTIONS, "k": (WIDTH, DEPTH), "v": (WIDTH, DEPTH)})
 def one_head_of_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h + _merged(p, jax.nn.dot_product_attention(*_qkv(p, h)))
 
 
-@_attention(FUSED, **_PROJECTIONS)
-def padded_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    mask = ~_is_padding(h, 1)[:, None, None, :]
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), mask=mask, is_causal=True))
+def _both_lengths(h: jax.Array) -> dict[str, jax.Array]:
+    return dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), _lengths(h, 1))
 
 
-@_attention(FUSED, **_PROJECTIONS)
-def dot_product_of_lengths(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    lengths = _lengths(h, 1)
-    attended = jax.nn.dot_product_attention(
-        *_qkv(p, h), query_seq_lengths=lengths, key_value_seq_lengths=lengths, is_causal=True
-    )
-    return _merged(p, attended)
+_dot_product("padded_dot_product", lambda p, h: {"mask": ~_padding(h, 1), "is_causal": True})
+_dot_product("dot_product_of_lengths", lambda p, h: {**_both_lengths(h), "is_causal": True})
+_dot_product("biased_dot_product", lambda p, h: {"bias": p["bias"]}, _GROUPED | _BIAS)
+_dot_product(
+    "biased_masked_dot_product",
+    lambda p, h: {"bias": p["bias"], "mask": ~_padding(h, 1), "is_causal": True},
+    _PROJECTIONS | _BIAS,
+)
+_dot_product("window_dot_product", lambda p, h: {"local_window_size": (1, 1)})
+_dot_product("causal_window_dot_product", lambda p, h: {"is_causal": True, "local_window_size": 2}, _GROUPED)
 
 
-@_attention(FUSED, **_GROUPED, bias=(1, HEADS, TIME, TIME))
-def biased_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), bias=p["bias"]))
-
-
-@_attention(FUSED, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
-def biased_masked_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    mask = ~_is_padding(h, 1)[:, None, None, :]
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), bias=p["bias"], mask=mask, is_causal=True))
-
-
-@_attention(FUSED, **_PROJECTIONS)
-def window_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), local_window_size=(1, 1)))
-
-
-@_attention(FUSED, **_GROUPED)
-def causal_window_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), is_causal=True, local_window_size=2))
-
-
-@_attention(FUSED, **_PROJECTIONS)
+@_attention()
 def dot_product_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     one = lambda row: _merged(p, jax.nn.dot_product_attention(*_qkv(p, row), is_causal=True))  # noqa: E731
     return jax.vmap(one)(h)
@@ -154,7 +185,7 @@ def dot_product_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array
 # ---- as many queries as are wanted ----------------------------------------------------------------------------------
 
 
-@_attention(FUSED, **_PROJECTIONS, table=(2, WIDTH))
+@_attention(table=(2, WIDTH))
 def learned_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Two learned queries for all examples, as in a perceiver."""
     table = jnp.broadcast_to(p["table"][None], (h.shape[0], *p["table"].shape))
@@ -162,26 +193,25 @@ def learned_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h + jnp.repeat(_merged(p, found), TIME // 2, 1)
 
 
-@_attention(FUSED, **_PROJECTIONS, table=(MEMORY, WIDTH))
+@_attention(table=(MEMORY, WIDTH))
 def learned_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A learned memory before the positions: more keys than queries, and a causal mask that begins after it."""
     seen = jnp.concatenate([jnp.broadcast_to(p["table"][None], (h.shape[0], MEMORY, WIDTH)), h], 1)
     q, k, v = _heads(h, p["q"]), _heads(seen, p["k"]), _heads(seen, p["v"])
-    scores = _scores(q, k)
-    weights = jax.nn.softmax(jnp.where(_causal(TIME, MEMORY + TIME)[None, None], scores, -1e9))
-    return _mixed(p, weights, v)
+    scores = _products(q, k) / _ROOT
+    return _mixed(p, _softmax_where(_causal(TIME, MEMORY + TIME), scores, -1e9), v)
 
 
-@_attention(FUSED, **_PROJECTIONS)
+@_attention()
 def last_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Only the last two positions ask."""
     q, k, v = _heads(h[:, 2:], p["q"]), _heads(h, p["k"]), _heads(h, p["v"])
-    scores = jnp.einsum("bthd,bshd->bhts", q / _ROOT, k)
-    weights = jax.nn.softmax(jnp.where(_causal(2, TIME)[None, None], scores, jnp.finfo(scores.dtype).min))
+    scores = _products(q / _ROOT, k)
+    weights = _softmax_where(_causal(2, TIME), scores, jnp.finfo(scores.dtype).min)
     return jnp.concatenate([h[:, :2], _mixed(p, weights, v)], 1)
 
 
-@_attention(FUSED, **_PROJECTIONS)
+@_attention()
 def queries_in_blocks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A scan over blocks of queries."""
     q, k, v = _qkv(p, h)
@@ -193,100 +223,73 @@ def queries_in_blocks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- as libraries write it, and by hand -----------------------------------------------------------------------------
 
 
-@_attention(FUSED, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
+@_attention(shapes=_PROJECTIONS | _BIAS)
 def as_flax_writes_it(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
     scores = jnp.einsum("...qhd,...khd->...hqk", q / jnp.sqrt(DEPTH).astype(q.dtype), k) + p["bias"]
-    mask = jnp.logical_and(_causal(TIME, TIME)[None, None], ~_is_padding(h, 1)[:, None, None, :])
-    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min)).astype(v.dtype)
+    mask = jnp.logical_and(_causal()[None, None], ~_padding(h, 1))
+    weights = _softmax_where(mask, scores, jnp.finfo(scores.dtype).min).astype(v.dtype)
     return _merged(p, jnp.einsum("...hqk,...khd->...qhd", weights, v))
 
 
-@_attention(FUSED, **_PROJECTIONS)
+@_attention()
 def products_of_matrices(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in _qkv(p, h))
     weights = _softmax_by_hand(0.5 * (q @ jnp.swapaxes(k, 2, 3)))
     return _merged(p, jnp.swapaxes(weights @ v, 1, 2))
 
 
-@_attention(FUSED, **_PROJECTIONS)
+@_attention()
 def divided_last(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The division comes after the product with the values."""
     q, k, v = _qkv(p, h)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k / _ROOT)
-    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
+    weights = _exponentials(_masked_scores(_causal(), _products(q, k / _ROOT), -jnp.inf))
     total = jnp.sum(weights, -1)[..., None]
     return _merged(p, jnp.swapaxes(jnp.einsum("bhts,bshd->bhtd", weights, v) / total, 1, 2))
 
 
-@_attention(FUSED, **_PROJECTIONS)
-def by_log_of_the_sum(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _attend(p, h, lambda scores: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)))
+def _by_log_of_the_sum(scores: jax.Array) -> jax.Array:
+    return jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
 
 
-@_attention(FUSED, **_PROJECTIONS)
-def additive_masks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+def _additive_masks(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
     """Large negative numbers on the scores, for later positions and, in each example, for padding."""
-    q, k, v = _qkv(p, h)
-    scores = _scores(q, k)
-    scores = scores + jnp.where(_causal(TIME, TIME), 0.0, -1e4)[None, None]
-    scores = scores + (-1e4 * _is_padding(h, 1).astype(h.dtype))[:, None, None, :]
-    return _mixed(p, jax.nn.softmax(scores), v)
+    scores = scores + jnp.where(_causal(), 0.0, -1e4)[None, None]
+    return jax.nn.softmax(scores + (-1e4 * _padding(h, 1).astype(h.dtype)))
 
 
-def _softmax_where(p: Params, h: jax.Array, seen: jax.Array, masked_score: float) -> jax.Array:
-    """seen: [t s]"""
-    return _attend(p, h, lambda scores: jax.nn.softmax(jnp.where(seen[None, None], scores, masked_score)))
+_weighted("by_log_of_the_sum", lambda p, h, scores: _by_log_of_the_sum(scores))
+_weighted("additive_masks", _additive_masks)
+#: A query sees itself and the position before, so the first blocks of the last queries have no score.
+_weighted("infinite_band", lambda p, h, s: _softmax_where(~(_ahead() > 0) & (_ahead() >= -1), s, -jnp.inf))
+#: The last two queries see no key, and average over all keys.
+_weighted("far_ahead", lambda p, h, s: _softmax_where(_ahead() >= 2, s, -1e9))
+_weighted(
+    "prefix_or_causal",
+    lambda p, h, s: _softmax_where((_ahead() <= 0) | (jnp.arange(TIME)[None] < 2), s, -1e9),
+)
+#: An example of length zero averages over all keys, as the masked score is finite.
+_weighted("some_see_nothing", lambda p, h, s: jax.nn.softmax(jnp.where(_padding(h, 0), -1e9, s)))
 
 
-def _ahead() -> jax.Array:
-    """How far each key is ahead of each query, [t s]."""
-    return jnp.arange(TIME)[None] - jnp.arange(TIME)[:, None]
+def _texts(h: jax.Array) -> jax.Array:
+    """Whether a position sees another, of several texts in one example: its own text, by numbers of each example."""
+    number = jnp.cumsum((detached(h)[..., 0] > 0).astype(np.int32), 1)
+    return jnp.logical_and(number[:, None, :, None] == number[:, None, None, :], _causal()[None, None])
 
 
-@_attention(FUSED, **_PROJECTIONS)
-def infinite_band(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """A query sees itself and the position before, so the first blocks of the last queries have no score."""
-    return _softmax_where(p, h, ~(_ahead() > 0) & (_ahead() >= -1), -jnp.inf)
-
-
-@_attention(FUSED, **_PROJECTIONS)
-def far_ahead(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The last two queries see no key, and average over all keys."""
-    return _softmax_where(p, h, _ahead() >= 2, -1e9)
-
-
-@_attention(FUSED, **_PROJECTIONS)
-def prefix_or_causal(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return _softmax_where(p, h, (_ahead() <= 0) | (jnp.arange(TIME)[None] < 2), -1e9)
-
-
-@_attention(FUSED, **_PROJECTIONS)
-def some_see_nothing(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """An example of length zero averages over all keys, as the masked score is finite."""
-    hidden = _is_padding(h, 0)[:, None, None, :]
-    return _attend(p, h, lambda scores: jax.nn.softmax(jnp.where(hidden, -1e9, scores)))
-
-
-@_attention(FUSED, **_PROJECTIONS)
-def segments(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Several texts in one example: a position sees its own text, by numbers of each example."""
-    number = jnp.cumsum((jax.lax.stop_gradient(h)[..., 0] > 0).astype(np.int32), 1)
-    same = number[:, None, :, None] == number[:, None, None, :]
-    mask = jnp.logical_and(same, _causal(TIME, TIME)[None, None])
-    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), mask=mask))
-
-
-@_attention(FUSED, **_PROJECTIONS)
-def slopes(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+def _slopes(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
     """A constant that grows with the distance, other for each head, off the scores."""
     distance = (jnp.arange(TIME)[:, None] - jnp.arange(TIME)[None]).astype(h.dtype)
     slope = (2.0 ** -jnp.arange(1, HEADS + 1, dtype=h.dtype))[:, None, None] * jnp.abs(distance)[None]
-    return _attend(p, h, lambda scores: jax.nn.softmax(scores - slope[None]))
+    return jax.nn.softmax(scores - slope[None])
 
 
-@_attention(FUSED, **_GROUPED)
+_dot_product("segments", lambda p, h: {"mask": _texts(h)})
+_weighted("slopes", _slopes)
+
+
+@_attention(shapes=_GROUPED)
 def turned_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Rotary positions, and heads of keys that are repeated."""
     angle = jnp.arange(TIME, dtype=h.dtype)[:, None] * jnp.array([1.0, 0.1], h.dtype)[None]
@@ -298,11 +301,10 @@ def turned_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
     q, k, v = _qkv(p, h)
     k, v = (jnp.repeat(x, HEADS // 2, 2) for x in (turn(k), v))
-    scores = jnp.where(_causal(TIME, TIME)[None, None], jnp.einsum("bthd,bshd->bhts", turn(q), k), -1e9)
-    return _mixed(p, jax.nn.softmax(scores), v)
+    return _mixed(p, _softmax_where(_causal(), _products(turn(q), k), -1e9), v)
 
 
-@_attention(FUSED, **_PROJECTIONS, scale=(HEADS, 1))
+@_attention(scale=(HEADS, 1))
 def unit_queries_and_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Queries and keys of length one, and a learned scale on the queries of each head."""
     q, k, v = _qkv(p, h)
@@ -310,13 +312,13 @@ def unit_queries_and_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return _merged(p, jax.nn.dot_product_attention(q * (2 * p["scale"])[None, None], k, v, scale=1.0))
 
 
-@_attention(FUSED, "image", **_PROJECTIONS)
+@_attention(kinds="image")
 def attention_over_pixels(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     pixels = h.reshape(h.shape[0], SIDE * SIDE, WIDTH)
     return _merged(p, jax.nn.dot_product_attention(*_qkv(p, pixels))).reshape(h.shape)
 
 
-@_attention(FUSED, "image", **_PROJECTIONS)
+@_attention(kinds="image")
 def attention_along_rows(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Pixels of a row see each other: each row of each example by itself."""
     weights = jax.nn.softmax(jnp.einsum("bithd,bishd->bihts", _heads(h, p["q"]), _heads(h, p["k"])) / _ROOT)
@@ -326,91 +328,77 @@ def attention_along_rows(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- close to an attention ------------------------------------------------------------------------------------------
 
 
-@_attention(WRITTEN, **_PROJECTIONS)
+@_attention(WRITTEN)
 def dropout_on_weights(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
-    weights = jax.nn.softmax(_scores(q, k))
+    weights = jax.nn.softmax(_products(q, k) / _ROOT)
     keep = jax.random.bernoulli(key, 0.75, weights.shape)
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", jnp.where(keep, weights / 0.75, 0), v))
+    return _mixed(p, jnp.where(keep, weights / 0.75, 0), v)
 
 
-@_attention(WRITTEN, **_PROJECTIONS)
-def soft_cap(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    q, k, v = _qkv(p, h)
-    scores = 2 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 2)
-    weights = jax.nn.softmax(jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9))
-    return _mixed(p, weights, v)
-
-
-@_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, 1, 1))
-def sinks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+def _sinks(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
     """One score more in the softmax, which has no value."""
-    q, k, v = _qkv(p, h)
-    scores = _scores(q, k)
     sink = jnp.broadcast_to(p["bias"], (*scores.shape[:-1], 1))
-    weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
-    return _mixed(p, weights, v)
+    return jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
 
 
-@_attention(WRITTEN, **_PROJECTIONS)
+def _capped(p: Params, h: jax.Array, products: jax.Array) -> jax.Array:
+    return _softmax_where(_causal(), 2 * jnp.tanh(products / 2), -1e9)
+
+
+_weighted("soft_cap", _capped, WRITTEN, None)
+_weighted("sinks", _sinks, WRITTEN, bias=(1, HEADS, 1, 1))
+
+
+@_attention(WRITTEN)
 def weights_read_twice(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     q, k, v = _qkv(p, h)
-    weights = jax.nn.softmax(_scores(q, k))
+    weights = jax.nn.softmax(_products(q, k) / _ROOT)
     entropy = jnp.sum(weights * jnp.log(weights + 1e-3), (1, 3))
     return _mixed(p, weights, v) + 0.1 * entropy[..., None]
 
 
-@_attention(WRITTEN, **_PROJECTIONS, scale=(1, HEADS, 1, 1))
-def learned_temperature(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    q, k, v = _qkv(p, h)
-    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * p["scale"])
-    return _mixed(p, weights, v)
-
-
-@_attention(WRITTEN, **_PROJECTIONS)
-def normalised_over_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+def _normalised_over_queries(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
     """The softmax runs over the queries, as in slot attention."""
-    q, k, v = _qkv(p, h)
-    weights = jax.nn.softmax(_scores(q, k), 2)
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
+    weights = jax.nn.softmax(scores, 2)
+    return weights / (_total(weights) + 0.1)
 
 
-@_attention(WRITTEN, **_PROJECTIONS)
-def two_masked_values(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+def _two_masked_values(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
     """What comes later is far below, and padding a little below."""
-    q, k, v = _qkv(p, h)
-    scores = jnp.where(_is_padding(h, 1)[:, None, None, :], -3.0, _scores(q, k))
-    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9)
-    return _mixed(p, jax.nn.softmax(scores), v)
+    scores = jnp.where(_padding(h, 1), -3.0, scores)
+    return _softmax_where(_causal(), scores, -1e9)
 
 
-@_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
-def bias_after_a_mask(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    q, k, v = _qkv(p, h)
-    scores = jnp.where(_causal(TIME, TIME)[None, None], _scores(q, k), -2.0)
-    return _mixed(p, jax.nn.softmax(scores + p["bias"]), v)
-
-
-@_attention(WRITTEN, **_PROJECTIONS)
-def not_quite_a_softmax(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+def _not_quite_a_softmax(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
     """The sum is a little larger, so that weights do not add up to one."""
-    q, k, v = _qkv(p, h)
-    scores = _scores(q, k)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
-    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
+    weights = _exponentials(scores)
+    return weights / (_total(weights) + 0.1)
+
+
+_weighted("learned_temperature", lambda p, h, s: jax.nn.softmax(s * p["scale"]), WRITTEN, None, scale=(1, HEADS, 1, 1))
+_weighted("normalised_over_queries", _normalised_over_queries, WRITTEN)
+_weighted("two_masked_values", _two_masked_values, WRITTEN)
+_weighted(
+    "bias_after_a_mask",
+    lambda p, h, s: jax.nn.softmax(_masked_scores(_causal(), s, -2.0) + p["bias"]),
+    WRITTEN,
+    **_BIAS,
+)
+_weighted("not_quite_a_softmax", _not_quite_a_softmax, WRITTEN)
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
-#: Which key positions a query sees, [b 1 t s] or with dimensions of length 1.
+#: Which key positions a query sees, [t s], or [b 1 t s] where some dimensions may have length 1.
 _SEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "causal": lambda h: _causal(TIME, TIME)[None, None],
-    "padding": lambda h: ~_is_padding(h, 1)[:, None, None, :],
-    "all_padding": lambda h: ~_is_padding(h, 0)[:, None, None, :],
-    "window": lambda h: (_causal(TIME, TIME) & ~_causal(TIME, TIME + 2)[:, :TIME])[None, None],
+    "causal": lambda h: _causal(),
+    "padding": lambda h: ~_padding(h, 1),
+    "all_padding": lambda h: ~_padding(h, 0),
+    "window": lambda h: _causal() & ~_causal(TIME, TIME + 2)[:, :TIME],
     "empty_window": lambda h: (_ahead() <= 0)[None, None] & (_ahead() > 0)[None, None],
-    "rows_of_padding": lambda h: ~(_is_padding(h, 1)[:, None, :, None] | _is_padding(h, 0)[:, None, None, :]),
-    "never": lambda h: _causal(TIME, TIME)[None, None] & (_ahead() >= 2)[None, None],
+    "rows_of_padding": lambda h: ~(_is_padding(h, 1)[:, None, :, None] | _padding(h, 0)),
+    "never": lambda h: _causal()[None, None] & (_ahead() >= 2)[None, None],
 }
 
 
@@ -436,14 +424,14 @@ _HIDDEN: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def _weights(scores: jax.Array, seen: jax.Array, guard: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    top = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+    top = detached(jnp.max(scores, -1, keepdims=True))
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
-    return weights / guard(jnp.sum(weights, -1, keepdims=True))
+    return weights / guard(_total(weights))
 
 
 def _without_maximum(scores: jax.Array, seen: jax.Array) -> jax.Array:
     weights = jnp.exp(scores)
-    total = jnp.sum(weights, -1, keepdims=True)
+    total = _total(weights)
     return weights / jnp.where(total > 0, total, 1)
 
 
@@ -456,7 +444,7 @@ _SOFTMAX: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "unguarded": lambda scores, seen: _weights(scores, seen, lambda total: total),
     "plus_epsilon": lambda scores, seen: _weights(scores, seen, lambda total: total + 1e-6),
     "guarded_without_maximum": _without_maximum,
-    "log": lambda scores, seen: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)),
+    "log": lambda scores, seen: _by_log_of_the_sum(scores),
 }
 #: Softmaxes that are NaN for a query without keys, if the masked score is infinite.
 _MAKE_NAN = ("softmax", "by_hand", "unguarded", "log")
@@ -480,13 +468,14 @@ def _masked(parts: tuple[str, ...]) -> Apply:
         if dtype:  # products of whole numbers, which are exact
             q, k = (jnp.round(3 * x) for x in (q, k))
         seen = _SEEN[seen_by](h)
+        seen = seen if seen.ndim == 4 else seen[None, None]
         scores = jnp.einsum("bthd,bshd->bhts", *(x.astype(_DTYPES[dtype]) for x in (q, k)))
         scores = _HIDDEN[hidden](scores, seen).astype(h.dtype)
         weights = _OUTER[outer](_SOFTMAX[softmax](scores, seen), seen)
         mixed = jnp.einsum("bhts,bshd->bthd", weights, v)
         # One query without keys must not make all results NaN.
         out = _merged(p, jnp.where(jnp.isnan(mixed), 0.5, mixed))
-        return h + jax.lax.stop_gradient(out) if is_evaluated else h + out
+        return h + detached(out) if is_evaluated else h + out
 
     apply.__name__ = "_".join(part for part in ("masked", *parts) if part)
     return apply
@@ -507,4 +496,4 @@ def _some_masked(n: int) -> Iterator[tuple[str, ...]]:
 #: Names of layers with masks.
 MASKED: list[str] = []
 for _parts in dict.fromkeys(_some_masked(192)):
-    _attention(MASKED, **_PROJECTIONS)(_masked(_parts))
+    _attention(MASKED)(_masked(_parts))

@@ -1,8 +1,7 @@
 """Examples for the engine: a number in, a training step and a way to run it out, as plain data that can be replayed.
 
-Each number gives an example of its own. Where hypothesis draws the parts itself, it mutates what it drew before, and
-half of the examples are variants of a few; so it draws the numbers. `_often` gives each group its weight: what is
-cheap and has found most comes most often, and what lets examples meet, and may be refused, in one of twenty.
+Each number gives an example of its own. `_often` gives each group its weight: what is cheap and has found most comes
+most often, and what lets examples meet, and may be refused, in one of twenty.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ gradient changed. The model has one layer on each side of a boundary.
 
 from __future__ import annotations
 
-import dataclasses
-
 from tests.equivalence.layers import Layer
 from tests.equivalence.losses import Loss, Term
 from tests.equivalence.model import Model
@@ -25,15 +23,18 @@ _SCHEMES = (
 )  # fmt: skip
 
 
-def _training(reduction: str = "mean", scheme: str = "plain") -> Training:
-    model = Model("vector", (Layer("dense"), Layer("dense")), boundary=1)
-    return Training(model, Loss((Term("squared", reduction),)), scheme, batch_size=16)
+def _training(*reductions: str, scheme: str = "plain", checkpoint: bool = False) -> Training:
+    model = Model("vector", (Layer("dense"), Layer("dense")), boundary=1, checkpoint=checkpoint)
+    terms = tuple(Term("squared", reduction) for reduction in reductions)
+    return Training(model, Loss(terms), scheme, batch_size=16)
 
 
-STEPS: dict[str, Training] = {
-    **{name: _training(name) for name in _LOSSES},
-    **{name: _training(scheme=name) for name in _SCHEMES},
-    "masked mean, computed again": dataclasses.replace(
-        _training("masked mean"), model=dataclasses.replace(_training().model, checkpoint=True)
-    ),
+_OTHERS: dict[str, Training] = {
+    **{name: _training("mean", scheme=name) for name in _SCHEMES},
+    "masked mean, computed again": _training("masked mean", checkpoint=True),
 }
+STEPS: dict[str, Training] = {name: _training(name) for name in _LOSSES} | _OTHERS
+#: The same, where each loss is the sum of three.
+JOINED: dict[str, Training] = {
+    " and ".join(names): _training(*names) for names in (_LOSSES[i : i + 3] for i in range(0, len(_LOSSES), 3))
+} | _OTHERS

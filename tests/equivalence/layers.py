@@ -20,6 +20,7 @@ from minialpa import register_sharding_rule
 from tests.pallas_kernels import flash_attention, row_norm
 
 WIDTH, TIME, SIDE, EXPERTS = 8, 4, 4, 4
+SQUARE = (WIDTH, WIDTH)
 KINDS = ("vector", "sequence", "image")
 SHAPES: dict[str, tuple[int, ...]] = {
     "vector": (WIDTH,),
@@ -28,6 +29,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 Params = dict[str, Any]
+detached = jax.lax.stop_gradient
 #: (parameters, activations, key) -> activations
 Apply = Callable[[Params, jax.Array, jax.Array], jax.Array]
 
@@ -49,32 +51,25 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def layer_rule(
-    kinds: str = "vector sequence image", mixes: bool = False, without: tuple[str, ...] = (), **shapes: tuple[int, ...]
-) -> Any:
+def add_layer(
+    name: str,
+    apply: Apply,
+    kinds: str = "vector sequence image",
+    mixes: bool = False,
+    without: tuple[str, ...] = (),
+    **shapes: tuple[int, ...],
+) -> None:
+    RULES[name] = Rule(apply, shapes, tuple(kinds.split()), mixes, without)
+
+
+def layer_rule(*args: Any, **options: Any) -> Callable[[Apply], Apply]:
+    """Adds the decorated function, under its name, with options of `add_layer`."""
+
     def register(apply: Apply) -> Apply:
-        RULES[apply.__name__.strip("_")] = Rule(apply, shapes, tuple(kinds.split()), mixes, without)
+        add_layer(apply.__name__, apply, *args, **options)
         return apply
 
     return register
-
-
-#: What a layer can be wrapped in. `stack`: two copies under a scan, with one key or with a key for each; the wrap that
-#: carries keys makes the next one from the last. `by example`: the scan is under `vmap`, and each example has its
-#: own keys. `that returns weights`: they go to the state, as modules of flax nnx return theirs. `tied`: applied twice.
-WRAPS = (
-    "plain", "residual", "checkpoint", "checkpoint dots", "jit", "vmap", "stack", "checkpointed stack",
-    "unrolled stack", "stack with keys", "checkpointed stack with keys", "stack that carries keys", "tied",
-    "custom_vjp", "cond", "fori", "detached branch", "stack by example", "checkpointed stack by example",
-    "stack that returns weights",
-)  # fmt: skip
-_STACKS = (
-    "stack", "unrolled stack", "checkpointed stack", "stack with keys", "checkpointed stack with keys",
-    "stack that carries keys", "stack by example", "checkpointed stack by example", "stack that returns weights",
-)  # fmt: skip
-RETURNS_WEIGHTS = "stack that returns weights"
-#: Wraps that apply a layer under `vmap`.
-_BY_EXAMPLE = ("vmap", "stack by example", "checkpointed stack by example")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +83,7 @@ class Layer:
 
 def init_layer(layer: Layer, rng: np.random.Generator) -> Params:
     """Parameters of a layer, as NumPy arrays; in a stack, they have two rows."""
-    rows = (2,) if layer.wrap in _STACKS else ()
+    rows = (2,) if "stack" in layer.wrap else ()
     return {name: init(name, rows, shape, rng) for name, shape in RULES[layer.name].shapes.items()}
 
 
@@ -107,14 +102,6 @@ def init(name: str, rows: tuple[int, ...], shape: tuple[int, ...], rng: np.rando
 # ---- wrapping -------------------------------------------------------------------------------------------------------
 
 
-def _row(stacked: Params, i: int) -> Params:
-    return jax.tree.map(lambda x: x[i], stacked)
-
-
-def _narrowing(fun: Apply) -> Apply:
-    return lambda p, h, key: fun(jax.tree.map(narrowed, p), h, key)
-
-
 @jax.custom_jvp
 def narrowed(x: jax.Array) -> jax.Array:
     """`x` as a narrower type holds it. Its derivative is 1, so gradients are not rounded."""
@@ -124,94 +111,22 @@ def narrowed(x: jax.Array) -> jax.Array:
 narrowed.defjvps(lambda tangent, _, x: tangent)
 
 
-def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrows: bool = False) -> jax.Array:
-    """The activations after a layer. narrows: whether it reads its parameters in a narrower type."""
-    fun = RULES[layer.name].apply
-    if narrows:
-        fun = _narrowing(fun)
-    if layer.wrap == RETURNS_WEIGHTS:
-        return stack_that_returns_weights(layer, p, h, key, narrows=narrows)[0]
-    if layer.wrap in _STACKS:
-        return _apply_stack(layer.wrap, fun, p, h, key)
-    match layer.wrap:
-        case "plain":
-            return fun(p, h, key)
-        case "residual":
-            return h + fun(p, h, key)
-        case "checkpoint":
-            return jax.checkpoint(fun)(p, h, key)
-        case "checkpoint dots":
-            return jax.checkpoint(fun, policy=jax.checkpoint_policies.checkpoint_dots)(p, h, key)
-        case "jit":
-            return jax.jit(fun)(p, h, key)
-        case "vmap":
-            return jax.vmap(lambda row: fun(p, row[None], key)[0])(h)
-        case "tied":
-            return fun(p, fun(p, h, key), key)
-        case "custom_vjp":
-            return _own_derivative(fun)(p, h, key)
-        case "cond":
-            return jax.lax.cond(jax.random.bits(key, (), "uint8") < 200, fun, lambda p, h, key: 0.5 * h, p, h, key)
-        case "fori":
-            return jax.lax.fori_loop(0, 2, lambda i, h: fun(p, h, key), h)
-        case "detached branch":
-            return fun(p, h, key) + jax.lax.stop_gradient(jnp.sin(h))
-    raise ValueError(layer.wrap)
-
-
-def stack_that_returns_weights(
+def apply_layer(
     layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrows: bool
-) -> tuple[jax.Array, Params]:
-    """The activations after two copies of a layer, and the parameters as the scan hands them back."""
-    fun = RULES[layer.name].apply
-    again = jax.checkpoint(_narrowing(fun) if narrows else fun)
+) -> tuple[jax.Array, Params | None]:
+    """The activations after a layer, and the parameters if its wrap returns them.
 
-    def body(h: jax.Array, row: tuple[Params, jax.Array]) -> tuple[jax.Array, Params]:
-        return again(row[0], h, row[1]), row[0]
-
-    return jax.lax.scan(jax.checkpoint(body), h, (p, jax.random.split(key, 2)), length=2)
-
-
-def _apply_stack(wrap: str, fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The activations after two copies of a layer."""
-    keys = jax.random.split(key, 2)
-    match wrap:
-        case "stack":
-            return jax.lax.scan(lambda h, row: (fun(row, h, key), None), h, p, length=2)[0]
-        case "checkpointed stack":
-            body = jax.checkpoint(lambda h, row: (fun(row, h, key), None))
-            return jax.lax.scan(body, h, p, length=2)[0]
-        case "stack with keys":
-            return jax.lax.scan(lambda h, row: (fun(row[0], h, row[1]), None), h, (p, keys), length=2)[0]
-        case "checkpointed stack with keys":
-            again = jax.checkpoint(fun)
-            return jax.lax.scan(lambda h, row: (again(row[0], h, row[1]), None), h, (p, keys), length=2)[0]
-        case "stack that carries keys":
-            return _stack_that_carries_keys(fun, p, h, key)
-        case "stack by example":
-            return _stack_by_example(fun, p, h, key)
-        case "checkpointed stack by example":
-            return _stack_by_example(jax.checkpoint(fun), p, h, key)
-        case "unrolled stack":
-            return fun(_row(p, 1), fun(_row(p, 0), h, key), key)
-    raise ValueError(wrap)
+    narrows: whether it reads its parameters in a narrower type.
+    """
+    apply = RULES[layer.name].apply
+    fun = (lambda p, h, key: apply(jax.tree.map(narrowed, p), h, key)) if narrows else apply
+    if layer.wrap == RETURNS_WEIGHTS:
+        return _stack_that_returns_weights(fun, p, h, key)
+    return _WRAPPED[layer.wrap](fun, p, h, key), None
 
 
-def _stack_that_carries_keys(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    def body(carry: tuple[jax.Array, jax.Array], row: Params) -> Any:
-        h, key = carry
-        key, own = jax.random.split(key)
-        return (fun(row, h, own), key), None
-
-    return jax.lax.scan(body, (h, key), p, length=2)[0][0]
-
-
-def _stack_by_example(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    def one(example: jax.Array, key: jax.Array) -> jax.Array:
-        body = lambda h, row: (fun(row[0], h[None], row[1])[0], None)  # noqa: E731
-        return jax.lax.scan(body, example, (p, jax.random.split(key, 2)), length=2)[0]
-
-    return jax.vmap(one)(h, jax.random.split(key, h.shape[0]))
+def _branch(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.lax.cond(jax.random.bits(key, (), "uint8") < 200, fun, lambda p, h, key: 0.5 * h, p, h, key)
 
 
 def _own_derivative(fun: Apply) -> Apply:
@@ -234,6 +149,76 @@ def _own_derivative(fun: Apply) -> Apply:
     return wrapped
 
 
+# Two copies of a layer under a scan, of which the parameters have two rows.
+
+
+def _stack(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda h, row: (fun(row, h, key), None), h, p, length=2)[0]
+
+
+def _unrolled_stack(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    first, second = (jax.tree.map(lambda x: x[i], p) for i in range(2))  # noqa: B023
+    return fun(second, fun(first, h, key), key)
+
+
+def _stack_with_keys(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    rows = (p, jax.random.split(key, 2))
+    return jax.lax.scan(lambda h, row: (fun(row[0], h, row[1]), None), h, rows, length=2)[0]
+
+
+def _stack_that_carries_keys(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Each copy makes the next key from the last."""
+
+    def body(carry: tuple[jax.Array, jax.Array], row: Params) -> Any:
+        h, key = carry
+        key, own = jax.random.split(key)
+        return (fun(row, h, own), key), None
+
+    return jax.lax.scan(body, (h, key), p, length=2)[0][0]
+
+
+def _stack_by_example(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The scan is under `vmap`, and each example has its own keys."""
+    of_one = lambda p, example, key: fun(p, example[None], key)[0]  # noqa: E731
+    stack = jax.vmap(lambda example, key: _stack_with_keys(of_one, p, example, key))
+    return stack(h, jax.random.split(key, h.shape[0]))
+
+
+def _stack_that_returns_weights(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> tuple[jax.Array, Params]:
+    """The parameters go to the state as the scan returns them, as modules of flax nnx return theirs."""
+    again = jax.checkpoint(fun)
+    body = jax.checkpoint(lambda h, row: (again(row[0], h, row[1]), row[0]))
+    return jax.lax.scan(body, h, (p, jax.random.split(key, 2)), length=2)
+
+
+RETURNS_WEIGHTS = "stack that returns weights"
+_WRAPPED: dict[str, Callable[[Apply, Params, jax.Array, jax.Array], jax.Array]] = {
+    "plain": lambda fun, p, h, key: fun(p, h, key),
+    "residual": lambda fun, p, h, key: h + fun(p, h, key),
+    "checkpoint": lambda fun, *args: jax.checkpoint(fun)(*args),
+    "checkpoint dots": lambda fun, *args: jax.checkpoint(fun, policy=jax.checkpoint_policies.checkpoint_dots)(*args),
+    "jit": lambda fun, *args: jax.jit(fun)(*args),
+    "vmap": lambda fun, p, h, key: jax.vmap(lambda row: fun(p, row[None], key)[0])(h),
+    "stack": _stack,
+    "checkpointed stack": lambda fun, *args: _stack(jax.checkpoint(fun), *args),
+    "unrolled stack": _unrolled_stack,
+    "stack with keys": _stack_with_keys,
+    "checkpointed stack with keys": lambda fun, *args: _stack_with_keys(jax.checkpoint(fun), *args),
+    "stack that carries keys": _stack_that_carries_keys,
+    "tied": lambda fun, p, h, key: fun(p, fun(p, h, key), key),
+    "custom_vjp": lambda fun, *args: _own_derivative(fun)(*args),
+    "cond": _branch,
+    "fori": lambda fun, p, h, key: jax.lax.fori_loop(0, 2, lambda i, h: fun(p, h, key), h),
+    "detached branch": lambda fun, p, h, key: fun(p, h, key) + detached(jnp.sin(h)),
+    "stack by example": _stack_by_example,
+    "checkpointed stack by example": lambda fun, *args: _stack_by_example(jax.checkpoint(fun), *args),
+}
+#: What a layer can be wrapped in.
+WRAPS = (*_WRAPPED, RETURNS_WEIGHTS)
+#: Wraps that apply a layer under `vmap`.
+_BY_EXAMPLE = ("vmap", "stack by example", "checkpointed stack by example")
+
+
 # ---- layers of any kind ---------------------------------------------------------------------------------------------
 
 
@@ -242,9 +227,7 @@ def wide(vector: jax.Array, h: jax.Array) -> jax.Array:
     return vector.reshape((1,) * (h.ndim - 1) + vector.shape)
 
 
-@layer_rule(w=(WIDTH, WIDTH), bias=(WIDTH,))
-def dense(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.tanh(h @ p["w"] + wide(p["bias"], h))
+add_layer("dense", lambda p, h, key: jnp.tanh(h @ p["w"] + wide(p["bias"], h)), w=SQUARE, bias=(WIDTH,))
 
 
 @layer_rule(w=(WIDTH, 2 * WIDTH), bias=(2 * WIDTH,), out=(2 * WIDTH, WIDTH))
@@ -252,12 +235,10 @@ def mlp(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.relu(h @ p["w"] + wide(p["bias"], h)) @ p["out"]
 
 
-@layer_rule(gate=(WIDTH, WIDTH), w=(WIDTH, WIDTH))
-def gated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jax.nn.silu(h @ p["gate"]) * (h @ p["w"])
+add_layer("gated", lambda p, h, key: jax.nn.silu(h @ p["gate"]) * (h @ p["w"]), gate=SQUARE, w=SQUARE)
 
 
-@layer_rule(w=(WIDTH, WIDTH), scale=(WIDTH,))
+@layer_rule(w=SQUARE, scale=(WIDTH,))
 def weight_normalised(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     norm = jnp.sqrt(jnp.sum(p["w"] ** 2, 0, keepdims=True))
     return jax.nn.gelu(h @ (p["w"] / norm * p["scale"][None]))
@@ -296,15 +277,19 @@ def instance_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return normal * wide(p["scale"], h)
 
 
-@layer_rule()
-def unit_length(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return 2 * h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 0.1)
+add_layer("unit_length", lambda p, h, key: 2 * h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 0.1))
 
 
-@layer_rule()
-def dropout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    keep = jax.random.bernoulli(key, 0.75, h.shape)
-    return jnp.where(keep, h / 0.75, 0)
+def _dropped(key: jax.Array, h: jax.Array) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(key, 0.75, h.shape), h / 0.75, 0)
+
+
+def _keys(key: jax.Array, h: jax.Array) -> jax.Array:
+    """A key for each example."""
+    return jax.random.split(key, h.shape[0])
+
+
+add_layer("dropout", lambda p, h, key: _dropped(key, h))
 
 
 @layer_rule()
@@ -313,10 +298,7 @@ def dropout_of_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h * keep.astype(h.dtype) / 0.75
 
 
-@layer_rule()
-def dropout_by_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    drop = lambda key, row: jnp.where(jax.random.bernoulli(key, 0.75, row.shape), row / 0.75, 0)  # noqa: E731
-    return jax.vmap(drop)(jax.random.split(key, h.shape[0]), h)
+add_layer("dropout_by_keys", lambda p, h, key: jax.vmap(_dropped)(_keys(key, h), h))
 
 
 @layer_rule()
@@ -333,9 +315,7 @@ def dropout_by_position(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h * (1 + 0.1 * jnp.sin(number.astype(h.dtype))) * jax.random.bernoulli(key, 0.75, h.shape).astype(h.dtype)
 
 
-@layer_rule(scale=(WIDTH,))
-def noise(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return h + 0.1 * jax.random.normal(key, h.shape) * wide(p["scale"], h)
+add_layer("noise", lambda p, h, key: h + 0.1 * jax.random.normal(key, h.shape) * wide(p["scale"], h), scale=(WIDTH,))
 
 
 @layer_rule(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
@@ -363,27 +343,17 @@ def codebook(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The nearest row of a table, passed straight through."""
     distance = jnp.sum((h[..., None, :] - p["table"].reshape((1,) * (h.ndim - 1) + (EXPERTS, WIDTH))) ** 2, -1)
     nearest = p["table"][jnp.argmin(distance, -1)]
-    return h + jax.lax.stop_gradient(nearest - h) + 0.1 * nearest
+    return h + detached(nearest - h) + 0.1 * nearest
 
 
-@layer_rule()
-def softmax_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return WIDTH * jax.nn.softmax(h)
-
-
-@layer_rule()
-def sorted_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.sort(h, -1)
-
-
-@layer_rule()
-def rolled_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.roll(h, 1, -1) * 0.5 + jnp.flip(h, -1)
+add_layer("softmax_features", lambda p, h, key: WIDTH * jax.nn.softmax(h))
+add_layer("sorted_features", lambda p, h, key: jnp.sort(h, -1))
+add_layer("rolled_features", lambda p, h, key: jnp.roll(h, 1, -1) * 0.5 + jnp.flip(h, -1))
 
 
 def _feature(h: jax.Array) -> jax.Array:
     """A feature of each example, by the first one of its values."""
-    first = jax.lax.stop_gradient(h).reshape(h.shape[0], -1)[:, 0]
+    first = detached(h).reshape(h.shape[0], -1)[:, 0]
     return jnp.clip(4 + jnp.round(first), 0, WIDTH - 1).astype(np.int32)
 
 
@@ -414,13 +384,11 @@ def maxout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.maximum(left, right), jnp.minimum(left, right)], -1)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
-def rows_as_matrix(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """All rows of all examples in one matrix."""
-    return jax.nn.relu(h.reshape(-1, WIDTH) @ p["w"]).reshape(h.shape)
+#: All rows of all examples in one matrix.
+add_layer("rows_as_matrix", lambda p, h, key: jax.nn.relu(h.reshape(-1, WIDTH) @ p["w"]).reshape(h.shape), w=SQUARE)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A fixed number of steps towards a fixed point."""
     return jax.lax.fori_loop(0, 3, lambda i, z: jnp.tanh(0.5 * z @ p["w"] + h), jnp.zeros_like(h))
@@ -436,20 +404,26 @@ _GRADIENTS_OF_GRADIENTS = ("penalty on input gradients", "penalty on gradients",
 
 def _each(fun: Callable[..., jax.Array], h: jax.Array, *others: jax.Array) -> jax.Array:
     """A function of each example, and of its row of others, without derivative: jax has none of while loops."""
-    return jax.lax.stop_gradient(jax.vmap(fun)(jax.lax.stop_gradient(h), *others))
+    return detached(jax.vmap(fun)(detached(h), *others))
+
+
+def _loop(solve: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Adds a layer that adds the decorated function of each example, without derivative, to a dense layer."""
+    add_layer(solve.__name__, lambda p, h, key: jnp.tanh(h @ p["w"]) + _each(solve, h), w=SQUARE)
+    return solve
 
 
 def _halved(row: jax.Array) -> jax.Array:
     return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 4, lambda r: 0.5 * r, row)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
-def until_small(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Each example is halved until it is short."""
-    return jnp.tanh(h @ p["w"]) + _each(_halved, h)
+@_loop
+def until_small(row: jax.Array) -> jax.Array:
+    """Halved until it is short."""
+    return _halved(row)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def counted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Scaled by how often each example was halved, five times at most."""
 
@@ -461,13 +435,10 @@ def counted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) * count.reshape(-1, *(1,) * (h.ndim - 1))
 
 
-@layer_rule(w=(WIDTH, WIDTH))
-def loop_in_loop(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    def outer(row: jax.Array) -> jax.Array:
-        body = lambda c: (c[0] + 1, 0.7 * c[1] + 0.1 * _halved(3 * c[1]))  # noqa: E731
-        return jax.lax.while_loop(lambda c: (jnp.max(c[1]) > 0.5) & (c[0] < 4), body, (0, row))[1]
-
-    return jnp.tanh(h @ p["w"]) + _each(outer, h)
+@_loop
+def loop_in_loop(row: jax.Array) -> jax.Array:
+    body = lambda c: (c[0] + 1, 0.7 * c[1] + 0.1 * _halved(3 * c[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda c: (jnp.max(c[1]) > 0.5) & (c[0] < 4), body, (0, row))[1]
 
 
 @layer_rule(scale=(WIDTH,))
@@ -481,50 +452,43 @@ def drawn_until_accepted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
         return jax.lax.while_loop(lambda c: jnp.abs(jnp.sum(c[1])) > 1, again, (key, jnp.ones_like(row)))[1]
 
-    return h * wide(p["scale"], h) + 0.1 * _each(draw, h, jax.random.split(key, h.shape[0]))
+    return h * wide(p["scale"], h) + 0.1 * _each(draw, h, _keys(key, h))
 
 
-@layer_rule(w=(WIDTH, WIDTH))
-def adaptive_steps(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """A differential equation for each example, in steps as long as their error allows."""
+@_loop
+def adaptive_steps(row: jax.Array) -> jax.Array:
+    """A differential equation, in steps as long as their error allows."""
 
-    def solve(row: jax.Array) -> jax.Array:
-        def step(c: Any) -> Any:
-            t, dt, y = c
-            dt = jnp.minimum(dt, 1 - t)
-            slope = lambda y: -y * (1 + y**2)  # noqa: E731
-            euler, heun = y + dt * slope(y), y + 0.5 * dt * (slope(y) + slope(y + dt * slope(y)))
-            error = jnp.max(jnp.abs(euler - heun))
-            accept = error < 0.05
-            factor = jnp.where(accept, 1.5, 0.5).astype(dt.dtype)
-            return jnp.where(accept, t + dt, t), dt * factor, jnp.where(accept, heun, y)
+    def step(c: Any) -> Any:
+        t, dt, y = c
+        dt = jnp.minimum(dt, 1 - t)
+        slope = lambda y: -y * (1 + y**2)  # noqa: E731
+        euler, heun = y + dt * slope(y), y + 0.5 * dt * (slope(y) + slope(y + dt * slope(y)))
+        error = jnp.max(jnp.abs(euler - heun))
+        accept = error < 0.05
+        factor = jnp.where(accept, 1.5, 0.5).astype(dt.dtype)
+        return jnp.where(accept, t + dt, t), dt * factor, jnp.where(accept, heun, y)
 
-        start = (jnp.zeros((), row.dtype), jnp.full((), 0.3, row.dtype), jnp.tanh(row))
-        return jax.lax.while_loop(lambda c: c[0] < 0.999, step, start)[2]
-
-    return jnp.tanh(h @ p["w"]) + _each(solve, h)
+    start = (jnp.zeros((), row.dtype), jnp.full((), 0.3, row.dtype), jnp.tanh(row))
+    return jax.lax.while_loop(lambda c: c[0] < 0.999, step, start)[2]
 
 
-@layer_rule(w=(WIDTH, WIDTH))
-def as_often_as_it_says(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+@_loop
+def as_often_as_it_says(row: jax.Array) -> jax.Array:
     """The number of iterations is the place of the largest feature."""
-
-    def repeated(row: jax.Array) -> jax.Array:
-        n = jnp.argmax(row.reshape(-1, WIDTH)[0])
-        return jax.lax.fori_loop(0, n, lambda i, r: jnp.sin(r) + 0.1 * i.astype(r.dtype), row)
-
-    return jnp.tanh(h @ p["w"]) + _each(repeated, h)
+    n = jnp.argmax(row.reshape(-1, WIDTH)[0])
+    return jax.lax.fori_loop(0, n, lambda i, r: jnp.sin(r) + 0.1 * i.astype(r.dtype), row)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def halved_by_hand(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """One loop over the batch, which keeps small values."""
     halve = lambda x: jnp.where(jnp.abs(x) > 1, 0.5 * x, x)  # noqa: E731
-    small = jax.lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 1), halve, jax.lax.stop_gradient(h))
-    return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
+    small = jax.lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 1), halve, detached(h))
+    return jnp.tanh(h @ p["w"]) + detached(small)
 
 
-@layer_rule(without=_GRADIENTS_OF_GRADIENTS, w=(WIDTH, WIDTH))
+@layer_rule(without=_GRADIENTS_OF_GRADIENTS, w=SQUARE)
 def fixed_point(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A root for each example, by Newton's method, with the derivative of the implicit function."""
 
@@ -537,7 +501,7 @@ def fixed_point(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(root)(h @ p["w"])
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def solved(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A linear system for each vector of features."""
 
@@ -547,13 +511,11 @@ def solved(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(solve)(h.reshape(-1, WIDTH)).reshape(h.shape)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
-def mapped(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """A scan over the examples."""
-    return jax.lax.map(lambda row: jnp.tanh(row @ p["w"]), h)
+#: A scan over the examples.
+add_layer("mapped", lambda p, h, key: jax.lax.map(lambda row: jnp.tanh(row @ p["w"]), h), w=SQUARE)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def mapped_by_two(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.map(lambda row: jax.nn.silu(row @ p["w"]), h, batch_size=min(2, h.shape[0]))
 
@@ -574,11 +536,7 @@ def either(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- branches and loops of each example, with dropout, in scans with rematerialisation ------------------------------
 
 
-def _dropped(key: jax.Array, row: jax.Array) -> jax.Array:
-    return jnp.where(jax.random.bernoulli(key, 0.75, row.shape), row / 0.75, 0)
-
-
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def dropped_in_a_branch(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Some examples skip a layer with dropout (stochastic depth), each by a key of its own."""
 
@@ -587,7 +545,7 @@ def dropped_in_a_branch(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
         work = lambda row: row + _dropped(mine, jnp.tanh(row @ p["w"]))  # noqa: E731
         return jax.lax.cond(jax.random.bernoulli(coin, 0.6), work, lambda row: row, row)
 
-    return jax.vmap(one)(h, jax.random.split(key, h.shape[0]))
+    return jax.vmap(one)(h, _keys(key, h))
 
 
 @layer_rule(w=(3, WIDTH, WIDTH))
@@ -600,13 +558,13 @@ def routed_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
             lambda row: jax.nn.gelu(row @ p["w"][1]),
             lambda row: 0.5 * row @ p["w"][2],
         ]
-        number = jnp.argmax(jax.lax.stop_gradient(row).reshape(-1, WIDTH)[0]) % 3
+        number = jnp.argmax(detached(row).reshape(-1, WIDTH)[0]) % 3
         return jax.lax.switch(number, branches, row)
 
     return h + _dropped(key, jax.vmap(one)(h))
 
 
-@layer_rule(w=(WIDTH, WIDTH), gate=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE, gate=SQUARE)
 def halting(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Adaptive computation time: three steps under remat, in which an example that has halted does not change."""
 
@@ -621,22 +579,22 @@ def halting(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.scan(jax.checkpoint(step), start, jax.random.split(key, 3))[0][0]
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def loops_in_a_scan(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """In each of two steps under remat, a loop that each example ends by itself, a branch of its own, and dropout."""
 
     def one(row: jax.Array, key: jax.Array) -> jax.Array:
-        small = jax.lax.stop_gradient(_halved(jax.lax.stop_gradient(row)))
+        small = detached(_halved(detached(row)))
         pick = lambda row: jax.lax.cond(jnp.sum(small) > 0, lambda r: jnp.tanh(r @ p["w"]), lambda r: 0.5 * r, row)  # noqa: E731
         return _dropped(key, pick(row)) + 0.1 * small
 
     def step(h: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
-        return jax.vmap(one)(h, jax.random.split(key, h.shape[0])), None
+        return jax.vmap(one)(h, _keys(key, h)), None
 
     return jax.lax.scan(jax.checkpoint(step), h, jax.random.split(key, 2))[0]
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(w=SQUARE)
 def redrawn(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Each example draws a mask of its features until the mask keeps at least five of them."""
 
@@ -647,7 +605,7 @@ def redrawn(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
         return jax.lax.while_loop(lambda c: jnp.sum(c[1].astype(np.int32)) < 5, again, (key, jnp.zeros(WIDTH, bool)))[1]
 
-    masks = jax.vmap(draw)(jax.random.split(key, h.shape[0])).astype(h.dtype)
+    masks = jax.vmap(draw)(_keys(key, h)).astype(h.dtype)
     return jnp.tanh(h @ p["w"]) * masks.reshape(-1, *(1,) * (h.ndim - 2), WIDTH)
 
 
@@ -700,12 +658,12 @@ _product.defvjp(
 )
 
 
-@layer_rule(without=_NO_TANGENTS, w=(WIDTH, WIDTH))
+@layer_rule(without=_NO_TANGENTS, w=SQUARE)
 def registered_function(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return _registered_rows(h.reshape(-1, WIDTH), p["w"]).reshape(h.shape)
 
 
-@layer_rule(without=_NO_DERIVATIVES, w=(WIDTH, WIDTH))
+@layer_rule(without=_NO_DERIVATIVES, w=SQUARE)
 def partitioned(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(_product(h.reshape(-1, WIDTH), p["w"]).reshape(h.shape))
 
@@ -713,13 +671,13 @@ def partitioned(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- layers of sequences --------------------------------------------------------------------------------------------
 
 
-@layer_rule("sequence", q=(WIDTH, WIDTH), k=(WIDTH, WIDTH), v=(WIDTH, WIDTH))
+@layer_rule("sequence", q=SQUARE, k=SQUARE, v=SQUARE)
 def attention(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h @ p["q"], h @ p["k"]) / np.sqrt(WIDTH).astype(np.float32))
     return jnp.einsum("bts,bsd->btd", weights, h @ p["v"])
 
 
-@layer_rule("sequence", qkv=(WIDTH, 3 * WIDTH), out=(WIDTH, WIDTH))
+@layer_rule("sequence", qkv=(WIDTH, 3 * WIDTH), out=SQUARE)
 def causal_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     parts = (h @ p["qkv"]).reshape(h.shape[0], TIME, 3, 2, WIDTH // 2)
     q, k, v = (parts[:, :, i] for i in range(3))
@@ -729,7 +687,7 @@ def causal_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(h.shape) @ p["out"]
 
 
-@layer_rule("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH), gate=(WIDTH, WIDTH))
+@layer_rule("sequence", w=SQUARE, u=SQUARE, gate=SQUARE)
 def recurrent(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     def cell(c: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         z = jax.nn.sigmoid(x @ p["gate"])
@@ -740,7 +698,7 @@ def recurrent(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.swapaxes(outs, 0, 1)
 
 
-@layer_rule("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH))
+@layer_rule("sequence", w=SQUARE, u=SQUARE)
 def recurrent_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     def one(row: jax.Array) -> jax.Array:
         cell = lambda c, x: (jnp.tanh(x @ p["w"] + c @ p["u"]),) * 2  # noqa: E731
@@ -749,7 +707,7 @@ def recurrent_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(one)(h)
 
 
-@layer_rule("sequence", w=(WIDTH, WIDTH))
+@layer_rule("sequence", w=SQUARE)
 def token_pooling(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A token of each example, and two others, by its number."""
     rows = np.arange(h.shape[0])
@@ -758,18 +716,18 @@ def token_pooling(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + (h[rows, place] + jnp.sum(pair, 1))[:, None]
 
 
-@layer_rule("sequence", mixes=True, w=(WIDTH, WIDTH))
+@layer_rule("sequence", mixes=True, w=SQUARE)
 def token_of_the_one_before(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + h[jnp.arange(h.shape[0]) - 1, _feature(h) % TIME][:, None]
 
 
-@layer_rule("sequence", w=(WIDTH, WIDTH))
+@layer_rule("sequence", w=SQUARE)
 def gated_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """In each step of time, a branch for each example by itself, and a loop in one of them."""
 
     def cell(c: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = jax.lax.cond(jnp.sum(x) > 0, lambda c: jnp.tanh(c @ p["w"] + x), lambda c: 0.5 * c, c)
-        return c, c + jax.lax.stop_gradient(_halved(jax.lax.stop_gradient(4 * c)))
+        return c, c + detached(_halved(detached(4 * c)))
 
     return jax.vmap(lambda row: jax.lax.scan(cell, jnp.zeros(WIDTH), row)[1])(h)
 
@@ -797,9 +755,7 @@ def convolution_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.relu(jax.lax.conv_general_dilated(h, p["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")))
 
 
-@layer_rule("sequence", w=(TIME, TIME))
-def mixed_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.einsum("btd,ts->bsd", h, p["w"])
+add_layer("mixed_in_time", lambda p, h, key: jnp.einsum("btd,ts->bsd", h, p["w"]), "sequence", w=(TIME, TIME))
 
 
 # ---- layers of images -----------------------------------------------------------------------------------------------
@@ -837,22 +793,20 @@ def squeeze_and_excite(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- layers in which examples meet ----------------------------------------------------------------------------------
 
 
-@layer_rule(mixes=True)
-def mixed_with_reverse(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return 0.7 * h + 0.3 * h[::-1]
+add_layer("mixed_with_reverse", lambda p, h, key: 0.7 * h + 0.3 * h[::-1], mixes=True)
 
 
-@layer_rule("vector", mixes=True, w=(WIDTH, WIDTH))
+@layer_rule("vector", mixes=True, w=SQUARE)
 def attention_over_examples(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.softmax(h @ p["w"] @ h.T) @ h
 
 
-@layer_rule(mixes=True, w=(WIDTH, WIDTH))
+@layer_rule(mixes=True, w=SQUARE)
 def halved_together(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """All examples are halved until the last one is small."""
     test = lambda x: jnp.any(jnp.abs(x) > 1)  # noqa: E731
-    small = jax.lax.while_loop(test, lambda x: 0.5 * x, jax.lax.stop_gradient(h))
-    return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
+    small = jax.lax.while_loop(test, lambda x: 0.5 * x, detached(h))
+    return jnp.tanh(h @ p["w"]) + detached(small)
 
 
 @layer_rule(mixes=True)
@@ -861,14 +815,8 @@ def faded_in_turn(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda c, row: (0.5 * c + row, row + 0.1 * c), jnp.zeros(h.shape[1:]), h)[1]
 
 
-@layer_rule(mixes=True)
-def less_the_mean(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.tanh(h - 0.5 * jax.lax.stop_gradient(jnp.mean(h, 0, keepdims=True)))
-
-
-@layer_rule(mixes=True)
-def scaled_by_the_largest(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return h / jax.lax.stop_gradient(jnp.max(jnp.abs(h)))
+add_layer("less_the_mean", lambda p, h, key: jnp.tanh(h - 0.5 * detached(jnp.mean(h, 0, keepdims=True))), mixes=True)
+add_layer("scaled_by_the_largest", lambda p, h, key: h / detached(jnp.max(jnp.abs(h))), mixes=True)
 
 
 # ---- normalisations over the batch ----------------------------------------------------------------------------------
@@ -890,7 +838,7 @@ VARIANCES: dict[str, Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array
 #: How running statistics follow the statistics of a batch. Only with `OWN` may a micro-batch take its own.
 AVERAGES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "decay": lambda old, new: 0.9 * old + 0.1 * new,
-    "step": lambda old, new: old + jax.lax.stop_gradient(0.2 * (new - old)),
+    "step": lambda old, new: old + detached(0.2 * (new - old)),
     "branch": lambda old, new: jax.lax.cond(old[0] < 9, lambda: 0.5 * old + 0.5 * new, lambda: old),
     "none": lambda old, new: old,
     "last": lambda old, new: new,

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.equivalence.layers import WIDTH
+from tests.equivalence.layers import WIDTH, detached
 
 Batch = dict[str, jax.Array]
-detached = jax.lax.stop_gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from tests.equivalence.layers import (
     init_batch_norm,
     init_layer,
     narrowed,
-    stack_that_returns_weights,
 )
 
 TOKENS = 12
@@ -129,11 +128,11 @@ def model_scores(model: Model, params: Any, stats: Any, x: jax.Array, key: jax.A
             if isinstance(layer, BatchNorm):
                 parts = ghosts if layer.may_be_own else 1
                 h, new_stats[f"layer{i}"] = batch_norm(layer.variance, layer.averages, p, stats[f"layer{i}"], h, parts)
-            elif layer.wrap == RETURNS_WEIGHTS:
-                own = jax.random.fold_in(key, i)
-                h, new_stats[f"layer{i}"] = stack_that_returns_weights(layer, p, h, own, narrows=model.narrows)
             else:
-                h = apply_layer(layer, p, h, jax.random.fold_in(key, i), narrows=model.narrows)
+                own = jax.random.fold_in(key, i)
+                h, returned = apply_layer(layer, p, h, own, narrows=model.narrows)
+                if returned is not None:
+                    new_stats[f"layer{i}"] = returned
         return _pooled(model, h) @ (params["in"].T if model.tied else params["head"]), new_stats
 
     return (jax.checkpoint(run) if model.checkpoint else run)(params, stats, x, key)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,33 +53,26 @@ class Found:
     seconds: float
 
 
-def outcomes(numbers: Iterable[int], seconds: float | None = None) -> Iterator[Found]:
-    """What becomes of the examples with these numbers; no example begins after `seconds`."""
-    start = time.monotonic()
-    for i, number in enumerate(numbers):
-        if seconds and time.monotonic() - start > seconds:
-            return
-        example, began = example_of(number), time.process_time()
-        try:
-            outcome = engine.run(example)
-        except Exception as error:
-            outcome = Outcome("crash", f"SERIAL {error!r}")
-        if outcome.kind in ("wrong", "crash"):
-            print(
-                f"{number}: {outcome.kind}: {outcome.detail if outcome.kind == 'wrong' else outcome.reason}\n"
-                f"    {example}",
-                flush=True,
-            )
-        yield Found(number, outcome, time.process_time() - began)
-        if i % 20 == 19:
-            jax.clear_caches()
+def run_number(number: int) -> Found:
+    """Runs the example with a number, and prints it if it is wrong or crashes."""
+    example, began = example_of(number), time.process_time()
+    try:
+        outcome = engine.run(example)
+    except Exception as error:
+        outcome = Outcome("crash", f"SERIAL {error!r}")
+    if not outcome.is_right:
+        detail = outcome.detail if outcome.kind == "wrong" else outcome.reason
+        print(f"{number}: {outcome.kind}: {detail}\n    {example}", flush=True)
+    if number % 20 == 19:
+        jax.clear_caches()
+    return Found(number, outcome, time.process_time() - began)
 
 
 def until_wrong(numbers: Iterable[int]) -> int:
     """Runs examples until one is wrong or crashes; prints how many have run, and the last. Returns whether one is."""
     n = 0
-    for n, found in enumerate(outcomes(numbers), 1):
-        if found.outcome.kind in ("wrong", "crash"):
+    for n, found in enumerate(map(run_number, numbers), 1):
+        if not found.outcome.is_right:
             print(n, found.number, found.outcome.kind, found.outcome.reason.replace("\n", " ")[:200])
             return 1
     print(n, "examples are right")
@@ -117,53 +112,40 @@ def _read(log: Path) -> list[Found]:
     for line in log.read_text().splitlines() if log.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             fields = json.loads(line)
-            outcome = Outcome(fields["kind"], fields["detail"], fields["is_sharp"])
-            found.append(Found(fields["number"], outcome, fields["seconds"]))
+            found.append(Found(fields["number"], Outcome(**fields["outcome"]), fields["seconds"]))
     return found
 
 
-def _write(log: Path, found: Found) -> None:
-    outcome = found.outcome
-    fields = {
-        "number": found.number,
-        "kind": outcome.kind,
-        "detail": outcome.detail,
-        "is_sharp": outcome.is_sharp,
-        "seconds": found.seconds,
-    }
-    with log.open("a") as file:
-        file.write(json.dumps(fields) + "\n")
-
-
-def _run_logged(log: Path, numbers: Sequence[int], seconds: float | None) -> list[Found]:
+def _run(numbers: Sequence[int], n_processes: int, log: Path | None) -> list[Found]:
     """What becomes of the examples, from the log or, if it lacks them, by a run, which adds them to it."""
-    wanted, known = set(numbers), _read(log)
-    done = {one.number for one in known}
-    for one in outcomes([number for number in numbers if number not in done], seconds):
-        _write(log, one)
-        known.append(one)
-    return [one for one in known if one.number in wanted]
+    found = {one.number: one for one in (_read(log) if log else ())}
+    missing = [number for number in numbers if number not in found]
+    with contextlib.ExitStack() as stack:
+        if n_processes > 1:
+            pool = ProcessPoolExecutor(n_processes, multiprocessing.get_context("spawn"), _be_strict)
+            made = stack.enter_context(pool).map(run_number, missing)
+        else:
+            made = map(run_number, missing)
+        file = stack.enter_context(log.open("a")) if log else None
+        for one in made:
+            found[one.number] = one
+            if file:
+                print(json.dumps(dataclasses.asdict(one)), file=file, flush=True)
+    return [found[number] for number in numbers]
 
 
-def _in_processes(n: int, log: Path, arguments: list[str]) -> None:
-    """Runs this command in `n` processes, each for its part of the numbers, with its own log."""
-    command = [sys.executable, "-m", "tests.equivalence.run", *arguments]
-    running = [subprocess.Popen([*command, "--part", f"{i}/{n}", "--log", _part(log, i)]) for i in range(n)]
-    for process in running:
-        process.wait()
-
-
-def _part(log: Path, i: int) -> Path:
-    return log.with_name(f"{log.name}.{i}")
+def _be_strict() -> None:
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_traceback_filtering", "off")  # The last line of a crash is its error.
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="examples begin with the number 1,000,000 times this")
-    parser.add_argument("--seconds", type=float, help="no example begins after so many seconds")
     parser.add_argument(
-        "--pieces", help="only examples with one of these parts of the grammar or layers: attention,kernels"
+        "--pieces", default="", help="only examples with one of these parts of the grammar or layers: attention,kernels"
     )
     parser.add_argument(
         "--until-wrong",
@@ -171,39 +153,22 @@ def _main() -> None:
         help="end at the first example that is wrong or crashes; --examples then counts those with --pieces alone",
     )
     parser.add_argument("--log", type=Path, help="a file of outcomes: those that it holds are not run again")
-    parser.add_argument("--processes", type=int, default=1, help="the number of processes, which need a --log")
-    parser.add_argument("--part", default="0/1", help="I/N: of the examples, the I-th and each N-th after it")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--replay")
     parser.add_argument("--smaller", action="store_true")
     args = parser.parse_args()
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_traceback_filtering", "off")  # The last line of a crash is its error.
+    _be_strict()
     if args.replay:
         _replay(eval(args.replay, _NAMES), args.smaller)
         return
 
-    wanted = set(args.pieces.split(",")) if args.pieces else set[str]()
+    first, wanted = args.seed * 1_000_000, set(filter(None, args.pieces.split(",")))
     if args.until_wrong:
-        drawn = (number for number in itertools.count(args.seed * 1_000_000) if _has_part(number, wanted))
+        drawn = (number for number in itertools.count(first) if _has_part(number, wanted))
         sys.exit(until_wrong(itertools.islice(drawn, args.examples)))
-
-    numbers = range(args.seed * 1_000_000, args.seed * 1_000_000 + args.examples)
-    if wanted:
-        numbers = [number for number in numbers if _has_part(number, wanted)]
-    i, n = map(int, args.part.split("/"))
-    if args.processes > 1:
-        if args.log is None:
-            parser.error("several processes need a --log")
-        options = {"--examples": args.examples, "--seed": args.seed, "--seconds": args.seconds, "--pieces": args.pieces}
-        _in_processes(args.processes, args.log, [x for o, v in options.items() if v is not None for x in (o, str(v))])
-        found = [one for k in range(args.processes) for one in _read(_part(args.log, k))]
-    elif args.log:
-        found = _run_logged(args.log, numbers[i::n], args.seconds)
-    else:
-        found = list(outcomes(numbers[i::n], args.seconds))
-    wanted = set(numbers)
-    print(summary([(example_of(one.number), one.outcome, one.seconds) for one in found if one.number in wanted]))
+    numbers = [number for number in range(first, first + args.examples) if _has_part(number, wanted)]
+    found = _run(numbers, args.processes, args.log)
+    print(summary([(example_of(one.number), one.outcome, one.seconds) for one in found]))
 
 
 def _has_part(number: int, wanted: AbstractSet[str]) -> bool:

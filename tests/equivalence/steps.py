@@ -7,6 +7,7 @@ values that another one changed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,8 @@ GRADIENTS = ("minialpa.value_and_grad", "minialpa.grad", "jax.value_and_grad", "
 # ---- optimizers -----------------------------------------------------------------------------------------------------
 
 
-def _sgd() -> Any:
-    return optax.sgd(0.1)
-
-
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "sgd": _sgd,
+    "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(0.03),
     "adamw": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.03, 5, 20), weight_decay=0.1),
@@ -73,13 +70,21 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _warm_state(optimizer: Any, params: Any, rng: np.random.Generator) -> Any:
+@functools.cache
+def _compiled(optimizer: str) -> tuple[Any, Any]:
+    """Compiled functions: the first state of an optimizer, and its update."""
+    made = OPTIMIZERS[optimizer]()
+    return jax.jit(made.init), jax.jit(made.update)
+
+
+def _warm_state(optimizer: str, params: Any, rng: np.random.Generator) -> Any:
     """The state after three updates, in which no second moment is zero: an update follows the gradient smoothly."""
-    state = optimizer.init(params)
+    init, update = _compiled(optimizer)
+    state = init(params)
     for _ in range(3):
         grads = jax.tree.map(lambda p: (0.3 * rng.standard_normal(p.shape)).astype(np.float32), params)
         with jax.numpy_dtype_promotion("standard"):
-            state = optimizer.update(grads, state, params)[1]
+            state = update(grads, state, params)[1]
     return jax.tree.map(np.asarray, state)
 
 
@@ -93,7 +98,7 @@ def make_args(training: Training) -> tuple[Any, ...]:
     state = {
         "params": params,
         "stats": stats,
-        "opt": _warm_state(OPTIMIZERS[training.optimizer](), params, rng),
+        "opt": _warm_state(training.optimizer, params, rng),
         "count": np.int32(3),
     }
     if training.key == "state":
@@ -397,10 +402,10 @@ def weighted_by_losses(s: Setting, state: Any, batches: tuple[Batch, ...]) -> An
 def accumulated_by_hand(s: Setting, state: Any, batches: tuple[Batch, ...]) -> Any:
     """Two halves of the batch under a scan."""
     halves = jax.tree.map(lambda x: x.reshape(2, x.shape[0] // 2, *x.shape[1:]), batches[0])
-    half = lambda p, b: (jnp.mean(s.each(p, b)), None)  # noqa: E731
 
-    def add(total: Any, part: Batch) -> Any:
-        return _plus(total, s.gradient(lambda p: half(p, part), state["params"])[1], 0.5), None
+    def add(total: Any, half: Batch) -> Any:
+        _, grads = s.gradient(lambda p: (jnp.mean(s.each(p, half)), None), state["params"])
+        return _plus(total, grads, 0.5), None
 
     grads = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, state["params"]), halves)[0]
     return s.update(state, grads), s.objective(state["params"], batches[0])[1], grads
@@ -439,9 +444,8 @@ def make_step(training: Training, ghosts: int = 1) -> Callable[..., Any]:
         setting = Setting(objective, each, gradient, unscaled, key)
         new_state, (value, stats, scores), grads = SCHEMES[training.scheme](setting, state, batches)
 
-        new_state = _carried(
-            training, state, {**new_state, "stats": stats, "count": state["count"] + 1}, batches[0], value
-        )
+        new_state = {**new_state, "stats": stats, "count": state["count"] + 1}
+        new_state = _carried(training, state, new_state, batches[0])
         results = {"loss": value, **{name: RESULTS[name](value, scores, batches[0]) for name in training.results}}
         if training.shows_gradients and grads is not None:
             results["gradients"] = grads
@@ -453,7 +457,7 @@ def make_step(training: Training, ghosts: int = 1) -> Callable[..., Any]:
     return step
 
 
-def _carried(training: Training, state: Any, new_state: Any, batch: Batch, value: jax.Array) -> Any:
+def _carried(training: Training, state: Any, new_state: Any, batch: Batch) -> Any:
     """`new_state` with the carried values next to parameters and statistics."""
     new_state = dict(new_state)
     if "average" in new_state:

@@ -28,42 +28,40 @@ def _training(**fields: Any) -> Training:
     return Training(Model("vector", LAYERS), LOSS, **fields)
 
 
-@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-def test_one_percent_of_one_gradient_is_seen(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = _training(optimizer=optimizer)
-    args = make_args(training)
-    expected = reference(make_step(training), args)
+def _plant_one_percent(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """From now on, one percent is added to the gradients of the parameters with these names, or to all."""
     right = steps._gradient_of
 
     def planted(*arguments: Any) -> Any:
         aux, grads = right(*arguments)
-        return aux, {**grads, "head": 1.01 * grads["head"]}
+        return aux, {**grads, **jax.tree.map(lambda g: 1.01 * g, {name: grads[name] for name in names or grads})}
 
     monkeypatch.setattr(steps, "_gradient_of", planted)
-    assert any("head" in d.path for d in differences(jax.jit(make_step(training))(*args), expected))
-
-
-_PLANTED = [number for number in range(40) if example_of(number).training.scheme in ("plain", *steps.SEVERAL)]
-
-
-@pytest.mark.parametrize("number", _PLANTED[:3])
-def test_drawn_steps_show_one_percent_of_all_gradients(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = example_of(number).training
-    args = make_args(training)
-    expected = reference(make_step(training), args)
-    right = steps._gradient_of
-    planted = lambda *a: (right(*a)[0], jax.tree.map(lambda g: 1.01 * g, right(*a)[1]))  # noqa: E731
-    monkeypatch.setattr(steps, "_gradient_of", planted)
-    assert differences(jax.jit(make_step(training))(*args), expected)
 
 
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-def test_another_order_of_the_examples_is_no_error(optimizer: str) -> None:
+def test_another_order_of_examples_is_no_error_and_one_percent_of_a_gradient_is(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = _training(optimizer=optimizer, batch_size=16, shows_gradients=True)
     state, batch, key = make_args(training)
     expected = reference(make_step(training), (state, batch, key))
     backwards = jax.tree.map(lambda x: x[::-1], batch)
     assert differences(jax.jit(make_step(training))(state, backwards, key), expected) == []
+
+    _plant_one_percent(monkeypatch, "head")
+    found = jax.jit(make_step(training))(state, batch, key)
+    assert any("state" in d.path and "head" in d.path for d in differences(found, expected))
+
+
+#: Drawn steps: one of a single gradient, and one where the loss is evaluated after the update.
+@pytest.mark.parametrize("number", [66, 116])
+def test_drawn_steps_show_one_percent_of_all_gradients(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = example_of(number).training
+    args = make_args(training)
+    expected = reference(make_step(training), args)
+    _plant_one_percent(monkeypatch)
+    assert differences(jax.jit(make_step(training))(*args), expected)
 
 
 def test_a_run_in_double_precision_is_no_error() -> None:
