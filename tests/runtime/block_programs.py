@@ -70,28 +70,3 @@ def program(
         n_buffers=4,
         blocks=LeafBlocks(arguments=(rows,) if len(rows) == 2 else (), results=(rows,) if len(read) == 2 else ()),
     )
-
-
-def of_four_leaves() -> Program:
-    """Adds 1 to four leaves, which are donated, on one device."""
-    spec, aval = PartitionSpec(), jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    function = Function(
-        name="add",
-        mesh=0,
-        fun=lambda *xs: tuple(x + 1 for x in xs),
-        in_avals=(aval,) * 4,
-        in_specs=(spec,) * 4,
-        out_avals=(aval,) * 4,
-        out_specs=(spec,) * 4,
-        donated=(0, 1, 2, 3),
-    )
-    return Program(
-        meshes=(MeshShape(0, (1,)),),
-        functions=(function,),
-        inputs=tuple(InputSlot(buffer=i, leaf=i, rows=None, mesh=0, spec=spec) for i in range(4)),
-        constants=(),
-        instructions=(Run(0, (0, 1, 2, 3), (4, 5, 6, 7)), Free((0, 1, 2, 3))),
-        outputs=tuple(OutputSlot((4 + i,), (0,)) for i in range(4)),
-        donated_leaves=frozenset(range(4)),
-        n_buffers=8,
-    )

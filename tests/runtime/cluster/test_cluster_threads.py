@@ -128,13 +128,3 @@ def test_values_that_are_fetched_while_another_thread_donates_them() -> None:
     for _ in range(n_steps + 1):
         expected, _ = step(expected, batch)
     assert_allclose(states[-1], expected, rtol=2e-4, atol=1e-5)
-
-
-@pytest.mark.slow  # the tests above are the short relatives
-@pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("name", ["shard", "pipeline"])
-def test_threads_train_as_one_thread_does_ten_times(name: str) -> None:
-    expected = serial_runs(2, N_THREADS, 50)
-    for _ in range(10):
-        steps = parallel_steps(2, METHODS[name])
-        assert_as_serial(run_threads(N_THREADS, lambda thread: train(steps, thread, 50)), expected)  # noqa: B023

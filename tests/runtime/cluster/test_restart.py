@@ -16,6 +16,7 @@ import pytest
 import minialpa
 from minialpa import session
 from minialpa.errors import MinialpaError, WorkerError
+from minialpa.runtime.cluster import cluster_runtime
 from minialpa.runtime.cluster.in_process import InProcessLauncher, ThreadActor
 from minialpa.session import InitArguments, Session
 from minialpa.testing import assert_allclose
@@ -88,13 +89,11 @@ def test_a_session_on_fewer_hosts_is_still_that_of_its_first_arguments(hosts: Ho
             minialpa.init("ray", num_hosts=1)
 
 
-@pytest.mark.slow  # test_a_worker_that_hangs_is_named_after_the_timeout is the short relative
 def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection ends: its workers just do not answer any more."""
     training = Training()
     minialpa.init("ray", num_hosts=2)
     training.advance()
-    call, call_aside = ThreadActor.call, ThreadActor.call_aside
 
     def unless_lost(reached: Any) -> Any:
         def called(self: ThreadActor, method: str, *args: Any) -> Any:
@@ -102,18 +101,21 @@ def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: py
 
         return called
 
-    monkeypatch.setattr(ThreadActor, "call", unless_lost(call))
-    monkeypatch.setattr(ThreadActor, "call_aside", unless_lost(call_aside))
+    monkeypatch.setattr(ThreadActor, "call", unless_lost(ThreadActor.call))
+    monkeypatch.setattr(ThreadActor, "call_aside", unless_lost(ThreadActor.call_aside))
+    monkeypatch.setattr(cluster_runtime, "_LATE_S", 0.2)
+    monkeypatch.setattr(cluster_runtime, "_GRACE_S", 0.2)
+    session.current_session().runtime._watch.interval_s = 0.1
     hosts.lost.add(1)
     with pytest.raises(WorkerError, match=r"its host is lost: nothing answers at 10\.0\.0\.1") as caught:
-        np.asarray(jax.tree.leaves(training.step(training.state, training.batch))[0])
+        np.asarray(training.step(training.state, training.batch)[1])
     assert caught.value.lost_hosts == (1,) and "`minialpa.restart()`" in str(caught.value)
 
     # The failed session still says how many hosts there are.
     assert minialpa.available_hosts() == 1
     minialpa.restart()
     assert _n_hosts() == 1
-    training.advance()
+    Training().advance()
 
 
 def test_the_example_of_the_documents_goes_on_after_a_loss_and_takes_the_host_back(hosts: Hosts) -> None:

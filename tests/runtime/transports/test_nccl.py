@@ -18,26 +18,11 @@ from minialpa.errors import WorkerError
 from minialpa.runtime.transports.host_transport import HostTransport
 from minialpa.runtime.transports.nccl import DeviceLink, NcclTransport
 from minialpa.runtime.transports.transport import Part, Piece
+from tests.runtime.threads import at_once
 from tests.runtime.transports import one_process_nccl
+from tests.runtime.transports.peers import SECRET, TIMEOUT_S
 
-SECRET = b"a secret of tests"
-TIMEOUT_S = 60.0
 N_DEVICES = 2
-
-
-def at_once(calls: list[Any]) -> list[Any]:
-    """Results of calls that wait for each other."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(i: int) -> None:
-        results[i] = calls[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def make(n_workers: int, links: list[DeviceLink]) -> list[NcclTransport]:
