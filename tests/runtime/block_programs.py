@@ -36,7 +36,7 @@ def program(
 ) -> Program:
     """Adds 1 to leaf 0, in blocks.
 
-    rows: those of each block; a single one is all of the leaf.
+    rows: the rows of each block; a single block is the whole leaf.
     meshes: the mesh of each block, of `n_devices` each.
     donated: the blocks that a call may take over.
     read: the blocks that are read; unless both are, results are not in blocks.

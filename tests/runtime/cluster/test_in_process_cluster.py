@@ -191,22 +191,6 @@ def test_programs_that_nothing_uses_leave_nothing_on_the_workers(runtime: Cluste
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_ends_ends_the_session_with_its_place(runtime: ClusterRuntime) -> None:
-    training = Training()
-    training.advance()
-    unfetched, _ = training.step(training.expected, training.batch)
-    lost = runtime.workers[1]
-    runtime.launcher.end([lost])
-    with pytest.raises(WorkerError, match=r"stage 1 on host 0.*its process died") as caught:
-        for _ in range(3):
-            training.advance()
-    assert (caught.value.worker, caught.value.stage) == (lost.number, 1)
-    with pytest.raises(WorkerError, match="The session has ended"):
-        training.step(training.expected, training.batch)
-    with pytest.raises(WorkerError, match="has ended"):
-        np.asarray(unfetched["first"])
-
-
 def test_fetched_values_outlive_the_session(runtime: ClusterRuntime) -> None:
     double = minialpa.parallelize(lambda x: x * 2, donate_argnums=(), batch_argnums=())
     fetched, unfetched = double(np.ones(3, np.float32)), double(np.ones(3, np.float32))

@@ -28,7 +28,7 @@ class Hosts:
     """Two hosts of two devices each.
 
     Attributes:
-        lost: The numbers of those on which nothing answers.
+        lost: The numbers of the hosts that do not answer.
         launched: The launcher of the last session.
     """
 
@@ -111,7 +111,7 @@ def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: py
         np.asarray(training.step(training.state, training.batch)[1])
     assert caught.value.lost_hosts == (1,) and "`minialpa.restart()`" in str(caught.value)
 
-    # The failed session still says how many hosts there are.
+    # The failed session still counts the hosts.
     assert minialpa.available_hosts() == 1
     minialpa.restart()
     assert _n_hosts() == 1

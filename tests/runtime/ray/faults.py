@@ -1,4 +1,4 @@
-"""Faults of a cluster, for tests: training that they stop, what the caller is told of them, and what stays behind."""
+"""Faults of a cluster, for tests: training that they stop, the error that the caller gets, and traces that stay."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def answers(port: int) -> bool:
 
 
 def listening_ports(pid: int) -> list[int]:
-    """TCP ports on which a process listens, without those that it has from its parent."""
+    """TCP ports on which a process listens, without the ports of its parent."""
     own = sockets(pid) - sockets(int(process_stat(pid)[1]))
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
@@ -185,7 +185,7 @@ class Told:
 
 
 def told_of(fault: Callable[[], None], call: Callable[[], Any], is_time: Callable[[], bool] | None = None) -> Told:
-    """The error of `call`, in which `fault` happens as soon as it is time; it happens before if there is no time."""
+    """The error of `call`. `fault` happens during the call, once `is_time`; without `is_time`, before the call."""
     at = [0.0]
 
     def make_fault() -> None:

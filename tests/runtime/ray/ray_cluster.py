@@ -19,7 +19,7 @@ N_NODES, DEVICES_PER_NODE = 3, 4
 
 @contextmanager
 def ray_nodes(n_nodes: int = N_NODES, devices_per_node: int = DEVICES_PER_NODE, **head_args: Any) -> Iterator[Cluster]:
-    """A cluster of nodes with `minialpa_cpu_device`s; ended, with all of its processes, behind the block."""
+    """A cluster of nodes with `minialpa_cpu_device`s; ended, with all of its processes, after the block."""
     with _forks_are_fine():
         # Processes that no test needs: the autoscaler, and what shows the logs of workers to the caller.
         without = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
@@ -37,7 +37,7 @@ def ray_nodes(n_nodes: int = N_NODES, devices_per_node: int = DEVICES_PER_NODE, 
 
 
 def resize(cluster: Cluster, n_nodes: int, devices_per_node: int = DEVICES_PER_NODE) -> None:
-    """Have a cluster grow or shrink to so many nodes. Nothing may run on it when it shrinks."""
+    """Have a cluster grow or shrink to so many nodes. No session may run on it when it shrinks."""
     with _forks_are_fine():
         while len(cluster.list_all_nodes()) < n_nodes:
             cluster.add_node(**_node(devices_per_node))

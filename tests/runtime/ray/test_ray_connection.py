@@ -1,4 +1,4 @@
-"""Sessions on a Ray cluster: how they connect, and what they hold meanwhile."""
+"""Sessions on a Ray cluster connect to it, and do not grow from step to step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_cluster_that_wants_a_token_says_so(cluster: Cluster) -> None:
     assert "for its token" in told.splitlines()[-1] and "RAY_AUTH_TOKEN" in told.splitlines()[-1]
 
 
-@pytest.mark.slow  # programs that nothing uses, on workers in threads, are the short relative
+@pytest.mark.slow  # tests of programs on workers in threads are the short relatives
 def test_nothing_grows_after_the_first_steps(cluster: Cluster) -> None:
     start_session(cluster.address, 1, N_MESHES, worker_env={**WORKER_ENV, "NPROC": "1"})
     warm_up, n_steps = 50, 250

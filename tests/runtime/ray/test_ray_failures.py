@@ -1,4 +1,4 @@
-"""Faults of workers and hosts: the caller gets the error in seconds, nothing stays, and training goes on.
+"""Faults of workers and hosts: the caller gets the error in seconds, no process stays, and training goes on.
 
 Each test makes one fault in a session. The next session starts in the same process, from a NumPy copy of the state.
 """

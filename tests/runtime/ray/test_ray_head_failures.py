@@ -84,7 +84,7 @@ def test_head_killed() -> None:
 
 @pytest.mark.slow  # the test before is the short relative
 def test_head_restarted() -> None:
-    """It comes back at once, and remembers nothing: what runs goes on, and all the rest says what to do."""
+    """It comes back at once with an empty memory: running workers go on, and every other call raises an error."""
     with ray_nodes(1, 2) as cluster:
         ray.init(address=cluster.address, log_to_driver=False)
         training = Training(cluster.address)

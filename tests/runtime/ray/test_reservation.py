@@ -113,7 +113,7 @@ def test_the_nodes_of_the_ended_session_are_waited_for(available: dict[str, Mapp
 
 def test_nodes_that_do_not_become_free_are_left_out(available: dict[str, Mapping[str, float]]) -> None:
     available.update(n2={CPU_DEVICE: 2.0}, n3={CPU_DEVICE: 1.0})
-    assert _chosen(_wanted(3, "n2")) == ["n2"]  # nobody waits for the others
+    assert _chosen(_wanted(3, "n2")) == ["n2"]  # no call waits for the others
     assert _chosen(_wanted(3, "n1", "n2")) == ["n2"]
 
 

@@ -1,5 +1,4 @@
-"""Compiled functions: equal ones are compiled once; few calls are unfinished at a time, whatever becomes of their
-results."""
+"""Compiled functions: equal ones are compiled once, and few calls are unfinished at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ MOST_UNFINISHED = 16
 
 
 class Device:
-    """A device that ends calls in order, and none before somebody waits for it: the slowest one that there is."""
+    """A device that ends calls in order, each when it is waited for: the slowest device possible."""
 
     def __init__(self, fails: bool = False) -> None:
         self.n_calls, self.n_ended, self.most_unfinished, self.fails = 0, 0, 0, fails

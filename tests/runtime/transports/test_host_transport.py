@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -34,10 +35,8 @@ from tests.runtime.transports.peers import (
     SECRET,
     TIMEOUT_S,
     Peer,
-    mappings,
     open_descriptors,
     peer_process,
-    resident_bytes,
 )
 
 DTYPES = [np.dtype(d) for d in (bool, "i1", "u2", "i4", "f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16)]
@@ -170,24 +169,6 @@ def ping_pong(peer: Peer, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return back
 
 
-@pytest.mark.parametrize("device", range(2))
-def test_jax_takes_received_arrays_over_and_they_survive_later_messages(peer: Peer, device: int) -> None:
-    expected = np.arange(BIG, dtype=np.float32)
-    add = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)
-    back = ping_pong(peer, expected)
-    array = jax.device_put(back, jax.devices()[device])
-    pointer = array.unsafe_buffer_pointer()
-    assert pointer == back.ctypes.data  # without a copy
-    other = jax.device_put(ping_pong(peer, expected), jax.devices()[device])
-    result = add(other).block_until_ready()
-    # jax does not write to memory that it was lent: the result is elsewhere.
-    assert other.is_deleted()
-    del other
-    seen = {ping_pong(peer, np.zeros(BIG, np.float32)).ctypes.data for _ in range(6)}
-    assert pointer not in seen and result.unsafe_buffer_pointer() not in seen
-    assert np.array_equal(array, expected) and np.array_equal(result, expected + 1)
-
-
 def test_an_array_may_be_donated_when_it_is_sent(peer: Peer) -> None:
     add = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)
     x = jnp.zeros(BIG, jnp.float32)
@@ -201,43 +182,15 @@ def test_an_array_may_be_donated_when_it_is_sent(peer: Peer) -> None:
         assert np.all(back == i)
 
 
-def bounce(transport: Transport, tags: list[int], sizes: list[int]) -> tuple[int, int, int]:
-    """Send back many messages; then the descriptors, mappings and resident bytes of this process."""
-    for tag, size in zip(tags, sizes, strict=True):
-        (array,) = transport.receive(0, tag, [Piece((size,), BYTES)], TIMEOUT_S)
-        transport.send(0, tag, [Part(array)])
-    del array
-    return usage()
-
-
-def usage() -> tuple[int, int, int]:
-    return open_descriptors(), mappings(), resident_bytes()
-
-
-def test_thousands_of_messages_leave_nothing_in_the_process(peer: Peer) -> None:
-    rng = random.Random(0)
-    data = np.arange(1 << 18, dtype=np.uint32).view(np.uint8)
-
-    def some(n_messages: int) -> list[tuple[int, int, int]]:
-        tags = [next(_tags) for _ in range(n_messages)]
-        sizes = [int(2 ** rng.uniform(0, 18.5)) for _ in tags]
-        peer.start(bounce, tags, sizes)
-        for start in range(0, n_messages, 50):
-            batch = range(start, min(start + 50, n_messages))
-            for i in batch:
-                peer.mine.send(1, tags[i], [Part(data[: sizes[i]])])
-            for i in batch:
-                (back,) = peer.mine.receive(1, tags[i], [Piece((sizes[i],), BYTES)], TIMEOUT_S)
-                assert back.tobytes() == data[: sizes[i]].tobytes()
-        del back
-        return [usage(), peer.result()]
-
-    before = some(1500)
-    after = some(3000)
-    for (fds, maps, resident), (fds_later, maps_later, resident_later) in zip(before, after, strict=True):
-        assert fds_later <= fds + 2
-        assert maps_later <= maps + 100
-        assert resident_later <= resident + (64 << 20)
+def test_neither_end_keeps_what_was_sent(peer: Peer) -> None:
+    array = np.ones(BIG, np.float32)
+    back = ping_pong(peer, array)
+    kept = [weakref.ref(array), weakref.ref(back.base)]
+    del array, back
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(ref() is not None for ref in kept):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 # What goes wrong
