@@ -31,24 +31,6 @@ from tests.runtime.threads import (
 N_THREADS = 8
 
 
-def test_threads_start_the_meshes_once_and_train_as_one_thread_does(runtime: ClusterRuntime) -> None:
-    steps = parallel_steps(2, METHODS["pipeline"])
-    threads = run_threads(N_THREADS, lambda thread: train(steps, thread, 6))
-    assert_as_serial(threads, serial_runs(2, N_THREADS, 6))
-    assert [len(step._executables) for step in steps] == [1, 1]
-    assert len(runtime.workers) == 2
-
-    # Of threads that donate one state, one gets a result. The session goes on.
-    batch = make_batch(0)
-    state, _ = steps[0](make_params(0), batch)
-    expected, _ = steps[0](steps[0](make_params(0), batch)[0], batch)
-    threads = run_threads(N_THREADS, lambda _: steps[0](state, batch))
-    assert len(threads.results) == 1
-    assert all(isinstance(e, WorkerError) and "donated" in str(e) for e in threads.errors.values())
-    ((state, _),) = threads.results.values()
-    assert_allclose(state, expected, rtol=2e-4, atol=1e-5)
-
-
 @pytest.mark.usefixtures("runtime")
 def test_functions_whose_meshes_do_not_fit_together_take_turns() -> None:
     steps = [*parallel_steps(1, METHODS["shard"]), *parallel_steps(1, METHODS["pipeline"])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -112,61 +111,29 @@ class Training:
 
 @dataclass
 class Traces:
-    """The processes of a session on this machine, the ports on which they listen, its placement group."""
+    """The processes of a session on this machine, and its placement group."""
 
     pids: list[int]
-    ports: list[int]
     group: Any
 
     @staticmethod
     def of_session() -> Traces:
         runtime = current_session().runtime
         pids = [status.pid for status in runtime.ask(runtime.workers, "status")]
-        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.launcher._group)
+        return Traces(pids, runtime.launcher._group)
 
     def assert_gone(self) -> None:
         """Within seconds: Ray gives a process that is stopped five of them."""
         wait_until(lambda: not any(lives(pid) for pid in self.pids))
-        wait_until(lambda: not any(answers(port) for port in self.ports))
         assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
         assert not [thread for thread in threading.enumerate() if "minialpa" in thread.name]
 
 
-def read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
 def lives(pid: int) -> bool:
     try:
-        return process_stat(pid)[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def listening_ports(pid: int) -> list[int]:
-    """TCP ports on which a process listens, without the ports of its parent."""
-    own = sockets(pid) - sockets(int(process_stat(pid)[1]))
-    rows = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
-    ]
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
-
-
-def sockets(pid: int) -> set[str]:
-    return {read_link(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-
-
-def process_stat(pid: int) -> list[str]:
-    """State, parent, and so on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float = SOON_S) -> None:

@@ -79,7 +79,7 @@ def test_a_worker_killed_while_it_compiles(training: Training) -> None:
     def fault() -> None:
         wait_until(lambda: len(runtime.workers) == 2, 60)
         pid = runtime.launcher.answer(runtime.workers[0].actor.call_aside("status")).pid
-        found.append(Traces([pid], [], runtime.launcher._group))
+        found.append(Traces([pid], runtime.launcher._group))
         os.kill(pid, signal.SIGKILL)
 
     told = told_of(fault, lambda: np.asarray(training.run()[1]), lambda: True)
