@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -107,8 +108,10 @@ def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: py
     monkeypatch.setattr(cluster_runtime, "_GRACE_S", 0.2)
     session.current_session().runtime._watch.interval_s = 0.1
     hosts.lost.add(1)
+    begun_s = time.monotonic()
     with pytest.raises(WorkerError, match=r"its host is lost: nothing answers at 10\.0\.0\.1") as caught:
         np.asarray(training.step(training.state, training.batch)[1])
+    assert time.monotonic() - begun_s < 20  # the workers have 60 s to answer
     assert caught.value.lost_hosts == (1,) and "`minialpa.restart()`" in str(caught.value)
 
     # The failed session still counts the hosts.
