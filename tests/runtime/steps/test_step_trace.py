@@ -36,7 +36,7 @@ def pipeline(n_devices: int) -> Method:
 
 def check_step(method: Method, n_hosts: list[int], folder: Path) -> tuple[Program, tuple[TaskTime, ...]]:
     """Trains a step, traces one, and trains another; returns what was traced. n_hosts: of each mesh."""
-    model = models.build("mlp", batch_size=4 * N_MICRO_BATCHES, hidden=8)
+    model = models.build("mlp", batch_size=4 * N_MICRO_BATCHES, hidden=8, n_layers=2)
     step = minialpa.parallelize(model.train_step(minialpa.value_and_grad), method=method)
     plain = jax.jit(model.train_step(jax.value_and_grad))
     batch = model.make_batch(0, model.batch_size)
