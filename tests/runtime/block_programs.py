@@ -36,7 +36,7 @@ def program(
 ) -> Program:
     """Adds 1 to leaf 0, in blocks.
 
-    rows: those of each block; a single one is all of the leaf.
+    rows: the rows of each block; a single block is the whole leaf.
     meshes: the mesh of each block, of `n_devices` each.
     donated: the blocks that a call may take over.
     read: the blocks that are read; unless both are, results are not in blocks.
@@ -69,29 +69,4 @@ def program(
         donated_leaves=frozenset(donated),
         n_buffers=4,
         blocks=LeafBlocks(arguments=(rows,) if len(rows) == 2 else (), results=(rows,) if len(read) == 2 else ()),
-    )
-
-
-def of_four_leaves() -> Program:
-    """Adds 1 to four leaves, which are donated, on one device."""
-    spec, aval = PartitionSpec(), jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    function = Function(
-        name="add",
-        mesh=0,
-        fun=lambda *xs: tuple(x + 1 for x in xs),
-        in_avals=(aval,) * 4,
-        in_specs=(spec,) * 4,
-        out_avals=(aval,) * 4,
-        out_specs=(spec,) * 4,
-        donated=(0, 1, 2, 3),
-    )
-    return Program(
-        meshes=(MeshShape(0, (1,)),),
-        functions=(function,),
-        inputs=tuple(InputSlot(buffer=i, leaf=i, rows=None, mesh=0, spec=spec) for i in range(4)),
-        constants=(),
-        instructions=(Run(0, (0, 1, 2, 3), (4, 5, 6, 7)), Free((0, 1, 2, 3))),
-        outputs=tuple(OutputSlot((4 + i,), (0,)) for i in range(4)),
-        donated_leaves=frozenset(range(4)),
-        n_buffers=8,
     )

@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import DeletedArrayError
-from minialpa.programs.program import LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.local import LocalExecutable
 from minialpa.runtime.runner import BlockedCalls, joined_leaves, split_leaves
-from tests.runtime.block_programs import LEAF, ROWS, of_four_leaves, program
+from tests.runtime.block_programs import LEAF, ROWS, program
 
 #: Leaf 0 is in blocks, leaf 1 is not.
 BLOCKS = (ROWS, None)
@@ -70,12 +68,8 @@ def test_rows_of_any_array_are_blocks(make: Any) -> None:
     for part, (start, stop) in zip(parts, ROWS, strict=False):
         np.testing.assert_array_equal(np.asarray(part), LEAF[start:stop])
         assert part.dtype == LEAF.dtype
-
-
-def test_rows_of_numpy_and_host_arrays_are_not_copied() -> None:
-    for leaf in (LEAF, jnp.asarray(LEAF)):
-        parts = split_leaves([leaf, leaf], BLOCKS)[:2]
-        assert all(np.shares_memory(np.asarray(part), np.asarray(leaf)) for part in parts)
+        if isinstance(leaf, np.ndarray | jax.Array):
+            assert np.shares_memory(np.asarray(part), np.asarray(leaf))
 
 
 def test_the_value_of_rows_shares_no_memory_with_the_array() -> None:
@@ -122,10 +116,6 @@ def calls(**changes: Any) -> BlockedCalls:
     return BlockedCalls(LocalExecutable(made, jax.devices()), made.blocks)
 
 
-def pointers(array: BlockedArray) -> list[int]:
-    return [shard.data.unsafe_buffer_pointer() for block in array.blocks for shard in block.addressable_shards]
-
-
 @pytest.mark.parametrize(
     ("make", "n_devices"),
     [
@@ -148,31 +138,12 @@ def test_no_call_takes_over_an_array_in_another_layout(make: Any, n_devices: int
         np.testing.assert_array_equal(np.asarray(leaf), LEAF)
 
 
-def test_donated_blocks_are_used_in_place() -> None:
-    step = calls(n_devices=2)
-    (state,) = step.place([jnp.array(LEAF)])
-    for _ in range(3):
-        where = pointers(state)
-        (new,) = step([state])
-        assert state.is_deleted() and pointers(new) == where
-        state = new
-
-
-def test_blocks_that_are_not_donated_stay() -> None:
-    step = calls(donated=())
-    (state,) = step.place([LEAF])
-    for _ in range(2):
-        np.testing.assert_array_equal(step([state])[0], LEAF + 1)
-
-
-def test_one_block_may_be_in_two_arguments() -> None:
+def test_one_block_may_be_in_two_places() -> None:
     """A donated block has one memory, which only one result can take over."""
-    runner = LocalExecutable(of_four_leaves(), jax.devices())
-    step = BlockedCalls(runner, LeafBlocks(arguments=(((0, 2), (2, 4)),) * 2))
-    block = jax.device_put(LEAF[:2], NamedSharding(runner.meshes[0], PartitionSpec()))
-    leaf = BlockedArray([block, block])
-    for result in step([leaf, leaf]):
-        np.testing.assert_array_equal(result, LEAF[:2] + 1)
+    step = calls(rows=((0, 2), (2, 4)), meshes=(0, 0))
+    block = step.place([LEAF[:4]])[0].blocks[0]
+    (result,) = step([BlockedArray([block, block])])
+    np.testing.assert_array_equal(result, np.concatenate([LEAF[:2], LEAF[:2]]) + 1)
 
 
 def test_placed_blocks_are_where_the_stages_read_them() -> None:

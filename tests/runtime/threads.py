@@ -97,6 +97,14 @@ def run_threads(n: int, work: Callable[[int], Any], within_s: float = 120.0) -> 
     return Threads().start(n, work).join(within_s)
 
 
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of calls that wait for each other, each in a thread."""
+    threads = run_threads(len(calls), lambda i: calls[i]())
+    if threads.errors:
+        raise next(iter(threads.errors.values()))
+    return [threads.results[i] for i in range(len(calls))]
+
+
 def serial_runs(n_functions: int, n_threads: int, n_steps: int) -> dict[int, Any]:
     """What each thread gets where all of it runs on one device, one thread after the other."""
     steps = [jax.jit(train_step(i, jax.value_and_grad)) for i in range(n_functions)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -35,12 +37,18 @@ def is_running(runtime: ClusterRuntime) -> bool:
     return session is not None and session.runtime is runtime and runtime._turns.failure is None
 
 
+@functools.cache
+def _steps() -> tuple[Any, Any]:
+    """The step of two stages, which plans once for all sessions; and plain jax."""
+    (step,) = parallel_steps(1, METHODS["pipeline"])
+    return step, jax.jit(train_step(0, jax.value_and_grad))
+
+
 class Training:
     """A step of two stages, with its state and the run of plain jax beside it."""
 
     def __init__(self) -> None:
-        (self.step,) = parallel_steps(1, METHODS["pipeline"])
-        self.plain = jax.jit(train_step(0, jax.value_and_grad))
+        self.step, self.plain = _steps()
         self.batch = make_batch(0)
         self.state = self.expected = make_params(0)
 

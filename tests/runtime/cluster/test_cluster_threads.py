@@ -31,24 +31,6 @@ from tests.runtime.threads import (
 N_THREADS = 8
 
 
-def test_threads_start_the_meshes_once_and_train_as_one_thread_does(runtime: ClusterRuntime) -> None:
-    steps = parallel_steps(2, METHODS["pipeline"])
-    threads = run_threads(N_THREADS, lambda thread: train(steps, thread, 6))
-    assert_as_serial(threads, serial_runs(2, N_THREADS, 6))
-    assert [len(step._executables) for step in steps] == [1, 1]
-    assert len(runtime.workers) == 2
-
-    # Of threads that donate one state, one gets a result. The session goes on.
-    batch = make_batch(0)
-    state, _ = steps[0](make_params(0), batch)
-    expected, _ = steps[0](steps[0](make_params(0), batch)[0], batch)
-    threads = run_threads(N_THREADS, lambda _: steps[0](state, batch))
-    assert len(threads.results) == 1
-    assert all(isinstance(e, WorkerError) and "donated" in str(e) for e in threads.errors.values())
-    ((state, _),) = threads.results.values()
-    assert_allclose(state, expected, rtol=2e-4, atol=1e-5)
-
-
 @pytest.mark.usefixtures("runtime")
 def test_functions_whose_meshes_do_not_fit_together_take_turns() -> None:
     steps = [*parallel_steps(1, METHODS["shard"]), *parallel_steps(1, METHODS["pipeline"])]
@@ -128,13 +110,3 @@ def test_values_that_are_fetched_while_another_thread_donates_them() -> None:
     for _ in range(n_steps + 1):
         expected, _ = step(expected, batch)
     assert_allclose(states[-1], expected, rtol=2e-4, atol=1e-5)
-
-
-@pytest.mark.slow  # the tests above are the short relatives
-@pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("name", ["shard", "pipeline"])
-def test_threads_train_as_one_thread_does_ten_times(name: str) -> None:
-    expected = serial_runs(2, N_THREADS, 50)
-    for _ in range(10):
-        steps = parallel_steps(2, METHODS[name])
-        assert_as_serial(run_threads(N_THREADS, lambda thread: train(steps, thread, 50)), expected)  # noqa: B023

@@ -1,15 +1,12 @@
-"""Faults of a cluster, for tests: training that they stop, what the caller is told of them, and what stays behind."""
+"""Faults of a cluster, for tests: training that they stop, the error that the caller gets, and traces that stay."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,10 @@ import pytest
 import ray
 
 import minialpa
-from minialpa import AutoShardingOption, PipeshardParallel, ShardParallel, WorkerError
+from minialpa import ManualStageOption, PipeshardParallel, WorkerError
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
-from tests.runtime.ray.ray_cluster import WORKER_ENV
-from tests.skips import skip
+from tests.runtime.ray.ray_cluster import start_session
 
 #: Seconds within which an error has to come, once there are signs of it.
 SOON_S = 10.0
@@ -57,18 +53,6 @@ def train_step(value_and_grad: Any) -> Callable[[Any, Any, Any], Any]:
     return step
 
 
-def greedy_step(n_bytes: int) -> Callable[[Any, Any], jax.Array]:
-    """A step whose second stage fills more memory than `n_bytes`."""
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        h = jax.nn.relu(batch["x"] @ params["first"])
-        minialpa.mark_pipeline_boundary()
-        big = jnp.sort(jnp.sin(jax.lax.iota(jnp.float32, n_bytes // 4) * jnp.sum(params["last"])))
-        return jnp.mean((h @ params["last"] * big[-1] - batch["y"]) ** 2)
-
-    return minialpa.parallelize(loss_fn, method=GREEDY)
-
-
 def make_params() -> Any:
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=(8, 8)).astype(np.float32) for name in ("first", "last")}
@@ -79,10 +63,15 @@ def make_batch(step: int) -> Any:
     return {name: rng.normal(size=(8, 8)).astype(np.float32) for name in ("x", "y")}
 
 
-PIPELINE = PipeshardParallel(num_micro_batches=2, layer_option="manual")
-METHODS = {1: PIPELINE, 2: ShardParallel()}
-#: A plan for steps that need more memory than there is.
-GREEDY = dataclasses.replace(PIPELINE, default_auto_sharding_option=AutoShardingOption(memory_limit_bytes=2**60))
+def two_stages(*submeshes: tuple[int, int]) -> PipeshardParallel:
+    """A stage on each submesh, which is hosts and devices of each."""
+    n_devices = [(hosts * devices,) for hosts, devices in submeshes]
+    stages = ManualStageOption(((0,), (1,)), submeshes, n_devices, ({}, {}))
+    return PipeshardParallel(num_micro_batches=2, layer_option="manual", stage_option=stages)
+
+
+#: By the number of hosts: two devices of one host; or a device of each host, and the second mesh is on two of them.
+METHODS = {1: two_stages((1, 1), (1, 1)), 3: two_stages((1, 1), (2, 1))}
 
 
 @dataclass(eq=False)
@@ -99,14 +88,12 @@ class Training:
         self.serial = jax.jit(train_step(jax.value_and_grad))
 
     def start(self, hosts: int, timeout_s: float = 300.0) -> None:
-        """A session of a pipeline of two meshes on one host, or of one mesh over two hosts; a like one goes on."""
+        """A session of a pipeline of two meshes on so many hosts; a like one goes on."""
         if hosts != self.hosts:
             minialpa.shutdown()
         self.hosts = hosts
-        minialpa.init(
-            cluster="ray", address=self.address, num_hosts=hosts, devices_per_host=2 // hosts,
-            worker_timeout_s=timeout_s, worker_env=WORKER_ENV,
-        )  # fmt: skip
+        n_devices = 2 if hosts == 1 else 1
+        start_session(self.address, hosts, n_devices, worker_timeout_s=timeout_s)
         self.steps.setdefault(hosts, minialpa.parallelize(train_step(minialpa.value_and_grad), method=METHODS[hosts]))
 
     def run(self, spins: Any = AT_ONCE) -> tuple[Any, Any]:
@@ -124,65 +111,29 @@ class Training:
 
 @dataclass
 class Traces:
-    """The processes of a session on this machine, the ports on which they listen, its placement group."""
+    """The processes of a session on this machine, and its placement group."""
 
     pids: list[int]
-    ports: list[int]
     group: Any
 
     @staticmethod
     def of_session() -> Traces:
         runtime = current_session().runtime
         pids = [status.pid for status in runtime.ask(runtime.workers, "status")]
-        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.launcher._group)
+        return Traces(pids, runtime.launcher._group)
 
     def assert_gone(self) -> None:
         """Within seconds: Ray gives a process that is stopped five of them."""
         wait_until(lambda: not any(lives(pid) for pid in self.pids))
-        wait_until(lambda: not any(answers(port) for port in self.ports))
         assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
         assert not [thread for thread in threading.enumerate() if "minialpa" in thread.name]
 
 
-def read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
 def lives(pid: int) -> bool:
     try:
-        return process_stat(pid)[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def cluster_ip() -> str:
-    return str(ray.nodes()[0]["NodeManagerAddress"])
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def listening_ports(pid: int) -> list[int]:
-    """TCP ports on which a process listens, without those that it has from its parent."""
-    own = sockets(pid) - sockets(int(process_stat(pid)[1]))
-    rows = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
-    ]
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
-
-
-def sockets(pid: int) -> set[str]:
-    return {read_link(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-
-
-def process_stat(pid: int) -> list[str]:
-    """State, parent, and so on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float = SOON_S) -> None:
@@ -200,23 +151,31 @@ class Told:
     seconds: float
 
 
-def told_of(fault: Callable[[], None], call: Callable[[], Any], after_s: float = 0.0) -> Told:
-    """The error of `call`, in which `fault` happens after some seconds; before it if that is 0."""
+def told_of(fault: Callable[[], None], call: Callable[[], Any], is_time: Callable[[], bool] | None = None) -> Told:
+    """The error of `call`. `fault` happens during the call, once `is_time`; without `is_time`, before the call."""
     at = [0.0]
 
     def make_fault() -> None:
-        time.sleep(after_s)
+        if is_time is not None:
+            wait_until(is_time, 60)
         at[0] = time.monotonic()
         fault()
 
     thread = threading.Thread(target=make_fault)
     thread.start()
-    if not after_s:
+    if is_time is None:
         thread.join()
     with pytest.raises(WorkerError) as caught:
         call()
     thread.join()
     return Told(caught.value, time.monotonic() - at[0])
+
+
+def in_next_step() -> Callable[[], bool]:
+    """Tells when all workers have reported, while the caller waits for it, that they run the next step."""
+    runtime = current_session().runtime
+    last = max(status.step for status in runtime.ask(runtime.workers, "status"))
+    return lambda: all(runtime._status(worker).step > last for worker in runtime.workers)
 
 
 def worker_pid(place: int) -> int:
@@ -235,22 +194,3 @@ def long_step(training: Training, where: int) -> Callable[[], Any]:
     spins = AT_ONCE.copy()
     spins[where] = FOREVER
     return lambda: np.asarray(training.run(spins)[0]["first"])
-
-
-@contextmanager
-def memory_limit(pid: int, n_bytes: int) -> Iterator[None]:
-    """A control group that gives a process so much memory more. Beyond that, the kernel kills it."""
-    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    root, limit = (v1, "memory.limit_in_bytes") if (v1 / "cgroup.procs").exists() else (v2, "memory.max")
-    group = root / f"minialpa-test-{pid}"
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(n_bytes))
-        (group / "cgroup.procs").write_text(str(pid))
-    except OSError as error:
-        skip(f"needs root and control groups, to limit the memory of a worker: {error}")
-    try:
-        yield
-    finally:
-        wait_until(lambda: not (group / "cgroup.procs").read_text().split())
-        group.rmdir()

@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -25,9 +24,9 @@ from minialpa import (
     models,
     restore_checkpoint,
 )
-from minialpa.session import current_session
 from tests.checkpoint_cases import bits, by_orbax_alone, step_of
-from tests.runtime.ray.ray_cluster import WORKER_ENV
+from tests.runtime.ray.faults import worker_pid
+from tests.runtime.ray.ray_cluster import resize, start_session
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -37,30 +36,14 @@ TWO_STAGES = PipeshardParallel(
 )
 
 
-def start(cluster: Cluster, num_hosts: int, devices_per_host: int) -> None:
-    minialpa.shutdown()
-    minialpa.init(
-        cluster="ray",
-        address=cluster.address,
-        num_hosts=num_hosts,
-        devices_per_host=devices_per_host,
-        worker_env=WORKER_ENV,
-    )
-
-
-def worker_pids() -> list[Any]:
-    runtime = current_session().runtime
-    assert runtime is not None
-    return [runtime.launcher.answer(worker.actor.call_aside("status")).pid for worker in runtime.workers]
-
-
 @pytest.mark.slow  # tests/test_checkpoint_workers.py has its short relative, in one process
 def test_workers_write_their_shards_until_one_is_killed(cluster: Cluster, seed: int, tmp_path: Path) -> None:
     moments = random.Random(seed)
     init, batch = MODEL.init(jax.random.key(0)), MODEL.make_batch(0, 16)
     for k in range(3):
         folder = tmp_path / str(k)
-        start(cluster, 2, 1)
+        minialpa.shutdown()
+        start_session(cluster.address, 2, 1)
         step = step_of(MODEL, TWO_STAGES)
         state = step.preshard_dynamic_args(init, batch)[0]
         manager = CheckpointManager(folder)
@@ -71,7 +54,7 @@ def test_workers_write_their_shards_until_one_is_killed(cluster: Cluster, seed: 
 
         state, _ = step(state, batch)
         expected = {0: bits(init), 1: bits(state)}
-        pid = worker_pids()[moments.randrange(2)]
+        pid = worker_pid(moments.randrange(2))
         manager.save(1, state)
         time.sleep(moments.uniform(0.0, 0.05))
         os.kill(pid, signal.SIGKILL)
@@ -92,8 +75,10 @@ def test_the_hosts_of_a_mesh_share_what_they_write_and_read(cluster: Cluster, tm
     """One mesh of two hosts; saved by two processes, restored by four, and the other way round."""
     init, batch = MODEL.init(jax.random.key(0)), MODEL.make_batch(0, 16)
     states = {}
+    resize(cluster, 4)
     for k, hosts in enumerate(((2, 2), (4, 1), (2, 2))):
-        start(cluster, *hosts)
+        minialpa.shutdown()
+        start_session(cluster.address, *hosts)
         step = step_of(MODEL, Zero3Parallel())
         executable = step.get_executable(init, batch)
         state = restore_checkpoint(tmp_path, executable) if k else step.preshard_dynamic_args(init, batch)[0]

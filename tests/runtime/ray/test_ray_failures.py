@@ -1,4 +1,4 @@
-"""Faults of workers and hosts: the caller gets the error in seconds, nothing stays, and training goes on.
+"""Faults of workers and hosts: the caller gets the error in seconds, no process stays, and training goes on.
 
 Each test makes one fault in a session. The next session starts in the same process, from a NumPy copy of the state.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,11 +22,9 @@ from tests.runtime.ray.faults import (
     SOON_S,
     Traces,
     Training,
-    greedy_step,
+    in_next_step,
     kill,
     long_step,
-    make_batch,
-    memory_limit,
     told_of,
     wait_until,
     worker_pid,
@@ -62,26 +59,14 @@ def started(training: Training, hosts: int, timeout_s: float = 300.0) -> Traces:
 def test_a_worker_killed_inside_a_step(training: Training) -> None:
     traces = started(training, hosts=1)
     pid = worker_pid(0)
-    told = told_of(kill(pid), long_step(training, 2), after_s=3.0)
+    told = told_of(kill(pid), long_step(training, 2), in_next_step())
     assert told.seconds < SOON_S
     assert (told.error.host, told.error.stage) == (0, 0)
-    assert f"process {pid}" in str(told.error)
+    assert f"process {pid}" in str(told.error) and "its process died" in str(told.error)
     # It had reported its position; and the other one still does.
     assert told.error.instruction is not None and "no instruction" not in told.error.instruction
     assert told.error.recent
     assert "stage 1 on host 0, was in step" in str(told.error)
-    traces.assert_gone()
-
-
-def test_a_lost_node(training: Training, cluster: Cluster) -> None:
-    traces = started(training, hosts=2)
-    kept = {cluster.head_node.node_id, ray.get_runtime_context().get_node_id()}
-    hosts = [host.node_id for host in current_session().runtime.launcher.hosts]
-    host = next(i for i, node_id in enumerate(hosts) if node_id not in kept)
-    node = next(node for node in cluster.worker_nodes if node.node_id == hosts[host])
-    told = told_of(lambda: cluster.remove_node(node, allow_graceful=False), long_step(training, 0), after_s=1.0)
-    assert told.seconds < SOON_S
-    assert told.error.host == host and "its host is lost" in str(told.error)
     traces.assert_gone()
 
 
@@ -94,43 +79,22 @@ def test_a_worker_killed_while_it_compiles(training: Training) -> None:
     def fault() -> None:
         wait_until(lambda: len(runtime.workers) == 2, 60)
         pid = runtime.launcher.answer(runtime.workers[0].actor.call_aside("status")).pid
-        found.append(Traces([pid], [], runtime.launcher._group))
+        found.append(Traces([pid], runtime.launcher._group))
         os.kill(pid, signal.SIGKILL)
 
-    told = told_of(fault, lambda: np.asarray(training.run()[1]), after_s=0.01)
+    told = told_of(fault, lambda: np.asarray(training.run()[1]), lambda: True)
     assert (told.error.host, told.error.stage) == (0, 0) and "its process died" in str(told.error)
     found[0].assert_gone()
     started(training, hosts=1)
 
 
 @pytest.mark.slow  # a worker killed inside a step is the short relative
-@pytest.mark.parametrize("place", [0, 1], ids=["with the coordinator", "of two hosts"])
+@pytest.mark.parametrize("place", [1, 2], ids=["with the coordinator", "without it"])
 def test_a_worker_of_a_mesh_over_hosts_killed(training: Training, place: int) -> None:
-    traces = started(training, hosts=2)
-    told = told_of(kill(worker_pid(place)), long_step(training, 0), after_s=2.0)
+    traces = started(training, hosts=3)
+    told = told_of(kill(worker_pid(place)), long_step(training, 0), in_next_step())
     assert told.seconds < SOON_S
-    assert (told.error.host, told.error.stage) == (place, 0) and "its process died" in str(told.error)
-    traces.assert_gone()
-
-
-@pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has its short relative
-def test_a_stage_that_raises(training: Training) -> None:
-    traces = started(training, hosts=1)
-    told = told_of(lambda: None, lambda: np.asarray(greedy_step(2**48)(training.state, make_batch(0))))
-    assert (told.error.host, told.error.stage) == (0, 1)
-    assert told.error.instruction is not None and "Run" in told.error.instruction and told.error.recent
-    assert told.error.remote_traceback is not None and "Out of memory" in told.error.remote_traceback
-    assert told.error.remote_traceback in str(told.error)
-    traces.assert_gone()
-
-
-@pytest.mark.slow  # a worker killed inside a step is the short relative
-def test_a_worker_that_the_kernel_kills_for_memory(training: Training) -> None:
-    traces = started(training, hosts=1)
-    with memory_limit(worker_pid(1), 2**28):
-        told = told_of(lambda: None, lambda: np.asarray(greedy_step(2**30)(training.state, make_batch(0))))
-    assert (told.error.host, told.error.stage) == (0, 1)
-    assert "its process died" in str(told.error) and "OOM" in str(told.error)
+    assert (told.error.host, told.error.stage) == (place, 1) and "its process died" in str(told.error)
     traces.assert_gone()
 
 
@@ -148,11 +112,11 @@ def test_a_stopped_worker(training: Training) -> None:
 @pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has a short relative
 def test_an_interrupt_of_the_caller(training: Training) -> None:
     traces = started(training, hosts=1)
-    heard = threading.Event()
+    is_time, heard = in_next_step(), threading.Event()
 
     def interrupt() -> None:
         # As a user does. Python drops one that comes while it collects garbage: it arises in a callback of jax then.
-        time.sleep(2.0)
+        wait_until(is_time, 60)
         while not heard.is_set():
             os.kill(os.getpid(), signal.SIGINT)
             heard.wait(SOON_S)
@@ -171,4 +135,16 @@ def test_an_interrupt_of_the_caller(training: Training) -> None:
         thread.join()
         signal.signal(signal.SIGINT, before)
     minialpa.shutdown()
+    traces.assert_gone()
+
+
+def test_a_lost_node(training: Training, cluster: Cluster) -> None:
+    traces = started(training, hosts=3)
+    kept = {cluster.head_node.node_id, ray.get_runtime_context().get_node_id()}
+    hosts = [host.node_id for host in current_session().runtime.launcher.hosts]
+    host = next(i for i, node_id in enumerate(hosts) if node_id not in kept)
+    node = next(node for node in cluster.worker_nodes if node.node_id == hosts[host])
+    told = told_of(lambda: cluster.remove_node(node, allow_graceful=False), long_step(training, 0), in_next_step())
+    assert told.seconds < SOON_S
+    assert told.error.host == host and "its host is lost" in str(told.error)
     traces.assert_gone()

@@ -12,12 +12,13 @@ import pytest
 import ray
 
 import minialpa
-from minialpa import MinialpaError
+from minialpa import MinialpaError, ShardParallel
 from tests.runtime.ray.faults import (
-    METHODS,
+    AT_ONCE,
     SOON_S,
     Traces,
     Training,
+    in_next_step,
     kill,
     lives,
     long_step,
@@ -64,7 +65,7 @@ def test_head_killed() -> None:
         training.advance()
         pids = Traces.of_session().pids
         servers = [process.pid for name, process in cluster.head_node.live_processes() if name == "gcs_server"]
-        told = told_of(kill(servers[0]), long_step(training, 0), after_s=1.0)
+        told = told_of(kill(servers[0]), long_step(training, 0), in_next_step())
         assert told.seconds < SOON_S
         assert "The head of the Ray cluster" in str(told.error)
         wait_until(lambda: not any(lives(pid) for pid in pids))
@@ -83,7 +84,7 @@ def test_head_killed() -> None:
 
 @pytest.mark.slow  # the test before is the short relative
 def test_head_restarted() -> None:
-    """It comes back at once, and remembers nothing: what runs goes on, and all the rest says what to do."""
+    """It comes back at once with an empty memory: running workers go on, and every other call raises an error."""
     with ray_nodes(1, 2) as cluster:
         ray.init(address=cluster.address, log_to_driver=False)
         training = Training(cluster.address)
@@ -93,9 +94,9 @@ def test_head_restarted() -> None:
         cluster.head_node.kill_gcs_server()
         with head_at(training.address):
             training.advance()
-            two_hosts = minialpa.parallelize(train_step(minialpa.value_and_grad), method=METHODS[2])
+            one_mesh = minialpa.parallelize(train_step(minialpa.value_and_grad), method=ShardParallel())
             with pytest.raises(MinialpaError, match=r"head of the Ray cluster .* was restarted"):
-                two_hosts(params, make_batch(0), np.zeros(3, np.int32))
+                one_mesh(params, make_batch(0), AT_ONCE)
             params, _ = training.advance()
             assert np.isfinite(np.asarray(params["first"])).all()
             assert minialpa.available_hosts() == 0

@@ -22,7 +22,7 @@ import minialpa
 from minialpa import DataParallel, MeshDriverDataLoader
 from minialpa.testing import assert_allclose
 from tests.runtime.ray.faults import worker_pid
-from tests.runtime.ray.ray_cluster import WORKER_ENV
+from tests.runtime.ray.ray_cluster import start_session
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -80,7 +80,7 @@ def test_each_host_reads_its_rows_and_a_lost_one_is_a_worker_error(cluster: Clus
     def loader(read: Reads, parallel: Any) -> MeshDriverDataLoader:
         return MeshDriverDataLoader(BATCH, N_BATCHES * BATCH, read, parallel, prefetch_size=2)
 
-    minialpa.init(cluster="ray", address=cluster.address, num_hosts=2, devices_per_host=2, worker_env=WORKER_ENV)
+    start_session(cluster.address, 2, 2)
     for n_micro_batches in (1, 4):
         parallel = minialpa.parallelize(step, method=DataParallel(num_micro_batches=n_micro_batches))
         parallel.get_executable(PARAMS, batch(0, BATCH))

@@ -26,24 +26,17 @@ def addresses(nodes: Any) -> list[str]:
     return [node["NodeManagerAddress"] for node in nodes]
 
 
-def test_gpus_come_before_virtual_devices_and_these_before_cpus() -> None:
+def test_hosts_have_the_best_devices_and_are_ordered_by_the_number_of_them_and_by_address() -> None:
     nodes = [node("10.0.0.1", CPU=8), node("10.0.0.2", CPU=8, **{CPU_DEVICE: 4}), node("10.0.0.3", CPU=8, GPU=2)]
     for n, resource, devices in ((3, "GPU", 2), (2, CPU_DEVICE, 4), (1, "CPU", 8)):
         choice = choose_nodes(nodes[:n], None, None)
         assert (choice.resource, choice.devices_per_host) == (resource, devices)
         assert addresses(choice.nodes) == [f"10.0.0.{n}"]
 
-
-def test_nodes_with_more_devices_come_first_and_then_addresses_by_their_numbers() -> None:
-    nodes = [node("10.0.0.10", GPU=4), node("10.0.0.9", GPU=4), node("10.0.0.1", GPU=2), node("10.0.0.2", GPU=8)]
+    nodes = [node(f"10.0.0.{i}", GPU=gpus, alive=i != 3) for i, gpus in ((10, 4), (9, 4), (1, 2), (3, 4), (2, 8))]
     assert addresses(choose_nodes(nodes, None, None).nodes) == ["10.0.0.2", "10.0.0.9", "10.0.0.10", "10.0.0.1"]
     choice = choose_nodes(nodes, 3, None)
     assert addresses(choice.nodes) == ["10.0.0.2", "10.0.0.9", "10.0.0.10"] and choice.devices_per_host == 4
-
-
-def test_a_dead_node_is_not_chosen() -> None:
-    nodes = [node("10.0.0.1", alive=False, GPU=4), node("10.0.0.2", GPU=1)]
-    assert addresses(choose_nodes(nodes, None, None).nodes) == ["10.0.0.2"]
 
 
 def test_virtual_devices_may_be_more_than_cpus_and_share_them() -> None:
@@ -52,19 +45,12 @@ def test_virtual_devices_may_be_more_than_cpus_and_share_them() -> None:
     assert choose_nodes([node("10.0.0.1", CPU=8)], None, 2).resource_per_device == 1.0
 
 
-@pytest.mark.parametrize(
-    "num_hosts, devices_per_host, message",
-    [
-        (3, None, r"3 hosts were requested and the Ray cluster has 2 with `GPU`. Request fewer"),
-        (2, 5, r"5 devices per host were requested and a host of the Ray cluster has 4 `GPU`"),
-    ],
-)
-def test_too_few_hosts_or_devices_are_errors(num_hosts: int, devices_per_host: int | None, message: str) -> None:
-    with pytest.raises(ShardingError, match=message):
-        choose_nodes([node("10.0.0.1", GPU=4), node("10.0.0.2", GPU=8)], num_hosts, devices_per_host)
-
-
-def test_a_cluster_without_devices_is_an_error() -> None:
+def test_too_few_hosts_or_devices_are_errors() -> None:
+    nodes = [node("10.0.0.1", GPU=4), node("10.0.0.2", GPU=8)]
+    with pytest.raises(ShardingError, match=r"3 hosts were requested and the Ray cluster has 2 with `GPU`. Request f"):
+        choose_nodes(nodes, 3, None)
+    with pytest.raises(ShardingError, match=r"5 devices per host were requested and a host .* has 4 `GPU`"):
+        choose_nodes(nodes, 2, 5)
     with pytest.raises(ShardingError, match="the Ray cluster has 0 with `CPU`"):
         choose_nodes([], None, None)
 
@@ -127,7 +113,7 @@ def test_the_nodes_of_the_ended_session_are_waited_for(available: dict[str, Mapp
 
 def test_nodes_that_do_not_become_free_are_left_out(available: dict[str, Mapping[str, float]]) -> None:
     available.update(n2={CPU_DEVICE: 2.0}, n3={CPU_DEVICE: 1.0})
-    assert _chosen(_wanted(3, "n2")) == ["n2"]  # nobody waits for the others
+    assert _chosen(_wanted(3, "n2")) == ["n2"]  # no call waits for the others
     assert _chosen(_wanted(3, "n1", "n2")) == ["n2"]
 
 

@@ -78,13 +78,3 @@ def _serve(pipe: Connection) -> None:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def mappings() -> int:
-    with open("/proc/self/maps") as file:
-        return len(file.readlines())
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -15,29 +15,15 @@ import numpy as np
 import pytest
 
 from minialpa.errors import WorkerError
+from minialpa.runtime.transports import nccl
 from minialpa.runtime.transports.host_transport import HostTransport
 from minialpa.runtime.transports.nccl import DeviceLink, NcclTransport
 from minialpa.runtime.transports.transport import Part, Piece
+from tests.runtime.threads import at_once
 from tests.runtime.transports import one_process_nccl
+from tests.runtime.transports.peers import SECRET, TIMEOUT_S
 
-SECRET = b"a secret of tests"
-TIMEOUT_S = 60.0
 N_DEVICES = 2
-
-
-def at_once(calls: list[Any]) -> list[Any]:
-    """Results of calls that wait for each other."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(i: int) -> None:
-        results[i] = calls[i]()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def make(n_workers: int, links: list[DeviceLink]) -> list[NcclTransport]:
@@ -144,21 +130,15 @@ def test_a_peer_that_is_lost_in_the_middle_of_a_transfer_ends_every_wait(workers
         message.result(TIMEOUT_S)
 
 
-def test_a_worker_that_fails_is_noticed_when_it_closes(workers: list[NcclTransport]) -> None:
-    workers[0]._ends[DeviceLink(0, 0, 1, 0)].communicator.abort()
-    with pytest.raises(WorkerError, match="Message 1 to worker 1 was not sent: NCCL_ERROR"):
-        workers[0].send(1, 1, [Part(place(np.zeros(2, np.float32), 0, 0))]).result(TIMEOUT_S)
-    workers[0].close()
-    with pytest.raises(WorkerError, match="Worker 0 is lost"):
-        workers[2].receive(1, 1, [], TIMEOUT_S)
-
-
-def test_a_worker_that_is_left_waiting_for_arrays_can_close(workers: list[NcclTransport]) -> None:
-    """Its peer has announced a message and cannot send it, and nobody has been told."""
+def test_a_message_that_cannot_be_sent_leaves_no_worker_waiting(
+    workers: list[NcclTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver has its announcement, and closes; and the sender closes as one that has failed."""
+    monkeypatch.setattr(nccl, "_FLUSH_S", 0.2)
     link = DeviceLink(0, 0, 1, 0)
     workers[0]._ends[link].communicator.abort()
     waiting = workers[1]._ends[link].stream
-    with pytest.raises(WorkerError, match="was not sent"):
+    with pytest.raises(WorkerError, match="Message 1 to worker 1 was not sent: NCCL_ERROR"):
         workers[0].send(1, 1, [Part(place(np.zeros(2, np.float32), 0, 0))]).result(TIMEOUT_S)
     deadline = time.monotonic() + TIMEOUT_S
     while not waiting.n_pending:
@@ -166,6 +146,9 @@ def test_a_worker_that_is_left_waiting_for_arrays_can_close(workers: list[NcclTr
         time.sleep(0.01)
     workers[1].close()
     assert not any(thread.is_alive() for thread in workers[1]._readers)
+    workers[0].close()
+    with pytest.raises(WorkerError, match="Worker 0 is lost"):
+        workers[2].receive(0, 1, [], TIMEOUT_S)
 
 
 def test_a_peer_that_leaves_is_named(workers: list[NcclTransport]) -> None:
