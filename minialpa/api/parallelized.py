@@ -24,7 +24,7 @@ from minialpa.api.following import Followed, computes_gradients, find_followed, 
 from minialpa.api.invalid_values import call_checked, checks_values
 from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.ragged import OnRagged
-from minialpa.api.step_compiler import compile_creation, compile_step
+from minialpa.api.step_compiler import check_plan, compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
 from minialpa.calls import (
     Argnames,
@@ -339,8 +339,6 @@ class ParallelizedFunc:
 
         Needs the extra `gpu-compile`, but no GPU. See `minialpa.check`.
         """
-        from minialpa.api.gpu_check import check_plan
-
         self._check_plans("check")
         call = self._bind(args, kwargs)
         traced = self._trace(call)

@@ -1,17 +1,19 @@
-"""A planned step in, its executable for the devices of the session out.
+"""A planned step in; its executable for the devices of the session, or what XLA for GPUs makes of it, out.
 
-The functions import the runtime, because planning needs no device.
+The functions import the runtime and compilers, because planning needs no device.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minialpa.calls import Call
 from minialpa.errors import ShardingError
-from minialpa.inter.lower.mesh_programs import input_types
+from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
 from minialpa.methods import Target
 from minialpa.plan import Plan
+from minialpa.plan.check import PlanCheck
 from minialpa.programs.program import Program
 from minialpa.session import Session
 from minialpa.support.collection import collection_paused
@@ -55,6 +57,20 @@ def compile_creation(
     return Executable(
         plan, created.program, runner, call.tree[0], traced.out_tree, placements=(placements[0], placements[1])
     )
+
+
+def check_plan(traced: TracedStep, plan: Plan, target: str | None, cache: str | Path | None) -> PlanCheck:
+    """See `minialpa.check`."""
+    from minialpa.inter.lower.emit import emit_program
+    from minialpa.xla_gpu.check import check_programs
+    from minialpa.xla_gpu.targets import target_of
+
+    gpu = target_of(plan.cluster.device.name if target is None else target)
+    with collection_paused():
+        program = emit_program(traced, plan)
+        types = input_types(program, traced)
+        programs = split_by_mesh(program, types, cluster=plan.cluster, platform="cuda")
+    return check_programs(programs, plan, gpu, cache=None if cache is None else Path(cache))
 
 
 def _check_devices(plan: Plan, target: Target, session: Session) -> None:

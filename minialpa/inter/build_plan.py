@@ -43,14 +43,22 @@ class StageTooLargeError(InfeasibleError):
     """A stage does not fit with so many micro-batches in flight, or is too slow.
 
     free: its cheapest shardings in unlimited memory; None if the options forbid all, or if `is_too_slow`.
-    is_too_slow: whether the caller has a faster plan.
+    is_too_slow, by_compute: whether the caller has a faster plan, and whether the compute alone shows that.
     """
 
     def __init__(
-        self, message: str, stage: int, n_live: int, *, free: FreeSolution | None = None, is_too_slow: bool = False
+        self,
+        message: str,
+        stage: int,
+        n_live: int,
+        *,
+        free: FreeSolution | None = None,
+        is_too_slow: bool = False,
+        by_compute: bool = False,
     ) -> None:
         super().__init__(message)
-        self.stage, self.n_live, self.free, self.is_too_slow = stage, n_live, free, is_too_slow
+        self.stage, self.n_live, self.free = stage, n_live, free
+        self.is_too_slow, self.by_compute = is_too_slow, by_compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +106,8 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     groups = chunks.of_group(layered.of_group)
     n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
 
-    # Methods differ in their shardings, and many attempts share one staged step. Layers and what they compute again
-    # make the step of an attempt from the traced step.
+    # Methods differ in their shardings, and many attempts share one staged step. Layers and their
+    # rematerialisation make the step of an attempt from the traced step.
     made_by = (layered.of_group, layered.remat, layered.row_blocks) if layered.of_group else layered.step.flat
     staged = context.staged.once(
         (made_by, chunks, n, rows, casts),
@@ -158,8 +166,14 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
             raise  # No other stage, and no other memory, would help.
         message = f"Stage {mesh} on a mesh of shape {view.mesh.shape}: {error}"
         free = error.free if isinstance(error, StageMemoryError) else None
-        too_slow = isinstance(error, NotFasterError)
-        raise StageTooLargeError(message, mesh, max(map(max, live)), free=free, is_too_slow=too_slow) from error
+        raise StageTooLargeError(
+            message,
+            mesh,
+            max(map(max, live)),
+            free=free,
+            is_too_slow=isinstance(error, NotFasterError),
+            by_compute=isinstance(error, NotFasterError) and error.by_compute,
+        ) from error
 
     if stage.option.sharded_update:
         for gathered in gathered_state(problem, solved.sharding, view.mesh):

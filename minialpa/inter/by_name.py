@@ -5,7 +5,7 @@ search may refuse a step that fits, and may miss the fastest plan. Therefore the
 `DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices, with the number of micro-batches of the options or
 of the search. If one of these plans fits, there is a plan, and it costs at most as much as the best of them: a method
 is given up only if a bound shows that it is not faster. The bound holds for shardings that treat repeated layers alike.
-In large steps methods rematerialise all layers or none, so a method that mixes both may be faster.
+In large steps methods rematerialise all layers or no layer, so a method that mixes both may be faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 
-#: In steps of more equations, a method by name rematerialises either all layers or none: a choice for each layer takes
+#: In steps of more equations, a method by name rematerialises all layers or no layer: a choice for each layer takes
 #: minutes there.
 _FEW_EQUATIONS = 10_000
 
@@ -132,7 +132,8 @@ def _with_other_numbers(
             tries.add(options)
 
 
-#: `bounded`: no shardings with this rematerialisation and number of micro-batches are faster.
+#: `bounded`: the compute alone takes too long, so no shardings with this rematerialisation and number of micro-batches
+#: are faster.
 _Outcome = Literal["faster", "slower", "bounded", "too large"]
 
 
@@ -161,8 +162,8 @@ class _Tries:
     def add(self, options: PlanOptions) -> _Outcome:
         """Plan with these options, unless that was done before, and compare with all earlier plans."""
         if options not in self._outcomes:
+            # The least compute of free shardings is the least of every method.
             free = replace(options, sharding=self._context.options.sharding)
-            # What bounds free shardings bounds every method.
             is_bounded = self._outcomes.get(free) == "bounded"
             self._outcomes[options] = "bounded" if is_bounded else self._outcome(options)
         return self._outcomes[options]
@@ -174,7 +175,7 @@ class _Tries:
             if not error.is_too_slow:
                 return "too large"
             made, are_bounded = self._variants(options)
-            if are_bounded:
+            if error.by_compute and are_bounded:
                 return "bounded"
         except TraceError:  # this number may not split the step
             return "slower"
@@ -192,7 +193,7 @@ class _Tries:
         return self._planned(replace(self._context, options=options, below_s=self._least_s))
 
     def _variants(self, options: PlanOptions) -> tuple[list[Plan], bool]:
-        """Plans of the variants that may beat the plan of the options; and whether bounds rule all of them out."""
+        """Plans of the variants that may be faster; and whether the compute alone rules all of them out."""
         n = options.n_micro_batches
         if n not in self._variants_of:
             self._variants_of[n] = _open_variants(self._context, n)
@@ -206,7 +207,7 @@ class _Tries:
             try:
                 plans.append(self._plan(variant))
             except InfeasibleError as error:
-                are_bounded &= isinstance(error, StageTooLargeError) and error.is_too_slow
+                are_bounded &= isinstance(error, StageTooLargeError) and error.by_compute
         return plans, are_bounded and not plans
 
 

@@ -109,7 +109,7 @@ def _plan_on_given_stages(context: PlanningContext, layers: LayerOption) -> Plan
 
 
 def _cut_step(context: PlanningContext, layers: LayerOption) -> CutStep:
-    """The step with its scans over layers cut; with whole scans if it has none to cut, or is one stage.
+    """The step with its scans over layers cut; with whole scans if it has no scan to cut, or is one stage.
 
     A plan's layers are the layers of its cut scans, also in one stage.
     """

@@ -174,7 +174,7 @@ def save_checkpoint(ckpt_dir: Any, target: Any, step: int, local_cache_dir: Any 
 
 
 def restore_checkpoint(ckpt_dir: Any, step: int, placement_specs: Any) -> Any:
-    """`minialpa.restore_checkpoint`, where the placement specs of an executable say."""
+    """`minialpa.restore_checkpoint`, with the placement specs of an executable."""
     specs, executable = leaves_of_executable(placement_specs)
     targets = jax.tree.leaves(executable.get_input_targets())
     like = jax.tree.unflatten(jax.tree.structure(placement_specs), [targets[spec.leaf] for spec in specs])

@@ -129,7 +129,7 @@ class AutoStageOption(Adjustable):
     )
 
     def read(self) -> minialpa.AutoStageOption:
-        # minialpa's spaces contain those of Alpa.
+        # minialpa's spaces contain Alpa's spaces.
         wider = {"small_power_of_two": "power_of_two", "single_node_model_parallel": "all"}
         physical: Any = self.submesh_physical_shape_space
         logical: Any = self.submesh_logical_shape_space

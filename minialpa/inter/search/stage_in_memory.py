@@ -9,7 +9,7 @@ is solved with more or less room until a solution fills the memory:
     fits         more room by interpolation, while that promises a faster step
 
 If no such solution fits, there are others. The graph also counts gathered weights, which is too much for weights that
-are stored whole; or it counts nothing but tensors that outlive the tasks. Examples are split over a mesh axis, so only
+are stored whole; or it counts only tensors that outlive the tasks. Examples are split over a mesh axis, so only
 weights are gathered. Last, the standard plans are measured.
 """
 
@@ -257,7 +257,7 @@ def _gains_from_more(stage: Stage, wanted: Wanted, limit: MemoryLimit, found: Se
 class _Rooms:
     """The room for the next solution, which is to need nearly `limit_bytes`. All numbers are bytes per device.
 
-    A solution needs more or less than what the graph counts, and more room means more of both. So each solution is
+    A solution needs more or fewer bytes than the graph counts, and more room means more of both. So each solution is
     below or above the limit, and the next room is between the nearest of both sides.
     """
 

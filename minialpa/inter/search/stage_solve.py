@@ -46,10 +46,14 @@ _LITTLE = 1e-3
 
 
 class NotFasterError(InfeasibleError):
-    """The caller's plan is as fast as any shardings of this stage that fit and treat repeated layers alike."""
+    """The caller's plan is as fast as any shardings of this stage that fit and treat repeated layers alike.
 
-    def __init__(self, seconds: float, below_s: float) -> None:
+    by_compute: whether the compute alone takes too long, as it then does under any other options.
+    """
+
+    def __init__(self, seconds: float, below_s: float, *, by_compute: bool = False) -> None:
         super().__init__(f"A step takes {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")
+        self.by_compute = by_compute
 
 
 class StageMemoryError(InfeasibleError):
@@ -136,7 +140,7 @@ class StageSolver:
         if math.isfinite(below_s) and kind not in self._solutions:
             least_s = stage_to_solve().solver.folded.least_compute_s
             if least_s >= below_s:
-                raise NotFasterError(least_s, below_s)
+                raise NotFasterError(least_s, below_s, by_compute=True)
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
