@@ -1,9 +1,9 @@
 """Groups of sums that start together.
 
 Compilers combine all-reduces that do not wait for each other, so that they share the time to start. Gradients wait only
-for the backward pass. Values that neither wait for a gradient nor lead to one can start with them, such as the loss. Other
-sums of one *depth*, the number of contractions and reductions on the longest path to them, cannot wait for each other:
-such as the mean and the mean square of a normalisation.
+for the backward pass. Values that neither wait for a gradient nor lead to one, such as the loss, can start with them.
+Other sums of one *depth*, the number of contractions and reductions on the longest path to them, cannot wait for each
+other, such as the mean and the mean square of a normalisation.
 """
 
 from __future__ import annotations
