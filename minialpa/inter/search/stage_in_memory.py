@@ -278,7 +278,7 @@ class _Rooms:
         """The room after one that was too little for any solution; None if there is no other."""
         self._too_little = max(self._too_little, room_bytes)
         if self._too_large:
-            return (self._too_large[-1][0] + self._too_little) / 2
+            return self._less()
         return self.limit_bytes if self._fits is None and room_bytes < self.limit_bytes else None
 
     def after(self, room_bytes: float, counted: float, needed_bytes: float) -> float | None:
@@ -298,15 +298,20 @@ class _Rooms:
         # A solution that leaves room is the cheapest with any room.
         return room_bytes - missing if counted >= (1 - _LITTLE_LEFT) * room_bytes else None
 
-    def _less(self) -> float:
-        """Less room by the missing bytes: as many counted bytes as the last solutions show, at first one for one."""
+    def _less(self) -> float | None:
+        """Less room by the missing bytes: as many counted bytes as the last solutions show, at first one for one.
+
+        None if they show that even the room that is too little for any solution would not save enough.
+        """
         counted, needed_bytes = self._too_large[-1]
-        per_byte = 1.0
+        missing, per_byte = needed_bytes - self.limit_bytes, 1.0
         if len(self._too_large) > 1:
             before, needed_before = self._too_large[-2]
-            per_byte = (needed_before - needed_bytes) / (before - counted) if before > counted else 1.0
-        missing = (needed_bytes - self.limit_bytes) / min(4.0, max(0.5, per_byte))
-        return max(counted - missing, (counted + self._too_little) / 2)
+            if before > counted:
+                per_byte = min(4.0, max(0.5, (needed_before - needed_bytes) / (before - counted)))
+            if self._too_little and per_byte * (counted - self._too_little) < missing:
+                return None
+        return max(counted - missing / per_byte, (counted + self._too_little) / 2)
 
     def _between(self) -> float | None:
         """Room between a solution that fits and one that is too large: first where a line through both meets the limit,
