@@ -27,6 +27,7 @@ from minialpa.inter.search.stage_solve import NotFasterError, StageMemoryError
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
 from minialpa.inter.staging.staged_step import realise, stage_step
@@ -95,7 +96,38 @@ class SolvedMesh:
 def plan_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> Plan:
     """The plan with these stages. Raises StageTooLargeError if one does not fit."""
     placed = place_stages(context, layered, stages)
+    casting = _casting_once(context, placed)
+    if casting is not None:
+        context, placed = casting
     return build_plan(context, placed, solve_meshes(context, placed))
+
+
+def _casting_once(context: PlanningContext, placed: PlacedStages) -> tuple[PlanningContext, PlacedStages] | None:
+    """The same single stage with weights cast once per step, if memory is short and that takes less time and memory.
+
+    Both are compared in unlimited memory: shardings that save memory take the solver long, and only one of the two
+    needs them. Otherwise None; `pipeline` then compares the plans.
+    """
+    options = context.options
+    if len(placed.stages) > 1 or options.n_micro_batches == 1 or options.cast_once is not None:
+        return None
+    free = _in_unlimited_memory(context, placed)
+    if free is None or free.fits or with_weights_cast_once(placed.staged.split) is placed.staged.split:
+        return None
+
+    asked = context.asking(cast_once=True)
+    casting = place_stages(asked, placed.layered, placed.stages)
+    other = _in_unlimited_memory(asked, casting)
+    is_better = other is not None and other.seconds <= free.seconds and other.n_bytes <= free.n_bytes
+    return (asked, casting) if is_better else None
+
+
+def _in_unlimited_memory(context: PlanningContext, placed: PlacedStages) -> FreeSolution | None:
+    """The cheapest shardings of a single stage; None if the options forbid all, or if the caller has a faster plan."""
+    try:
+        return solve_meshes(context, placed, saves_memory=False)[0].free
+    except StageTooLargeError as error:
+        return error.free
 
 
 def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> PlacedStages:

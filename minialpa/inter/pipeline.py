@@ -138,7 +138,7 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
     options = context.options
     if options.keep_rows is None and plan.n_loops > 1 and staged_step_of(context, plan).split.computes_rows_again:
         plan = _or_planned_with(context, plan, keep_rows=True)
-    if options.cast_once is None and plan.n_micro_batches > 1:
+    if options.cast_once is None and plan.n_micro_batches > 1 and not plan.casts_once:
         split = staged_step_of(context, plan).split
         if with_weights_cast_once(split) is not split:
             plan = _or_planned_with(context, plan, cast_once=True)
