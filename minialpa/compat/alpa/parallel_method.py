@@ -92,12 +92,12 @@ class PipeshardParallel:
 
     def read(self) -> Any:
         method = minialpa.PipeshardParallel(
-            read_devices(self.devices),
-            self.num_micro_batches,
-            self.pipeline_schedule.removesuffix("_overlap_friendly"),
-            read_option(self.layer_option),
-            read_option(self.stage_option),
-            read_option(self.as_option),
+            devices=read_devices(self.devices),
+            num_micro_batches=self.num_micro_batches,
+            pipeline_schedule=self.pipeline_schedule.removesuffix("_overlap_friendly"),
+            layer_option=read_option(self.layer_option),
+            stage_option=read_option(self.stage_option),
+            default_auto_sharding_option=read_option(self.as_option),
         )
         return _by_hand(method, self.ms_option)
 
