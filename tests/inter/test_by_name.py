@@ -84,6 +84,16 @@ def test_no_method_by_name_is_faster(
     assert found.cost.total_s <= best_by_name(mlp, cluster, (1, 2, 4) if n is None else (n,)).cost.total_s
 
 
+def test_no_method_by_name_is_faster_in_short_memory() -> None:
+    small = traced("mlp", batch_size=64, hidden=128, n_layers=2)
+    free = planned(small, GPUS, ShardParallel(num_micro_batches=4))
+    limit = 0.7 * max(free.cost.peak_bytes)
+    short = AutoShardingOption(memory_limit_bytes=limit)
+    found = planned(small, GPUS, searching(4, math.inf, short))
+    assert max(found.cost.peak_bytes) <= limit
+    assert found.cost.total_s <= best_by_name(small, GPUS, (4,), short).cost.total_s
+
+
 def test_a_search_that_finds_nothing_takes_what_fits_by_name(mlp: TracedStep, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the number of micro-batches open, also at the best number near one example for each device."""
     whole = pipeline._planned
