@@ -27,7 +27,7 @@ from minialpa.inter.search.stage_solve import NotFasterError, StageMemoryError
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.inter.staging.cast_weights import with_weights_cast_once
+from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
 from minialpa.inter.staging.staged_step import realise, stage_step
@@ -106,13 +106,13 @@ def _casting_once(context: PlanningContext, placed: PlacedStages) -> tuple[Plann
     """The same single stage with weights cast once per step, if memory is short and that takes less time and memory.
 
     Both are compared in unlimited memory: shardings that save memory take the solver long, and only one of the two
-    needs them. Otherwise None; `pipeline` then compares the plans.
+    needs them. Otherwise None, and `pipeline` compares the plans of both.
     """
     options = context.options
     if len(placed.stages) > 1 or options.n_micro_batches == 1 or options.cast_once is not None:
         return None
     free = _in_unlimited_memory(context, placed)
-    if free is None or free.fits or with_weights_cast_once(placed.staged.split) is placed.staged.split:
+    if free is None or free.fits or not casts_weights(placed.staged.split):
         return None
 
     asked = context.asking(cast_once=True)

@@ -21,7 +21,7 @@ from minialpa.errors import InfeasibleError, ShardingError, TraceError
 from minialpa.inter.build_plan import StageTooLargeError
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.microbatch.rewrite import split_micro_batches
-from minialpa.inter.staging.cast_weights import with_weights_cast_once
+from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.options import (
     DATA_PARALLEL_METHODS,
     AutoShardingOption,
@@ -217,7 +217,7 @@ def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool]:
         return False, False
     split = split_micro_batches(context.traced, n)
     keeps_rows = context.options.keep_rows is None and split.computes_rows_again
-    casts_once = context.options.cast_once is None and with_weights_cast_once(split) is not split
+    casts_once = context.options.cast_once is None and casts_weights(split)
     return keeps_rows, casts_once
 
 

@@ -13,6 +13,7 @@ from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import is_gpu
 from minialpa.errors import ShardingError
 from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.search.stage_cost import EQUATION_BYTES
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.constraints import matches
@@ -32,8 +33,8 @@ JaxVersion = tuple[int, ...]
 _JAX_WITH_BARRIERS: JaxVersion = (0, 11)
 #: XLA for GPUs runs collectives beside kernels only with this scheduler.
 _HIDING = (("xla_gpu_enable_latency_hiding_scheduler", True),)
-#: Bytes of the staged steps that are kept, and of each of their operations in the planner's own memory, as measured.
-_MOST_STAGED_BYTES, _OPERATION_BYTES = 2**29, 2000
+#: Bytes of the staged steps that are kept.
+_MOST_STAGED_BYTES = 2**29
 #: Paths that a message lists at most.
 _MOST_PATHS = 8
 
@@ -57,7 +58,7 @@ class PlanningContext:
     report: Progress
     below_s: float = math.inf
     staged: Recent[StagedStep] = dataclasses.field(
-        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda staged: _OPERATION_BYTES * len(staged.split.ops))
+        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda staged: EQUATION_BYTES * len(staged.split.ops))
     )
 
     @property

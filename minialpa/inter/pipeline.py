@@ -27,7 +27,7 @@ from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
 from minialpa.inter.refine import or_longer_scans
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
-from minialpa.inter.staging.cast_weights import with_weights_cast_once
+from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.worth import plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
@@ -138,10 +138,9 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
     options = context.options
     if options.keep_rows is None and plan.n_loops > 1 and staged_step_of(context, plan).split.computes_rows_again:
         plan = _or_planned_with(context, plan, keep_rows=True)
-    if options.cast_once is None and plan.n_micro_batches > 1 and not plan.casts_once:
-        split = staged_step_of(context, plan).split
-        if with_weights_cast_once(split) is not split:
-            plan = _or_planned_with(context, plan, cast_once=True)
+    is_open = options.cast_once is None and plan.n_micro_batches > 1 and not plan.casts_once
+    if is_open and casts_weights(staged_step_of(context, plan).split):
+        plan = _or_planned_with(context, plan, cast_once=True)
     return plan
 
 

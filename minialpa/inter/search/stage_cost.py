@@ -39,7 +39,7 @@ from minialpa.support.recent import Recent
 #: Seconds that a solver may take to prove the sharding of one piece.
 _PIECE_TIME_LIMIT_S = 5.0
 #: Bytes of one equation of a staged step in the planner's own memory, about, as measured.
-_EQUATION_BYTES = 2000
+EQUATION_BYTES = 2000
 #: Micro-batches in flight, at most, for which pieces save memory under such a price.
 _USUALLY_LIVE = 8
 #: Version of cost files. Raise it with every change after which some piece has another cost (rules, strategies, prices,
@@ -106,7 +106,7 @@ class PieceCosts:
     @property
     def n_bytes(self) -> float:
         """About the bytes of the staged step."""
-        return _EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
+        return EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
 
     def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, price: float, limited: bool) -> PieceCost:
         """A piece on a submesh, with seconds of inf if it does not fit.

@@ -47,6 +47,11 @@ from minialpa.tracing.new_equations import equations_for
 _Narrow = Mapping[Var, Var]
 
 
+def casts_weights(split: SplitStep) -> bool:
+    """Whether casting weights once changes the step."""
+    return with_weights_cast_once(split) is not split
+
+
 def with_weights_cast_once(split: SplitStep) -> SplitStep:
     """`split`, in which no loop casts a weight to a narrower type; the same object if none does."""
     weights = {v for v in set(split.inputs) - split.traced.examples if is_inexact(v)}
