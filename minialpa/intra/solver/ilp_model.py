@@ -31,6 +31,8 @@ from minialpa.intra.solver.residual import Residual, check_base
 
 #: The largest coefficient of the scaled objective: solvers compare reduced costs with an absolute 1e-7.
 _LARGEST_COST = 1e4
+#: HiGHS stops at this gap of the scaled objective, its default.
+_LEAST_GAP = 1e-6
 #: Operations for each row and column, about, between two callbacks of HiGHS: 5 microseconds; 3 to 10 were measured in
 #: programs of 900 to 4,000 rows and columns.
 _OF_LOOK = 5000.0
@@ -71,10 +73,15 @@ class _Row:
         return [(node, i) for (node, i), usage in pairs if usage >= least.get(node, usage + 1)]
 
 
-def solve_program(residual: Residual, deadline: Deadline) -> ProgramSolution:
-    """Solve the undecided nodes of `residual`. The bound is on the original graph. Raises InfeasibleError."""
+def solve_program(residual: Residual, deadline: Deadline, allowed: float = 0.0) -> ProgramSolution:
+    """Solve the undecided nodes of `residual`. The bound is on the original graph.
+
+    allowed: how much more than the cheapest solution the found one may cost.
+    Raises InfeasibleError.
+    """
     check_base(residual)
-    parts = [_solve_part(residual, nodes, deadline) for nodes in _independent(residual)]
+    independent = _independent(residual)
+    parts = [_solve_part(residual, nodes, deadline, allowed / len(independent)) for nodes in independent]
     bound = residual.offset + sum(part.bound for part in parts)
 
     choices: dict[int, int] = {}
@@ -96,12 +103,12 @@ def _independent(residual: Residual) -> list[list[int]]:
     return [sorted(joined), *apart] if joined else apart
 
 
-def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline) -> ProgramSolution:
+def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline, allowed: float) -> ProgramSolution:
     """Solve the program for `nodes` with more and more usage rows, until its solution exceeds none."""
     model = _Model(residual, nodes)
     deadline.spend(_OF_WRITING * model.problem.numVariables())
     while not deadline.is_over:
-        choices = model.solve(deadline)
+        choices = model.solve(deadline, allowed)
         if choices is None:
             break
         exceeded = _exceeded_rows(residual, choices)
@@ -204,9 +211,9 @@ class _Model:
             "limit. Raise `usage_limit`, or allow more pairs of strategies."
         )
 
-    def solve(self, deadline: Deadline) -> dict[int, int] | None:
-        """The best choices found, or None; updates `bound` either way."""
-        bound = _run_highs(self.problem, deadline) / self.scale
+    def solve(self, deadline: Deadline, allowed: float) -> dict[int, int] | None:
+        """The best choices found, or None; updates `bound` either way. allowed: see `solve_program`."""
+        bound = _run_highs(self.problem, deadline, allowed * self.scale) / self.scale
         if self.problem.status == pulp.LpStatusInfeasible:
             raise self._infeasible()
         if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -217,7 +224,7 @@ class _Model:
         cost = _cost_of(self.residual, choices)
         # The cost in exact numbers: the solver's bound has tolerances.
         if self.problem.sol_status == pulp.LpSolutionOptimal and np.isfinite(cost):
-            bound = cost
+            bound = cost if allowed == 0 else min(bound, cost)
         self.bound = max(self.bound, bound)
         return choices if np.isfinite(cost) else None
 
@@ -230,8 +237,8 @@ def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
     return cost
 
 
-def _run_highs(problem: Any, deadline: Deadline) -> float:
-    """Solve, and return the proven lower bound of the scaled objective.
+def _run_highs(problem: Any, deadline: Deadline, allowed: float) -> float:
+    """Solve up to `allowed` above the cheapest, and return the proven lower bound, both of the scaled objective.
 
     HiGHS calls back at points of its search that depend on the program only. Each callback counts as work, so it stops
     at the same point every time. Its own limit is on the clock.
@@ -249,6 +256,7 @@ def _run_highs(problem: Any, deadline: Deadline) -> float:
         "threads": 1,
         "random_seed": 0,
         "mip_rel_gap": 0.0,
+        "mip_abs_gap": max(_LEAST_GAP, allowed),
         "time_limit": max(0.0, deadline.processor_left_s),
     }
 

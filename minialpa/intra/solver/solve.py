@@ -205,7 +205,8 @@ def _solve_rest(residual: Residual, best: Best, deadline: Deadline, options: Sol
         return
 
     # Covers may take all the time, so some is reserved for local search if there is no solution yet.
-    found = solve_program(residual, deadline if best.choices else deadline.part(1 - options.reserved))
+    allowed = best.allowed_gap * abs(best.cost if best.choices else residual.offset)
+    found = solve_program(residual, deadline if best.choices else deadline.part(1 - options.reserved), allowed)
     if found.choices is not None:
         best.offer(residual.choices(found.choices))
     best.raise_bound(found.bound)

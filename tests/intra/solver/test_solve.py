@@ -310,7 +310,7 @@ problem = pulp.LpProblem("p")
 x = [pulp.LpVariable(f"x{i}", cat="Binary") for i in range(2)]
 problem += 2 * x[0] + 3 * x[1]
 problem += x[0] + x[1] >= 1
-assert _run_highs(problem, Deadline(10.0)) == 2.0
+assert _run_highs(problem, Deadline(10.0), 0.0) == 2.0
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
