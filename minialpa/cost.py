@@ -60,6 +60,11 @@ def is_gpu(device: DeviceSpec | None) -> bool:
     return device is not None and device.name != "cpu"
 
 
+def adding_s(totals_bytes: float, mesh: LogicalMesh) -> float:
+    """Seconds of adding to totals of so many bytes per device: two reads and a write of each."""
+    return 3 * totals_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
+
+
 def as_one_of(n_together: int, mesh: LogicalMesh) -> LogicalMesh:
     """`mesh` as one of `n_together` collectives sees it that start as one: with its part of the time to start."""
     return replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))

@@ -238,4 +238,5 @@ def _layers_of_stages(
     option = None if isinstance(method, Plan | FollowParallel) else method.options().layers
     if option is None or traced.n_groups == 0:  # a step that returns its arguments
         return ((0,),)
-    return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
+    layered = LayeredStep(plain=traced, fingerprint=plan.fingerprint)
+    return (tuple(range(max(1, whole_scans(layered, option).n_layers))),)

@@ -8,14 +8,15 @@ best_of        several attempts      -> the best plan
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import ClusterSpec
 from minialpa.cost import CollectiveKind
-from minialpa.errors import InfeasibleError, MinialpaError, ShardingError
+from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.inter.context import PlanningContext, compiler_options_of
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of, plan_chunks
@@ -27,9 +28,20 @@ from minialpa.inter.search.stage_solve import NotFasterError, StageMemoryError
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.inter.short_plan import (
+    ShortStep,
+    pieced_whole,
+    pieces_of_layers,
+    short_step_of,
+    staged_short_step,
+)
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
-from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
+from minialpa.inter.staging.mesh_problem import (
+    ShardedView,
+    TaskCollectives,
+    mesh_equations,
+)
 from minialpa.inter.staging.staged_step import realise, stage_step
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError
@@ -38,6 +50,11 @@ from minialpa.ir.equations import shape_of
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.rules.heavy import is_contraction
 from minialpa.tracing.ragged_products import ragged_products
+
+#: Steps with fewer equations are always planned as a whole.
+_LEAST_SHORTENED = 1000
+#: A short step has at most this part of the equations. Longer ones save less time than the whole step takes in the end.
+_MOST_OF_WHOLE = 0.6
 
 
 class StageTooLargeError(InfeasibleError):
@@ -66,6 +83,8 @@ class StageTooLargeError(InfeasibleError):
 class PlacedStages:
     """Decided stages and their tasks. Mesh k of `staged` is the mesh of stage k; `chunks` are the runs of layers of
     each stage.
+
+    short: the short step that `staged` is made from; None if it is the whole step.
     """
 
     layered: LayeredStep
@@ -73,6 +92,7 @@ class PlacedStages:
     chunks: Chunks
     staged: StagedStep
     schedule: Schedule
+    short: ShortStep | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +155,7 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     options = context.options
     chunks = chunks_of([stage.layers for stage in stages])
     check_chunks(chunks, options.schedule)
-    groups = chunks.of_group(layered.of_group)
-    n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
-
-    # Methods differ in their shardings, and many attempts share one staged step. Layers and their
-    # rematerialisation make the step of an attempt from the traced step.
-    made_by = (layered.of_group, layered.remat, layered.row_blocks) if layered.of_group else layered.step.flat
-    staged = context.staged.once(
-        (made_by, chunks, n, rows, casts),
-        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_rows=rows, cast_once=casts),
-    )
+    staged, short = _staged_short(context, layered, chunks) or (_staged(context, layered, chunks), None)
 
     # Only the staged step knows its passes.
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
@@ -154,11 +165,59 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     # A single stage waits for no other: it ends each micro-batch before it starts the next.
     name = options.schedule if len(stages) > 1 else "1f1b"
     schedule = make_schedule(name, chunks.size(options.n_micro_batches))
-    return PlacedStages(layered=layered, stages=tuple(stages), chunks=chunks, staged=staged, schedule=schedule)
+    return PlacedStages(
+        layered=layered, stages=tuple(stages), chunks=chunks, staged=staged, schedule=schedule, short=short
+    )
+
+
+def _staged(context: PlanningContext, layered: LayeredStep, chunks: Chunks) -> StagedStep:
+    """The tasks of the whole step."""
+    options = context.options
+    n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
+    groups = chunks.of_group(layered.of_group)
+
+    # Methods differ in their shardings, and many attempts share one staged step.
+    return context.staged.once(
+        (_made_by(layered), chunks, n, rows, casts),
+        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_rows=rows, cast_once=casts),
+    )
+
+
+def _made_by(layered: LayeredStep) -> Hashable:
+    """Layers and their rematerialisation make the step of an attempt from the traced step."""
+    return (layered.of_group, layered.remat, layered.row_blocks) if layered.of_group else layered.plain.flat
+
+
+def _staged_short(
+    context: PlanningContext, layered: LayeredStep, chunks: Chunks
+) -> tuple[StagedStep, ShortStep] | None:
+    """The tasks of the short step; None if too little repeats."""
+    if not context.shortens or len(layered.plain.flat.eqns) < _LEAST_SHORTENED:
+        return None
+    options = context.options
+    n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
+    piece_of_group, layer_of_piece = pieces_of_layers(layered.plain, layered.of_group)
+    try:
+        whole = context.pieced.once(
+            (layered.plain.flat, piece_of_group, n), lambda: pieced_whole(layered.plain, piece_of_group, n)
+        )
+        chunk_of_layer = {layer: chunk for chunk, layers in enumerate(chunks.layers) for layer in layers}
+        short = short_step_of(whole, layered, layer_of_piece, [chunk_of_layer[k] for k in sorted(chunk_of_layer)])
+        if short is None or len(short.short.step.flat.eqns) > _MOST_OF_WHOLE * len(layered.plain.flat.eqns):
+            return None
+        staged = context.staged.once(
+            ("short", layered.plain.flat, _made_by(layered), chunks, n, rows, casts),
+            lambda: staged_short_step(short, n, chunks, keep_rows=rows, cast_once=casts),
+        )
+    except TraceError:
+        return None
+    return staged, short
 
 
 def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
     """The tasks of a plan that was made in this context, see `place_stages`."""
+    if isinstance(plan, Sketch):
+        return plan.placed.staged
     made_by = (plan.layer_of_group, plan.remat, plan.row_blocks) if plan.layer_of_group else context.traced.flat
     return context.staged.once(
         (made_by, plan_chunks(plan), plan.n_micro_batches, plan.keeps_rows, plan.casts_once),
@@ -224,6 +283,27 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
 
 
 def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
+    """The plan of the whole step, or a sketch of it if the stages were solved for a short step."""
+    plan = plan_of(context, placed, solved)
+    if placed.short is None:
+        return plan
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
+    return Sketch(**fields, placed=placed, solved=tuple(solved), context=context)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sketch(Plan):
+    """A plan whose costs are of the whole step, and whose specs are of a short one.
+
+    It becomes a plan when the planner has chosen it, see `whole_plan`.
+    """
+
+    placed: PlacedStages
+    solved: tuple[SolvedMesh, ...]
+    context: PlanningContext
+
+
+def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
     layered, staged, options = placed.layered, placed.staged, context.options
     stages = tuple(_stage_plan(placed, mesh, found) for mesh, found in enumerate(solved))
     collectives = [_merged(found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)]
@@ -245,7 +325,7 @@ def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[
         per_micro_batch=staged.split.own,
         keeps_rows=bool(options.keep_rows),
         casts_once=bool(options.cast_once) and options.n_micro_batches > 1,
-        batch=layered.step.batch_arguments,
+        batch=layered.plain.batch_arguments,
         compiler_options=compiler_options_of(context.cluster),
         ragged_products=tuple(dict.fromkeys(ragged_products(context.traced.flat.eqns))),
     )

@@ -12,14 +12,15 @@ from typing import Any
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import is_gpu
 from minialpa.errors import ShardingError
-from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, cut_scans, whole_scans
 from minialpa.inter.search.stage_cost import EQUATION_BYTES
 from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.short_plan import PiecedWhole
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.constraints import matches
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
-from minialpa.options import AutoStageOption, ManualLayerOption, PlanOptions
+from minialpa.options import AutoStageOption, LayerOption, ManualLayerOption, PlanOptions
 from minialpa.rules.known_rules import primitives_without_rule
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
@@ -47,7 +48,9 @@ class PlanningContext:
         solver: solves each distinct stage once, for all attempts at a plan.
         logical_mesh: the view of all devices that the user gave in place of a cluster; None if the planner chooses.
         below_s: seconds of a step under a known plan. The planner may give up attempts that cannot be faster.
-        staged: the staged steps of the last attempts, see `place_stages`.
+        shortens: whether attempts are made for short steps, see `short_plan`.
+        cuts, pieced, staged: of the last attempts, the step with its layers, its pieces, and its tasks, see
+            `place_stages`.
     """
 
     traced: TracedStep
@@ -57,6 +60,15 @@ class PlanningContext:
     logical_mesh: LogicalMesh | None
     report: Progress
     below_s: float = math.inf
+    shortens: bool = True
+    cuts: Recent[CutStep | None] = dataclasses.field(
+        default_factory=lambda: Recent(
+            _MOST_STAGED_BYTES, lambda cut: EQUATION_BYTES * len(cut.step.flat.ops) if cut else 0
+        )
+    )
+    pieced: Recent[PiecedWhole] = dataclasses.field(
+        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda whole: EQUATION_BYTES * len(whole.where.pieces))
+    )
     staged: Recent[StagedStep] = dataclasses.field(
         default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda staged: EQUATION_BYTES * len(staged.split.ops))
     )
@@ -64,7 +76,17 @@ class PlanningContext:
     @property
     def whole(self) -> LayeredStep:
         """The step without layers."""
-        return LayeredStep(step=self.traced, fingerprint=self.traced.fingerprint)
+        return LayeredStep(plain=self.traced, fingerprint=self.traced.fingerprint)
+
+    def cut_scans(self, layers: LayerOption) -> CutStep | None:
+        """See `layered_step.cut_scans`. Attempts share the step, so that they share its pieces."""
+        return self.cuts.once(("cut", layers), lambda: cut_scans(self.whole, layers))
+
+    def whole_scans(self, layers: LayerOption) -> CutStep:
+        """See `layered_step.whole_scans`."""
+        cut = self.cuts.once(("whole", layers), lambda: whole_scans(self.whole, layers))
+        assert cut is not None
+        return cut
 
     def asking(self, **options: Any) -> PlanningContext:
         """The same step on the same cluster with some options replaced."""

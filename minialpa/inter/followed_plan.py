@@ -73,6 +73,7 @@ def plan_following(
     relax: changes the options of `source` for the shardings; None keeps them.
     Raises ShardingError if there is no such leaf, or if the function cannot read one in the blocks of `source`.
     """
+    context = dataclasses.replace(context, shortens=False)  # the leaves of the whole step get their paths back
     homes = _find_homes(context.traced, source) if placements is None else _Homes(placements)
     cut = _cut_as(context.whole, homes)
     parts = [cut.step.argument(i) for i in range(len(cut.step.flat.invars))]
@@ -88,7 +89,7 @@ def plan_following(
         no_remat: list[Remat] = ["none" for _ in source.stages]
         layered = layered_step(followed, tuple(no_remat))
     else:
-        layered = dataclasses.replace(context.whole, step=named)
+        layered = dataclasses.replace(context.whole, plain=named)
 
     stages = list(_stages(context, source, homes, names, relax))
     plan = plan_stages(context, layered, stages)

@@ -32,7 +32,7 @@ from minialpa.inter.build_plan import (
     solve_meshes,
 )
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.layers.layered_step import CutStep, LayeredStep, cut_scans, layered_step, whole_scans
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
 from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage, placed_stages
@@ -130,7 +130,7 @@ def _with_least_again(context: PlanningContext, stage: DecidedStage) -> Plan:
 
 def _cut(context: PlanningContext) -> CutStep:
     """The step with its layers. Raises TraceError if it has too few operations."""
-    return cut_scans(context.whole, _LAYERS) or whole_scans(context.whole, _LAYERS)
+    return context.cut_scans(_LAYERS) or context.whole_scans(_LAYERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

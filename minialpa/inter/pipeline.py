@@ -5,9 +5,11 @@ layers           layer of each forward equation; scans over layers cut, or whole
 stages           one, the user's, or the best of a search, if one pays                   one_stage.py here worth.py
                                                                                          searched_plan.py search/
 plan_stages      tasks of every mesh -> shardings -> plan, for each choice of stages     build_plan.py
+                 attempts are made for a short step, without most repeated layers        short_plan.py
 refinements      one change at a time, kept if the plan gets faster                      refine.py
 variants         the same stages with rows kept, or with weights cast once per step      here
 by name          after a search: the methods by name, if one of them is better           by_name.py
+whole_plan       shardings of the chosen short step -> plan of the whole step            whole_plan.py
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from functools import partial
 from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.errors import ShardingError
+from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.build_plan import best_of, plan_stages, staged_step_of
 from minialpa.inter.by_name import best_with_methods_by_name
 from minialpa.inter.context import PlanningContext, Progress, check_request, compiler_of
-from minialpa.inter.layers.layered_step import CutStep, LayeredStep, cut_scans, layered_step, whole_scans
+from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
 from minialpa.inter.refine import or_longer_scans
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
+from minialpa.inter.short_plan import NotExpandedError
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.replan import options_of
+from minialpa.inter.whole_plan import whole_plan
 from minialpa.inter.worth import plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, Remat, remats
@@ -61,7 +65,18 @@ def plan_step(
         report=progress or (lambda what, done, total: None),
     )
     check_request(context)
+    try:
+        return whole_plan(_best_plan(context))
+    except (NotExpandedError, InfeasibleError):
+        # Short steps predict memory. The whole step may fit where they do not, and the other way round.
+        if not len(context.pieced):
+            raise
+        return _best_plan(dataclasses.replace(context, shortens=False))
 
+
+def _best_plan(context: PlanningContext) -> Plan:
+    """The best plan of all that the options leave open, or its sketch."""
+    options = context.options
     best_variant = partial(_best_variant, context)
     if not isinstance(options.stages, AutoStageOption):
         return best_variant(_planned(context))
@@ -113,12 +128,11 @@ def _cut_step(context: PlanningContext, layers: LayerOption) -> CutStep:
 
     A plan's layers are the layers of its cut scans, also in one stage.
     """
-    whole: LayeredStep = context.whole
-    cut = cut_scans(whole, layers)
+    cut = context.cut_scans(layers)
     if cut is None:
-        return whole_scans(whole, layers)
+        return context.whole_scans(layers)
     one_stage = len(given_stages(context.cluster, context.options, cut.n_layers)) == 1
-    return whole_scans(whole, layers) if one_stage and not isinstance(layers, FixedLayerOption) else cut
+    return context.whole_scans(layers) if one_stage and not isinstance(layers, FixedLayerOption) else cut
 
 
 def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedStage]) -> None:
@@ -146,5 +160,6 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
 
 def _or_planned_with(context: PlanningContext, best: Plan, **options: Any) -> Plan:
     """`best`, or its stages with some options replaced, if that is faster and fits."""
-    other = dataclasses.replace(context, options=options_of(best)).asking(**options)
+    below_s = min(context.below_s, best.cost.total_s)
+    other = dataclasses.replace(context, options=options_of(best), below_s=below_s).asking(**options)
     return best_of([lambda: best, lambda: dataclasses.replace(_planned(other), certificate=best.certificate)])

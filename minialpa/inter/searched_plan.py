@@ -14,7 +14,7 @@ from functools import partial
 from minialpa.errors import InfeasibleError, TraceError
 from minialpa.inter.build_plan import StageTooLargeError, best_of, plan_stages, preference
 from minialpa.inter.context import PlanningContext
-from minialpa.inter.layers.layered_step import CutStep, cut_scans, layered_step, whole_scans
+from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.refine import or_interleaved, or_longer_scans
 from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
@@ -40,10 +40,10 @@ _VERY_FEW_EQUATIONS = 4000
 
 def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> Plan:
     """The best plan of a joint search, with scans over layers whole and, if that may help, with stages in them."""
-    cut = cut_scans(context.whole, layers) if context.cluster.n_devices > 1 else None
+    cut = context.cut_scans(layers) if context.cluster.n_devices > 1 else None
 
     def attempt(scans_are_cut: bool) -> Plan:
-        step = cut if cut is not None and scans_are_cut else whole_scans(context.whole, layers)
+        step = cut if cut is not None and scans_are_cut else context.whole_scans(layers)
         found = _search(context, step, layers, auto)
         return or_longer_scans(context, found, step)
 

@@ -26,6 +26,7 @@ from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
+from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
@@ -61,6 +62,7 @@ class ShardedEquations:
         forbidden: kinds of collectives that resharding may not use.
         combined: kinds of sums that start together.
         early, awaited, in_loop: see `hidden_values`.
+        repeats: the equations that stand for several.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -75,6 +77,7 @@ class ShardedEquations:
     early: frozenset[Var] = frozenset()
     awaited: frozenset[Var] = frozenset()
     in_loop: bool = False
+    repeats: Repeats = NO_REPEATS
 
 
 def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> list[T]:
@@ -216,6 +219,7 @@ class Communication(NamedTuple):
         loop: the loop that it is in; None outside of loops.
         can_hide: whether all the work of the loop, or of the program, can hide it, see `hidden_values`.
         after: bit i is set if it waits for collective i of the program, which sums with the gradients.
+        n: the number of such collectives, one after the other, see `Repeats`.
     """
 
     collective: Collective
@@ -224,6 +228,7 @@ class Communication(NamedTuple):
     loop: JaxprEqn | None = None
     can_hide: bool = False
     after: int = 0
+    n: int = 1
 
 
 @functools.lru_cache(maxsize=8)
@@ -240,7 +245,8 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
             sums = collective.kind in ("all-reduce", "reduce-scatter")
             group = None if is_literal(atom) or not sums else groups.get(atom)
             can_hide = not is_literal(atom) and atom in hidden
-            found.append(Communication(collective, 1, group, can_hide=can_hide, after=after))
+            n = 1 if is_literal(atom) else program.repeats.n_variables(atom)
+            found.append(Communication(collective, 1, group, can_hide=can_hide, after=after, n=n))
             after |= (group == WITH_GRADIENTS) << (len(found) - 1)
         return after
 
@@ -248,8 +254,8 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
         return [functools.reduce(operator.or_, operands, 0)] * len(eqn.outvars)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: Sequence[int]) -> list[int]:
-        times = body.length
-        found.extend(one._replace(times=times * one.times, loop=eqn, after=0) for one in collectives_of(inside))
+        times, n = body.length, program.repeats.n_equations(eqn)
+        found.extend(one._replace(times=times * one.times, loop=eqn, after=0, n=n) for one in collectives_of(inside))
         return [functools.reduce(operator.or_, operands, 0)] * len(eqn.outvars)
 
     walk(program, [0] * len(program.invars), ShardOps(lambda _: 0, move, run, loop))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.layers.remat import rematerialise
@@ -32,19 +33,25 @@ from minialpa.tracing.trace import TracedStep
 _MOST_SINGLE_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayeredStep:
     """A step with the layer of each forward group; without any before layers are assigned. fingerprint: of the traced
     step.
 
+    plain: the step before rematerialisation.
     row_blocks: for each stack, the rows of each block; empty if no scan is cut.
     """
 
-    step: TracedStep
+    plain: TracedStep
     fingerprint: Fingerprint
     of_group: tuple[int, ...] = ()
     remat: tuple[Remat, ...] = ()
     row_blocks: RowBlocks = ()
+
+    @cached_property
+    def step(self) -> TracedStep:
+        """The step with rematerialisation."""
+        return rematerialise(self.plain, self.of_group, self.remat) if self.of_group else self.plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,7 @@ class CutStep:
 def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
     """The step with the rematerialisation of each layer."""
     return LayeredStep(
-        step=rematerialise(cut.step, cut.of_group, remat),
+        plain=cut.step,
         fingerprint=cut.whole.fingerprint,
         of_group=cut.of_group,
         remat=remat,

@@ -22,6 +22,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -29,6 +30,7 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars, reading
 from minialpa.ir.op import Op
+from minialpa.rules.heavy import has_contraction
 from minialpa.tracing.trace import TracedStep, with_leaves
 
 #: Units of a run that stay: the first three and the last one. The second one has equal neighbours: it is costed.
@@ -133,27 +135,79 @@ def _run_at(kinds: Sequence[int], start: int, period: int) -> Run:
     return Run(start, period, (end - start) // period)
 
 
+class Model(NamedTuple):
+    """A piece of a unit that stands for all units of its run that are left out.
+
+    n: the number of pieces that it stands for, itself included. run: the number of its run.
+    before: the same piece of the unit before it.
+    """
+
+    n: int
+    run: int
+    before: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortened:
+    """A step in which the third unit of each run stands for the units that are left out.
+
+    Attributes:
+        runs_as: for each piece, the piece that stands for it; itself if it stays.
+        models: the pieces of third units.
+        piece_of: the piece of each equation of the whole step, by its first result. Equations of several pieces are of
+            the first one that stays.
+    """
+
+    step: TracedStep
+    runs_as: tuple[int, ...]
+    models: Mapping[int, Model]
+    piece_of: Mapping[Var, int]
+
+
 class _NotAlikeError(Exception):
     """Pieces of one kind that are not the same equations of the traced step."""
 
 
 def shortened(pieces: StagedPieces) -> PiecedStep | NotShortened:
     """The step with `_N_KEPT` units of each run."""
-    where = _Where.of(pieces)
-    runs = runs_of(_alike(pieces, where))
+    where = Where.of(pieces)
+    runs = runs_of(kinds_of(pieces, where))
     if not runs:
         return NotShortened(f"No {_N_KEPT + 1} neighbouring pieces, or groups of pieces, are alike.")
     try:
-        return _Shortening(pieces, where, runs).short_step()
+        return _Shortening(pieces, where, runs).pieced_step()
     except _NotAlikeError as error:
         return NotShortened(str(error))
+
+
+def with_models(pieces: StagedPieces, where: Where, kinds: Sequence[int]) -> Shortened | NotShortened:
+    """The step with `_N_KEPT` units of each run, of which the third stands for the units that are left out.
+
+    kinds: pieces of one kind may be in one run.
+    """
+    # The solver shards all units alike. A unit with one product is two, as neighbours may want alternate shardings.
+    runs = [_with_products(pieces, run) for run in runs_of(kinds)]
+    runs = [run for run in runs if run.left_out]
+    if not runs:
+        return NotShortened(f"No {_N_KEPT + 1} neighbouring pieces, or groups of pieces, are alike.")
+    try:
+        return _Shortening(pieces, where, runs, copies=False).shortened(where)
+    except _NotAlikeError as error:
+        return NotShortened(str(error))
+
+
+def _with_products(pieces: StagedPieces, run: Run) -> Run:
+    origin = {op.eqn: op.origin for op in pieces.staged.split.ops}
+    eqns = (eqn for piece in run.third for eqn in pieces.problems[piece].eqns)
+    n_products = sum(origin[eqn].direction == "forward" and has_contraction(eqn) for eqn in eqns)
+    return run if n_products > 1 else Run(run.first, 2 * run.period, run.n_units // 2)
 
 
 # ---- which pieces are alike ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Where:
+class Where:
     """Where the equations of the traced step run, by their numbers.
 
     Attributes:
@@ -165,7 +219,7 @@ class _Where:
     pieces: Mapping[int, AbstractSet[int]]
 
     @staticmethod
-    def of(pieces: StagedPieces) -> _Where:
+    def of(pieces: StagedPieces) -> Where:
         # Rematerialisation keeps the variables of the equations that it does not add.
         number = {eqn.outvars[0]: i for i, eqn in enumerate(pieces.whole.step.flat.eqns) if eqn.outvars}
         split = pieces.staged.split
@@ -180,13 +234,13 @@ class _Where:
             for eqn in task.eqns:
                 if eqn in source:
                     found.setdefault(source[eqn], set()).add(task.mesh)
-        return _Where(
+        return Where(
             {piece: [source.get(eqn) for eqn in problem.eqns] for piece, problem in pieces.problems.items()},
             {i: found[i] for i in sorted(found)},
         )
 
 
-def _alike(pieces: StagedPieces, where: _Where) -> list[int]:
+def kinds_of(pieces: StagedPieces, where: Where) -> list[int]:
     """For each piece, the first one like it: the same problem, which stays the same under rematerialisation.
 
     Rematerialisation goes by groups. So in pieces that are alike, the same equations run on another piece than their
@@ -214,8 +268,9 @@ def _alike(pieces: StagedPieces, where: _Where) -> list[int]:
 class _Shortening:
     """One step while pieces are left out; equations are known by their numbers in the traced step."""
 
-    def __init__(self, pieces: StagedPieces, where: _Where, runs: Sequence[Run]) -> None:
-        self.whole, self.runs = pieces.whole, runs
+    def __init__(self, pieces: StagedPieces, where: Where, runs: Sequence[Run], *, copies: bool = True) -> None:
+        """copies: whether equations that stay read copies of equations of third units."""
+        self.whole, self.runs, self.copies = pieces.whole, runs, copies
         self.eqns, self.origins = pieces.whole.step.flat.eqns, pieces.whole.step.origins
         self.maker = {result: i for i, eqn in enumerate(self.eqns) for result in eqn.outvars}
 
@@ -251,6 +306,8 @@ class _Shortening:
             # A backward pass reads values of the next unit's. A separate copy would be computed too late.
             if reader in self.in_third and self.origins[made_by].direction != "forward":
                 return self._counterpart(self.like_last, made_by).outvars[result]
+            if not self.copies:
+                return self._counterpart(self.like_third, made_by).outvars[result]
             if made_by not in copied:
                 eqn = self._counterpart(self.like_third, made_by)
                 copied[made_by] = eqn.replace(outvars=[fresh_var(aval_of(v)) for v in eqn.outvars])
@@ -282,7 +339,25 @@ class _Shortening:
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
-    def short_step(self) -> PiecedStep:
+    def _short_step(self) -> TracedStep:
+        return _with_equations(self.whole.step, self._operations(), self._inputs_left_out())
+
+    def shortened(self, where: Where) -> Shortened:
+        runs_as, models = list(range(len(self.whole.place))), dict[int, Model]()
+        for number, run in enumerate(self.runs):
+            for piece in range(run.third.start, run.last.start):
+                runs_as[piece] = run.third[(piece - run.first) % run.period]
+            n = run.n_units - _N_KEPT + 1
+            models.update((piece, Model(n, number, piece - run.period)) for piece in run.third)
+
+        piece_of: dict[Var, int] = {}
+        for i, found in where.pieces.items():
+            stay = [piece for piece in found if runs_as[piece] == piece]
+            if self.eqns[i].outvars:
+                piece_of[self.eqns[i].outvars[0]] = min(stay or found)
+        return Shortened(step=self._short_step(), runs_as=tuple(runs_as), models=models, piece_of=piece_of)
+
+    def pieced_step(self) -> PiecedStep:
         n_pieces = len(self.whole.place)
         costed_as, runs_in = list(range(n_pieces)), list(range(n_pieces))
         for run in self.runs:
@@ -293,7 +368,7 @@ class _Shortening:
         # An equation that stays may belong to a forward group that is left out: the group is put into the third unit.
         number = {piece: i for i, piece in enumerate(sorted(set(runs_in)))}
         return PiecedStep(
-            step=_with_equations(self.whole.step, self._operations(), self._inputs_left_out()),
+            step=self._short_step(),
             piece_of_group=tuple(number[runs_in[piece]] for piece in self.whole.piece_of_group),
             place=tuple(number[piece] for piece in costed_as),
             kept={number[piece]: piece for piece in sorted(set(costed_as))},

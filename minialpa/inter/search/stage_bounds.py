@@ -104,7 +104,10 @@ class StageBounds:
         for i, cost in enumerate(alone):
             if tables.solved[i, c]:
                 continue
-            bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
+            # Each pass adds to totals, however small its micro-batch is, unless there is only one.
+            work_s, adding_s = cost.seconds - cost.adding_seconds, cost.adding_seconds if n > 1 or base == 1 else 0.0
+            seconds = share * work_s + adding_s / n_devices
+            bounds["seconds"][i, c] = max(bounds["seconds"][i, c], seconds)
             if own:
                 bounds["in_flight_bytes"][i, c] = share * cost.in_flight_bytes
             for name in names:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cost import adding_s
 from minialpa.errors import InfeasibleError, VerifyError
 from minialpa.inter.search.stage_memory import kept_usages, mesh_memory
 from minialpa.inter.search.stage_times import stage_times
@@ -44,7 +45,7 @@ EQUATION_BYTES = 2000
 _USUALLY_LIVE = 8
 #: Version of cost files. Raise it with every change after which some piece has another cost (rules, strategies, prices,
 #: memory, names): the names of costs tell pieces, meshes and options apart, but not versions of the code.
-_VERSION = 6
+_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class PieceCost:
         in_flight_bytes: for each micro-batch in flight. pass_temp_bytes, update_temp_bytes: further bytes of a pass and
             of the update.
         left_bytes: bytes that a pass leaves in the end.
+        adding_seconds: the part of `seconds` that adds to totals, which one micro-batch does not need.
     """
 
     seconds: float = math.inf
@@ -68,6 +70,7 @@ class PieceCost:
     pass_temp_bytes: float = 0.0
     left_bytes: float = 0.0
     update_temp_bytes: float = 0.0
+    adding_seconds: float = 0.0
 
 
 class PieceCosts:
@@ -160,6 +163,7 @@ class PieceCosts:
             pass_temp_bytes=memory.pass_temp_bytes - memory.left_bytes,
             left_bytes=memory.left_bytes,
             update_temp_bytes=memory.update_temp_bytes,
+            adding_seconds=sum(adding_s(one.totals_bytes, mesh) for one in moved),
         )
 
     def _solver(self, place: int, mesh: LogicalMesh) -> MeshSolver:

@@ -195,7 +195,9 @@ def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iter
 
 def _under(stage: Stage, option: AutoShardingOption) -> Stage:
     """The stage under other options."""
-    return replace(stage, solver=MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache))
+    solver = stage.solver
+    other = MeshSolver(stage.problem, stage.view.mesh, option, solver.cache, hidden_price=solver.hidden_price)
+    return replace(stage, solver=other)
 
 
 def _within_limit(stage: Stage, wanted: Wanted, limit: MemoryLimit | None) -> SolvedStage:

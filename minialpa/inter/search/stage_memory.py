@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -103,7 +103,7 @@ def mesh_memory(
     compiler: Compiler,
 ) -> MeshMemory:
     """The memory of `mesh` when its tasks run under `sharding`, compiled by `compiler`."""
-    kept = _kept(staged, mesh)
+    kept, n_of = _kept(staged, mesh), staged.repeats.n_variables
     temps, left = {True: 0.0, False: 0.0}, 0.0  # whether for each micro-batch
     largest: tuple[LargeTensor, ...] = ()
 
@@ -114,7 +114,7 @@ def mesh_memory(
         donated = (*donations(staged, task), *totals)
         memory = peak_bytes(program, donated, compiler=compiler)
         outputs = _outputs(program, donated, kept)
-        gone = sum(_local(v, sharding.specs, view) for v in one.summed_before)
+        gone = sum(n_of(v) * _local(v, sharding.specs, view) for v in one.summed_before)
         extra = memory.temp_bytes + outputs + _arguments(program, kept) - gone
         if task.per_micro_batch and extra >= temps[True]:
             left = outputs
@@ -123,10 +123,10 @@ def mesh_memory(
         temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
 
     # Parameters, residuals and the like, which outlive tasks.
-    fixed = sum(n * _local(v, sharding.specs, view) for v, n in kept.fixed.items())
+    fixed = sum(n * n_of(v) * _local(v, sharding.specs, view) for v, n in kept.fixed.items())
     by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():
-        by_chunk[chunk] += _local(v, sharding.specs, view)
+        by_chunk[chunk] += n_of(v) * _local(v, sharding.specs, view)
     return MeshMemory(
         fixed_bytes=fixed,
         kept_bytes=tuple(by_chunk),
@@ -160,8 +160,8 @@ def mesh_usages(
     gathered: also count arguments as products read them, and operands as loops do. That is too much for arrays that are
     stored like that.
     """
-    kept = _kept(staged, mesh)
-    live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
+    kept, n_of = _kept(staged, mesh), staged.repeats.n_variables
+    live = max(moments, key=lambda counts: sum(n_of(v) * bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
     inputs = set(staged.inputs)
     usages: list[Usage] = []
 
@@ -170,24 +170,26 @@ def mesh_usages(
     for task in staged.tasks_of(mesh):
         given = set(donations(staged, task))
         pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
-        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler)
+        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler, repeats=staged.repeats)
         added = only_added(staged, added_inside(staged, task)) if view.adds_totals else set()
-        for v, start, end in found.intervals:
+        for v, start, end, n in found.intervals:
             if v not in kept.residuals and v not in kept.fixed:
                 # A value that is added to its total at once is gone before the task ends.
-                usages.append(Usage(v, 1, now + start, now + (start + 1 if v in added else end)))
-        made = {v: now + start for v, start, _ in found.intervals}
+                usages.append(Usage(v, n, now + start, now + (start + 1 if v in added else end)))
+        made = {v: now + start for v, start, _, _ in found.intervals}
         usages += _loop_usages(task, made, gathered=gathered)
         if gathered:
-            usages += _gathered_usages(task, made, staged.early, now)
+            found_usages = _gathered_usages(task, made, staged.early, now)
+            usages += [replace(one, n_copies=n_of(one.var)) for one in found_usages]
 
         # An argument that is not kept is sent for this task, and held while it runs.
         end = now + max(1, found.n_times)
-        usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals]
+        held = [v for v in task.invars if v not in kept.fixed and v not in kept.residuals]
+        usages += [Usage(v, n_of(v), now, end) for v in held]
         now = end
 
-    usages += [Usage(v, n, 0, now) for v, n in kept.fixed.items() if v not in inputs]
-    usages += [Usage(v, live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
+    usages += [Usage(v, n * n_of(v), 0, now) for v, n in kept.fixed.items() if v not in inputs]
+    usages += [Usage(v, n_of(v) * live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
     return tuple(usages)
 
 
@@ -299,9 +301,9 @@ def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[
 
 def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -> float:
     """Bytes of the results of a task that do not take over an argument and are not residuals."""
-    aliased = {o for _, o in donated_pairs(program, donated)}
+    aliased, n_of = {o for _, o in donated_pairs(program, donated)}, program.repeats.n_variables
     return sum(
-        bytes_of(v) / spec.n_shards(program.mesh.shape)
+        n_of(v) * bytes_of(v) / spec.n_shards(program.mesh.shape)
         for o, (v, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True))
         if o not in aliased and v not in kept.residuals and v not in kept.fixed
     )
@@ -309,8 +311,9 @@ def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -
 
 def _arguments(program: ShardedEquations, kept: _Kept) -> float:
     """Bytes of the arguments of a task that are not kept anyway."""
+    n_of = program.repeats.n_variables
     return sum(
-        bytes_of(v) / program.specs[v].n_shards(program.mesh.shape)
+        n_of(v) * bytes_of(v) / program.specs[v].n_shards(program.mesh.shape)
         for v in program.invars
         if v not in kept.fixed and v not in kept.residuals
     )

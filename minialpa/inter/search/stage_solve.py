@@ -6,6 +6,7 @@ collective than the prices assumed, this module solves it at other prices.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from dataclasses import dataclass, replace
@@ -41,8 +42,13 @@ from minialpa.support.recent import Recent
 _MOST_SOLVER_BYTES = 2**29
 #: Solves of a stage with other prices of starts, at most; fewer in short memory, where a solve takes longer.
 _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
+#: Prices of collectives that work can hide, as parts of their seconds: if it hides them all, so that the solution with
+#: least to hide is the cheapest of equals; and if it hides a part.
+_HIDDEN_PRICE, _PARTLY_HIDDEN_PRICES = 0.02, (0.3, 0.1, 0.02)
 #: A gain of less than this part of a step is not worth a solve.
 _LITTLE = 1e-3
+#: Collectives that take no longer than this part of a step, beyond their prices, are hidden.
+_LITTLE_EXPOSED = 0.01
 
 
 class NotFasterError(InfeasibleError):
@@ -108,7 +114,7 @@ class StageSolver:
         """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
-        kind = (text, view, option)
+        kind = (text, view, replace(option, memory_limit_bytes=None))
 
         def stage_to_solve() -> Stage:
             return self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
@@ -158,7 +164,7 @@ class StageSolver:
                 raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
             try:
                 free_of_limit = (found.sharding.bound_s, free.n_bytes)
-                found = solution((kind, tuple(map(tuple, moments))), option, free_of_limit)
+                found = solution((kind, n_bytes, tuple(map(tuple, moments))), option, free_of_limit)
             except InfeasibleError as error:
                 raise StageMemoryError(str(error), free) from error
         return replace(self._rebound(found, staged, mesh, problem, view), free=free)
@@ -166,13 +172,14 @@ class StageSolver:
     def _stage(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption
     ) -> Stage:
+        price = _HIDDEN_PRICE if is_gpu(view.mesh.device) else 1.0
         return Stage(
             staged=staged,
             mesh=mesh,
             problem=problem,
             view=view,
             compiler=self.compiler,
-            solver=MeshSolver(problem, view.mesh, option, self.strategy_cache),
+            solver=MeshSolver(problem, view.mesh, option, self.strategy_cache, hidden_price=price),
         )
 
     def _rebound(
@@ -201,40 +208,72 @@ def _variables(problem: MeshEquations) -> tuple[Var, ...]:
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
 
-def _bound_s(stage: Stage, full_s: float) -> float:
-    """Lower bound on the seconds of one step with any shardings of a stage, which cost `full_s` or more at full prices.
+def _bound_s(stage: Stage, priced_s: float) -> float:
+    """Lower bound on the seconds t of one step with any shardings of a stage, which cost `priced_s` or more at the
+    prices of its solver.
 
-    Work hides at most the part `overlap` of its own seconds: t >= full - overlap * compute and t >= compute, so (1 +
-    overlap) * t >= full.
+    Let a be the seconds of the work and of the collectives that none hides, h of the others. The price p of these is
+    `hidden_price`. Work hides at most the part `overlap` of its own seconds: t >= a and (1 + overlap) * t >= a + h. So
+    a + p * h = (1 - p) * a + p * (a + h) <= (1 + p * overlap) * t.
     """
     mesh = stage.view.mesh
-    if is_gpu(mesh.device):
+    if stage.solver.hidden_price < 1:
         overlap = mesh.device.overlap if mesh.device is not None else 1.0
-        full_s /= 1 + overlap
-    return max(full_s, stage.solver.folded.least_compute_s)
+        priced_s /= 1 + stage.solver.hidden_price * overlap
+    return max(priced_s, stage.solver.folded.least_compute_s)
 
 
 def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
     """The cheapest shardings, and `_bound_s`.
 
-    The solution decides which sums start as one. The first prices let as many share each start as possible, which makes
-    a bound, and the next ones as many as the last solution has. The fastest program wins.
+    At the first prices, collectives that work can hide are nearly free. If the work of the solution does not hide them,
+    or if it does not fit, full prices are right. The fastest program wins.
     """
-    best = solve_in_memory(stage, wanted)
-    least_s = _bound_s(stage, best.sharding.bound_s)
-    if math.isfinite(wanted.n_bytes) and needed(best.memory, wanted.moments) > wanted.n_bytes:
-        return best, least_s
 
-    bound_s, seconds, counts = best.sharding.bound_s, seconds_of(stage, best), _starts(stage, best)
+    def at_full_prices() -> Stage:
+        return replace(stage, solver=_solver(stage, wanted, None, 1.0))
+
+    try:
+        best = solve_in_memory(stage, wanted)
+    except InfeasibleError:
+        if stage.solver.hidden_price == 1:
+            raise
+        return solve_in_memory(at_full_prices(), wanted), 0.0
+
+    least_s = _bound_s(stage, best.sharding.bound_s)
+    is_hidden = seconds_of(stage, best) <= (1 + _LITTLE_EXPOSED) * best.sharding.bound_s
+    if is_hidden or stage.solver.hidden_price == 1:
+        fits = math.isinf(wanted.n_bytes) or needed(best.memory, wanted.moments) <= wanted.n_bytes
+        return _repriced(stage, wanted, best, least_s) if fits else best, least_s
+
+    found = [best]
+    again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments), in_other_ways=False)
+    with contextlib.suppress(InfeasibleError):  # in time
+        full = at_full_prices()
+        found.append(_repriced(full, wanted, solve_in_memory(full, again), least_s))
+        counts = _starts(stage, found[-1])
+        for price in _PARTLY_HIDDEN_PRICES:
+            priced = replace(stage, solver=_solver(stage, wanted, counts, price))
+            found.append(solve_in_memory(priced, again))
+    return min(found, key=lambda solved: seconds_of(stage, solved)), least_s
+
+
+def _repriced(stage: Stage, wanted: Wanted, best: SolvedStage, least_s: float) -> SolvedStage:
+    """`best`, a solution at the prices of `stage`, or a faster one at other prices of starts.
+
+    The solution decides which sums start as one. The first prices let as many share each start as possible, which makes
+    a bound, and the next ones as many as the last solution has.
+    """
+    seconds, counts = seconds_of(stage, best), _starts(stage, best)
     seen = set[StartCounts]()
     most = _MAX_REPRICED_IN_SHORT_MEMORY if best.sharding.counted_bytes else _MAX_REPRICED
     while counts not in seen and len(seen) < most:
         # No more is gained than was underpaid.
-        gain_s = min(seconds - bound_s, starts_s(counts, stage.view.mesh))
+        gain_s = min(seconds - least_s, starts_s(counts, stage.view.mesh))
         if gain_s <= _LITTLE * seconds:
             break
         seen.add(counts)
-        solver = MeshSolver(stage.problem, stage.view.mesh, wanted.option, stage.solver.cache, counts)
+        solver = _solver(stage, wanted, counts, stage.solver.hidden_price)
         again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments), in_other_ways=False)
         try:
             other = solve_in_memory(replace(stage, solver=solver), again)
@@ -243,25 +282,13 @@ def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
         counts = _starts(stage, other)
         if (other_s := seconds_of(stage, other)) < seconds:
             best, seconds = other, other_s
-    return _or_hiding_more(stage, wanted, best), least_s
+    return best
 
 
-def _or_hiding_more(stage: Stage, wanted: Wanted, best: SolvedStage) -> SolvedStage:
-    """`best`, or the cheapest solution at prices at which hidden collectives are nearly free, if that is faster.
-
-    The hidden seconds depend on the solution: these prices are right while there is work to hide them, full prices
-    beyond.
-    """
-    mesh = stage.view.mesh
-    if not is_gpu(mesh.device) or not any(one.can_hide for task in best.moved for one in task.last or task.collectives):
-        return best
-    solver = MeshSolver(stage.problem, mesh, wanted.option, stage.solver.cache, _starts(stage, best), hides=True)
-    again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments), in_other_ways=False)
-    try:
-        other = solve_in_memory(replace(stage, solver=solver), again)
-    except InfeasibleError:
-        return best
-    return min(best, other, key=lambda solved: seconds_of(stage, solved))
+def _solver(stage: Stage, wanted: Wanted, counts: StartCounts | None, hidden_price: float) -> MeshSolver:
+    """A solver at other prices: of so many starts, and of collectives that work can hide."""
+    mesh, cache = stage.view.mesh, stage.solver.cache
+    return MeshSolver(stage.problem, mesh, wanted.option, cache, counts, hidden_price=hidden_price)
 
 
 def _starts(stage: Stage, solved: SolvedStage) -> StartCounts:

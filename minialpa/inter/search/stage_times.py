@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import GPU_COMBINED_BYTES, Collective, CollectiveKind, combined_kinds, is_gpu
+from minialpa.cost import GPU_COMBINED_BYTES, Collective, CollectiveKind, adding_s, combined_kinds, is_gpu
 from minialpa.inter.staging.mesh_problem import TaskCollectives
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.spmd import Communication
@@ -54,10 +54,11 @@ def stage_times(
     """Times of a mesh under `sharding`. Collectives of an update do not wait for each other.
 
     moved: the tasks of the mesh, in order, with their collectives. n_loops: of the step.
-    hides: whether work hides collectives on GPUs. If not, devices wait for all collectives, and adding to totals is
-    free, as solvers price them.
+    hides: whether work hides collectives on GPUs. If not, devices wait for all of them, as solvers of pieces price
+        them.
     """
-    compute_s = {eqn: seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
+    n_of = problem.repeats.n_equations
+    compute_s = {eqn: n_of(eqn) * seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
 
     # By loop: seconds of the work after it, seconds that its last pass waits, and collectives, which may be combined.
@@ -73,7 +74,7 @@ def stage_times(
             in_update[behind] += [each._replace(group=groups[each.can_hide], after=0) for each in one.collectives]
             continue
 
-        compute += _adding_s(one.totals_bytes, mesh) if hides else 0.0
+        compute += adding_s(one.totals_bytes, mesh)
         exposed_s, hidden_s = _communication_s(one.collectives, mesh, compute, compute_s if hides else None)
         passes.append(
             PlannedPass(
@@ -95,11 +96,6 @@ def stage_times(
         for s, waited, moved in zip(once_s, waited_s, in_update, strict=True)
     )
     return StageTimes(tuple(passes), update, tuple(between))
-
-
-def _adding_s(totals_bytes: float, mesh: LogicalMesh) -> float:
-    """Seconds of adding to totals: two reads and a write of each."""
-    return 3 * totals_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
 
 
 def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:

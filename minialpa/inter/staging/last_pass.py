@@ -14,6 +14,7 @@ The gradients of layers in a scan are complete when the scan ends. There the sum
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,20 @@ class TaskProgram:
 
 
 def _in_loops(found: Sequence[Communication], loops: Mapping[JaxprEqn, JaxprEqn]) -> tuple[Communication, ...]:
-    return tuple(one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found)
+    """The collectives `found`, all that they stand for, in `loops`."""
+    if loops:
+        found = [one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found]
+    if all(one.n == 1 for one in found):
+        return tuple(found)
+
+    # A collective that waits for another waits for all that the other stands for.
+    starts = list(itertools.accumulate((one.n for one in found), initial=0))
+    bits = [((1 << one.n) - 1) << start for one, start in zip(found, starts, strict=False)]
+    repeated: list[Communication] = []
+    for one in found:
+        after = sum(bits[i] for i in range(one.after.bit_length()) if one.after >> i & 1)
+        repeated += [one._replace(after=after, n=1)] * one.n
+    return tuple(repeated)
 
 
 def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:

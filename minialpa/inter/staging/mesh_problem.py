@@ -26,7 +26,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     """The equations of `mesh`, each once even if several tasks run it, and the roles of its inputs."""
     split = staged.split
     tasks = staged.tasks_of(mesh)
-    times = _times(tasks, split.n_micro_batches)
+    times = _times(staged, tasks)
     # Where the whole step is one task, the update is a part of that task.
     updates = {op.eqn for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
 
@@ -43,6 +43,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
         inputs=inputs,
         aliases=_aliases(staged, mesh, made),
         equal=total_of,
+        added=frozenset(a.loop for a in split.accumulators if a.reduction == "sum" and a.loop in made),
         batch_dims=split.batch_dims,
         not_partial=_not_partial(staged, mesh),
         paths=_input_paths(staged),
@@ -51,16 +52,17 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
             for atom, path in zip(split.outvars, split.traced.out_paths, strict=True)
             if not is_literal(atom) and atom in known
         ),
+        repeats=staged.repeats,
     )
 
 
-def _times(tasks: Sequence[Task], n_micro_batches: int) -> list[tuple[JaxprEqn, int]]:
+def _times(staged: StagedStep, tasks: Sequence[Task]) -> list[tuple[JaxprEqn, int]]:
     """Each equation of `tasks`, and its runs in a step, by the first task that has it."""
     found: dict[JaxprEqn, tuple[JaxprEqn, int]] = {}
     for task in tasks:
-        n_runs = n_micro_batches if task.per_micro_batch else 1
+        n_runs = staged.split.n_micro_batches if task.per_micro_batch else 1
         for eqn in task.eqns:
-            found.setdefault(eqn, (eqn, n_runs))
+            found.setdefault(eqn, (eqn, n_runs * staged.repeats.n_equations(eqn)))
     return list(found.values())
 
 
@@ -227,4 +229,5 @@ def task_program(
         combined=view.combined,
         early=early.intersection(task.invars),
         awaited=frozenset(v for v in task.outvars if v in of_passes),
+        repeats=staged.repeats,
     )

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.inter.microbatch.split_step import LOOP, PROLOGUE, SplitStep, is_loop
 from minialpa.inter.staging.placement import ChunkedStep, place_loops, place_updates
 from minialpa.ir.equations import Atom, bytes_of, is_literal, live_equations, operand_vars
+from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.plan import PassName, PlannedTransfer
 from minialpa.tracing.trace import TracedStep
 
@@ -70,6 +71,7 @@ class StagedStep:
         input_meshes: for each input (constants first, then arguments), the meshes that read the full-batch array.
         output_meshes: for each result, the mesh that holds it at the end; for the replacement of a donated input, the
             first one that reads that input.
+        repeats: the equations that stand for several, in a short step.
     """
 
     split: SplitStep
@@ -77,6 +79,7 @@ class StagedStep:
     tasks: tuple[Task, ...]
     input_meshes: tuple[tuple[int, ...], ...]
     output_meshes: tuple[tuple[int, ...], ...]
+    repeats: Repeats = NO_REPEATS
 
     @property
     def n_meshes(self) -> int:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.split_step import Accumulator
 from minialpa.inter.staging.tasks import StagedStep, Task
@@ -71,6 +71,7 @@ def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
     """`program`, followed by additions of its values to totals."""
     eqns, totals = list(program.eqns), dict[Var, Atom]()
     specs, equations, maker = dict(program.specs), dict(program.equations), EquationMaker()
+    adds: dict[Var, JaxprEqn] = {}
 
     for one in added:
         spec, dtype = specs[one.loop], dtype_name(one.total)
@@ -81,9 +82,13 @@ def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
             equations[eqn] = EquationSpecs(operands, (spec,), (spec,))
             specs.update((v, spec) for v in eqn.outvars)
         eqns += new
+        adds.update((one.loop, eqn) for eqn in new[-1:])
 
     invars = (*program.invars, *(one.total for one in added))
-    made = dataclasses.replace(program, eqns=tuple(eqns), invars=invars, specs=specs, equations=equations)
+    repeats = program.repeats.with_readers(adds) if program.repeats.equations else program.repeats
+    made = dataclasses.replace(
+        program, eqns=tuple(eqns), invars=invars, specs=specs, equations=equations, repeats=repeats
+    )
     return Added(made, totals)
 
 
@@ -102,4 +107,5 @@ def adding(total: jax.Array, value: jax.Array) -> jax.Array:
 
 def bytes_of_totals(program: ShardedEquations, totals: Sequence[Var]) -> float:
     """Per device."""
-    return sum(bytes_of(v) / program.specs[v].n_shards(program.mesh.shape) for v in totals)
+    n_of, shape = program.repeats.n_variables, program.mesh.shape
+    return sum(n_of(v) * bytes_of(v) / program.specs[v].n_shards(shape) for v in totals)

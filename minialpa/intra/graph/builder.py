@@ -51,7 +51,8 @@ class GraphBuilder(CollectedCosts):
 
         # Parameters and optimizer state stay for the whole step; the limit has the intervals of all else.
         n_times = limit.n_times
-        stays = [Usage(var, 1, 0, n_times) for var, role in self.problem.inputs if role in ("parameter", "state")]
+        n_of, inputs = self.problem.repeats.n_variables, self.problem.inputs
+        stays = [Usage(var, n_of(var), 0, n_times) for var, role in inputs if role in ("parameter", "state")]
         demands = self._demands([*stays, *limit.usages])
         check_least(demands, limit, self._allowed)
         terms = terms_of(demands, limit.limit_bytes, n_times)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import is_gpu
+from minialpa.cost import adding_s, is_gpu
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.decisions import AnyRecord, Choice, CostTable, LoopRecord, PassRecord, Record
 from minialpa.intra.graph.option_constraints import OptionConstraints, fold_problem, forbidden_message
@@ -37,8 +37,6 @@ from minialpa.sharding import Spec, specs_of
 _DEFAULT_BANDWIDTH = 1e12
 #: Weight of the bytes of an input that stays on the mesh between steps: it takes no time, so its size only breaks ties.
 _KEPT_INPUT_WEIGHT = 1e-3
-#: Price of hidden collectives: of two solutions that hide everything, the one with less to hide is cheaper.
-_HIDDEN_PRICE = 0.1
 
 
 class _Reader(NamedTuple):
@@ -77,7 +75,7 @@ class CollectedCosts:
         cache: StrategyCache | None = None,
         counted: StartCounts | None = None,
         forbidden_s: float = math.inf,
-        hides: bool = False,
+        hidden_price: float = 1.0,
     ) -> None:
         """Raises InfeasibleError if an option cannot be kept on `mesh`.
 
@@ -86,7 +84,7 @@ class CollectedCosts:
             cache: shared with other problems.
             counted: how many sums of gradients start as one, in a solution; None without a solution.
             forbidden_s: see `reshard_table`.
-            hides: whether hidden collectives cost a part of their seconds.
+            hidden_price: price of the collectives that work can hide, as a part of their seconds.
         """
         self.problem, self.mesh, self._cache = problem, mesh, cache or StrategyCache()
         self._plans_loops = option.enable_auto_sharding  # otherwise all is replicated, inside loops, too
@@ -104,8 +102,9 @@ class CollectedCosts:
 
         prices = MeshPrices(mesh, option, cache=self._cache, facts=facts, counted=counted, forbidden_s=forbidden_s)
         self._option, self._prices = option, prices
-        self._hidden = _hidden(problem) if hides else frozenset[Var]()
+        self._adding_s = _adding_s(problem, mesh)
         self._deferred: list[_Reader] = []  # of variables that later equations may make
+        self._hidden, self._hidden_price = _hidden(problem) if hidden_price < 1 else frozenset[Var](), hidden_price
         self._plain = PlainEquations(
             mesh,
             option,
@@ -117,6 +116,8 @@ class CollectedCosts:
             cache=self._cache,
             prices=prices,
             stacked=_stacked(problem) if is_gpu(mesh.device) else frozenset(),
+            hidden=self._hidden,
+            hidden_price=hidden_price,
         )
 
         self._add_inputs()
@@ -181,7 +182,7 @@ class CollectedCosts:
 
         leader = folding.leaders[i]
         if leader == i:
-            return self._add_equation(Occurrence(eqn, times * folding.counts[i], in_update, folding.varied.get(i, {})))
+            return self._add_equation(Occurrence(eqn, folding.times[i], in_update, folding.varied.get(i, {})))
 
         first = self.problem.eqns[leader]
         self._set_results(eqn, [self.choices[var] for var in first.outvars])
@@ -211,6 +212,9 @@ class CollectedCosts:
             total = self.problem.equal.get(var)
             if total is not None:
                 self.choices[total] = choice
+            if var in self._adding_s and choice.node is not None:
+                n_shards = np.array([spec.n_shards(self.mesh.shape) for spec in choice.specs])
+                self.costs.nodes[choice.node] += self._adding_s[var] / n_shards
 
     def _connect(self, occurrence: Occurrence, k: int, node: int | None, wanted: tuple[Spec, ...]) -> None:
         """Add an edge to operand `k`, and to the variables in its place in equations that are sharded alike."""
@@ -234,7 +238,7 @@ class CollectedCosts:
             if not np.isfinite(seconds).all():
                 raise InfeasibleError(forbidden_message(self._option, var, made.specs[0], wanted[0]))
             return
-        self.costs.add_edge(made.node, node, times * seconds * (_HIDDEN_PRICE if var in self._hidden else 1.0))
+        self.costs.add_edge(made.node, node, times * seconds * (self._hidden_price if var in self._hidden else 1.0))
 
     # ---- barriers -------------------------------------------------------------------------------------------------
 
@@ -314,6 +318,14 @@ class CollectedCosts:
 
         left = _replicated(inner) if is_literal(inner) else self._choice(inner)
         return Choice(left.node, tuple(scan.outer_result(r, spec) for spec in left.specs))
+
+
+def _adding_s(problem: MeshEquations, mesh: LogicalMesh) -> dict[Var, float]:
+    """Seconds per step of adding each value to its total, if it is not sharded. Programs for GPUs add in each pass."""
+    if not is_gpu(mesh.device) or not problem.added:
+        return {}
+    times = {v: n for eqn, n in zip(problem.eqns, problem.times, strict=True) for v in eqn.outvars}
+    return {v: times[v] * adding_s(bytes_of(problem.equal[v]), mesh) for v in problem.equal if v in problem.added}
 
 
 def _hidden(problem: MeshEquations) -> frozenset[Var]:

@@ -44,14 +44,14 @@ class Folding:
 
     Attributes:
         leaders: for each equation, the first equation that is like it; often itself.
-        counts: for each leader, the number of equations that are like it.
+        times: for each leader, how often per step the equations that are like it run.
         inputs: for each input, the first input that is like it.
         varied: for leaders: by operand, if the equations like the leader read different variables, these variables,
             each with the fraction of the equations that read it.
     """
 
     leaders: tuple[int, ...]
-    counts: Mapping[int, int]
+    times: Mapping[int, int]
     inputs: Mapping[Var, Var]
     varied: Mapping[int, Varied]
 
@@ -61,8 +61,9 @@ def fold(
     inputs: Sequence[Var],
     kind: Callable[[int], Hashable],
     kind_of_input: Callable[[Var], Hashable],
+    times: Sequence[int],
 ) -> Folding | None:
-    """None if no equations repeat.
+    """None if no equations repeat. times: how often per step each equation runs.
 
     Equations of one `kind` have the same strategies if their operands have the same specs. Inputs of one
     `kind_of_input` may have the same specs.
@@ -77,19 +78,53 @@ def fold(
     leaders = [labels.first_equation[label] for label in labels.of_equation]
     first_input: dict[Hashable, Var] = {}
     alike = {var: first_input.setdefault(labels.of_variable.get(var, var), var) for var in inputs}
-    return Folding(tuple(leaders), Counter(leaders), alike, _varied(eqns, leaders, alike))
+    return _folding(eqns, leaders, alike, times)
 
 
-def _varied(eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var]) -> dict[int, Varied]:
+def fold_alike(
+    eqns: Sequence[JaxprEqn],
+    inputs: Sequence[Var],
+    alike: Mapping[int, int],
+    kind: Callable[[int], Hashable],
+    kind_of_input: Callable[[Var], Hashable],
+    times: Sequence[int],
+) -> Folding:
+    """The folding of pairs of equations that are known to be `alike`, if their kinds agree, and of their inputs."""
+    leaders = list(range(len(eqns)))
+    place = {v: k for k, v in enumerate(inputs)}
+    leader_of = {v: v for v in inputs}
+    for one, other in alike.items():
+        if kind(one) != kind(other):
+            continue
+        leaders[max(one, other)] = min(one, other)
+        for operands in zip(eqns[one].invars, eqns[other].invars, strict=True):
+            a, b = (None if is_literal(atom) else place.get(atom) for atom in operands)
+            if a is not None and b is not None and kind_of_input(inputs[a]) == kind_of_input(inputs[b]):
+                leader_of[inputs[max(a, b)]] = leader_of[inputs[min(a, b)]]
+    return _folding(eqns, leaders, leader_of, times)
+
+
+def _folding(
+    eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var], times: Sequence[int]
+) -> Folding:
+    total = Counter[int]()
+    for leader, n in zip(leaders, times, strict=True):
+        total[leader] += n
+    return Folding(tuple(leaders), total, inputs, _varied(eqns, leaders, inputs, times))
+
+
+def _varied(
+    eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var], times: Sequence[int]
+) -> dict[int, Varied]:
     """`Folding.varied`; of variables that are alike, the first stands for all."""
     leader_of: dict[Var, Var] = dict(inputs)
     read: dict[int, list[Counter[Var]]] = {}
-    for eqn, leader in zip(eqns, leaders, strict=True):
+    for eqn, leader, n in zip(eqns, leaders, times, strict=True):
         leader_of.update(zip(eqn.outvars, eqns[leader].outvars, strict=True))
         counters = read.setdefault(leader, [Counter() for _ in eqn.invars])
         for counter, operand in zip(counters, eqn.invars, strict=True):
             if not is_literal(operand):
-                counter[leader_of.get(operand, operand)] += 1
+                counter[leader_of.get(operand, operand)] += n
 
     varied: dict[int, Varied] = {}
     for leader, counters in read.items():

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.constraints import Constraint, constraint_of_path
-from minialpa.intra.graph.folding import Folding, fold
+from minialpa.intra.graph.folding import Folding, fold, fold_alike
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.strategies.loops import ScanBody, examples_inside
 from minialpa.intra.strategies.strategy_cache import StrategyCache
@@ -235,11 +235,17 @@ def fold_problem(
         eqn = problem.eqns[i]
         flags = tuple((var in problem.not_partial, var in problem.equal, n_together.get(var)) for var in eqn.outvars)
         dims = tuple(None if is_literal(atom) else problem.batch_dims.get(atom) for atom in eqn.invars)
-        return cache.kind_of(eqn), problem.times[i], problem.in_update[i], flags, dims
+        n_runs = problem.times[i] // problem.repeats.n_equations(eqn)
+        return cache.kind_of(eqn), n_runs, problem.in_update[i], flags, dims
 
     def kind_of_input(var: Var) -> Hashable:
         constraint = constraints.fixed(var, problem.paths.get(var))
         return roles[var], shape_of(var), dtype_name(var), problem.batch_dims.get(var), constraint
 
     roles = dict(problem.inputs)
-    return fold(problem.eqns, list(roles), kind, kind_of_input)
+    if problem.repeats.alike:
+        number = {eqn: i for i, eqn in enumerate(problem.eqns)}
+        known = problem.repeats.alike.items()
+        alike = {number[one]: number[other] for one, other in known if one in number and other in number}
+        return fold_alike(problem.eqns, list(roles), alike, kind, kind_of_input, problem.times)
+    return fold(problem.eqns, list(roles), kind, kind_of_input, problem.times)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
+from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.constraints import constraint_of_equation
@@ -62,9 +63,14 @@ class PlainEquations:
         cache: StrategyCache,
         prices: MeshPrices,
         stacked: frozenset[Var] = frozenset(),
+        hidden: frozenset[Var] = frozenset(),
+        hidden_price: float = 1.0,
     ) -> None:
-        """`stacked`: stacked results of loops. A loop can sum a gradient row by row, unless its sum splits the rows."""
-        self._stacked = stacked
+        """`stacked`: stacked results of loops. A loop can sum a gradient row by row, unless its sum splits the rows.
+
+        hidden: variables whose collectives cost the part `hidden_price` of their seconds.
+        """
+        self._stacked, self._hidden, self._hidden_price = stacked, hidden, hidden_price
         self._mesh, self._option = mesh, option
         self._costs, self._choices, self._not_partial = costs, choices, not_partial
         self._constraints, self._facts, self._cache, self._prices = constraints, facts, cache, prices
@@ -126,6 +132,12 @@ class PlainEquations:
                 return [j for j in chosen if self._choice(eqn.invars[j]).node == node]
         return []
 
+    def _seconds(self, eqn: JaxprEqn, strategies: StrategySet) -> NDArray[np.float64]:
+        """Prices of one run of an equation."""
+        if not self._hidden.issuperset(eqn.outvars):
+            return strategies.seconds
+        return strategies.compute_s + self._hidden_price * strategies.communication_s
+
     # ---- strategies that are given ----------------------------------------------------------------------------------
 
     def _only_strategy(self, eqn: JaxprEqn, kind: EquationKind, *, is_given: bool) -> Record:
@@ -144,7 +156,7 @@ class PlainEquations:
 
         given = {k: choice.specs for k, choice in choices.items()}
         strategies = self._followed(eqn, kind, given, len(self._costs.nodes[node]))
-        self._costs.nodes[node] += occurrence.times * strategies.seconds
+        self._costs.nodes[node] += occurrence.times * self._seconds(eqn, strategies)
         return Record(node, strategies)
 
     def _followed(
@@ -170,7 +182,7 @@ class PlainEquations:
             parts = set(self._constraints.most_split([spec for spec in strategies.results[0] if not spec.partial]))
             strategies = strategies.select([s for s, spec in enumerate(strategies.results[0]) if spec in parts])
 
-        seconds = occurrence.times * strategies.seconds
+        seconds = occurrence.times * self._seconds(eqn, strategies)
         if is_gradient_marker(eqn):
             # Of equal sums, one that a loop can make row by row is best: the others cost a start more.
             for v, specs in zip(eqn.invars, strategies.results, strict=True):

@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.ir.equations import is_literal, source_line
+from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.sharding import EquationSpecs, Spec
 
 #: How many paths a warning lists.
@@ -22,14 +23,16 @@ class MeshEquations:
     """The equations of one mesh.
 
     Attributes:
-        times: how often per step each equation runs.
+        times: how often per step each equation, and the equations that it stands for, run.
         inputs: variables that come from outside, and their roles; only the update reads `state`.
         aliases: pairs (input, result); the result takes the sharding of the input.
         equal: for each accumulated value, the total that has the same spec.
+        added: the accumulated values that each micro-batch adds to their totals.
         batch_dims: the dimension of the examples of each variable that has one.
         not_partial: variables that may not be left as partial sums: they leave the mesh, or are combined over
             micro-batches other than by a sum.
         results: results of the step that this mesh makes, and their names.
+        repeats: the equations that stand for several.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -38,10 +41,12 @@ class MeshEquations:
     inputs: tuple[tuple[Var, Role], ...]
     aliases: tuple[tuple[Var, Var], ...]
     equal: Mapping[Var, Var]
+    added: frozenset[Var]
     batch_dims: Mapping[Var, int]
     not_partial: frozenset[Var]
     paths: Mapping[Var, str]
     results: tuple[tuple[Var, str], ...]
+    repeats: Repeats = NO_REPEATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,11 +47,11 @@ class MeshSolver:
         cache: StrategyCache | None = None,
         counted: StartCounts | None = None,
         *,
-        hides: bool = False,
+        hidden_price: float = 1.0,
     ) -> None:
-        """`cache` is shared with other problems; `counted`, `hides`: see `GraphBuilder`."""
+        """`cache` is shared with other problems; `counted`, `hidden_price`: see `GraphBuilder`."""
         self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
-        self._counted, self._hides = counted, hides
+        self._counted, self.hidden_price = counted, hidden_price
         self.folded = self._builder(folded=True)
         self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
 
@@ -68,7 +68,7 @@ class MeshSolver:
         try:
             alike = solve_graph(graph, deadline, gap=_GAP)
         except InfeasibleError:
-            if self.folded.folding is None:
+            if self.folded.folding is None or self.problem.repeats.alike:
                 raise
         if alike is not None and self._is_good_enough(alike):
             return self._read(self.folded, graph, alike)
@@ -99,12 +99,12 @@ class MeshSolver:
             folded=folded,
             cache=self.cache,
             counted=self._counted,
-            hides=self._hides,
+            hidden_price=self.hidden_price,
         )
 
     def _is_good_enough(self, alike: GraphSolution) -> bool:
         """Whether deciding on each layer would gain little or take too long."""
-        is_large = len(self.problem.eqns) > _MOST_EQUATIONS
+        is_large = len(self.problem.eqns) > _MOST_EQUATIONS or bool(self.problem.repeats.alike)
         return self.folded.folding is None or alike.gap <= _LARGE_GAP or is_large
 
     def why_infeasible(self, time_limit_s: float) -> str | None:

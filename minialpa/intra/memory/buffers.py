@@ -10,15 +10,21 @@ at the same time; once from large to small and once from long to short, and the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
 
 from minialpa.intra.memory.compiler import Kernel
+from minialpa.ir.repeats import Repeated, UnitPass
+
+#: Kernels of one pass of a layer are apart if so many others run between them. A pass has a time of its own if this
+#: part of its kernels is together.
+_APART, _MOST_KERNELS = 6, 0.4
 
 # ---- times -----------------------------------------------------------------------------------------------------------
 
@@ -42,6 +48,7 @@ class Timeline:
         scratch: (time, bytes) of each buffer that a kernel needs only while it runs.
         shared: for each value that takes over the buffer of an operand, the operand, whose time ends where the value's
             starts.
+        copies: further buffers like the buffer of a value, and their number, see `copies_of`.
     """
 
     n_times: int
@@ -49,6 +56,7 @@ class Timeline:
     results: tuple[Buffer, ...]
     scratch: tuple[tuple[int, float], ...]
     shared: Mapping[int, int]
+    copies: tuple[tuple[Buffer, int], ...] = ()
 
 
 def timeline_of(
@@ -135,6 +143,83 @@ def _shared(
     return shared
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Values of the model units of a short step, see `Repeats`.
+
+    Attributes:
+        places: the place in a model unit of each value that an equation makes there.
+        moved: results of collectives. arguments: the arguments that stand for several.
+    """
+
+    places: Mapping[int, Repeated]
+    moved: AbstractSet[int]
+    arguments: AbstractSet[int]
+
+
+def copies_of(
+    timeline: Timeline, kernels: Sequence[Kernel], inputs: Sequence[int], units: Units
+) -> tuple[tuple[Buffer, int], ...]:
+    """Buffers of the units that a model unit stands for, and their numbers, see `Repeats`.
+
+    A value that one pass of the unit leaves for another waits in all units at the same time: from the end of the first
+    pass of the model unit, which stands for the last unit, to the start of the second. So do values that wait for
+    kernels which the compiler runs long before the pass or long after it.
+    """
+    home, places, fetched = homes(kernels, inputs), dict(units.places), dict[int, int]()
+    times: dict[UnitPass, list[int]] = {}
+    uses: dict[int, list[int]] = {}  # of values that kernels of model units make or read
+    unit_of: dict[int, Repeated] = {}
+    for time, kernel in enumerate(kernels):
+        made = [*kernel.writes]
+        if not units.moved.isdisjoint(made):
+            # A collective belongs to the unit that makes its operand.
+            made += kernel.reads
+            places.update((v, places[read]) for v in kernel.writes for read in kernel.reads if read in places)
+            if all(read in units.arguments for read in kernel.reads):
+                fetched.update((v, time) for v in kernel.writes)
+        here = next((places[v] for v in made if v in places), None)
+        if here is not None:
+            times.setdefault(here.unit_pass, []).append(time)
+            for value in (*kernel.reads, *kernel.writes):
+                uses.setdefault(home.get(value, value), []).append(time)
+                unit_of[home.get(value, value)] = here
+
+    spans = {one: span for one, found in times.items() if (span := _span(found)) is not None}
+    copies: list[tuple[Buffer, int]] = []
+    for buffer in timeline.temporaries:
+        if buffer.value not in uses:
+            continue
+        unit, used = unit_of[buffer.value], uses[buffer.value]
+        start, end = fetched.get(buffer.value, used[0]), min(buffer.end, used[-1] + 1)
+        beside = sorted(span for one, span in spans.items() if one.run == unit.unit_pass.run)
+        # Kernels far from the others of their pass run unit by unit, too.
+        if any(start < high and low < end for low, high in beside):
+            copies += [(Buffer(buffer.value, low, high), unit.n - 1) for low, high in _outside(beside, start, end)]
+    return tuple(copies)
+
+
+def _span(times: Sequence[int]) -> tuple[int, int] | None:
+    """First time, and time after the last, of most kernels of a pass; None if units take turns all the time.
+
+    Compilers run a few kernels of a pass long before the others, or long after them.
+    """
+    breaks = [i for i, (a, b) in enumerate(itertools.pairwise(times), 1) if b - a > _APART]
+    runs = [times[a:b] for a, b in itertools.pairwise((0, *breaks, len(times)))]
+    most = max(runs, key=len)
+    return (most[0], most[-1] + 1) if len(most) > _MOST_KERNELS * len(times) else None
+
+
+def _outside(spans: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The times from `start` to `end` that are in none of `spans`, which are in order."""
+    for low, high in spans:
+        if start < min(low, end):
+            yield start, min(low, end)
+        start = max(start, high)
+    if start < end:
+        yield start, end
+
+
 # ---- places ----------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +249,9 @@ def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> Pa
     # Scratch is a temporary like others, of a value without a number in the program.
     scratch = [Buffer(len(sizes) + i, time, time + 1) for i, (time, _) in enumerate(timeline.scratch)]
     all_sizes = [*sizes, *(n_bytes for _, n_bytes in timeline.scratch)]
+    for copy, n in timeline.copies:
+        scratch.append(Buffer(len(all_sizes), copy.start, copy.end))
+        all_sizes.append(n * sizes[copy.value])
     aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in all_sizes]
     left = _without_room(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
     blocks = _blocks(timeline, left, aligned)

@@ -21,6 +21,7 @@ from minialpa.intra.memory.compiler import Compiler, Values
 from minialpa.intra.memory.recording import record_equations, record_program
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
+from minialpa.ir.repeats import NO_REPEATS, Repeats
 
 #: How many tensors of the peak a `ProgramMemory` names.
 _N_LARGEST = 5
@@ -65,12 +66,12 @@ class Lifetimes:
     """When the variables of a program are in memory.
 
     Attributes:
-        intervals: (variable, start, end): the variable, or a copy of it, is in memory at times start, ..., end - 1. A
-            variable may have several intervals; arguments have none.
+        intervals: (variable, start, end, n): so many variables, or copies of them, are in memory at times start, ...,
+            end - 1. A variable may have several intervals; arguments have none.
     """
 
     n_times: int
-    intervals: tuple[tuple[Var, int, int], ...]
+    intervals: tuple[tuple[Var, int, int, int], ...]
 
 
 # ---- programs of shards ---------------------------------------------------------------------------------------------
@@ -81,11 +82,15 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
     recording = record_program(program, compiler)
     inputs, results, sizes = recording.inputs, recording.results, recording.recorder.sizes
     pairs = donated_pairs(program, donated)
-    packed = pack(recording.timeline(pairs), sizes, compiler.alignment_bytes)
+    packed = pack(recording.timeline(pairs, program.repeats), sizes, compiler.alignment_bytes)
 
     table_bytes = compiler.address_bytes * len(results) if len(results) > 1 else 0
-    argument_bytes, alias_bytes = sum(sizes[v] for v in inputs), sum(sizes[inputs[i]] for i, _ in pairs)
-    output_bytes = sum(sizes[v] for v in results) + table_bytes
+    n_inputs, n_results = _counts(program, program.invars), _counts(program, program.outvars)
+    for i, o in pairs:
+        n_results[o] = n_inputs[i]
+    argument_bytes = sum(n * sizes[v] for n, v in zip(n_inputs, inputs, strict=True))
+    alias_bytes = sum(n_inputs[i] * sizes[inputs[i]] for i, _ in pairs)
+    output_bytes = sum(n * sizes[v] for n, v in zip(n_results, results, strict=True)) + table_bytes
     modelled_bytes = argument_bytes + output_bytes - alias_bytes + packed.n_bytes
     return ProgramMemory(
         argument_bytes=argument_bytes,
@@ -94,6 +99,11 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
         temp_bytes=packed.n_bytes + compiler.reserve * modelled_bytes,
         largest=_largest(recording.recorder, {*packed.values, *inputs, *results}),
     )
+
+
+def _counts(program: ShardedEquations, atoms: Sequence[Atom]) -> list[int]:
+    n_of = program.repeats.n_variables
+    return [1 if is_literal(atom) else n_of(atom) for atom in atoms]
 
 
 def _largest(recorder: Values, present: set[int]) -> tuple[LargeTensor, ...]:
@@ -129,6 +139,7 @@ def lifetimes(
     donated: Sequence[tuple[Var, Atom]] = (),
     *,
     compiler: Compiler,
+    repeats: Repeats = NO_REPEATS,
 ) -> Lifetimes:
     """When the variables of a program are in memory; `donated` are inputs and the outputs that replace them."""
     waits = compiler.waits_at_barriers
@@ -138,12 +149,13 @@ def lifetimes(
         for given, result in donated
         if given in env and not is_literal(result) and result in env
     ]
-    timeline = recording.timeline(pairs)
+    timeline = recording.timeline(pairs, repeats)
 
     variable = _variables(recording.recorder, env)
-    buffers = (*timeline.temporaries, *timeline.results)
-    stored = [buffer for buffer in buffers if buffer.value in variable and buffer.start < buffer.end]
-    return Lifetimes(timeline.n_times, tuple((variable[buffer.value], buffer.start, buffer.end) for buffer in stored))
+    buffers = ((buffer, 1) for buffer in (*timeline.temporaries, *timeline.results))
+    stored = [(buffer, n) for buffer, n in (*timeline.copies, *buffers) if buffer.value in variable]
+    intervals = tuple((variable[b.value], b.start, b.end, n) for b, n in stored if b.start < b.end)
+    return Lifetimes(timeline.n_times, intervals)
 
 
 def _variables(recorder: Values, env: Mapping[Var, int]) -> dict[int, Var]:

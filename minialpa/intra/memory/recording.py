@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,13 +18,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from minialpa.attention.blockwise import attend, differentiate
 from minialpa.attention.operation import attention_gradient_p, attention_p
-from minialpa.intra.memory.buffers import Timeline, pack, timeline_of
+from minialpa.intra.memory.buffers import Timeline, Units, copies_of, pack, timeline_of
 from minialpa.intra.memory.compiler import Compiler, Values
 from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
+from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.rules.factors import Factors
 from minialpa.rules.registered import function_p, run_function
 from minialpa.rules.shards import localize
@@ -42,16 +43,32 @@ _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A program in the recorder of a compiler, with the values of its arguments and results."""
+    """A program in the recorder of a compiler, with its arguments, and the values of these and of its results."""
 
     compiler: Compiler
     recorder: Values
+    arguments: Sequence[Var]
     inputs: Sequence[int]
     results: Sequence[int]
 
-    def timeline(self, pairs: Sequence[tuple[int, int]] = ()) -> Timeline:
+    def timeline(self, pairs: Sequence[tuple[int, int]] = (), repeats: Repeats = NO_REPEATS) -> Timeline:
+        """The timeline of its kernels. repeats: the equations that stand for several."""
         kernels = self.compiler.kernels(self.recorder, self.inputs, self.results)
-        return timeline_of(kernels, self.recorder.sizes, inputs=self.inputs, results=self.results, pairs=pairs)
+        sizes = self.recorder.sizes
+        timeline = timeline_of(kernels, sizes, inputs=self.inputs, results=self.results, pairs=pairs)
+        if not repeats.equations:
+            return timeline
+        return replace(timeline, copies=copies_of(timeline, kernels, self.inputs, self._units(repeats)))
+
+    def _units(self, repeats: Repeats) -> Units:
+        makers = {v: value.maker for v, value in enumerate(self.recorder.values)}
+        found = ((v, repeats.equations.get(maker)) for v, maker in makers.items() if not isinstance(maker, str))
+        arguments = zip(self.inputs, self.arguments, strict=True)
+        return Units(
+            places={v: repeated for v, repeated in found if repeated is not None},
+            moved={v for v, maker in makers.items() if isinstance(maker, str)},
+            arguments={v for v, argument in arguments if repeats.n_variables(argument) > 1},
+        )
 
     def temporaries(self) -> tuple[float, ...]:
         """Bytes of the temporaries at the peak, largest first; all gaps between them count as one more."""
@@ -91,7 +108,7 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
         return add_equation(recorder, eqn, operands, shapes, record_program(inside, compiler).temporaries())
 
     results = walk(program, inputs, ShardOps(recorder.literal, move, run, loop))
-    return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results)
+    return Recording(compiler=compiler, recorder=recorder, arguments=program.invars, inputs=inputs, results=results)
 
 
 def record_equations(
@@ -108,7 +125,8 @@ def record_equations(
     inputs = list(env.values())
     _add_equations(eqns, env, recorder, compiler, _body_buffers)
     results = [env[atom] for atom in outvars if not is_literal(atom)]
-    return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results), env
+    recording = Recording(compiler=compiler, recorder=recorder, arguments=invars, inputs=inputs, results=results)
+    return recording, env
 
 
 def _add_equations(

@@ -197,7 +197,7 @@ def test_recurrent_models_have_no_stacks() -> None:
 
 def _joins_again(model: Model) -> None:
     step, args = model.traced()
-    cut = cut_scans(LayeredStep(step=step, fingerprint=step.fingerprint), AutoLayerOption(2, remat="auto"))
+    cut = cut_scans(LayeredStep(plain=step, fingerprint=step.fingerprint), AutoLayerOption(2, remat="auto"))
     if cut is None:
         return
     assert with_longer_scans(cut, (0, 1)).n_layers == 2

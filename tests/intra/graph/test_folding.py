@@ -31,7 +31,7 @@ def folded(fun: Callable[..., Any], *args: Any) -> tuple[list[JaxprEqn], Folding
         eqn = flat.eqns[i]
         return eqn.primitive.name, *((shape_of(v), dtype_name(v)) for v in (*eqn.invars, *eqn.outvars))
 
-    return list(flat.eqns), fold(flat.eqns, flat.invars, kind, shape_of)
+    return list(flat.eqns), fold(flat.eqns, flat.invars, kind, shape_of, [1] * len(flat.eqns))
 
 
 def layers(n: int) -> tuple[Any, jax.Array]:
@@ -65,7 +65,7 @@ def test_what_stands_in_the_place_of_an_operand_adds_up() -> None:
         for k, parts in operands.items():
             assert sum(part for _, part in parts) == pytest.approx(1)
             assert eqns[i].invars[k] in {v for v, _ in parts}
-    assert sum(folding.counts.values()) == len(eqns)
+    assert sum(folding.times.values()) == len(eqns)
 
 
 def test_a_few_layers_are_not_folded() -> None:
@@ -82,7 +82,7 @@ def test_a_layer_that_reads_something_else_stays_apart() -> None:
     eqns, folding = folded(fun, *layers(20))
     assert folding is not None
     dots = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"]
-    assert folding.counts[folding.leaders[dots[9]]] == 1
+    assert folding.times[folding.leaders[dots[9]]] == 1
 
 
 def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all() -> None:

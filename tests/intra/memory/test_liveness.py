@@ -179,5 +179,5 @@ def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:
     flat, _ = trace_flat(lambda x, w: jnp.sum(jnp.tanh(x @ w + 1.0) @ w), np.ones((8, 8)), np.ones((8, 8)))
     found = lifetimes(flat.eqns, flat.invars, flat.outvars, compiler=XLA_CPU)
     made = {v: eqn.primitive.name for eqn in flat.eqns for v in eqn.outvars}
-    assert [made[v] for v, _, _ in found.intervals if v.aval.shape] == ["dot_general", "tanh", "dot_general"]
-    assert all(0 <= start < end <= found.n_times for _, start, end in found.intervals)
+    assert [made[v] for v, _, _, _ in found.intervals if v.aval.shape] == ["dot_general", "tanh", "dot_general"]
+    assert all(0 <= start < end <= found.n_times for _, start, end, _ in found.intervals)
