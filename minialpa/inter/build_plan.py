@@ -285,10 +285,11 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
 def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
     """The plan of the whole step, or a sketch of it if the stages were solved for a short step."""
     plan = plan_of(context, placed, solved)
-    if placed.short is None:
-        return plan
-    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
-    return Sketch(**fields, placed=placed, solved=tuple(solved), context=context)
+    if placed.short is not None:
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
+        plan = Sketch(**fields, placed=placed, solved=tuple(solved), context=context)
+    context.made.append(plan)
+    return plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -21,6 +21,7 @@ from minialpa.intra.graph.constraints import matches
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
 from minialpa.options import AutoStageOption, LayerOption, ManualLayerOption, PlanOptions
+from minialpa.plan import Plan
 from minialpa.rules.known_rules import primitives_without_rule
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
@@ -51,6 +52,7 @@ class PlanningContext:
         shortens: whether attempts are made for short steps, see `short_plan`.
         cuts, pieced, staged: of the last attempts, the step with its layers, its pieces, and its tasks, see
             `place_stages`.
+        made: the plans of all attempts so far, and sketches of plans.
     """
 
     traced: TracedStep
@@ -61,6 +63,7 @@ class PlanningContext:
     report: Progress
     below_s: float = math.inf
     shortens: bool = True
+    made: list[Plan] = dataclasses.field(default_factory=list)
     cuts: Recent[CutStep | None] = dataclasses.field(
         default_factory=lambda: Recent(
             _MOST_STAGED_BYTES, lambda cut: EQUATION_BYTES * len(cut.step.flat.ops) if cut else 0

@@ -14,6 +14,7 @@ whole_plan       shardings of the chosen short step -> plan of the whole step   
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.build_plan import best_of, plan_stages, staged_step_of
+from minialpa.inter.build_plan import best_of, plan_stages, preference, staged_step_of
 from minialpa.inter.by_name import best_with_methods_by_name
 from minialpa.inter.context import PlanningContext, Progress, check_request, compiler_of
 from minialpa.inter.layers.layered_step import CutStep, layered_step
@@ -38,6 +39,9 @@ from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, Remat, remats
 from minialpa.plan import Plan
 from minialpa.tracing.trace import TracedStep
+
+#: Attempts that are made for the whole step, the best first, before all attempts are.
+_MOST_SKETCHES = 3
 
 
 def plan_step(
@@ -66,12 +70,26 @@ def plan_step(
     )
     check_request(context)
     try:
-        return whole_plan(_best_plan(context))
+        return _whole(context, _best_plan(context))
     except (NotExpandedError, InfeasibleError):
         # Short steps predict memory. The whole step may fit where they do not, and the other way round.
         if not len(context.pieced):
             raise
         return _best_plan(dataclasses.replace(context, shortens=False))
+
+
+def _whole(context: PlanningContext, best: Plan) -> Plan:
+    """The plan of the whole step of `best`, or of the next best attempts if the whole step does not fit."""
+    others = [plan for plan in context.made if plan.cluster == best.cluster and preference(plan) > preference(best)]
+    ranked = [best, *sorted(others, key=preference)[: _MOST_SKETCHES - 1]]
+    return _first_whole([dataclasses.replace(plan, certificate=best.certificate) for plan in ranked])
+
+
+def _first_whole(plans: Sequence[Plan]) -> Plan:
+    for plan in plans[:-1]:
+        with contextlib.suppress(InfeasibleError):
+            return whole_plan(plan)
+    return whole_plan(plans[-1])
 
 
 def _best_plan(context: PlanningContext) -> Plan:

@@ -25,7 +25,7 @@ from minialpa import (
     Zero3Parallel,
 )
 from minialpa.cost import Collective
-from minialpa.inter import build_plan
+from minialpa.inter import build_plan, pipeline
 from minialpa.inter import whole_plan as whole_plans
 from minialpa.inter.build_plan import Sketch
 from minialpa.inter.context import PlanningContext, compiler_of
@@ -227,6 +227,22 @@ def test_a_step_that_differs_from_its_short_step_is_planned_as_a_whole(
     plan = plan_step(traced, V100, options)
     assert len(plan.stages[0].equation_specs) == len(expected.stages[0].equation_specs)
     assert plan.cost.total_s == pytest.approx(expected.cost.total_s, rel=0.02)
+
+
+def test_the_next_best_attempt_is_the_plan_if_the_whole_step_of_the_best_does_not_fit(
+    traced: TracedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = context_of(traced, ShardParallel(num_micro_batches=8))
+    asked = dataclasses.replace(context, options=Zero3Parallel(num_micro_batches=4, remat="full").options())
+    best, other = sorted((_best_plan(context), _best_plan(asked)), key=lambda plan: plan.cost.total_s)
+
+    def without_the_best(plan: Plan) -> Plan:
+        if plan.n_micro_batches == best.n_micro_batches:
+            raise minialpa.InfeasibleError("by the test")
+        return whole_plan(plan)
+
+    monkeypatch.setattr(pipeline, "whole_plan", without_the_best)
+    assert pipeline._whole(context, best).n_micro_batches == other.n_micro_batches
 
 
 def test_few_layers_are_not_shortened() -> None:
