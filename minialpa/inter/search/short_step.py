@@ -13,7 +13,10 @@ backward pass reads values of the last unit's backward pass, as if the last unit
 second copy of the third unit's equation that makes the like value. So they read as many different values as before, and
 still values of another piece. This makes the third unit unlike all others, so its costs are not used.
 
-The short step computes other numbers than the whole one: it gives costs, but no plan.
+`with_models` makes the short step for attempts at a plan (`inter/short_plan.py`). There the third unit counts for all
+units that are left out, so no equation is copied: the last unit reads the values of the third.
+
+The short step computes other numbers than the whole one. It gives costs, and shardings of equal layers.
 """
 
 from __future__ import annotations
