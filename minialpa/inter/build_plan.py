@@ -28,20 +28,10 @@ from minialpa.inter.search.stage_solve import NotFasterError, StageMemoryError
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.inter.short_plan import (
-    ShortStep,
-    pieced_whole,
-    pieces_of_layers,
-    short_step_of,
-    staged_short_step,
-)
+from minialpa.inter.short_plan import ShortStep, pieced_whole, pieces_of_layers, short_step_of, staged_short_step
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
-from minialpa.inter.staging.mesh_problem import (
-    ShardedView,
-    TaskCollectives,
-    mesh_equations,
-)
+from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
 from minialpa.inter.staging.staged_step import realise, stage_step
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError

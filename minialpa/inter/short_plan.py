@@ -40,7 +40,6 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.ir.equations import aval_of, is_literal, operand_vars
 from minialpa.ir.repeats import Repeated, Repeats, UnitPass
-from minialpa.sharding import Spec
 from minialpa.tracing.trace import TracedStep
 
 
@@ -146,11 +145,9 @@ def short_step_of(
 
     keys = list(zip(whole.kinds, apart, strict=True))
     short = with_models(whole.pieces, whole.where, [keys.index(key) for key in keys])
-    return (
-        None
-        if isinstance(short, NotShortened)
-        else ShortStep(whole=whole, short=short, layered=layered, layer_of_piece=layer_of_piece)
-    )
+    if isinstance(short, NotShortened):
+        return None
+    return ShortStep(whole=whole, short=short, layered=layered, layer_of_piece=layer_of_piece)
 
 
 def staged_short_step(
@@ -257,29 +254,34 @@ class Expansion:
         """`found`, a solution of the mesh `short`, for the same mesh of the whole step."""
         number = {eqn: i for i, eqn in enumerate(short.eqns)}
         places = [number.get(self.of[eqn]) for eqn in problem.eqns]
-        if None in places:
-            raise NotExpandedError("An equation runs on another mesh in the short step.")
         chosen = [i for i in places if i is not None]
+        if len(chosen) < len(places):
+            raise NotExpandedError("An equation runs on another mesh in the short step.")
 
-        like: dict[Var, Var] = {}
-        for eqn, i in zip(problem.eqns, chosen, strict=True):
-            pairs = zip((*eqn.invars, *eqn.outvars), (*short.eqns[i].invars, *short.eqns[i].outvars), strict=True)
-            for one, other in pairs:
-                if not is_literal(one) and not is_literal(other):
-                    like.setdefault(one, other)
-        known = {v for v, _ in short.inputs}
-        like.update((v, v) for v, _ in problem.inputs if v not in like and v in known)
-        like.update((total, short.equal[like[v]]) for v, total in problem.equal.items())
-
+        like = self._variables(problem, short)
         specs = {v: found.specs[other] for v, other in like.items() if other in found.specs}
         missing = [v for v, _ in problem.inputs if v not in specs]
         if missing:
             raise NotExpandedError(f"{len(missing)} inputs have no counterpart in the short step.")
-        results: dict[Var, Spec] = {v: found.results.get(like[v], specs[v]) for v, _ in problem.results}
         return replace(
             found,
             specs=specs,
-            results=results,
+            results={v: found.results.get(like[v], specs[v]) for v, _ in problem.results},
             equations=tuple(found.equations[i] for i in chosen),
             compute_s=tuple(found.compute_s[i] for i in chosen),
         )
+
+    def _variables(self, problem: MeshEquations, short: MeshEquations) -> dict[Var, Var]:
+        """For each variable of a mesh of the whole step, its variable in the short one."""
+        like: dict[Var, Var] = {}
+        for eqn in problem.eqns:
+            other = self.of[eqn]
+            for a, b in zip((*eqn.invars, *eqn.outvars), (*other.invars, *other.outvars), strict=True):
+                if not is_literal(a) and not is_literal(b):
+                    like.setdefault(a, b)
+
+        # No equation reads these inputs.
+        known = {v for v, _ in short.inputs}
+        like.update((v, v) for v, _ in problem.inputs if v not in like and v in known)
+        like.update((total, short.equal[like[v]]) for v, total in problem.equal.items())
+        return like
