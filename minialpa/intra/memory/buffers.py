@@ -15,7 +15,7 @@ import math
 from bisect import bisect, insort
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -166,10 +166,39 @@ def copies_of(
     pass of the model unit, which stands for the last unit, to the start of the second. So do values that wait for
     kernels which the compiler runs long before the pass or long after it.
     """
-    home, places, fetched = homes(kernels, inputs), dict(units.places), dict[int, int]()
-    times: dict[UnitPass, list[int]] = {}
-    uses: dict[int, list[int]] = {}  # of values that kernels of model units make or read
-    unit_of: dict[int, Repeated] = {}
+    uses = _uses(kernels, inputs, units)
+    spans = {one: span for one, found in uses.times.items() if (span := _span(found)) is not None}
+    copies: list[tuple[Buffer, int]] = []
+    for buffer in timeline.temporaries:
+        if buffer.value not in uses.of_value:
+            continue
+        unit, used = uses.unit_of[buffer.value], uses.of_value[buffer.value]
+        start, end = uses.fetched.get(buffer.value, used[0]), min(buffer.end, used[-1] + 1)
+        beside = sorted(span for one, span in spans.items() if one.run == unit.unit_pass.run)
+        # Kernels far from the others of their pass run unit by unit, too.
+        if any(start < high and low < end for low, high in beside):
+            copies += [(Buffer(buffer.value, low, high), unit.n - 1) for low, high in _outside(beside, start, end)]
+    return tuple(copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """When kernels of model units run.
+
+    Attributes:
+        times: of the kernels of each pass.
+        of_value: of the kernels that make or read each value; unit_of: the last of their passes.
+        fetched: for collectives of arguments, the time.
+    """
+
+    times: dict[UnitPass, list[int]] = field(default_factory=dict)
+    of_value: dict[int, list[int]] = field(default_factory=dict)
+    unit_of: dict[int, Repeated] = field(default_factory=dict)
+    fetched: dict[int, int] = field(default_factory=dict)
+
+
+def _uses(kernels: Sequence[Kernel], inputs: Sequence[int], units: Units) -> _Uses:
+    home, places, uses = homes(kernels, inputs), dict(units.places), _Uses()
     for time, kernel in enumerate(kernels):
         made = [*kernel.writes]
         if not units.moved.isdisjoint(made):
@@ -177,26 +206,15 @@ def copies_of(
             made += kernel.reads
             places.update((v, places[read]) for v in kernel.writes for read in kernel.reads if read in places)
             if all(read in units.arguments for read in kernel.reads):
-                fetched.update((v, time) for v in kernel.writes)
+                uses.fetched.update((v, time) for v in kernel.writes)
+
         here = next((places[v] for v in made if v in places), None)
         if here is not None:
-            times.setdefault(here.unit_pass, []).append(time)
-            for value in (*kernel.reads, *kernel.writes):
-                uses.setdefault(home.get(value, value), []).append(time)
-                unit_of[home.get(value, value)] = here
-
-    spans = {one: span for one, found in times.items() if (span := _span(found)) is not None}
-    copies: list[tuple[Buffer, int]] = []
-    for buffer in timeline.temporaries:
-        if buffer.value not in uses:
-            continue
-        unit, used = unit_of[buffer.value], uses[buffer.value]
-        start, end = fetched.get(buffer.value, used[0]), min(buffer.end, used[-1] + 1)
-        beside = sorted(span for one, span in spans.items() if one.run == unit.unit_pass.run)
-        # Kernels far from the others of their pass run unit by unit, too.
-        if any(start < high and low < end for low, high in beside):
-            copies += [(Buffer(buffer.value, low, high), unit.n - 1) for low, high in _outside(beside, start, end)]
-    return tuple(copies)
+            uses.times.setdefault(here.unit_pass, []).append(time)
+            for value in (home.get(v, v) for v in (*kernel.reads, *kernel.writes)):
+                uses.of_value.setdefault(value, []).append(time)
+                uses.unit_of[value] = here
+    return uses
 
 
 def _span(times: Sequence[int]) -> tuple[int, int] | None:
