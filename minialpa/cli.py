@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from minialpa.errors import MinialpaError, ShardingError, VerifyError
 from minialpa.inter.phases import PHASES
+from minialpa.options import PlanningEffort
 from minialpa.plan import Plan
 from minialpa.support.files import write_text
 
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--layers", type=_number, default=0, help="layers of a pipeline; 0 (default) leaves them to the method"
     )
+    plan.add_argument("--effort", choices=get_args(PlanningEffort), default=None, help="the time that planning may take; default balanced")
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument(
         "--dump",
@@ -206,7 +208,9 @@ def _plan(args: argparse.Namespace) -> int:
     method = _method(args, cluster)
 
     start = time.perf_counter()
-    found = minialpa.parallelize(model.step, method=method, on_ragged="error").plan(*model.args)
+    found = minialpa.parallelize(model.step, method=method, on_ragged="error", planning_effort=args.effort).plan(
+        *model.args
+    )
     print(found.summary())
     print(f"Planned in {time.perf_counter() - start:.1f} s.")
     if args.save is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +18,12 @@ from minialpa.support.divisors import divisors
 
 #: The treatment of the attentions of a step.
 Attention = Literal["auto", "fused", "written"]
+
+PlanningEffort = Literal["fast", "balanced", "proof"]
+#: Steps of the training run that each effort assumes.
+PLANNED_STEPS: dict[PlanningEffort, float] = {"fast": 100, "balanced": 10_000, "proof": math.inf}
+#: Under "proof", the solver may take so many times its limit.
+_PROOF_TIMES = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,10 @@ class AutoShardingOption:
             over this axis, if the mesh has it and its length divides the dimension. Empty: the planner decides.
         memory_limit_bytes: bytes per device for parameters, optimizer state, gradients, activations and temporaries
             together; None for the device's memory.
-        solver_time_limit_s: nominal seconds for the solver of one stage. The solver counts work, so a plan does not
-            depend on how busy the machine is.
+        planning_effort: the time that planning may take. Under "balanced", a second of the solver has to save a second
+            of a training run of 10,000 steps; under "fast", of 100 steps. "proof" looks for the cheapest shardings.
+        solver_time_limit_s: most nominal seconds for the solver of one stage, ten times as many under "proof". The
+            solver counts work, so a plan does not depend on how busy the machine is.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
         attention: the attentions of the step that become one operation, whose memory grows linearly with the number of
             positions: "fused" for all recognised ones, "auto" for attentions with more than 128 * 128 scores per head,
@@ -64,6 +73,7 @@ class AutoShardingOption:
     prefer_reduce_scatter: bool = False
     fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
     memory_limit_bytes: float | None = None
+    planning_effort: PlanningEffort = field(default="balanced", metadata={"may_be_missing": True})
     solver_time_limit_s: NotNegative = 20.0
     keep_constraints: bool = field(default=True, metadata={"may_be_missing": True})
     attention: Attention = field(default="auto", metadata={"may_be_missing": True})
@@ -129,6 +139,11 @@ class AutoShardingOption:
     def without_constraints(self) -> AutoShardingOption:
         """These options without the `with_sharding_constraint`s of the step."""
         return replace(self, keep_constraints=False)
+
+    @property
+    def solver_limit_s(self) -> float:
+        """Nominal seconds for the solver of one stage, with the effort."""
+        return self.solver_time_limit_s * (_PROOF_TIMES if self.planning_effort == "proof" else 1.0)
 
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
         """Bytes per device that a plan may use; None without a limit."""
@@ -256,15 +271,16 @@ class AutoStageOption:
         tolerance: the search may miss stages that are faster than its answer by this fraction of the step time.
         cached_costs: path of a JSON file with costs of parts of models, keyed by their content. A search reads it and
             adds new costs; None for no file.
-        planned_steps: the number of steps of the training run. A step becomes one stage without a search if so many
-            steps cannot repay the time of a search. `math.inf` always searches.
+        planned_steps: the number of steps of the training run; None for the number that `planning_effort` assumes. A
+            step becomes one stage without a search if so many steps cannot repay the time of a search. `math.inf`
+            always searches.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
     submesh_logical_shape_space: LogicalSpace = "all"
     tolerance: NotNegative = 0.01
     cached_costs: str | Path | None = None
-    planned_steps: NotNegative = 10_000
+    planned_steps: NotNegative | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

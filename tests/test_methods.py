@@ -254,7 +254,7 @@ def test_a_search_keeps_to_the_submeshes_that_it_is_given() -> None:
     [
         (lambda: AutoStageOption(submesh_logical_shape_space=WRONG), "`submesh_logical_shape_space` is .*'wrong'"),
         (lambda: AutoStageOption([4]), r"`submesh_physical_shape_space` is .*; got \[4\]"),
-        (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` is a number >= 0; got nan"),
+        (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` is a number >= 0 or None; got nan"),
         (lambda: AutoShardingOption(fixed_specs={"x": ("x",)}), "`fixed_specs` is a mapping from strings to Partition"),
         (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` is 0, 1, or None"),
         (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` is above 0, or None; got 0"),

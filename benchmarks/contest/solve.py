@@ -19,6 +19,7 @@ from benchmarks.contest.carried_messages import CarriedMessages
 from benchmarks.contest.persistence import Persistence, PersistenceOptions
 from benchmarks.contest.persistence import load as load_persistence
 from minialpa.intra.solver import dominance
+from minialpa.intra.solver.clock import NO_GAP
 from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
 from minialpa.intra.solver.csr_graph import Core, flatten
 from minialpa.intra.solver.lagrange import bracket
@@ -74,7 +75,7 @@ def solve_in_seconds(
 ) -> GraphSolution:
     """The best strategies found in that time, with the bound that was proven. Raises InfeasibleError."""
     load()
-    deadline, best, residual = SecondsLeft(time_limit_s), Best(graph, 0.0), residual_of(graph)
+    deadline, best, residual = SecondsLeft(time_limit_s), Best(graph, NO_GAP), residual_of(graph)
     prices = np.zeros(len(residual.base))
     run_phases(residual, best, prices, deadline.part(persistence.phases), options)
     if residual.alive and not best.proven:

@@ -19,6 +19,7 @@ from minialpa.calls import Argnames, Argnums
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import MinialpaError, ShardingError, TraceError
 from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
+from minialpa.options import PlanningEffort
 from minialpa.plan import Plan
 from minialpa.support.private_jax import api_boundary
 
@@ -39,6 +40,7 @@ def parallelize(
     on_stale: OnStale = "refuse",
     on_ragged: OnRagged = "fewer",
     plan_cache: str | Path | None = None,
+    planning_effort: PlanningEffort | None = None,
     **of_jit: Any,
 ) -> Any:
     """Run a step, written for one device, on all devices. Call it, or use it as a decorator with or without arguments.
@@ -60,6 +62,8 @@ def parallelize(
         size; "error" raises a TraceError with the numbers that divide it.
     plan_cache: a folder for plans. The next run of a script reads them instead of planning, if step, shapes, cluster,
         options and versions are the same.
+    planning_effort: the time that planning may take: "fast", "balanced" or "proof", see `AutoShardingOption`. None for
+        the effort of the method.
     """
     for name in of_jit:
         if name not in _OF_JIT:
@@ -76,6 +80,7 @@ def parallelize(
         on_stale=on_stale,
         on_ragged=on_ragged,
         plan_cache=plan_cache,
+        planning_effort=planning_effort,
     )
     return make if fun is None else make(fun)
 
@@ -117,9 +122,16 @@ def plan(
     cluster: ClusterSpec,
     method: Method | None = None,
     batch_argnums: Argnums = "auto",
+    planning_effort: PlanningEffort | None = None,
 ) -> Plan:
-    """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
-    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).plan(*_arguments(args))
+    """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays.
+
+    planning_effort: as in `parallelize`.
+    """
+    step = ParallelizedFunc(
+        fun, _planning(method, cluster), batch_argnums=batch_argnums, planning_effort=planning_effort
+    )
+    return step.plan(*_arguments(args))
 
 
 @api_boundary

@@ -37,6 +37,7 @@ from minialpa.calls import (
     shown,
 )
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
+from minialpa.field_types import check_value
 from minialpa.inter.microbatch.find_batch import find_batch
 from minialpa.methods import (
     CreateStateParallel,
@@ -49,6 +50,7 @@ from minialpa.methods import (
     check_method,
     resolve_devices,
 )
+from minialpa.options import PlanningEffort
 from minialpa.plan import Plan
 from minialpa.pytrees import check_no_graph
 from minialpa.recognition.step import recognise
@@ -150,8 +152,10 @@ class ParallelizedFunc:
         on_stale: OnStale = "refuse",
         on_ragged: OnRagged = "fewer",
         plan_cache: str | Path | None = None,
+        planning_effort: PlanningEffort | None = None,
     ) -> None:
         check_method(method)
+        check_value("planning_effort", planning_effort, PlanningEffort | None)
         if on_stale not in ("refuse", "replan"):
             raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
         if on_ragged not in ("fewer", "error"):
@@ -177,10 +181,15 @@ class ParallelizedFunc:
             "on_stale": on_stale,
             "on_ragged": on_ragged,
             "plan_cache": plan_cache,
+            "planning_effort": planning_effort,
         }
 
         self._planner = StepPlanner(
-            method, on_stale, on_ragged, None if plan_cache is None else PlanFolder(Path(plan_cache))
+            method,
+            on_stale,
+            on_ragged,
+            None if plan_cache is None else PlanFolder(Path(plan_cache)),
+            planning_effort,
         )
         # Compiled programs by the shapes of the call, by the session and by the meshes that they follow, if they follow
         # a training step; one thread compiles at a time.

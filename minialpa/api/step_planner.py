@@ -32,7 +32,7 @@ from minialpa.methods import (
     plan_to_method,
     resolve_devices,
 )
-from minialpa.options import AutoShardingOption, PlanOptions
+from minialpa.options import AutoShardingOption, PlanningEffort, PlanOptions
 from minialpa.plan import Plan, verify_plan
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
@@ -60,9 +60,11 @@ class StepPlanner:
         on_stale: OnStale,
         on_ragged: OnRagged,
         folder: PlanFolder | None,
+        effort: PlanningEffort | None = None,
     ) -> None:
-        """folder: keeps new plans for other runs of the script."""
+        """folder: keeps new plans for other runs of the script. effort: None for the effort of the method."""
         self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
+        self._effort = effort
         self._plans: dict[_PlannedFor, Plan] = {}
         self._given: set[_PlannedFor] = set()
 
@@ -118,12 +120,13 @@ class StepPlanner:
             case Plan():
                 plan = self._saved_plan(traced, self._method)
             case FollowParallel() as method:
-                plan = self._new_plan(traced, method.options(), following(traced, method, target), is_first=is_first)
+                options = self._with_effort(method.options())
+                plan = self._new_plan(traced, options, following(traced, method, target), is_first=is_first)
             case method:
                 key = (traced.fingerprint, target.cluster, target.logical_mesh)
                 if key not in self._plans:
                     known = self._known_like(traced, target)
-                    options = options_for(method, traced)
+                    options = self._with_effort(options_for(method, traced))
                     make = on_known_stages(planning(traced, target, self._folder), known, options)
                     self._plans[key] = self._new_plan(traced, options, make, is_first=is_first)
                 plan = self._plans[key]
@@ -143,7 +146,7 @@ class StepPlanner:
 
         method = plan_to_method(saved)
         make = planning(traced, resolve_devices(method.devices))
-        plan = self._for_batch(traced, method.options(), make)
+        plan = self._for_batch(traced, self._with_effort(method.options()), make)
         warnings.warn(
             f"The plan was made for another call: {found}. minialpa keeps its stages, micro-batches, schedule and "
             f"rematerialisation, and has solved new shardings: {plan.cost.total_s:.3g} s per step instead of "
@@ -152,6 +155,10 @@ class StepPlanner:
             stacklevel=2,
         )
         return plan
+
+    def _with_effort(self, options: PlanOptions) -> PlanOptions:
+        effort = self._effort
+        return options.relaxed(lambda one: dataclasses.replace(one, planning_effort=effort)) if effort else options
 
     def _new_plan(self, traced: TracedStep, options: PlanOptions, make: MakePlan, *, is_first: bool) -> Plan:
         """The plan of a method. Warns if it had to drop a wish that the devices cannot satisfy."""

@@ -342,6 +342,7 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePla
         kept_bytes=memory.kept_bytes,
         peak_bytes=memory.peak_bytes(solved.live),
         optimal=solved.sharding.optimal,
+        gap=solved.sharding.gap,
         between_s=solved.times.between_s,
     )
 

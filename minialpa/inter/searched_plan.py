@@ -159,7 +159,7 @@ def _explained(context: PlanningContext, failure: InfeasibleError, auto: AutoSta
     options = context.options
 
     # Options that may forbid shardings: without any, there is too little memory.
-    kept = set(options.sharding.set_names) - {"memory_limit_bytes", "solver_time_limit_s"}
+    kept = set(options.sharding.set_names) - {"memory_limit_bytes", "planning_effort", "solver_time_limit_s"}
     if auto.sharding(AutoShardingOption()) != AutoShardingOption():
         kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
     if not isinstance(auto.submesh_physical_shape_space, str):

@@ -35,7 +35,7 @@ from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.intra.strategies.work import work_of
 from minialpa.ir.equations import sub_jaxprs
-from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
+from minialpa.options import PLANNED_STEPS, AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
 
@@ -48,7 +48,8 @@ _LITTLE_LONGER = 10
 
 def is_worth_searching(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
     """Whether a search may save more than it takes, or the user asks for decisions that only a search makes."""
-    return _needs_search(context, layers, auto) or one_device_s(context) * auto.planned_steps > _search_s(context)
+    run_s = one_device_s(context) * _planned_steps(context, auto)
+    return _needs_search(context, layers, auto) or run_s > _search_s(context)
 
 
 def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Plan | None:
@@ -58,21 +59,27 @@ def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Pla
     if context.traced.n_groups == 0:
         return None
 
-    step_s, search_s = one_device_s(context), _search_s(context)
-    if _needs_search(context, layers, auto) or step_s * auto.planned_steps > _LITTLE_LONGER * search_s:
+    step_s, search_s, n_steps = one_device_s(context), _search_s(context), _planned_steps(context, auto)
+    if _needs_search(context, layers, auto) or step_s * n_steps > _LITTLE_LONGER * search_s:
         return None
     try:
         plan = plan_without_search(context, auto)
     except (InfeasibleError, TraceError):
         return None
     saved_s = plan.cost.total_s - step_s / context.cluster.n_devices
-    pays = is_worth_searching(context, layers, auto) and saved_s * auto.planned_steps > search_s
+    pays = is_worth_searching(context, layers, auto) and saved_s * n_steps > search_s
     return None if pays else plan
 
 
 def _needs_search(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
     asks_for_more = auto.cached_costs is not None or "none" not in [remat[0] for remat in remats(layers, 1)]
     return asks_for_more or not _whole_clusters(context, auto)
+
+
+def _planned_steps(context: PlanningContext, auto: AutoStageOption) -> float:
+    """The number of steps of the training run."""
+    given = auto.planned_steps
+    return PLANNED_STEPS[context.options.sharding.planning_effort] if given is None else given
 
 
 def _search_s(context: PlanningContext) -> float:

@@ -196,6 +196,7 @@ class StagePlan:
         peak_bytes: bytes per device at the fullest moment.
         optimal: whether the solver has proven that its shardings are the cheapest.
         between_s: seconds once per step after each loop except the last.
+        gap: its shardings cost at most this part more than the cheapest.
     """
 
     layers: tuple[int, ...]
@@ -216,6 +217,7 @@ class StagePlan:
     optimal: bool
     between_s: tuple[float, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
+    gap: float = field(default=0.0, metadata=MAY_BE_MISSING)
 
     @property
     def n_devices(self) -> int:

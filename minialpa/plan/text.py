@@ -42,7 +42,8 @@ def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
         f"Stage {k}: {stage_text(plan, k)}",
         f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication{hidden} per "
         f"micro-batch, {seconds_text(stage.update_s)} update{_once_text(plan, stage.update_s)}, "
-        f"{bytes_text(stage.peak_bytes)} per device" + ("" if stage.optimal else "; shardings not proven optimal"),
+        f"{bytes_text(stage.peak_bytes)} per device"
+        + ("" if stage.optimal else f"; shardings proven to within {stage.gap:.1%}"),
         *(f"  {line}" for line in operator_lines(plan, forward)),
         *(
             f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step"

@@ -188,7 +188,7 @@ def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iter
     option = wanted.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            solved = _solved(_under(stage, standard), None, Deadline(option.solver_time_limit_s))
+            solved = _solved(_under(stage, standard), None, Deadline(option.solver_limit_s))
             if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
                 yield solved
 
@@ -202,7 +202,7 @@ def _under(stage: Stage, option: AutoShardingOption) -> Stage:
 
 def _within_limit(stage: Stage, wanted: Wanted, limit: MemoryLimit | None) -> SolvedStage:
     """The fastest solution within the limit, of solutions with different room."""
-    deadline = Deadline(wanted.option.solver_time_limit_s)
+    deadline = Deadline(wanted.option.solver_limit_s)
     if limit is None or not limit.usages:
         return _solved_or_explained(stage, wanted, limit, limit, deadline)
 
@@ -363,12 +363,12 @@ def _explained(
     if is_late:
         within = f" within {limit.limit_bytes:,.0f} bytes per device" if limit else ""
         return InfeasibleError(
-            f"No sharding{within} was found in {option.solver_time_limit_s:g} s. Raise `solver_time_limit_s`."
+            f"No sharding{within} was found in {option.solver_limit_s:g} s. Raise `solver_time_limit_s`."
         )
 
     # Without a limit, only options can forbid all shardings.
     if limit is None:
-        return InfeasibleError(stage.solver.why_infeasible(option.solver_time_limit_s) or str(error))
+        return InfeasibleError(stage.solver.why_infeasible(option.solver_limit_s) or str(error))
 
     if "memory_limit_bytes" in str(error):
         return error

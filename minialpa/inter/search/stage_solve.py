@@ -233,16 +233,17 @@ def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
     def at_full_prices() -> Stage:
         return replace(stage, solver=_solver(stage, wanted, None, 1.0))
 
+    is_first = stage.solver.hidden_price < 1
     try:
-        best = solve_in_memory(stage, wanted)
+        best = solve_in_memory(stage, replace(wanted, in_other_ways=wanted.in_other_ways and not is_first))
     except InfeasibleError:
-        if stage.solver.hidden_price == 1:
+        if not is_first:
             raise
         return solve_in_memory(at_full_prices(), wanted), 0.0
 
     least_s = _bound_s(stage, best.sharding.bound_s)
     is_hidden = seconds_of(stage, best) <= (1 + _LITTLE_EXPOSED) * best.sharding.bound_s
-    if is_hidden or stage.solver.hidden_price == 1:
+    if is_hidden or not is_first:
         fits = math.isinf(wanted.n_bytes) or needed(best.memory, wanted.moments) <= wanted.n_bytes
         return _repriced(stage, wanted, best, least_s) if fits else best, least_s
 

@@ -31,7 +31,8 @@ class StageTables:
     Attributes:
         by_name: [piece, column] by the names of the fields of `PieceCost`; lower bounds until they are `solved`.
         exact: seconds per micro-batch and per step of whole stages.
-        misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory.
+        misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory. A stage
+            with more layers on the same submesh does not fit either, unless it has more rematerialisation.
         chosen: the last best pipeline. changed: whether costs have changed since.
     """
 
@@ -129,8 +130,12 @@ class StageTables:
                 seconds[at], step_seconds[at] = t, step
         for (i, j, c), n_live in self.misfits:
             if c in row:
-                at = row[c], i, j
-                fixed[at] = max(fixed[at], _above(memory_bytes[row[c]]) - n_live * in_flight[at])
+                # Columns of one candidate follow each other, by more rematerialisation.
+                first = row[c] - c % self._columns_per_candidate
+                last = row[c] - c % len(MEMORY_PRICES) + len(MEMORY_PRICES)
+                larger = slice(first, last), slice(i + 1), slice(j, None)
+                least = _above(memory_bytes[row[c]]) - n_live * in_flight[larger]
+                fixed[larger] = np.maximum(fixed[larger], least)
 
         # Larger shares of the devices are made a little slower in each micro-batch.
         share = (self.columns.n_devices[columns] / self.cluster.n_devices)[:, None, None]

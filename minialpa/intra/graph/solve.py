@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from minialpa.intra.strategies.loops import body_specs, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.ir.equations import bytes_of, is_literal, shape_of, source_line
-from minialpa.options import AutoShardingOption
+from minialpa.options import PLANNED_STEPS, AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
 
 #: Allowed relative gap under a memory limit: far below the errors of costs.
@@ -66,7 +67,7 @@ class MeshSolver:
         graph = self.folded.graph(limit, kept, byte_s)
         alike: GraphSolution | None = None
         try:
-            alike = solve_graph(graph, deadline, gap=_GAP)
+            alike = self._solved(graph, deadline)
         except InfeasibleError:
             if self.folded.folding is None or self.problem.repeats.alike:
                 raise
@@ -78,7 +79,7 @@ class MeshSolver:
         late = deadline.within(max(_LEAST_TIME_S, deadline.left_s))
         try:
             free_graph = free.graph(limit, kept, byte_s)
-            each = solve_graph(free_graph, late, gap=_GAP)
+            each = self._solved(free_graph, late)
         except InfeasibleError:
             if alike is None:
                 raise
@@ -86,6 +87,12 @@ class MeshSolver:
         if alike is None or each.cost < alike.cost:
             return self._read(free, free_graph, each)
         return self._read(self.folded, graph, alike)
+
+    def _solved(self, graph: CostGraph, deadline: Deadline) -> GraphSolution:
+        """The solution of a graph whose costs are seconds per step, with the effort of the options."""
+        n_steps = PLANNED_STEPS[self.option.planning_effort]
+        gap = _GAP if math.isfinite(n_steps) else 0.0
+        return solve_graph(graph, deadline, gap=gap, cost_per_s=1 / n_steps)
 
     @staticmethod
     def _read(builder: GraphBuilder, graph: CostGraph, solution: GraphSolution) -> MeshSharding:

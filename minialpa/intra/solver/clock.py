@@ -9,11 +9,14 @@ on a busy machine. The clock of the processor is a last safety, far beyond.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
 #: Operations in a nominal second.
 OPERATIONS_PER_S = 1e9
+#: Nominal seconds of each solve that need not pay, as the rest of planning takes longer.
+FREE_S = 0.2
 #: Work ends after so many times its limit in seconds of the processor, and so many seconds more.
 _SAFETY, _SAFETY_S = 10.0, 60.0
 
@@ -39,6 +42,11 @@ class Deadline:
         return left_s if left_s <= 0 or self.processor_left_s > 0 else 0.0
 
     @property
+    def spent_s(self) -> float:
+        """Nominal seconds of work so far, of all deadlines that count the same work."""
+        return self._work.seconds
+
+    @property
     def processor_left_s(self) -> float:
         """Seconds of the processor after which it is over in any case."""
         return self._safe_s - (time.thread_time() - self._work.start)
@@ -59,3 +67,32 @@ class Deadline:
         part = Deadline.__new__(Deadline)
         part._work, part._end_s, part._safe_s = self._work, self._work.seconds + seconds, self._safe_s
         return part
+
+
+class AllowedGap:
+    """How much more than the cheapest choices the answer of a solve may cost; a class because it grows with the work.
+
+    It is a part of the cost, or the cost that the work so far would have had to save, if that is more. So a solve ends
+    when all that is left to gain is worth less than the work already done.
+    """
+
+    def __init__(self, part: float = 0.0, cost_per_s: float = 0.0, deadline: Deadline | None = None) -> None:
+        """cost_per_s: what a nominal second of work has to save. deadline: counts the work, from now on."""
+        self.part = part
+        self._cost_per_s, self._deadline = cost_per_s, deadline
+        self._start_s = deadline.spent_s if deadline is not None else 0.0
+
+    def of(self, cost: float) -> float:
+        """The allowed gap of choices of this cost."""
+        if self._deadline is None or self._cost_per_s == 0:
+            return self.part * abs(cost)
+        work_s = self._deadline.spent_s - self._start_s - FREE_S
+        return max(self.part * abs(cost), self._cost_per_s * work_s)
+
+    def worth_s(self, gap: float) -> float:
+        """Nominal seconds of work that may be spent to close a gap."""
+        return max(FREE_S, gap / self._cost_per_s) if self._cost_per_s else math.inf
+
+
+#: Only the cheapest choices will do.
+NO_GAP = AllowedGap()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minialpa.intra.solver.clock import Deadline
+from minialpa.intra.solver.clock import NO_GAP, AllowedGap, Deadline
 from minialpa.intra.solver.cost_graph import MOST_USAGE, Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_choices, usage_of
@@ -78,8 +78,9 @@ def _without_limit(core: Core) -> Core:
 class Incumbent:
     """The best choices so far: allowed pairs before forbidden ones, then the least excess, then the least cost."""
 
-    def __init__(self, core: Core) -> None:
-        self.core = core
+    def __init__(self, core: Core, allowed: AllowedGap = NO_GAP, offset: float = 0.0) -> None:
+        """allowed: gap of the choices of the whole graph, which cost `offset` more than those of the core."""
+        self.core, self._allowed, self._offset = core, allowed, offset
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
         self.cost, self.excess = np.inf, math.inf
 
@@ -96,6 +97,13 @@ class Incumbent:
     @property
     def allowed_cost(self) -> float:
         return self.cost if self.excess == 0 else np.inf
+
+    def gap_of(self, bound: float) -> float:
+        """The gap that counts as none, above a bound."""
+        return max(ROUNDING * self.core.forbidden, self._allowed.of(self._offset + bound))
+
+    def is_within(self, bound: float) -> bool:
+        return self.allowed_cost - bound <= self.gap_of(bound)
 
 
 class Passes:
@@ -180,23 +188,18 @@ class _Columns:
         return prices, least - program.fun * spread
 
 
-@dataclass(frozen=True, slots=True)
-class AllowedGap:
-    """Choices may cost `part` of the whole cost more than the bound; the whole costs `offset` more than the core."""
-
-    part: float = 0.0
-    offset: float = 0.0
-
-
 def bracket(
-    core: Core, prices: Floats, deadline: Deadline, options: SolverOptions, allowed: AllowedGap = AllowedGap()
-) -> Bracket:
-    """Bounds and choices for `core`, starting from `prices`. Makes a few passes even after `deadline`."""
-    incumbent = Incumbent(core)
+    core: Core, prices: Floats, deadline: Deadline, options: SolverOptions, allowed: AllowedGap = NO_GAP,
+    offset: float = 0.0,
+) -> Bracket:  # fmt: skip
+    """Bounds and choices for `core`, starting from `prices`. Makes a few passes even after `deadline`.
+
+    allowed, offset: see `Incumbent`.
+    """
+    incumbent = Incumbent(core, allowed, offset)
     half = deadline.part(0.5)
-    rounding = equal = ROUNDING * core.forbidden
     if len(core.room):
-        passes, equal = _raise_with_columns(core, prices, incumbent, half, options, allowed)
+        passes = _raise_with_columns(core, prices, incumbent, half, options)
     else:
         passes = _settle(core, prices, incumbent, half, options)
 
@@ -205,18 +208,19 @@ def bracket(
         for forward in (True, False):
             bound = passes.run(forward)
             passes.round(not forward, incumbent)
-        if incumbent.allowed_cost - bound <= equal:
+        if incumbent.is_within(bound):
             break
     if incumbent.excess > 0:
         _round_under_high_prices(core, incumbent, deadline, options.price_levels)
 
     # The pass back leaves the reduced costs that belong to the bound of the pass before it.
+    rounding = ROUNDING * core.forbidden
     bound = passes.run(True) - rounding
     passes.run(False)
 
-    if incumbent.allowed_cost - bound > equal + rounding:
-        _improve(core, passes.prices, incumbent, deadline, options)
-        _probe(passes, incumbent, deadline, options)
+    if not incumbent.is_within(bound + rounding):
+        _improve(core, passes.prices, incumbent, bound + rounding, deadline, options)
+        _probe(passes, incumbent, bound + rounding, deadline, options)
     return Bracket(
         choices=incumbent.choices,
         cost=incumbent.allowed_cost,
@@ -240,7 +244,7 @@ def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline
 
         if (k + 1) % options.rounding_pairs == 0:
             passes.round(True, incumbent)
-            if incumbent.allowed_cost - best_bound <= equal:
+            if incumbent.is_within(best_bound):
                 break
             # Messages that have settled stay so.
             if best_bound - bound_before <= equal:
@@ -251,7 +255,7 @@ def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline
         if (k + 1) % options.progress_pairs == 0:
             passes.improve(incumbent, bound, k, options)
             gap = incumbent.allowed_cost - best_bound
-            if gap > (1 - options.least_progress) * gap_before or gap <= equal:
+            if gap > (1 - options.least_progress) * gap_before or incumbent.is_within(best_bound):
                 break
             gap_before = gap
 
@@ -261,9 +265,9 @@ def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline
 
 
 def _raise_with_columns(
-    core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions, allowed: AllowedGap
-) -> tuple[Passes, float]:
-    """Passes under the prices of `_Columns`; returns prices and messages of the best bound, and the allowed gap."""
+    core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions
+) -> Passes:
+    """Passes under the prices of `_Columns`; returns prices and messages of the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     columns = _Columns(core)
     equal = ROUNDING * core.forbidden
@@ -275,7 +279,7 @@ def _raise_with_columns(
         if bound > best_bound:
             best_bound = bound
             best.prices, best.messages[:] = passes.prices, passes.messages
-            equal = max(ROUNDING * core.forbidden, allowed.part * abs(allowed.offset + bound))
+            equal = incumbent.gap_of(bound)
 
         _offer_columns(passes, columns, incumbent, k, options)
         deadline.spend(options.searched_part * core.n_nodes * work_of_tree(core) + _OF_PROGRAM)
@@ -286,11 +290,11 @@ def _raise_with_columns(
         best_cost, n_idle = min(best_cost, incumbent.allowed_cost), 0 if gains else n_idle + 1
         following, most = columns.best_prices()
         is_settled = n_idle >= options.idle_prices or most - best_bound <= options.little * equal
-        if incumbent.allowed_cost - best_bound <= equal or is_settled or deadline.is_over:
+        if incumbent.is_within(best_bound) or is_settled or deadline.is_over:
             break
         near = options.nearness if k else 0.0
         passes.prices = near * best.prices + (1 - near) * following
-    return best, equal
+    return best
 
 
 def _settled(passes: Passes, options: SolverOptions, little: float) -> float:
@@ -360,7 +364,9 @@ def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadlin
             return
 
 
-def _improve(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> None:
+def _improve(
+    core: Core, prices: Floats, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions
+) -> None:
     """Local search under full, half and no prices in turn; exceeded rows cost more each round."""
     choices = incumbent.choices.copy()
     n_idle = 0
@@ -379,7 +385,7 @@ def _improve(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadlin
 
         incumbent.offer(choices)
         n_idle = 0 if incumbent.value != before else n_idle + 1
-        if n_idle >= options.idle_searches:
+        if n_idle >= options.idle_searches or incumbent.is_within(bound):
             return
 
 
@@ -391,14 +397,14 @@ def exceeded_rows_priced(core: Core, prices: Floats, choices: Ints, k: int) -> F
     return priced
 
 
-def _probe(passes: Passes, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> None:
+def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions) -> None:
     """Rounding and local search after a few passes in which random nodes are held at random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
     n_idle = 0
     for k in range(min(options.max_probes, options.max_probe_entries // max(1, len(core.table)))):
-        if deadline.is_over or n_idle >= options.idle_probes:
+        if deadline.is_over or n_idle >= options.idle_probes or incumbent.is_within(bound):
             return
         before = incumbent.value
         deadline.spend(2 * options.probe_pairs * work_of_pass(core) + core.n_nodes * work_of_tree(core))

@@ -18,7 +18,7 @@ import numpy as np
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver import dominance
 from minialpa.intra.solver.bucket import eliminate_narrow_components
-from minialpa.intra.solver.clock import Deadline
+from minialpa.intra.solver.clock import AllowedGap, Deadline
 from minialpa.intra.solver.cost_graph import Bools, CostGraph, Edge, Floats, GraphSolution
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.elimination import reduce_graph
@@ -40,17 +40,19 @@ _DEFAULTS = SolverOptions()
 
 
 def solve_graph(
-    graph: CostGraph, deadline: Deadline | None = None, *, gap: float = 0.0, options: SolverOptions = _DEFAULTS
-) -> GraphSolution:
+    graph: CostGraph, deadline: Deadline | None = None, *, gap: float = 0.0, cost_per_s: float = 0.0,
+    options: SolverOptions = _DEFAULTS,
+) -> GraphSolution:  # fmt: skip
     """The cheapest strategies, or the best ones found, with the proven bound.
 
     Under a usage limit, a solution may cost the part `gap` more than the cheapest. `deadline` counts the work; the
-    first reductions and a first attempt run in any case.
+    first reductions and a first attempt run in any case. Each nominal second of work has to save `cost_per_s`, or the
+    solve ends.
 
     Raises InfeasibleError if no choice satisfies edges and usage limit, or if time runs out before one is found.
     """
     deadline = deadline or Deadline(_LIMIT_S)
-    best = Best(graph, gap if graph.usage_limit is not None else 0.0)
+    best = Best(graph, AllowedGap(gap if graph.usage_limit is not None else 0.0, cost_per_s, deadline))
     residual = residual_of(graph)
     run_phases(residual, best, np.zeros(len(residual.base)), deadline, options)
     return best.solution()
@@ -83,13 +85,12 @@ def _run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadli
 
         n_entries, n_before = _n_entries(residual), n_entries
         is_small = not residual.alive or n_entries <= options.small_program_entries
-        if best.is_within(best.allowed_gap) or is_small or n_entries > (1 - options.worthwhile) * n_before:
+        if best.is_within() or is_small or n_entries > (1 - options.worthwhile) * n_before:
             break
         _bracket(residual, best, prices, deadline, options)
 
-    if not best.is_within(best.allowed_gap) and (
-        _n_entries(residual) <= options.small_program_entries or not best.is_within(options.enough * best.allowed_gap)
-    ):
+    is_near = best.has_gap(options.enough * best.allowed_gap.part)
+    if not best.is_within() and (_n_entries(residual) <= options.small_program_entries or not is_near):
         _solve_rest(residual, best, deadline, options)
     # No attempt so far keeps to the limit.
     if best.choices is None and residual.alive:
@@ -100,12 +101,12 @@ class Best:
     """The best choices so far, and the best bound.
 
     Attributes:
-        allowed_gap: choices may cost this part more than the bound.
+        allowed_gap: how much more than the bound choices may cost.
         choices: the cheapest allowed choices so far; None if there are none.
         least_usage: the least peak usage among choices that exceed the limit, for the message; None without any.
     """
 
-    def __init__(self, graph: CostGraph, allowed_gap: float) -> None:
+    def __init__(self, graph: CostGraph, allowed_gap: AllowedGap) -> None:
         self.graph, self.allowed_gap = graph, allowed_gap
         self.choices: tuple[int, ...] | None = None
         self.cost, self.bound = np.inf, -np.inf
@@ -128,11 +129,16 @@ class Best:
 
     @property
     def proven(self) -> bool:
-        return self.is_within(_EQUAL)
+        return self.has_gap(_EQUAL)
 
-    def is_within(self, gap: float) -> bool:
-        """Whether the choices cost at most the part `gap` more than the bound."""
-        return self.choices is not None and self.cost - self.bound <= max(_EQUAL, gap) * abs(self.cost)
+    def has_gap(self, part: float) -> bool:
+        """Whether the choices cost at most this part more than the bound."""
+        return self.choices is not None and self.cost - self.bound <= part * abs(self.cost)
+
+    def is_within(self) -> bool:
+        """Whether the choices are proven, or within the allowed gap."""
+        is_found = self.choices is not None
+        return self.proven or (is_found and self.cost - self.bound <= self.allowed_gap.of(self.cost))
 
     def solution(self) -> GraphSolution:
         if self.choices is None:
@@ -170,12 +176,11 @@ def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_e
 def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
     """Phase 3: offer choices, raise the bound, and drop the strategies that no better solution has."""
     # Imported here, because most graphs of the planner are solved without these loops.
-    from minialpa.intra.solver.lagrange import AllowedGap, bracket
+    from minialpa.intra.solver.lagrange import bracket
 
     nodes = list(residual.alive)
     core = flatten(residual, nodes)
-    allowed = AllowedGap(best.allowed_gap, residual.offset)
-    found = bracket(core, prices[residual.rows], deadline, options, allowed)
+    found = bracket(core, prices[residual.rows], deadline, options, best.allowed_gap, residual.offset)
     prices[residual.rows] = found.prices
     best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
 
@@ -205,8 +210,12 @@ def _solve_rest(residual: Residual, best: Best, deadline: Deadline, options: Sol
         return
 
     # Covers may take all the time, so some is reserved for local search if there is no solution yet.
-    allowed = best.allowed_gap * abs(best.cost if best.choices else residual.offset)
-    found = solve_program(residual, deadline if best.choices else deadline.part(1 - options.reserved), allowed)
+    if best.choices is None:
+        late, allowed = deadline.part(1 - options.reserved), best.allowed_gap.of(residual.offset)
+    else:
+        late = deadline.within(min(deadline.left_s, best.allowed_gap.worth_s(best.cost - best.bound)))
+        allowed = best.allowed_gap.of(best.cost)
+    found = solve_program(residual, late, allowed)
     if found.choices is not None:
         best.offer(residual.choices(found.choices))
     best.raise_bound(found.bound)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from benchmarks.iopddl import random_instance, usages_of_nodes
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.intra.solver import dominance, elimination, ilp_model, lagrange, solve
+from minialpa.intra.solver import clock, dominance, elimination, ilp_model, lagrange, solve
 from minialpa.intra.solver.bucket import eliminate_narrow_components
-from minialpa.intra.solver.clock import OPERATIONS_PER_S, Deadline
+from minialpa.intra.solver.clock import OPERATIONS_PER_S, AllowedGap, Deadline
 from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.dominance import undominated
@@ -159,6 +159,36 @@ def test_bounds_hold_for_any_time_and_an_allowed_gap_is_kept(
 
 
 @settings(max_examples=60, deadline=None)
+@given(cost_graphs(), st.sampled_from([1e-3, 1.0, 1e3, 1e6]))
+def test_bounds_hold_and_solutions_are_allowed_if_work_has_to_save_its_price(
+    graph: CostGraph, cost_per_s: float
+) -> None:
+    best = cheapest_choices(graph)
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        patch.setattr(clock, "FREE_S", 0.0)
+        try:
+            solution = solve_graph(graph, options=ALWAYS_MESSAGES, cost_per_s=cost_per_s)
+        except InfeasibleError:
+            return
+
+    tolerance = 1e-9 * abs(best)
+    assert graph.fits(solution.choices) and graph.cost_of(solution.choices) == solution.cost
+    assert solution.lower_bound - tolerance <= best <= solution.cost + tolerance
+
+
+def test_a_solve_ends_when_its_gap_is_worth_less_than_its_work() -> None:
+    graph = grid(12, 6, limit=2000)
+    works = []
+    for cost_per_s in (0.0, 1e9):
+        deadline = Deadline(math.inf)
+        solution = solve_graph(graph, deadline, options=ALWAYS_MESSAGES, cost_per_s=cost_per_s)
+        assert graph.fits(solution.choices)
+        works.append(deadline.spent_s)
+    assert works[1] < works[0]
+
+
+@settings(max_examples=60, deadline=None)
 @given(cost_graphs(max_nodes=4), st.sampled_from([0.0, 1e-3, 0.3]))
 def test_the_bound_with_the_reduced_cost_of_a_strategy_is_below_all_solutions_with_it(
     graph: CostGraph, part: float
@@ -167,7 +197,7 @@ def test_the_bound_with_the_reduced_cost_of_a_strategy_is_below_all_solutions_wi
         residual = residual_of(graph)
     except InfeasibleError:
         return
-    core, allowed = flatten(residual, list(residual.alive)), lagrange.AllowedGap(part, 0.0)
+    core, allowed = flatten(residual, list(residual.alive)), AllowedGap(part)
     found = lagrange.bracket(core, np.zeros(len(residual.base)), Deadline(math.inf), SolverOptions(), allowed)
     best = cheapest_choices(graph)
     assert found.cost >= best or found.cost == pytest.approx(best)
