@@ -133,7 +133,7 @@ def _run_parallel(training: Any, state: Any, way: str) -> dict[str, float]:
     with ExitStack() as stack:
         for phase, (place, name) in zip(PHASES, places, strict=True):
             stack.enter_context(mock.patch.object(place, name, _timed(seconds, phase, getattr(place, name))))
-        step = minialpa.parallelize(training.step, method=method, batch_argnums=training.batch_argnums)
+        step = minialpa.parallelize(training.step, method=method, batch_argnums=training.batch_argnums, plan_cache=None)
         _run_steps(step, training, state)
     return seconds
 

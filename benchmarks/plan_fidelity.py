@@ -78,7 +78,9 @@ def plan_fidelity(size: Size) -> Rows:
 def fidelity(case: Case, mesh: LogicalMesh, method: str) -> Fidelity:
     """Plan and compile one step."""
     built = case.build()
-    step = minialpa.parallelize(built.train_step(minialpa.value_and_grad), method=_METHODS[method](devices=mesh))
+    step = minialpa.parallelize(
+        built.train_step(minialpa.value_and_grad), method=_METHODS[method](devices=mesh), plan_cache=None
+    )
     with captured_stderr() as printed:
         executable = step.get_executable(*arguments(built))
     plan = executable.get_parallel_plan()

@@ -177,7 +177,7 @@ def row(name: str, way: str) -> dict[str, Any]:
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         step, *args = subject.make()
         before_gb, start = peak_rss_gb(), time.process_time()
-        plan = minialpa.parallelize(step, method=method(way, subject.cluster)).plan(*args)
+        plan = minialpa.parallelize(step, method=method(way, subject.cluster), plan_cache=None).plan(*args)
     return {
         "model": name,
         "method": way,

@@ -124,7 +124,7 @@ def _measure_plan(case: Case, links: Links, limit: float | None) -> tuple[Measur
     for mesh in links.plan:
         method = ShardParallel(devices=mesh, auto_sharding_option=AutoShardingOption(memory_limit_bytes=limit))
         with contextlib.suppress(InfeasibleError):
-            plans[mesh] = minialpa.parallelize(step, method=method).plan(*args)
+            plans[mesh] = minialpa.parallelize(step, method=method, plan_cache=None).plan(*args)
     if not plans:
         return None
 

@@ -48,7 +48,7 @@ def _row(name: str, label: str, method: Any, **sizes: Any) -> dict[str, Any]:
     start = time.perf_counter()
     jax.make_jaxpr(case.train_step(jax.value_and_grad))(state, batch)
     jax_s = time.perf_counter() - start
-    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method, plan_cache=None)
     start = time.perf_counter()
     plan = step.plan(state, batch)
     total_s = time.perf_counter() - start

@@ -121,7 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--layers", type=_number, default=0, help="layers of a pipeline; 0 (default) leaves them to the method"
     )
-    plan.add_argument("--effort", choices=get_args(PlanningEffort), default=None, help="the time that planning may take; default balanced")
+    plan.add_argument(
+        "--effort",
+        choices=get_args(PlanningEffort),
+        default=None,
+        help="the time that planning may take; default balanced",
+    )
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument(
         "--dump",
@@ -208,9 +213,9 @@ def _plan(args: argparse.Namespace) -> int:
     method = _method(args, cluster)
 
     start = time.perf_counter()
-    found = minialpa.parallelize(model.step, method=method, on_ragged="error", planning_effort=args.effort).plan(
-        *model.args
-    )
+    found = minialpa.parallelize(
+        model.step, method=method, on_ragged="error", plan_cache=None, planning_effort=args.effort
+    ).plan(*model.args)
     print(found.summary())
     print(f"Planned in {time.perf_counter() - start:.1f} s.")
     if args.save is not None:

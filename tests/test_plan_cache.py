@@ -21,7 +21,7 @@ from tests.plans import N_EXAMPLES, make_batch, make_params, train_step
 DEVICES = jax.devices()[:2]
 
 
-def run(folder: Path, fun: Any = train_step, n: int = N_EXAMPLES, **options: Any) -> tuple[int, Any]:
+def run(folder: Path | str, fun: Any = train_step, n: int = N_EXAMPLES, **options: Any) -> tuple[int, Any]:
     """The number of plans that a new function makes for one call, and the result of the call."""
     method = ShardParallel(**{"devices": DEVICES, **options})
     with mock.patch.object(plan_makers, "_make_plan", wraps=plan_makers._make_plan) as make:
@@ -40,6 +40,39 @@ def test_whatever_planning_reads_makes_another_plan(tmp_path: Path, monkeypatch:
     assert run(tmp_path, num_micro_batches=2)[0] == 1
     assert run(tmp_path, devices=jax.devices()[:4])[0] == 1
     monkeypatch.setattr(plan_folder, "_code", lambda: "of another version")
+    assert run(tmp_path)[0] == 1
+
+
+def test_the_folder_of_the_user_keeps_the_plans_that_were_used_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "minialpa" / "plans"
+    assert run("auto")[0] == 1 and not folder.exists()  # a small step
+
+    monkeypatch.setattr(plan_folder, "_LEAST_EQUATIONS", 0)
+    assert [run("auto", num_micro_batches=n)[0] for n in (1, 2, 1, 2)] == [1, 1, 0, 0]
+    first, second = sorted(folder.iterdir(), key=lambda file: file.stat().st_size)
+    for file, seconds in ((first, 1), (second, 2)):
+        os.utime(file, (seconds, seconds))
+    assert run("auto", num_micro_batches=1)[0] == 0  # used now
+    monkeypatch.setattr(plan_folder, "_MOST_BYTES", sum(file.stat().st_size for file in (first, second)))
+    assert run("auto", num_micro_batches=4)[0] == 1
+    assert run("auto", num_micro_batches=1)[0] == 0 and run("auto", num_micro_batches=2)[0] == 1
+
+
+def test_a_folder_of_the_user_that_cannot_be_written_is_no_one_s_concern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(plan_folder, "_LEAST_EQUATIONS", 0)
+    assert run("auto")[0] == run("auto")[0] == 1
+
+
+def test_a_rule_of_the_user_makes_another_plan(tmp_path: Path, own_rules: None) -> None:
+    run(tmp_path)
+    minialpa.register_sharding_rule("ffi:kernel_of_the_test", "a b -> a b")
     assert run(tmp_path)[0] == 1
 
 

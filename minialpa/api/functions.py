@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minialpa.api.parallelized import ParallelizedFunc
+from minialpa.api.plan_folder import PlanCache
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_planner import OnStale, StepPlanner
 from minialpa.calls import Argnames, Argnums
@@ -39,7 +40,7 @@ def parallelize(
     batch_argnums: Argnums = "auto",
     on_stale: OnStale = "refuse",
     on_ragged: OnRagged = "fewer",
-    plan_cache: str | Path | None = None,
+    plan_cache: PlanCache = "auto",
     planning_effort: PlanningEffort | None = None,
     **of_jit: Any,
 ) -> Any:
@@ -61,7 +62,8 @@ def parallelize(
         epoch. "fewer" runs it in the next smaller number of micro-batches that divides it, and warns once for each
         size; "error" raises a TraceError with the numbers that divide it.
     plan_cache: a folder for plans. The next run of a script reads them instead of planning, if step, shapes, cluster,
-        options and versions are the same.
+        options, rules and versions are the same. "auto" keeps plans of large steps in the cache folder of the user, up
+        to 256 MiB; None keeps none.
     planning_effort: the time that planning may take: "fast", "balanced" or "proof", see `AutoShardingOption`. None for
         the effort of the method.
     """

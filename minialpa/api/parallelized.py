@@ -22,7 +22,7 @@ from minialpa.api.call_patterns import CallPattern, Match, pattern_of
 from minialpa.api.compiled_call import CompiledCall, check_alive, result_of_call
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
 from minialpa.api.invalid_values import call_checked, checks_values
-from minialpa.api.plan_folder import PlanFolder
+from minialpa.api.plan_folder import PlanCache, folder_of
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import check_plan, compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
@@ -151,7 +151,7 @@ class ParallelizedFunc:
         batch_argnums: Argnums = "auto",
         on_stale: OnStale = "refuse",
         on_ragged: OnRagged = "fewer",
-        plan_cache: str | Path | None = None,
+        plan_cache: PlanCache = None,
         planning_effort: PlanningEffort | None = None,
     ) -> None:
         check_method(method)
@@ -188,7 +188,7 @@ class ParallelizedFunc:
             method,
             on_stale,
             on_ragged,
-            None if plan_cache is None else PlanFolder(Path(plan_cache)),
+            folder_of(plan_cache),
             planning_effort,
         )
         # Compiled programs by the shapes of the call, by the session and by the meshes that they follow, if they follow

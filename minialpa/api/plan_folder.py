@@ -1,7 +1,8 @@
 """Plans in a folder, for the next run of a script: the inputs of planning in, a plan out.
 
-The name of a file is a digest of the traced step, cluster, options, minialpa's files and jax's version. The file holds
-the text of all of these, which must match. A plan replaces a file that does not match, such as a half written one.
+The name of a file is a digest of the traced step, cluster, options, rules of the user, minialpa's files and jax's
+version. The file holds the text of all of these, which must match. A plan replaces a file that does not match, such as
+a half written one. The user's own folder keeps the plans that were used last, see `users_folder`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -20,34 +24,92 @@ from minialpa.errors import VerifyError
 from minialpa.methods import Target
 from minialpa.options import PlanOptions
 from minialpa.plan import Plan
+from minialpa.rules.registered import registered_rules
 from minialpa.support.files import write_text
 from minialpa.tracing.trace import TracedStep
 
+#: Bytes of all plans in the folder of the user, at most.
+_MOST_BYTES = 2**28
+#: Equations of a step from which its plan is kept there: smaller steps are planned in a second or two.
+_LEAST_EQUATIONS = 1000
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFolder:
-    """The plans in a folder. Writing the first plan makes the folder."""
+    """The plans in a folder. Writing the first plan makes the folder.
+
+    Attributes:
+        path: the folder.
+        least_equations: of the steps whose plans it keeps.
+        most_bytes: of all plans in it; the plan that was not used for longest goes first. None for any number.
+    """
 
     path: Path
+    least_equations: int = 0
+    most_bytes: int | None = None
 
     def planned(self, traced: TracedStep, options: PlanOptions, target: Target, make: Callable[[], Plan]) -> Plan:
         """The plan of a step with these options on these devices, from the folder or else from `make`.
 
         A plan that `make` returns is written to the folder.
         """
+        if len(traced.flat.eqns) < self.least_equations:
+            return make()
         about = _about(traced, options, target)
         file = self.path / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
         plan = _read(file, about)
         if plan is not None and (plan.fingerprint, plan.cluster) == (traced.fingerprint, target.cluster):
+            with suppress(OSError):
+                os.utime(file)  # used now
             return plan
 
         plan = make()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(file, f"{json.dumps(about)}\n{plan.to_json()}")
+            self._keep_the_latest()
         except OSError as error:
-            warnings.warn(f"The plan is not kept for later runs: {error}", UserWarning, stacklevel=2)
+            # The user asked for a folder without a limit.
+            if self.most_bytes is None:
+                warnings.warn(f"The plan is not kept for later runs: {error}", UserWarning, stacklevel=2)
         return plan
+
+    def _keep_the_latest(self) -> None:
+        """Delete the plans beyond `most_bytes`. Another process may delete files at the same time."""
+        if self.most_bytes is None:
+            return
+        found = []
+        for file in self.path.glob("*.json"):
+            with suppress(FileNotFoundError):
+                status = file.stat()
+                found.append((status.st_mtime_ns, status.st_size, file))
+
+        n_bytes = 0
+        for _, size, file in sorted(found, reverse=True):
+            n_bytes += size
+            if n_bytes > self.most_bytes:
+                file.unlink(missing_ok=True)
+
+
+#: "auto" for the folder of the user, see `users_folder`; a path; or None for no folder.
+PlanCache = Literal["auto"] | str | Path | None
+
+
+def folder_of(cache: PlanCache) -> PlanFolder | None:
+    """The folder that the user asks for."""
+    if cache is None:
+        return None
+    return users_folder() if cache == "auto" else PlanFolder(path=Path(cache))
+
+
+def users_folder() -> PlanFolder | None:
+    """The folder for plans of all scripts of the user, `~/.cache/minialpa/plans` on Linux; None without a home."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        cache = Path(root) if root else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return PlanFolder(path=cache / "minialpa" / "plans", least_equations=_LEAST_EQUATIONS, most_bytes=_MOST_BYTES)
 
 
 def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
@@ -62,7 +124,7 @@ def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
         traced.no_batch,
     )
     written = hashlib.sha256(repr(names).encode()).hexdigest()
-    given = (traced.fingerprint, options, target.cluster, target.logical_mesh, target.jax_version)
+    given = (registered_rules(), traced.fingerprint, options, target.cluster, target.logical_mesh, target.jax_version)
     return "\n".join((versions, written, *map(repr, given)))
 
 

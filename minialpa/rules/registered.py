@@ -93,8 +93,23 @@ def _equation_flops(eqn: JaxprEqn) -> float:
 # ---- primitives -----------------------------------------------------------------------------------------------------
 
 
-#: Rules of users by primitive, if they need a check.
-_PRIMITIVES: dict[str, ShardingRule] = {}
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A rule of a user. check: whether its first use checks it."""
+
+    text: ShardingRule
+    flops: Flops | None
+    check: bool
+
+
+#: By primitive, and by target of `jax.ffi.ffi_call`.
+_PRIMITIVES: dict[str, _Rule] = {}
+_TARGETS: dict[str, _Rule] = {}
+
+
+def registered_rules() -> tuple[tuple[str, ShardingRule], ...]:
+    """The rules of users for primitives and foreign functions, by name."""
+    return tuple((name, rules[name].text) for rules in (_PRIMITIVES, _TARGETS) for name in sorted(rules))
 
 
 def register_primitive(
@@ -113,8 +128,7 @@ def register_primitive(
         return factors
 
     rule(name, localize=local, named=lambda eqn: name)(of_equation)
-    if check:
-        _PRIMITIVES[name] = text
+    _PRIMITIVES[name] = _Rule(text, flops, check)
     forget()
 
 
@@ -130,21 +144,11 @@ def _factors_by(
 # ---- foreign functions ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    text: ShardingRule
-    flops: Flops | None
-    check: bool
-
-
-_TARGETS: dict[str, _Target] = {}
-
-
 def register_target(name: str, text: ShardingRule, *, flops: Flops | None, check: bool) -> None:
     """Give calls of a foreign function a rule. Raises ShardingError if they already have one."""
     if name in _TARGETS:
         raise ShardingError(f"The FFI target `{name}` already has a sharding rule.")
-    _TARGETS[name] = _Target(text, flops, check)
+    _TARGETS[name] = _Rule(text, flops, check)
     forget()
 
 
@@ -342,7 +346,7 @@ def rule_to_check(eqn: JaxprEqn) -> ShardingRule | None:
             function: OpaqueFunction = eqn.params["function"]
             return function.text if function.check else None
         case "ffi_call":
-            target = _TARGETS.get(eqn.params["target_name"])
-            return target.text if target is not None and target.check else None
+            found = _TARGETS.get(eqn.params["target_name"])
         case name:
-            return _PRIMITIVES.get(name)
+            found = _PRIMITIVES.get(name)
+    return found.text if found is not None and found.check else None
