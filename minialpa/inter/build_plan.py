@@ -240,8 +240,9 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
     # The caller may try other stages, so the error names the stage that does not fit.
     try:
         solved = context.solver.solve(
-            staged, mesh, problem, view, stage.option, live, below_s=context.below_s, saves_memory=saves_memory
-        )
+            staged, mesh, problem, view, stage.option, live, below_s=context.below_s, saves_memory=saves_memory,
+            in_other_ways=context.in_other_ways,
+        )  # fmt: skip
     except InfeasibleError as error:
         if isinstance(error, UnevenBatchError) and len(placed.stages) == 1:
             raise  # No other stage, and no other memory, would help.

@@ -177,7 +177,11 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
 
 
 def _or_planned_with(context: PlanningContext, best: Plan, **options: Any) -> Plan:
-    """`best`, or its stages with some options replaced, if that is faster and fits."""
+    """`best`, or its stages with some options replaced, if that is faster and fits.
+
+    A variant takes more memory and saves little time, so that long searches for its shardings would not pay.
+    """
     below_s = min(context.below_s, best.cost.total_s)
-    other = dataclasses.replace(context, options=options_of(best), below_s=below_s).asking(**options)
+    context = dataclasses.replace(context, options=options_of(best), below_s=below_s, in_other_ways=False)
+    other = context.asking(**options)
     return best_of([lambda: best, lambda: dataclasses.replace(_planned(other), certificate=best.certificate)])

@@ -44,6 +44,8 @@ _MAX_SOLVES, _MAX_AFTER_FIT = 6, 2
 _LITTLE_GAIN = 0.005
 #: A solution may leave this part of the limit.
 _LITTLE_LEFT = 0.01
+#: If the smallest solution needs more than this multiple of the limit, no other way was seen to help.
+_NEARLY_FITS = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,14 @@ class FreeSolution:
     @property
     def fits(self) -> bool:
         return self.n_bytes <= self.limit_bytes
+
+
+class NothingFitsError(InfeasibleError):
+    """No solution keeps to the limit. The smallest one needs `n_bytes` per device, with the reserve."""
+
+    def __init__(self, message: str, n_bytes: float) -> None:
+        super().__init__(message)
+        self.n_bytes = n_bytes
 
 
 class _Measured:
@@ -139,8 +149,10 @@ def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
     limit = _limit(stage, wanted.option, wanted.moments)
     try:
         return _within_limit(stage, wanted, limit)
-    except InfeasibleError:
+    except InfeasibleError as error:
         if limit is None or not limit.usages or not wanted.in_other_ways:
+            raise
+        if isinstance(error, NothingFitsError) and error.n_bytes > _NEARLY_FITS * limit.limit_bytes:
             raise
         found = list(_in_other_ways(stage, wanted, limit)) or list(_as_everybody_does(stage, wanted, limit))
         if not found:
@@ -397,12 +409,13 @@ def _limit(stage: Stage, option: AutoShardingOption, moments: Moments) -> Memory
     return MemoryLimit(n_bytes, usages, name_of)
 
 
-def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> InfeasibleError:
+def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> NothingFitsError:
     listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
-    return InfeasibleError(
+    return NothingFitsError(
         f"The smallest plan found needs {memory.peak_bytes(moments):,.0f} bytes per device and the limit is "
         f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
-        f"tensors:{listed}"
+        f"tensors:{listed}",
+        needed(memory, moments),
     )
 
 

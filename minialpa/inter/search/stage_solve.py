@@ -103,12 +103,13 @@ class StageSolver:
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
-        moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True,
+        moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True, in_other_ways: bool = True,
     ) -> SolvedStage:  # fmt: skip
         """The cheapest shardings of a stage with so many micro-batches in flight (see `live_counts`).
 
         below_s: seconds of a step from which the stage is useless to the caller.
         saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
+        in_other_ways: whether to look for them in all ways, see `Wanted`.
         Raises StageMemoryError if they do not fit in memory, NotFasterError if all that fit take `below_s` or more,
         InfeasibleError if the options forbid all shardings.
         """
@@ -128,6 +129,7 @@ class StageSolver:
                     n_bytes=n_bytes,
                     uncounted_bytes=self._uncounted.get(kind, 0.0),
                     free=free,
+                    in_other_ways=in_other_ways,
                 )
                 solved, bound_s = _cheapest(stage, wanted)
                 if solved.sharding.counted_bytes:
@@ -233,17 +235,16 @@ def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
     def at_full_prices() -> Stage:
         return replace(stage, solver=_solver(stage, wanted, None, 1.0))
 
-    is_first = stage.solver.hidden_price < 1
     try:
-        best = solve_in_memory(stage, replace(wanted, in_other_ways=wanted.in_other_ways and not is_first))
+        best = solve_in_memory(stage, wanted)
     except InfeasibleError:
-        if not is_first:
+        if stage.solver.hidden_price == 1:
             raise
         return solve_in_memory(at_full_prices(), wanted), 0.0
 
     least_s = _bound_s(stage, best.sharding.bound_s)
     is_hidden = seconds_of(stage, best) <= (1 + _LITTLE_EXPOSED) * best.sharding.bound_s
-    if is_hidden or not is_first:
+    if is_hidden or stage.solver.hidden_price == 1:
         fits = math.isinf(wanted.n_bytes) or needed(best.memory, wanted.moments) <= wanted.n_bytes
         return _repriced(stage, wanted, best, least_s) if fits else best, least_s
 
