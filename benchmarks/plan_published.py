@@ -56,6 +56,7 @@ ROWS = (
     *(Row(plan.model, "v100-p3.16xlarge", plan.n_devices, plan.n_micro_batches) for plan in STORED),
     *(_llama("llama-3-8b", n, scan=scan) for n in (8, 64) for scan in (False, True)),
     *(_llama("llama-3-70b", 512, scan=scan) for scan in (False, True)),
+    *(_llama("llama-3-405b", 1024, scan=scan) for scan in (False, True)),
     Row("t5-large", "a100-80gb", 8, None),
     Row("vit-h14", "a100-80gb", 8, None),
 )

@@ -24,7 +24,7 @@ from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_count
 from minialpa.inter.search.stage_cost import border_bytes
 from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.stage_memory import MeshMemory, Moments
-from minialpa.inter.search.stage_solve import NotFasterError, StageMemoryError
+from minialpa.inter.search.stage_solve import NotFasterError, SlowestStage, StageMemoryError
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
@@ -45,6 +45,8 @@ from minialpa.tracing.ragged_products import ragged_products
 _LEAST_SHORTENED = 1000
 #: A short step has at most this part of the equations. Longer ones save less time than the whole step takes in the end.
 _MOST_OF_WHOLE = 0.6
+#: Stages that are not the slowest may make a step longer by this part, all together.
+_LITTLE_GAIN = 0.005
 
 
 class StageTooLargeError(InfeasibleError):
@@ -221,15 +223,27 @@ def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory
     Raises StageTooLargeError if a stage does not fit on its devices, or cannot take less than `context.below_s`, and
     UnevenBatchError if the devices of the only stage do not divide the examples as its options ask.
     """
-    solved = []
+    solved: list[SolvedMesh] = []
     for mesh in range(len(placed.stages)):
         context.report("Shardings of stages", mesh, len(placed.stages))
-        solved.append(_solve_mesh(context, placed, mesh, saves_memory=saves_memory))
+        slowest = _slowest(placed, solved)
+        solved.append(_solve_mesh(context, placed, mesh, saves_memory=saves_memory, slowest=slowest))
     context.report("Shardings of stages", len(solved), len(solved))
     return solved
 
 
-def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, saves_memory: bool) -> SolvedMesh:
+def _slowest(placed: PlacedStages, solved: Sequence[SolvedMesh]) -> SlowestStage | None:
+    """The slowest stage so far. Each other stage takes time of its own in one micro-batch of a step alone."""
+    if not solved:
+        return None
+    n = placed.staged.split.n_micro_batches
+    seconds = max(n * one.times.pass_s + one.times.once_s for one in solved)
+    return SlowestStage(seconds, _LITTLE_GAIN * seconds * n / len(placed.stages))
+
+
+def _solve_mesh(
+    context: PlanningContext, placed: PlacedStages, mesh: int, *, saves_memory: bool, slowest: SlowestStage | None
+) -> SolvedMesh:
     stage, staged = placed.stages[mesh], placed.staged
     chosen = stage.candidate
     own_mesh = context.cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
@@ -241,7 +255,7 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, *, sa
     try:
         solved = context.solver.solve(
             staged, mesh, problem, view, stage.option, live, below_s=context.below_s, saves_memory=saves_memory,
-            in_other_ways=context.in_other_ways,
+            in_other_ways=context.in_other_ways, slowest=slowest,
         )  # fmt: skip
     except InfeasibleError as error:
         if isinstance(error, UnevenBatchError) and len(placed.stages) == 1:

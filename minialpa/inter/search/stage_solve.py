@@ -85,6 +85,17 @@ class _Solution:
     bound_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class SlowestStage:
+    """The slowest stage of a pipeline so far, in seconds of one step. A faster stage waits for it.
+
+    spare_s: what other stages may take more than their fastest shardings, as they add to the step only at its ends.
+    """
+
+    seconds: float
+    spare_s: float
+
+
 class StageSolver:
     """Solves stages, each distinct one once.
 
@@ -97,6 +108,7 @@ class StageSolver:
         self.compiler, self.strategy_cache = compiler, StrategyCache()
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
+        self._in_memory: dict[object, list[_Solution]] = {}  # of each kind of stage, those under a limit
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
         # What was solved last, and the step in whose equations it is.
         self._last: tuple[_Solution, SolvedStage, StagedStep] | None = None
@@ -104,12 +116,14 @@ class StageSolver:
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
         moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True, in_other_ways: bool = True,
+        slowest: SlowestStage | None = None,
     ) -> SolvedStage:  # fmt: skip
         """The cheapest shardings of a stage with so many micro-batches in flight (see `live_counts`).
 
         below_s: seconds of a step from which the stage is useless to the caller.
         saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
         in_other_ways: whether to look for them in all ways, see `Wanted`.
+        slowest: of the pipeline. Known shardings that keep up with it serve, although others may be faster.
         Raises StageMemoryError if they do not fit in memory, NotFasterError if all that fit take `below_s` or more,
         InfeasibleError if the options forbid all shardings.
         """
@@ -164,12 +178,26 @@ class StageSolver:
         if not free.fits:
             if not saves_memory:
                 raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
+            known = self._known(kind, free, moments, slowest) if slowest is not None else None
+            if known is not None:
+                return replace(self._rebound(known, staged, mesh, problem, view), free=free)
             try:
                 free_of_limit = (found.sharding.bound_s, free.n_bytes)
                 found = solution((kind, n_bytes, tuple(map(tuple, moments))), option, free_of_limit)
+                self._in_memory.setdefault(kind, []).append(found)
             except InfeasibleError as error:
                 raise StageMemoryError(str(error), free) from error
         return replace(self._rebound(found, staged, mesh, problem, view), free=free)
+
+    def _known(self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage) -> _Solution | None:
+        """A solution for more micro-batches in flight, which fits and keeps up with the slowest stage."""
+        most_s = min(slowest.seconds, free.seconds + slowest.spare_s)
+        known = [
+            one
+            for one in self._in_memory.get(kind, ())
+            if one.seconds <= most_s and needed(one.memory, moments) <= free.limit_bytes
+        ]
+        return min(known, key=lambda one: one.seconds, default=None)
 
     def _stage(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption
