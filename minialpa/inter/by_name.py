@@ -190,6 +190,7 @@ class _Tries:
         return "faster" if is_faster else "slower"
 
     def _plan(self, options: PlanOptions) -> Plan:
+        self._context.solver.begin()  # a method is planned as well as by its name
         return self._planned(replace(self._context, options=options, below_s=self._least_s))
 
     def _variants(self, options: PlanOptions) -> tuple[list[Plan], bool]:

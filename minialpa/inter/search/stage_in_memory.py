@@ -36,10 +36,12 @@ from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.solver.clock import Deadline
 from minialpa.ir.equations import bytes_of, source_line
-from minialpa.options import AutoShardingOption
+from minialpa.options import PLANNED_STEPS, AutoShardingOption
 
 #: Solves of a stage with different room, at most, and after the first solution that fits.
 _MAX_SOLVES, _MAX_AFTER_FIT = 6, 2
+#: Nominal seconds of a solve, at least.
+_LEAST_LIMIT_S = 1.0
 #: More room is tried if it promises more than this part of a step.
 _LITTLE_GAIN = 0.005
 #: A solution may leave this part of the limit.
@@ -134,6 +136,7 @@ class Wanted:
         uncounted_bytes: a guess of the bytes beyond the counted ones.
         free: if there is a limit, seconds of a step and bytes per device of the solution without it.
         in_other_ways: whether to look for solutions that the counted bytes miss. They have prices of their own.
+        work: counts the work of all solves.
     """
 
     option: AutoShardingOption
@@ -142,6 +145,15 @@ class Wanted:
     uncounted_bytes: float
     free: tuple[float, float] | None
     in_other_ways: bool = True
+    work: Deadline = field(default_factory=lambda: Deadline(math.inf))
+
+    def deadline(self) -> Deadline:
+        """The end of a solve: no later than the training run would end in unlimited memory."""
+        limit_s = self.option.solver_limit_s
+        if self.free is None:
+            return self.work.within(limit_s)
+        run_s = PLANNED_STEPS[self.option.planning_effort] * self.free[0]
+        return self.work.within(min(limit_s, max(_LEAST_LIMIT_S, run_s)))
 
 
 def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
@@ -200,7 +212,7 @@ def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iter
     option = wanted.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            solved = _solved(_under(stage, standard), None, Deadline(option.solver_limit_s))
+            solved = _solved(_under(stage, standard), None, wanted.deadline())
             if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
                 yield solved
 
@@ -214,7 +226,7 @@ def _under(stage: Stage, option: AutoShardingOption) -> Stage:
 
 def _within_limit(stage: Stage, wanted: Wanted, limit: MemoryLimit | None) -> SolvedStage:
     """The fastest solution within the limit, of solutions with different room."""
-    deadline = Deadline(wanted.option.solver_limit_s)
+    deadline = wanted.deadline()
     if limit is None or not limit.usages:
         return _solved_or_explained(stage, wanted, limit, limit, deadline)
 
@@ -363,7 +375,7 @@ def _solved_or_explained(
 ) -> SolvedStage:
     """`_solved`, with errors in the words of the options."""
     try:
-        return _solved(stage, room, deadline.within(max(1.0, deadline.left_s)))
+        return _solved(stage, room, deadline.within(max(_LEAST_LIMIT_S, deadline.left_s)))
     except InfeasibleError as error:
         raise _explained(error, stage, wanted.option, limit, is_late=deadline.is_over) from error
 

@@ -33,6 +33,7 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
+from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
@@ -110,8 +111,14 @@ class StageSolver:
         self._solutions: dict[object, _Solution] = {}
         self._in_memory: dict[object, list[_Solution]] = {}  # of each kind of stage, those under a limit
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
+        self._work = Deadline(math.inf)  # of all solves since `begin`
         # What was solved last, and the step in whose equations it is.
         self._last: tuple[_Solution, SolvedStage, StagedStep] | None = None
+
+    def begin(self) -> None:
+        """Count work anew, so that the next solves are as good as those of a planner that has solved nothing before."""
+        self._work = Deadline(math.inf)
+        self._solutions = {key: one for key, one in self._solutions.items() if one.sharding.gap <= _LITTLE}
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
@@ -144,6 +151,7 @@ class StageSolver:
                     uncounted_bytes=self._uncounted.get(kind, 0.0),
                     free=free,
                     in_other_ways=in_other_ways,
+                    work=self._work,
                 )
                 solved, bound_s = _cheapest(stage, wanted)
                 if solved.sharding.counted_bytes:

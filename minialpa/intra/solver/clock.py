@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 #: Operations in a nominal second.
 OPERATIONS_PER_S = 1e9
-#: Nominal seconds of each solve that need not pay, as the rest of planning takes longer.
-FREE_S = 0.2
+#: Nominal seconds of work that need not pay, as the rest of planning takes longer.
+FREE_S = 0.5
 #: Work ends after so many times its limit in seconds of the processor, and so many seconds more.
 _SAFETY, _SAFETY_S = 10.0, 60.0
 
@@ -65,7 +65,9 @@ class Deadline:
     def within(self, seconds: float) -> Deadline:
         """A deadline in so many seconds from now, which counts the same work."""
         part = Deadline.__new__(Deadline)
-        part._work, part._end_s, part._safe_s = self._work, self._work.seconds + seconds, self._safe_s
+        part._work, part._end_s = self._work, self._work.seconds + seconds
+        now_s = time.thread_time() - self._work.start
+        part._safe_s = min(self._safe_s, now_s + _SAFETY * seconds + _SAFETY_S)
         return part
 
 
@@ -77,21 +79,21 @@ class AllowedGap:
     """
 
     def __init__(self, part: float = 0.0, cost_per_s: float = 0.0, deadline: Deadline | None = None) -> None:
-        """cost_per_s: what a nominal second of work has to save. deadline: counts the work, from now on."""
+        """cost_per_s: what a nominal second of work has to save. deadline: counts the work, of earlier solves too."""
         self.part = part
         self._cost_per_s, self._deadline = cost_per_s, deadline
-        self._start_s = deadline.spent_s if deadline is not None else 0.0
 
     def of(self, cost: float) -> float:
         """The allowed gap of choices of this cost."""
-        if self._deadline is None or self._cost_per_s == 0:
-            return self.part * abs(cost)
-        work_s = self._deadline.spent_s - self._start_s - FREE_S
-        return max(self.part * abs(cost), self._cost_per_s * work_s)
+        return max(self.part * abs(cost), self._cost_per_s * self._work_s)
 
     def worth_s(self, gap: float) -> float:
-        """Nominal seconds of work that may be spent to close a gap."""
-        return max(FREE_S, gap / self._cost_per_s) if self._cost_per_s else math.inf
+        """Nominal seconds of more work that may be spent to close a gap."""
+        return max(FREE_S, gap / self._cost_per_s - self._work_s) if self._cost_per_s else math.inf
+
+    @property
+    def _work_s(self) -> float:
+        return max(0.0, self._deadline.spent_s - FREE_S) if self._deadline is not None else 0.0
 
 
 #: Only the cheapest choices will do.

@@ -33,9 +33,9 @@ from minialpa.intra.solver.residual import Residual, check_base
 _LARGEST_COST = 1e4
 #: HiGHS stops at this gap of the scaled objective, its default.
 _LEAST_GAP = 1e-6
-#: Operations for each row and column, about, between two callbacks of HiGHS: 5 microseconds; 3 to 10 were measured in
-#: programs of 900 to 4,000 rows and columns.
-_OF_LOOK = 5000.0
+#: Operations for each row and column, about, between two callbacks of HiGHS: 9 microseconds; 4 to 30 were measured in
+#: programs of 2,000 to 40,000 rows and columns.
+_OF_LOOK = 9000.0
 #: Operations for each variable, about, of writing the program.
 _OF_WRITING = 20_000.0
 
