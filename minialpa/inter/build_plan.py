@@ -254,8 +254,8 @@ def _solve_mesh(
     # The caller may try other stages, so the error names the stage that does not fit.
     try:
         solved = context.solver.solve(
-            staged, mesh, problem, view, stage.option, live, below_s=context.below_s, saves_memory=saves_memory,
-            in_other_ways=context.in_other_ways, slowest=slowest,
+            staged, mesh, problem, view, stage.option, live,
+            below_s=context.below_s, saves_memory=saves_memory, slowest=slowest,
         )  # fmt: skip
     except InfeasibleError as error:
         if isinstance(error, UnevenBatchError) and len(placed.stages) == 1:

@@ -49,7 +49,6 @@ class PlanningContext:
         solver: solves each distinct stage once, for all attempts at a plan.
         logical_mesh: the view of all devices that the user gave in place of a cluster; None if the planner chooses.
         below_s: seconds of a step under a known plan. The planner may give up attempts that cannot be faster.
-        in_other_ways: whether stages whose memory is short are solved in all ways, see `StageSolver.solve`.
         shortens: whether attempts are made for short steps, see `short_plan`.
         cuts, pieced, staged: of the last attempts, the step with its layers, its pieces, and its tasks, see
             `place_stages`.
@@ -63,7 +62,6 @@ class PlanningContext:
     logical_mesh: LogicalMesh | None
     report: Progress
     below_s: float = math.inf
-    in_other_ways: bool = True
     shortens: bool = True
     made: list[Plan] = dataclasses.field(default_factory=list)
     cuts: Recent[CutStep | None] = dataclasses.field(

@@ -34,7 +34,7 @@ from minialpa.inter.short_plan import NotExpandedError
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.whole_plan import whole_plan
-from minialpa.inter.worth import plan_if_not_searched
+from minialpa.inter.worth import or_equal_stages, plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, Remat, remats
 from minialpa.plan import Plan
@@ -104,7 +104,7 @@ def _best_plan(context: PlanningContext) -> Plan:
     searched = context.asking(sharding=auto.sharding(options.sharding))
     plan = plan_if_not_searched(searched, auto)
     if plan is not None:
-        return best_variant(plan)
+        return best_variant(or_equal_stages(searched, auto, plan, _planned))
     return best_with_methods_by_name(searched, auto, _planned, best_variant)
 
 
@@ -177,11 +177,7 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
 
 
 def _or_planned_with(context: PlanningContext, best: Plan, **options: Any) -> Plan:
-    """`best`, or its stages with some options replaced, if that is faster and fits.
-
-    A variant takes more memory and saves little time, so that long searches for its shardings would not pay.
-    """
+    """`best`, or its stages with some options replaced, if that is faster and fits."""
     below_s = min(context.below_s, best.cost.total_s)
-    context = dataclasses.replace(context, options=options_of(best), below_s=below_s, in_other_ways=False)
-    other = context.asking(**options)
+    other = dataclasses.replace(context, options=options_of(best), below_s=below_s).asking(**options)
     return best_of([lambda: best, lambda: dataclasses.replace(_planned(other), certificate=best.certificate)])

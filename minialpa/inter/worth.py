@@ -12,16 +12,18 @@ first. No plan beats devices that share the work perfectly, so a plan near that 
     step_s * planned_steps <= _LITTLE_LONGER * search_s and
     (plan_s - step_s / n_devices) * planned_steps <= search_s            -> plan_if_not_searched
 
+Equal stages on equal submeshes need no search. `or_equal_stages` plans them where they may pay in the same sense.
+
 All seconds here are counted, not measured, so plans do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from jax.extend.core import JaxprEqn
@@ -35,13 +37,25 @@ from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.intra.strategies.work import work_of
 from minialpa.ir.equations import sub_jaxprs
-from minialpa.options import PLANNED_STEPS, AutoShardingOption, AutoStageOption, LayerOption, remats
+from minialpa.options import (
+    PLANNED_STEPS,
+    AutoLayerOption,
+    AutoShardingOption,
+    AutoStageOption,
+    LayerOption,
+    UniformStageOption,
+    remats,
+)
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
 
 #: Seconds that a search takes for each equation of a step, about: 0.01 on models of 200 to 1,600 equations, and more
 #: than twice that on one of 7,500.
 SEARCH_S_PER_EQUATION = 0.02
+#: Seconds that a plan on given stages takes for each equation, about.
+_PLAN_S_PER_EQUATION = 0.002
+#: Numbers of equal stages that are planned without a search, and micro-batches for each of them, at most.
+_EQUAL_STAGES, _PER_STAGE = (2, 4, 8), 4
 #: Steps that are longer by this factor are searched at once: a plan without a search would seldom be the answer.
 _LITTLE_LONGER = 10
 
@@ -110,11 +124,40 @@ def plan_without_search(context: PlanningContext, auto: AutoStageOption) -> Plan
     return best_of(attempts)
 
 
+def or_equal_stages(
+    context: PlanningContext, auto: AutoStageOption, best: Plan, planned: Callable[[PlanningContext], Plan]
+) -> Plan:
+    """`best`, or a faster pipeline of 2, 4 or 8 equal stages, as `UniformStageOption` makes them.
+
+    planned: makes the plan of the options of a context.
+    A pipeline of p stages takes (n + p - 1) / n times the share of each device in the step, or more.
+    """
+    options, n_devices = context.options, context.cluster.n_devices
+    is_open = options.layers == AutoLayerOption(remat="auto") or options.layers == AutoLayerOption()
+    if not is_open or auto != replace(AutoStageOption(), planned_steps=auto.planned_steps):
+        return best
+
+    share_s = one_device_s(context) / n_devices
+    plan_s = _PLAN_S_PER_EQUATION * n_equations(context.traced.flat.eqns)
+    numbers = options.micro_batch_choices(context.traced.batch_size)
+    for p in _EQUAL_STAGES:
+        n = max((number for number in numbers if number <= _PER_STAGE * p), default=numbers[0])
+        gain_s = best.cost.total_s - share_s * (n + p - 1) / n
+        if n_devices % p or gain_s * _planned_steps(context, auto) <= plan_s:
+            continue
+        asked = context.asking(
+            n_micro_batches=n, layers=AutoLayerOption(layer_num=p), stages=UniformStageOption(p), use_all_devices=True
+        )
+        with contextlib.suppress(InfeasibleError, TraceError):
+            best = min(best, planned(replace(asked, below_s=best.cost.total_s)), key=lambda plan: plan.cost.total_s)
+    return best
+
+
 def on_one_device(context: PlanningContext, auto: AutoStageOption) -> Plan:
     cluster = context.cluster
-    alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
-    plan = plan_on_best_submesh(dataclasses.replace(context, cluster=alone), auto)
-    return dataclasses.replace(plan, cluster=cluster)
+    alone = replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
+    plan = plan_on_best_submesh(replace(context, cluster=alone), auto)
+    return replace(plan, cluster=cluster)
 
 
 def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
@@ -125,8 +168,8 @@ def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
 
     def attempt(sharding: AutoShardingOption, below_s: float) -> tuple[Plan, float]:
         """The plan, and a lower bound on the seconds of every plan."""
-        named = dataclasses.replace(placed, stages=(dataclasses.replace(stage, option=sharding),))
-        solved = solve_meshes(dataclasses.replace(context, below_s=below_s), named)
+        named = replace(placed, stages=(replace(stage, option=sharding),))
+        solved = solve_meshes(replace(context, below_s=below_s), named)
         free = solved[0].free
         return build_plan(context, named, solved), free.bound_s if free is not None else 0.0
 

@@ -122,14 +122,13 @@ class StageSolver:
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
-        moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True, in_other_ways: bool = True,
+        moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True,
         slowest: SlowestStage | None = None,
     ) -> SolvedStage:  # fmt: skip
         """The cheapest shardings of a stage with so many micro-batches in flight (see `live_counts`).
 
         below_s: seconds of a step from which the stage is useless to the caller.
         saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
-        in_other_ways: whether to look for them in all ways, see `Wanted`.
         slowest: of the pipeline. Known shardings that keep up with it serve, although others may be faster.
         Raises StageMemoryError if they do not fit in memory, NotFasterError if all that fit take `below_s` or more,
         InfeasibleError if the options forbid all shardings.
@@ -150,7 +149,6 @@ class StageSolver:
                     n_bytes=n_bytes,
                     uncounted_bytes=self._uncounted.get(kind, 0.0),
                     free=free,
-                    in_other_ways=in_other_ways,
                     work=self._work,
                 )
                 solved, bound_s = _cheapest(stage, wanted)
