@@ -38,9 +38,11 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test finds the plans of another test, or of the user."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / secrets.token_hex(8)))
+    from minialpa.api import plan_folder
+
+    monkeypatch.setattr(plan_folder, "users_cache", lambda name: None)
 
 
 @pytest.fixture

@@ -46,28 +46,27 @@ def test_whatever_planning_reads_makes_another_plan(tmp_path: Path, monkeypatch:
 def test_the_folder_of_the_user_keeps_the_plans_that_were_used_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "minialpa" / "plans"
-    assert run("auto")[0] == 1 and not folder.exists()  # a small step
+    monkeypatch.setattr(plan_folder, "users_cache", lambda name: tmp_path)
+    assert run("auto")[0] == 1 and not list(tmp_path.iterdir())  # a small step
 
     monkeypatch.setattr(plan_folder, "_LEAST_EQUATIONS", 0)
     assert [run("auto", num_micro_batches=n)[0] for n in (1, 2, 1, 2)] == [1, 1, 0, 0]
-    first, second = sorted(folder.iterdir(), key=lambda file: file.stat().st_size)
+    first, second = tmp_path.iterdir()
     for file, seconds in ((first, 1), (second, 2)):
         os.utime(file, (seconds, seconds))
     assert run("auto", num_micro_batches=1)[0] == 0  # used now
-    monkeypatch.setattr(plan_folder, "_MOST_BYTES", sum(file.stat().st_size for file in (first, second)))
+    monkeypatch.setattr(plan_folder, "_MOST_BYTES", first.stat().st_size + second.stat().st_size)
     assert run("auto", num_micro_batches=4)[0] == 1
     assert run("auto", num_micro_batches=1)[0] == 0 and run("auto", num_micro_batches=2)[0] == 1
 
 
-def test_a_folder_of_the_user_that_cannot_be_written_is_no_one_s_concern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+def test_without_a_folder_of_the_user_plans_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
     monkeypatch.setattr(plan_folder, "_LEAST_EQUATIONS", 0)
-    assert run("auto")[0] == run("auto")[0] == 1
+    for folder in (None, file):
+        monkeypatch.setattr(plan_folder, "users_cache", lambda name, folder=folder: folder)
+        assert run("auto")[0] == run("auto")[0] == 1
 
 
 def test_a_rule_of_the_user_makes_another_plan(tmp_path: Path, own_rules: None) -> None:

@@ -2,7 +2,7 @@
 
 The name of a file is a digest of the traced step, cluster, options, rules of the user, minialpa's files and jax's
 version. The file holds the text of all of these, which must match. A plan replaces a file that does not match, such as
-a half written one. The user's own folder keeps the plans that were used last, see `users_folder`.
+a half written one. The user's own folder keeps the plans that were used last, such as `~/.cache/minialpa/plans`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from minialpa.options import PlanOptions
 from minialpa.plan import Plan
 from minialpa.rules.registered import registered_rules
 from minialpa.support.files import write_text
+from minialpa.support.users_cache import users_cache
 from minialpa.tracing.trace import TracedStep
 
 #: Bytes of all plans in the folder of the user, at most.
@@ -91,25 +92,18 @@ class PlanFolder:
                 file.unlink(missing_ok=True)
 
 
-#: "auto" for the folder of the user, see `users_folder`; a path; or None for no folder.
+#: "auto" for the plans of all scripts of the user; the path of a folder; or None for no folder.
 PlanCache = Literal["auto"] | str | Path | None
 
 
 def folder_of(cache: PlanCache) -> PlanFolder | None:
-    """The folder that the user asks for."""
-    if cache is None:
+    """The folder that the user asks for; None for none, or if no private folder can be made."""
+    if cache != "auto":
+        return None if cache is None else PlanFolder(path=Path(cache))
+    folder = users_cache("plans")
+    if folder is None:
         return None
-    return users_folder() if cache == "auto" else PlanFolder(path=Path(cache))
-
-
-def users_folder() -> PlanFolder | None:
-    """The folder for plans of all scripts of the user, `~/.cache/minialpa/plans` on Linux; None without a home."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    try:
-        cache = Path(root) if root else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return PlanFolder(path=cache / "minialpa" / "plans", least_equations=_LEAST_EQUATIONS, most_bytes=_MOST_BYTES)
+    return PlanFolder(path=folder, least_equations=_LEAST_EQUATIONS, most_bytes=_MOST_BYTES)
 
 
 def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:

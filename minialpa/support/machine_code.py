@@ -1,18 +1,15 @@
 """Compiles the loops of `support/loops.py` to machine code by numba, and keeps the code in files.
 
 Numba would put these files into the installed package, where pip does not remove them. Here they go to the user's
-folder for caches, or else to a private folder for temporary files. The environment names that folder, and no plan
-depends on it. numba reads the cache of a function from its attribute `_cache`, which is private.
+folder for caches, or else to a private folder for temporary files. numba reads the cache of a function from its
+attribute `_cache`, which is private.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 from minialpa.support.loop_sources import SOURCES_DIGEST
+from minialpa.support.users_cache import made, users_cache
 
 
 def dispatcher_of(function: Callable[..., Any]) -> Any:
@@ -44,36 +42,9 @@ def cache_folder() -> Path | None:
     chosen: str = vars(numba.config)["CACHE_DIR"]
     if chosen:  # the user's folder for all files of numba
         with suppress(OSError):
-            return _made(Path(chosen) / f"minialpa-{name}")
+            return made(Path(chosen) / f"minialpa-{name}")
         return None
-    for root in _roots():
-        with suppress(OSError):
-            if _is_private(_made(root)) and _is_private(_made(root / name)):
-                return root / name
-    return None
-
-
-def _roots() -> Iterator[Path]:
-    """Folders of minialpa for caches, the best first."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # the XDG Base Directory Specification ignores others
-        yield Path(named) / "minialpa"
-    home = os.path.expanduser("~")
-    if os.path.isabs(home) and os.path.isdir(home):  # users of services may have no home
-        yield Path(home) / ".cache" / "minialpa"
-    with suppress(FileNotFoundError):  # no folder for temporary files can be written
-        yield Path(tempfile.gettempdir()) / f"minialpa-{os.getuid()}"
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether only this user can put files here: their code runs."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return users_cache(name)
 
 
 class _Locator:
@@ -88,7 +59,7 @@ class _Locator:
         return None if folder is None else cls(py_func, py_file, folder)
 
     def ensure_cache_path(self) -> None:
-        _made(self._folder)
+        made(self._folder)
 
     def get_cache_path(self) -> str:
         return str(self._folder)

@@ -77,8 +77,8 @@ def test_a_folder_that_cannot_be_trusted_is_not_used(
             mine.symlink_to(folders / "elsewhere")
         case "of another user":
             mine.mkdir()
-            uid = machine_code.os.getuid()
-            monkeypatch.setattr(machine_code.os, "getuid", lambda: uid + 1)
+            uid = os.getuid()
+            monkeypatch.setattr(os, "getuid", lambda: uid + 1)
 
     assert run() == (0, 1)
     assert {path.relative_to(folders).parts[0] for path in files(folders)} <= {"temporary"}

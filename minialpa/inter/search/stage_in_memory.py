@@ -46,8 +46,8 @@ _LEAST_LIMIT_S = 1.0
 _LITTLE_GAIN = 0.005
 #: A solution may leave this part of the limit.
 _LITTLE_LEFT = 0.01
-#: If the smallest solution needs more than this multiple of the limit, other ways do not help in problems of more
-#: equations, where they take longest: they saved up to 15 % there, and more than half in small problems.
+#: If the smallest solution needs more than this multiple of the limit, there are other ways only for problems of few
+#: equations. In larger ones they take long, and none was seen to fit.
 _NEARLY_FITS, _FEW_EQUATIONS = 1.1, 1000
 
 
