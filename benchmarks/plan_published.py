@@ -47,16 +47,16 @@ class Row:
         return f"{self.model}{scan} on {self.n_devices}"
 
 
-def _llama(model: str, n_devices: int, *, scan: bool) -> Row:
+def _llama(model: str, n_devices: int, n_micro_batches: int, *, scan: bool) -> Row:
     sizes = (("batch_size", 256), ("scan_layers", scan))
-    return Row(model, "h100", n_devices, 4, sizes)
+    return Row(model, "h100", n_devices, n_micro_batches, sizes)
 
 
 ROWS = (
     *(Row(plan.model, "v100-p3.16xlarge", plan.n_devices, plan.n_micro_batches) for plan in STORED),
-    *(_llama("llama-3-8b", n, scan=scan) for n in (8, 64) for scan in (False, True)),
-    *(_llama("llama-3-70b", 512, scan=scan) for scan in (False, True)),
-    *(_llama("llama-3-405b", 1024, scan=scan) for scan in (False, True)),
+    *(_llama("llama-3-8b", n, 4, scan=scan) for n in (8, 64) for scan in (False, True)),
+    *(_llama("llama-3-70b", 512, 4, scan=scan) for scan in (False, True)),
+    *(_llama("llama-3-405b", 1024, 32, scan=scan) for scan in (False, True)),
     Row("t5-large", "a100-80gb", 8, None),
     Row("vit-h14", "a100-80gb", 8, None),
 )

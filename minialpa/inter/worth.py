@@ -67,7 +67,7 @@ def is_worth_searching(context: PlanningContext, layers: LayerOption, auto: Auto
 
 
 def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Plan | None:
-    """The plan without a search; None if a search pays, if that plan does not fit, or if the step has no layers."""
+    """The plan without a search; None if a search pays, if memory is short, or if the step has no layers."""
     layers = context.options.layers
     assert layers is not None
     if context.traced.n_groups == 0:
@@ -115,13 +115,14 @@ def n_equations(eqns: Sequence[JaxprEqn]) -> int:
 def plan_without_search(context: PlanningContext, auto: AutoStageOption) -> Plan:
     """The step in one stage on all devices, or on one device if that is as fast and devices may be idle.
 
-    The plan on all devices costs at most as much as any method by name. Raises InfeasibleError if neither plan fits.
+    The plan on all devices costs at most as much as any method by name. Raises InfeasibleError if the fastest shardings
+    on all devices do not fit.
     """
     asked = context.asking_for_fewest()
-    attempts = [partial(_on_all_devices, asked, auto)]
-    if not context.options.use_all_devices:
-        attempts.append(partial(on_one_device, asked, auto))
-    return best_of(attempts)
+    best = _on_all_devices(asked, auto)
+    if context.options.use_all_devices:
+        return best
+    return best_of([lambda: best, partial(on_one_device, asked, auto)])
 
 
 def or_equal_stages(
@@ -171,6 +172,8 @@ def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
         named = replace(placed, stages=(replace(stage, option=sharding),))
         solved = solve_meshes(replace(context, below_s=below_s), named)
         free = solved[0].free
+        if free is not None and not free.fits:
+            raise InfeasibleError("Memory is short, so that rematerialisation may be faster than these shardings.")
         return build_plan(context, named, solved), free.bound_s if free is not None else 0.0
 
     best, bound_s = attempt(option, math.inf)
