@@ -63,7 +63,7 @@ def parallelize(
         size; "error" raises a TraceError with the numbers that divide it.
     plan_cache: a folder for plans. The next run of a script reads them instead of planning, if step, shapes, cluster,
         options, rules and versions are the same. "auto" keeps plans of large steps in the cache folder of the user, up
-        to 256 MiB; None keeps none.
+        to 256 MiB; with None, every run plans.
     planning_effort: the time that planning may take: "fast", "balanced" or "proof", see `AutoShardingOption`. None for
         the effort of the method.
     """

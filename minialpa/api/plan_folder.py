@@ -97,7 +97,7 @@ PlanCache = Literal["auto"] | str | Path | None
 
 
 def folder_of(cache: PlanCache) -> PlanFolder | None:
-    """The folder that the user asks for; None for none, or if no private folder can be made."""
+    """The folder that the user asks for, if there is one. A private folder may be impossible."""
     if cache != "auto":
         return None if cache is None else PlanFolder(path=Path(cache))
     folder = users_cache("plans")

@@ -109,14 +109,14 @@ class StageSolver:
         self.compiler, self.strategy_cache = compiler, StrategyCache()
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
-        self._in_memory: dict[object, list[_Solution]] = {}  # of each kind of stage, those under a limit
+        self._in_memory: dict[object, list[_Solution]] = {}  # under a limit, by kind of stage
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
         self._work = Deadline(math.inf)  # of all solves since `begin`
         # What was solved last, and the step in whose equations it is.
         self._last: tuple[_Solution, SolvedStage, StagedStep] | None = None
 
     def begin(self) -> None:
-        """Count work anew, so that the next solves are as good as those of a planner that has solved nothing before."""
+        """Count work anew, so that the next solves are as good as the first ones of a new planner."""
         self._work = Deadline(math.inf)
         self._solutions = {key: one for key, one in self._solutions.items() if one.sharding.gap <= _LITTLE}
 

@@ -79,7 +79,7 @@ class Incumbent:
     """The best choices so far: allowed pairs before forbidden ones, then the least excess, then the least cost."""
 
     def __init__(self, core: Core, allowed: AllowedGap = NO_GAP, offset: float = 0.0) -> None:
-        """allowed: gap of the choices of the whole graph, which cost `offset` more than those of the core."""
+        """allowed: gap of choices of the whole graph, which cost `offset` more than those in its core."""
         self.core, self._allowed, self._offset = core, allowed, offset
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
         self.cost, self.excess = np.inf, math.inf
@@ -99,7 +99,7 @@ class Incumbent:
         return self.cost if self.excess == 0 else np.inf
 
     def gap_of(self, bound: float) -> float:
-        """The gap that counts as none, above a bound."""
+        """The allowed gap above a bound, or the error of rounding if that is more."""
         return max(ROUNDING * self.core.forbidden, self._allowed.of(self._offset + bound))
 
     def is_within(self, bound: float) -> bool:
