@@ -52,7 +52,7 @@ from minialpa.rules.known_rules import factors_of
 #: Seconds that a search takes for each equation of a step, about: 0.01 on models of 200 to 1,600 equations, and more
 #: than twice that on one of 7,500.
 SEARCH_S_PER_EQUATION = 0.02
-#: Seconds that a plan on given stages takes for each equation, about, and that the programs of twice as many stages take
+#: Seconds for each equation, about: that a plan on given stages takes, and that the programs of twice as many stages take
 #: longer to compile.
 _PLAN_S_PER_EQUATION, _COMPILE_S_PER_EQUATION = 0.002, 0.01
 #: Numbers of equal stages that are planned without a search, and micro-batches for each of them, at most.
