@@ -52,9 +52,8 @@ from minialpa.rules.known_rules import factors_of
 #: Seconds that a search takes for each equation of a step, about: 0.01 on models of 200 to 1,600 equations, and more
 #: than twice that on one of 7,500.
 SEARCH_S_PER_EQUATION = 0.02
-#: Seconds for each equation, about: that a plan on given stages takes, and that the programs of twice as many stages take
-#: longer to compile.
-_PLAN_S_PER_EQUATION, _COMPILE_S_PER_EQUATION = 0.002, 0.01
+#: Seconds for each equation that the programs of twice as many stages take longer to compile, about.
+_COMPILE_S_PER_EQUATION = 0.01
 #: Numbers of equal stages that are planned without a search, and micro-batches for each of them, at most.
 _EQUAL_STAGES, _PER_STAGE = (2, 4, 8), 4
 #: Steps that are longer by this factor are searched at once: a plan without a search would seldom be the answer.
@@ -133,7 +132,7 @@ def or_equal_stages(
 
     planned: makes the plan of the options of a context.
     A pipeline of p stages takes (n + p - 1) / n times the share of each device in the step, or more. It has to repay
-    its plan and the programs of its stages.
+    the programs of its stages. Few are faster than one stage, so it is planned where it could repay a search.
     """
     options, n_devices = context.options, context.cluster.n_devices
     is_open = options.layers == AutoLayerOption(remat="auto") or options.layers == AutoLayerOption()
@@ -141,13 +140,13 @@ def or_equal_stages(
         return best
 
     share_s = one_device_s(context) / n_devices
-    n_steps, n_eqns = _planned_steps(context, auto), n_equations(context.traced.flat.eqns)
-    compile_s, plan_s = _COMPILE_S_PER_EQUATION * n_eqns, _PLAN_S_PER_EQUATION * n_eqns
+    n_steps = _planned_steps(context, auto)
+    compile_s = _COMPILE_S_PER_EQUATION * n_equations(context.traced.flat.eqns)
     numbers = options.micro_batch_choices(context.traced.batch_size)
     for p in _EQUAL_STAGES:
         n = max((number for number in numbers if number <= _PER_STAGE * p), default=numbers[0])
         below_s = best.cost.total_s - compile_s / n_steps
-        if n_devices % p or (below_s - share_s * (n + p - 1) / n) * n_steps <= plan_s:
+        if n_devices % p or (below_s - share_s * (n + p - 1) / n) * n_steps <= _search_s(context):
             continue
         asked = context.asking(
             n_micro_batches=n, layers=AutoLayerOption(layer_num=p), stages=UniformStageOption(p), use_all_devices=True
