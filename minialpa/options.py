@@ -53,8 +53,8 @@ class AutoShardingOption:
             over this axis, if the mesh has it and its length divides the dimension. Empty: the planner decides.
         memory_limit_bytes: bytes per device for parameters, optimizer state, gradients, activations and temporaries
             together; None for the device's memory.
-        planning_effort: the time that planning may take. Under "balanced", a second of the solver has to save a second
-            of a training run of 10,000 steps; under "fast", of 100 steps. "proof" looks for the cheapest shardings.
+        planning_effort: the time that planning may take. Under "balanced", it is in proportion to a training run of
+            10,000 steps; under "fast", of 100 steps. "proof" looks for the cheapest shardings at any price.
         solver_time_limit_s: most nominal seconds for the solver of one stage, ten times as many under "proof". The
             solver counts work, so a plan does not depend on how busy the machine is.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.

@@ -26,6 +26,8 @@ from minialpa.sharding import EquationSpecs, Spec
 
 #: Allowed relative gap under a memory limit: far below the errors of costs.
 _GAP = 1e-3
+#: Seconds of a training run that a second of work has to save. A low price: gains of a solve add up in later ones.
+_SAVED = 0.1
 #: Beyond this relative gap, each of the repeated layers is decided on its own.
 _LARGE_GAP = 0.01
 #: Most equations with which that does not take too long.
@@ -92,7 +94,7 @@ class MeshSolver:
         """The solution of a graph whose costs are seconds per step, with the effort of the options."""
         n_steps = PLANNED_STEPS[self.option.planning_effort]
         gap = _GAP if math.isfinite(n_steps) else 0.0
-        return solve_graph(graph, deadline, gap=gap, cost_per_s=1 / n_steps)
+        return solve_graph(graph, deadline, gap=gap, cost_per_s=_SAVED / n_steps)
 
     @staticmethod
     def _read(builder: GraphBuilder, graph: CostGraph, solution: GraphSolution) -> MeshSharding:

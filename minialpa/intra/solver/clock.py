@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 #: Operations in a nominal second.
 OPERATIONS_PER_S = 1e9
 #: Nominal seconds of work that need not pay, as the rest of planning takes longer.
-FREE_S = 0.5
+FREE_S = 2.0
 #: Work ends after so many times its limit in seconds of the processor, and so many seconds more.
 _SAFETY, _SAFETY_S = 10.0, 60.0
 
