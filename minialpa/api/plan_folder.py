@@ -39,25 +39,24 @@ _LEAST_EQUATIONS = 1000
 class PlanFolder:
     """The plans in a folder. Writing the first plan makes the folder.
 
-    Attributes:
-        path: the folder.
-        least_equations: of the steps whose plans it keeps.
-        most_bytes: of all plans in it; the plan that was not used for longest goes first. None for any number.
+    path: None for the folder of the user, which keeps plans of large steps up to `_MOST_BYTES`.
     """
 
-    path: Path
-    least_equations: int = 0
-    most_bytes: int | None = None
+    path: Path | None
 
     def planned(self, traced: TracedStep, options: PlanOptions, target: Target, make: Callable[[], Plan]) -> Plan:
         """The plan of a step with these options on these devices, from the folder or else from `make`.
 
         A plan that `make` returns is written to the folder.
         """
-        if len(traced.flat.eqns) < self.least_equations:
+        folder = self.path
+        if folder is None and len(traced.flat.eqns) >= _LEAST_EQUATIONS:
+            folder = users_cache("plans")
+        if folder is None:
             return make()
+
         about = _about(traced, options, target)
-        file = self.path / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
+        file = folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
         plan = _read(file, about)
         if plan is not None and (plan.fingerprint, plan.cluster) == (traced.fingerprint, target.cluster):
             with suppress(OSError):
@@ -66,30 +65,29 @@ class PlanFolder:
 
         plan = make()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             write_text(file, f"{json.dumps(about)}\n{plan.to_json()}")
-            self._keep_the_latest()
+            if self.path is None:
+                _keep_the_latest(folder)
         except OSError as error:
-            # The user asked for a folder without a limit.
-            if self.most_bytes is None:
+            if self.path is not None:  # the user asked for it
                 warnings.warn(f"The plan is not kept for later runs: {error}", UserWarning, stacklevel=2)
         return plan
 
-    def _keep_the_latest(self) -> None:
-        """Delete the plans beyond `most_bytes`. Another process may delete files at the same time."""
-        if self.most_bytes is None:
-            return
-        found = []
-        for file in self.path.glob("*.json"):
-            with suppress(FileNotFoundError):
-                status = file.stat()
-                found.append((status.st_mtime_ns, status.st_size, file))
 
-        n_bytes = 0
-        for _, size, file in sorted(found, reverse=True):
-            n_bytes += size
-            if n_bytes > self.most_bytes:
-                file.unlink(missing_ok=True)
+def _keep_the_latest(folder: Path) -> None:
+    """Delete the plans that were not used for longest. Another process may delete files at the same time."""
+    found = []
+    for file in folder.glob("*.json"):
+        with suppress(FileNotFoundError):
+            status = file.stat()
+            found.append((status.st_mtime_ns, status.st_size, file))
+
+    n_bytes = 0
+    for _, size, file in sorted(found, reverse=True):
+        n_bytes += size
+        if n_bytes > _MOST_BYTES:
+            file.unlink(missing_ok=True)
 
 
 #: "auto" for the plans of all scripts of the user; the path of a folder; or None for no folder.
@@ -97,13 +95,10 @@ PlanCache = Literal["auto"] | str | Path | None
 
 
 def folder_of(cache: PlanCache) -> PlanFolder | None:
-    """The folder that the user asks for, if there is one. A private folder may be impossible."""
-    if cache != "auto":
-        return None if cache is None else PlanFolder(path=Path(cache))
-    folder = users_cache("plans")
-    if folder is None:
+    """The folder that the user asks for, if there is one."""
+    if cache is None:
         return None
-    return PlanFolder(path=folder, least_equations=_LEAST_EQUATIONS, most_bytes=_MOST_BYTES)
+    return PlanFolder(path=None if cache == "auto" else Path(cache))
 
 
 def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
