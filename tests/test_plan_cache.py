@@ -75,6 +75,18 @@ def test_a_rule_of_the_user_makes_another_plan(tmp_path: Path, own_rules: None) 
     assert run(tmp_path)[0] == 1
 
 
+def test_another_rule_of_a_function_makes_another_plan(tmp_path: Path) -> None:
+    def step_with(whole: Any) -> Any:
+        def halved(x: jax.Array) -> jax.Array:
+            return x / 2
+
+        half = minialpa.register_sharding_rule(halved, "a b -> a b", need_replication=whole)
+        return lambda params, batch: train_step(params, jax.tree.map(half, batch))
+
+    plans = [run(tmp_path, step_with(names))[0] for names in ((), (), "b")]
+    assert plans == [1, 0, 1]
+
+
 @pytest.mark.parametrize("text", ["", 'FIRST\n{"version": 1}'])
 def test_a_broken_file_is_planned_anew_and_replaced(tmp_path: Path, text: str) -> None:
     _, result = run(tmp_path)

@@ -113,7 +113,8 @@ def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
         traced.no_batch,
     )
     written = hashlib.sha256(repr(names).encode()).hexdigest()
-    given = (registered_rules(), traced.fingerprint, options, target.cluster, target.logical_mesh, target.jax_version)
+    rules = registered_rules(traced.flat.eqns)
+    given = (rules, traced.fingerprint, options, target.cluster, target.logical_mesh, target.jax_version)
     return "\n".join((versions, written, *map(repr, given)))
 
 

@@ -12,7 +12,7 @@ every factor that may be split is cut once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +107,18 @@ _PRIMITIVES: dict[str, _Rule] = {}
 _TARGETS: dict[str, _Rule] = {}
 
 
-def registered_rules() -> tuple[tuple[str, ShardingRule], ...]:
-    """The rules of users for primitives and foreign functions, by name."""
-    return tuple((name, rules[name].text) for rules in (_PRIMITIVES, _TARGETS) for name in sorted(rules))
+def registered_rules(eqns: Sequence[JaxprEqn]) -> list[tuple[str, ShardingRule]]:
+    """The rules of users for primitives and foreign functions, and for functions in these equations, by name."""
+    named = [(name, rules[name].text) for rules in (_PRIMITIVES, _TARGETS) for name in sorted(rules)]
+    return named + list(_function_rules(eqns))
+
+
+def _function_rules(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[str, ShardingRule]]:
+    for eqn in eqns:
+        if eqn.primitive.name == "minialpa_function":
+            yield eqn.params["function"].name, eqn.params["function"].text
+        for body in sub_jaxprs(eqn):
+            yield from _function_rules(body.eqns)
 
 
 def register_primitive(
