@@ -145,9 +145,10 @@ def or_equal_stages(
     numbers = options.micro_batch_choices(context.traced.batch_size)
     for p in _EQUAL_STAGES:
         n = max((number for number in numbers if number <= _PER_STAGE * p), default=numbers[0])
-        below_s = best.cost.total_s - compile_s / n_steps
-        if n_devices % p or (below_s - share_s * (n + p - 1) / n) * n_steps <= _search_s(context):
+        gain_s = best.cost.total_s - share_s * (n + p - 1) / n
+        if n_devices % p or gain_s * n_steps - compile_s <= _search_s(context):
             continue
+        below_s = best.cost.total_s - compile_s / n_steps
         asked = context.asking(
             n_micro_batches=n, layers=AutoLayerOption(layer_num=p), stages=UniformStageOption(p), use_all_devices=True
         )
