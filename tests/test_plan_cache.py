@@ -50,13 +50,14 @@ def test_the_folder_of_the_user_keeps_the_plans_that_were_used_last(
     assert run("auto")[0] == 1 and not list(tmp_path.iterdir())  # a small step
 
     monkeypatch.setattr(plan_folder, "_LEAST_EQUATIONS", 0)
-    assert [run("auto", num_micro_batches=n)[0] for n in (1, 2, 1, 2)] == [1, 1, 0, 0]
-    first, second = tmp_path.iterdir()
-    for file, seconds in ((first, 1), (second, 2)):
-        os.utime(file, (seconds, seconds))
+    files: list[Path] = []
+    for n in (1, 2, 4):
+        assert [run("auto", num_micro_batches=n)[0] for _ in range(2)] == [1, 0]
+        files += set(tmp_path.iterdir()) - set(files)
+        os.utime(files[-1], (n, n))
     assert run("auto", num_micro_batches=1)[0] == 0  # used now
-    monkeypatch.setattr(plan_folder, "_MOST_BYTES", first.stat().st_size + second.stat().st_size)
-    assert run("auto", num_micro_batches=4)[0] == 1
+    monkeypatch.setattr(plan_folder, "_MOST_BYTES", sum(file.stat().st_size for file in files))
+    assert run("auto", num_micro_batches=8)[0] == 1
     assert run("auto", num_micro_batches=1)[0] == 0 and run("auto", num_micro_batches=2)[0] == 1
 
 
