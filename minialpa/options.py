@@ -54,7 +54,7 @@ class AutoShardingOption:
         memory_limit_bytes: bytes per device for parameters, optimizer state, gradients, activations and temporaries
             together; None for the device's memory.
         planning_effort: the time that planning may take. Under "balanced", it is in proportion to a training run of
-            10,000 steps; under "fast", of 100 steps. "proof" looks for the cheapest shardings at any price.
+            10,000 steps; under "fast", of 100 steps. "proof" goes on to the cheapest shardings or the limit below.
         solver_time_limit_s: most nominal seconds for the solver of one stage, ten times as many under "proof". The
             solver counts work, so a plan does not depend on how busy the machine is.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.

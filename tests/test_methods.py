@@ -30,6 +30,7 @@ from minialpa import (
     Plan,
     ShardingError,
     ShardParallel,
+    UniformStageOption,
     Zero2Parallel,
     Zero3Parallel,
     hlo,
@@ -247,6 +248,22 @@ def test_a_search_keeps_to_the_submeshes_that_it_is_given() -> None:
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("effort", ["fast", "proof"])
+def test_planning_effort_is_for_the_shardings_of_all_stages(effort: Any) -> None:
+    own = AutoShardingOption(allow_all_to_all=False)
+    stages = UniformStageOption(2, submesh_autosharding_option=own)
+    method = PipeshardParallel(CLUSTER, 2, layer_option=AutoLayerOption(2), stage_option=stages)
+    step, state, batch = training(OPTIMIZERS["Adam"])
+    fun = minialpa.parallelize(
+        lambda state, batch: step(minialpa.value_and_grad, state, batch), method=method, planning_effort=effort
+    )
+    plan = fun.plan(state, batch)
+    assert [stage.option for stage in plan.stages] == [dataclasses.replace(own, planning_effort=effort)] * 2
+    assert all(stage.gap == 0 and stage.optimal for stage in plan.stages) or effort == "fast"
+    with pytest.raises(ShardingError, match=r"`planning_effort` is .*got 'slow'"):
+        minialpa.parallelize(step, planning_effort="slow")
 
 
 @pytest.mark.parametrize(

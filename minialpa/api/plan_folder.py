@@ -2,7 +2,7 @@
 
 The name of a file is a digest of the traced step, cluster, options, rules of the user, minialpa's files and jax's
 version. The file holds the text of all of these, which must match. A plan replaces a file that does not match, such as
-a half written one. The user's own folder keeps the plans that were used last, such as `~/.cache/minialpa/plans`.
+a half written one. The folder of the user, such as `~/.cache/minialpa/plans`, keeps the plans that were used last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _LEAST_EQUATIONS = 1000
 class PlanFolder:
     """The plans in a folder. Writing the first plan makes the folder.
 
-    path: None for the folder of the user, which keeps plans of large steps up to `_MOST_BYTES`.
+    Attributes:
+        path: None for the folder of the user, which keeps plans of large steps up to `_MOST_BYTES`.
     """
 
     path: Path | None

@@ -46,7 +46,7 @@ _LEAST_SHORTENED = 1000
 #: A short step has at most this part of the equations. Longer ones save less time than the whole step takes in the end.
 _MOST_OF_WHOLE = 0.6
 #: Stages that are not the slowest may make a step longer by this part, all together.
-_LITTLE_GAIN = 0.005
+_SPARE_PART = 0.005
 
 
 class StageTooLargeError(InfeasibleError):
@@ -238,7 +238,7 @@ def _slowest(placed: PlacedStages, solved: Sequence[SolvedMesh]) -> SlowestStage
         return None
     n = placed.staged.split.n_micro_batches
     seconds = max(n * one.times.pass_s + one.times.once_s for one in solved)
-    return SlowestStage(seconds, _LITTLE_GAIN * seconds * n / len(placed.stages))
+    return SlowestStage(seconds, _SPARE_PART * seconds * n / len(placed.stages))
 
 
 def _solve_mesh(

@@ -115,8 +115,8 @@ def n_equations(eqns: Sequence[JaxprEqn]) -> int:
 def plan_without_search(context: PlanningContext, auto: AutoStageOption) -> Plan:
     """The step in one stage on all devices, or on one device if that is as fast and devices may be idle.
 
-    The plan on all devices costs at most as much as any method by name. Raises InfeasibleError if the fastest shardings
-    on all devices do not fit.
+    The plan on all devices costs at most as much as `ShardParallel` and the data parallel methods. Raises
+    InfeasibleError if the fastest shardings on all devices do not fit.
     """
     asked = context.asking_for_fewest()
     best = _on_all_devices(asked, auto)
@@ -135,18 +135,18 @@ def or_equal_stages(
     the programs of its stages. Few are faster than one stage, so it is planned where it could repay a search.
     """
     options, n_devices = context.options, context.cluster.n_devices
-    is_open = options.layers == AutoLayerOption(remat="auto") or options.layers == AutoLayerOption()
+    is_open = options.layers in (AutoLayerOption(), AutoLayerOption(remat="auto"))
     if not is_open or auto != replace(AutoStageOption(), planned_steps=auto.planned_steps):
         return best
 
-    share_s = one_device_s(context) / n_devices
+    share_s, search_s = one_device_s(context) / n_devices, _search_s(context)
     n_steps = _planned_steps(context, auto)
     compile_s = _COMPILE_S_PER_EQUATION * n_equations(context.traced.flat.eqns)
     numbers = options.micro_batch_choices(context.traced.batch_size)
     for p in _EQUAL_STAGES:
         n = max((number for number in numbers if number <= _PER_STAGE * p), default=numbers[0])
         gain_s = best.cost.total_s - share_s * (n + p - 1) / n
-        if n_devices % p or gain_s * n_steps - compile_s <= _search_s(context):
+        if n_devices % p or gain_s * n_steps - compile_s <= search_s:
             continue
         below_s = best.cost.total_s - compile_s / n_steps
         asked = context.asking(

@@ -12,7 +12,15 @@ import pytest
 
 import minialpa
 from benchmarks.planning import planned, traced_step
-from minialpa import AutoLayerOption, AutoParallel, AutoStageOption, ClusterSpec, PipeshardParallel, Plan
+from minialpa import (
+    AutoLayerOption,
+    AutoParallel,
+    AutoStageOption,
+    ClusterSpec,
+    PipeshardParallel,
+    Plan,
+    ShardParallel,
+)
 from minialpa.inter import worth
 from minialpa.inter.context import PlanningContext, compiler_of
 from minialpa.inter.search.stage_solve import StageSolver
@@ -123,6 +131,25 @@ def test_what_is_planned_well_enough_without_a_search_is_not_searched(factor: fl
     assert asked(traced, on(factor * turn))
     found = planned(traced, CLUSTER, on(factor * turn))
     assert searched(found) == (factor > 1) and (searched(found) or found == plan)
+
+
+@pytest.mark.parametrize("preset", ["h100", "v100-p3.16xlarge"])
+def test_equal_stages_without_a_search_repay_their_programs(preset: str) -> None:
+    """Small products on GPUs: most of the time of one stage is the latency of its collectives."""
+    traced, n_steps = mlp(32, 8), 10_000
+    cluster = ClusterSpec.preset(preset, num_hosts=2, devices_per_host=4)
+    layers, stages = AutoLayerOption(remat="auto"), AutoStageOption(planned_steps=n_steps)
+    found = planned(traced, cluster, PipeshardParallel(num_micro_batches=4, layer_option=layers, stage_option=stages))
+
+    expected_s = single_s = planned(traced, cluster, ShardParallel(num_micro_batches=4)).cost.total_s
+    compile_s = worth._COMPILE_S_PER_EQUATION * worth.n_equations(traced.flat.eqns)
+    for p in (2, 4, 8):
+        equal = PipeshardParallel(
+            num_micro_batches=4, layer_option=AutoLayerOption(layer_num=p), stage_option="uniform"
+        )
+        equal_s = planned(traced, cluster, equal).cost.total_s
+        expected_s = equal_s if (expected_s - equal_s) * n_steps > compile_s else expected_s
+    assert not searched(found) and found.cost.total_s == expected_s < single_s
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])

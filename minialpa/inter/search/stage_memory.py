@@ -27,7 +27,7 @@ from minialpa.inter.staging.totals import added_inside, only_added
 from minialpa.intra.graph.memory_constraints import Usage
 from minialpa.intra.graph.problem import MeshSharding
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.memory.liveness import LargeTensor, donated_pairs, lifetimes, peak_bytes
+from minialpa.intra.memory.liveness import LargeTensor, Lifetimes, donated_pairs, lifetimes, peak_bytes
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import scan_body
 from minialpa.ir.equations import bytes_of, is_literal, operand_vars
@@ -168,29 +168,39 @@ def mesh_usages(
     # The times of one task follow the times of the task before it.
     now = 0
     for task in staged.tasks_of(mesh):
-        given = set(donations(staged, task))
-        pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
-        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler, repeats=staged.repeats)
-        added = only_added(staged, added_inside(staged, task)) if view.adds_totals else set()
-        for v, start, end, n in found.intervals:
-            if v not in kept.residuals and v not in kept.fixed:
-                # A value that is added to its total at once is gone before the task ends.
-                usages.append(Usage(v, n, now + start, now + (start + 1 if v in added else end)))
+        found = _lifetimes_in(staged, task, compiler)
+        end = now + max(1, found.n_times)
         made = {v: now + start for v, start, _, _ in found.intervals}
+        usages += _made_usages(staged, task, found, kept, view, now)
         usages += _loop_usages(task, made, gathered=gathered)
         if gathered:
-            found_usages = _gathered_usages(task, made, staged.early, now)
-            usages += [replace(one, n_copies=n_of(one.var)) for one in found_usages]
+            usages += (replace(one, n_copies=n_of(one.var)) for one in _gathered_usages(task, made, staged.early, now))
 
         # An argument that is not kept is sent for this task, and held while it runs.
-        end = now + max(1, found.n_times)
-        held = [v for v in task.invars if v not in kept.fixed and v not in kept.residuals]
-        usages += [Usage(v, n_of(v), now, end) for v in held]
+        usages += (Usage(v, n_of(v), now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals)
         now = end
 
-    usages += [Usage(v, n * n_of(v), 0, now) for v, n in kept.fixed.items() if v not in inputs]
-    usages += [Usage(v, n_of(v) * live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
+    usages += (Usage(v, n * n_of(v), 0, now) for v, n in kept.fixed.items() if v not in inputs)
+    usages += (Usage(v, n_of(v) * live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk])
     return tuple(usages)
+
+
+def _lifetimes_in(staged: StagedStep, task: Task, compiler: Compiler) -> Lifetimes:
+    """When the values of a task are in memory."""
+    given = set(donations(staged, task))
+    pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
+    return lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler, repeats=staged.repeats)
+
+
+def _made_usages(
+    staged: StagedStep, task: Task, found: Lifetimes, kept: _Kept, view: ShardedView, now: int
+) -> Iterator[Usage]:
+    """The values that a task makes and that do not outlive it. now: the first time of the task."""
+    added = only_added(staged, added_inside(staged, task)) if view.adds_totals else set()
+    for v, start, end, n in found.intervals:
+        if v not in kept.residuals and v not in kept.fixed:
+            # A value that is added to its total at once is gone before the task ends.
+            yield Usage(v, n, now + start, now + (start + 1 if v in added else end))
 
 
 def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iterator[Usage]:

@@ -26,7 +26,7 @@ from minialpa.sharding import EquationSpecs, Spec
 
 #: Allowed relative gap under a memory limit: far below the errors of costs.
 _GAP = 1e-3
-#: Seconds of a training run that a second of work has to save. A low price: gains of a solve add up in later ones.
+#: Seconds of a training run that a nominal second of work has to save. At 1, plans were up to 1.4 % slower.
 _SAVED = 0.1
 #: Beyond this relative gap, each of the repeated layers is decided on its own.
 _LARGE_GAP = 0.01

@@ -63,6 +63,20 @@ def test_tables_that_are_kept_are_those_that_are_made_anew() -> None:
                 np.testing.assert_array_equal(values, getattr(tables.table(), name))
 
 
+def test_a_stage_that_does_not_fit_rules_out_larger_ones_with_no_more_rematerialisation() -> None:
+    bounds = bounds_of(mlp(4, 512), V100, (8,), ("none", "full"))
+    tables, n_live = bounds.tables[8], 2
+    c = next(c for c in range(len(bounds.columns)) if bounds.columns[c].remat == "none")
+    tables.exclude((1, 2, c), n_live)
+    table, memory = tables.table(), bounds.columns.memory_bytes
+    needed = np.array(table.fixed_bytes) + n_live * np.array(table.in_flight_bytes)
+    for other, column in enumerate(bounds.columns.columns):
+        excluded = column.candidate == bounds.columns[c].candidate and column.remat == "none"
+        for i, j in [(1, 2), (0, 2), (1, 3), (0, 3), (1, 1), (2, 2)]:
+            is_larger = i <= 1 and j >= 2
+            assert (needed[i, j, other] > memory[other]) == (excluded and is_larger), (i, j, column)
+
+
 def test_a_search_that_starts_from_a_pipeline_finds_no_worse_one_than_another() -> None:
     """Bounds rise, so the last pipeline and its slowest stage say where the next can be."""
     bounds, anew = (bounds_of(mlp(4, 512), V100, (8,), ("none", "full")) for _ in range(2))

@@ -13,8 +13,17 @@ from jax.extend.core import Var
 
 import minialpa
 from benchmarks.corpus import arguments
-from benchmarks.planning import traced_step
-from minialpa import AutoShardingOption, LogicalMesh, ShardParallel, models
+from benchmarks.planning import planned, traced_step
+from minialpa import (
+    AutoLayerOption,
+    AutoShardingOption,
+    ClusterSpec,
+    LogicalMesh,
+    PipeshardParallel,
+    ShardParallel,
+    models,
+)
+from minialpa.inter.search import stage_solve
 from minialpa.inter.search.stage_in_memory import _Rooms, splits_of_examples, standard_plans
 from minialpa.inter.search.stage_memory import mesh_usages
 from minialpa.inter.staging.mesh_problem import ShardedView
@@ -92,6 +101,33 @@ def test_where_zero_3_fits_there_is_a_plan_that_is_no_slower() -> None:
     found = plan_of(case, AutoShardingOption(memory_limit_bytes=limit))
     assert found.stages[0].peak_bytes <= limit
     assert found.cost.total_s <= zero.cost.total_s
+
+
+def test_known_shardings_of_a_stage_serve_where_they_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle: the same pipeline, each stage of which is solved for itself."""
+    case = models.build("mlp", batch_size=512, hidden=64, n_layers=16)
+    traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
+    cluster = ClusterSpec.preset("a100-80gb", num_hosts=4, devices_per_host=8)
+
+    def plan(limit: float | None) -> minialpa.Plan:
+        option = AutoShardingOption(memory_limit_bytes=limit)
+        method = PipeshardParallel(
+            num_micro_batches=16, layer_option=AutoLayerOption(layer_num=8), stage_option="uniform",
+            default_auto_sharding_option=option,
+        )  # fmt: skip
+        return planned(traced, cluster, method)
+
+    limit = 0.8 * max(stage.peak_bytes for stage in plan(None).stages)
+    solved: list[int] = []
+    solve = stage_solve._cheapest
+    monkeypatch.setattr(stage_solve, "_cheapest", lambda *args: solved.append(1) or solve(*args))
+    found, n_solved = plan(limit), len(solved)
+
+    monkeypatch.setattr(stage_solve.StageSolver, "_known", lambda *args: None)
+    each = plan(limit)
+    assert n_solved < len(solved) - n_solved
+    assert max(stage.peak_bytes for stage in found.stages) <= limit
+    assert found.cost.total_s <= 1.005 * each.cost.total_s
 
 
 def test_standard_plans_leave_alone_what_the_user_asks_for() -> None:
