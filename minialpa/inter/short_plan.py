@@ -63,13 +63,17 @@ class Place(NamedTuple):
 class PiecedWhole:
     """A step with the layers of its groups, as pieces.
 
-    kinds: pieces of one kind are the same equations. piece_of_group: the piece of each forward group.
+    kinds: pieces of one kind are the same equations.
     """
 
     pieces: StagedPieces
     where: Where
     kinds: tuple[int, ...]
-    piece_of_group: tuple[int, ...]
+
+    @property
+    def piece_of_group(self) -> tuple[int, ...]:
+        """The piece of each forward group."""
+        return self.pieces.whole.piece_of_group
 
 
 def pieces_of_layers(step: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -85,12 +89,7 @@ def pieced_whole(step: TracedStep, piece_of_group: tuple[int, ...], n_micro_batc
     keys = [problem_key(problem) for problem in problems.values()]
     pieces = StagedPieces(whole=whole, staged=staged, problems=problems, kind=tuple(keys.index(key) for key in keys))
     where = Where.of(pieces)
-    return PiecedWhole(
-        pieces=pieces,
-        where=where,
-        kinds=tuple(kinds_of(pieces, where)),
-        piece_of_group=piece_of_group,
-    )
+    return PiecedWhole(pieces=pieces, where=where, kinds=tuple(kinds_of(pieces, where)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
