@@ -56,11 +56,10 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     return rewritten.step()
 
 
-def _readers(traced: TracedStep, layer: _Layer, again: Sequence[int]) -> list[int]:
-    """The backward equations of a layer that read results of the copied equations."""
-    eqns = traced.flat.eqns
-    results = {result for i in again for result in eqns[i].outvars}
-    return [i for i in layer.backward if not results.isdisjoint(operand_vars(eqns[i]))]
+def _readers(traced: TracedStep, layer: _Layer, again: _Again) -> list[int]:
+    """The backward equations of a layer that read copies."""
+    copied = again.copied(traced.flat.eqns)
+    return [i for i in layer.backward if not copied.isdisjoint(operand_vars(traced.flat.eqns[i]))]
 
 
 class _Rewritten:
@@ -74,16 +73,16 @@ class _Rewritten:
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[Op]] = {}  # by the operation that they go before
 
-    def compute_again(self, layer: _Layer, again: Sequence[int], readers: Sequence[int]) -> None:
+    def compute_again(self, layer: _Layer, again: _Again, readers: Sequence[int]) -> None:
         """Insert copies of some equations before the first of `readers`, backward equations of the layer."""
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
-        eqns = [self.eqns[i] for i in again]
-        copies, names = _copies(eqns, list(awaited), _read_in_place(eqns, self.weights))
+        eqns = [self.eqns[i] for i in again.equations]
+        copies, names = _copies(eqns, again.kept, list(awaited), _read_in_place(eqns, self.weights))
         inserted = self.inserted.setdefault(readers[0], [])
         for copy, k in copies:
-            original = self.traced.flat.ops[again[k]]
+            original = self.traced.flat.ops[again.equations[k]]
             inserted.append(replace(original, eqn=copy, origin=replace(original.origin, direction="backward")))
         for i in readers:
             self.eqns[i] = self.eqns[i].replace(invars=_renamed(self.eqns[i].invars, names))
@@ -179,8 +178,22 @@ def _gradients_apart(layer: _Layer) -> list[_Layer]:
     return [_Layer(forward, layer.backward) for forward in passes]
 
 
-def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Values) -> list[int]:
-    """Forward equations that are not kept and whose results the backward pass reads, directly or through others."""
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """The forward equations of a layer that are computed again, and values that are kept, such as the carry of a scan
+    over layers whose other results are not.
+    """
+
+    equations: Sequence[int]
+    kept: AbstractSet[Var]
+
+    def copied(self, eqns: Sequence[JaxprEqn]) -> set[Var]:
+        """The values of which the backward pass reads copies."""
+        return {result for i in self.equations for result in eqns[i].outvars} - self.kept
+
+
+def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Values) -> _Again:
+    """Forward equations with results that are not kept and that the backward pass reads, directly or through others."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
     outputs = {output for output in traced.flat.outvars if not is_literal(output)}
@@ -201,27 +214,27 @@ def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Val
         kept -= compared
 
 
-def _needed_again(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> list[int]:
+def _needed_again(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> _Again:
     needed = {operand for i in layer.backward for operand in operand_vars(eqns[i])}
     again: list[int] = []
     for i in reversed(layer.forward):
         eqn = eqns[i]
-        is_kept = bool(eqn.effects) or (what == "dots" and has_contraction(eqn)) or any(v in kept for v in eqn.outvars)
-        if not is_kept and any(v in needed for v in eqn.outvars):
+        may_copy = not eqn.effects and not (what == "dots" and has_contraction(eqn))
+        if may_copy and any(v in needed and v not in kept for v in eqn.outvars):
             again.append(i)
             needed.update(operand_vars(eqn))
-    return again[::-1]
+    return _Again(again[::-1], kept)
 
 
-def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: Sequence[int]) -> set[Var]:
+def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: _Again) -> set[Var]:
     """Values that are compared with copies.
 
     The derivative of a maximum looks for the operand that is equal to it, and copies may differ in the last bit. So
     either both are copies or neither is.
     """
-    copied = {result for i in again for result in eqns[i].outvars}
+    copied = again.copied(eqns)
     compared: set[Var] = set()
-    for i in (*again, *layer.backward):
+    for i in (*again.equations, *layer.backward):
         operands = set(operand_vars(eqns[i]))
         if eqns[i].primitive.name in _COMPARISONS and operands & copied:
             compared |= operands - copied
@@ -263,14 +276,14 @@ def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[V
 
 
 def _copies(
-    eqns: Sequence[JaxprEqn], awaited: Sequence[Var], in_front: AbstractSet[Var]
+    eqns: Sequence[JaxprEqn], kept: AbstractSet[Var], awaited: Sequence[Var], in_front: AbstractSet[Var]
 ) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
-    """A barrier, then copies of equations, each with the number of its equation; and the names of the copies.
+    """A barrier, then copies of equations, each with the number of its equation; and the names of the copied values.
 
     The barrier waits for `awaited`, so the copies run when the backward pass needs them. It counts as part of the first
-    equation. in_front: values that the copies read without the barrier.
+    equation. kept: results that keep their names. in_front: values that the copies read without the barrier.
     """
-    made = {result for eqn in eqns for result in eqn.outvars} | in_front
+    made = {result for eqn in eqns for result in eqn.outvars if result not in kept} | in_front
     inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in made)
     barrier, behind = _barrier([*inputs, *(value for value in awaited if value not in inputs)])
 
@@ -279,7 +292,7 @@ def _copies(
     for k, eqn in enumerate(eqns):
         outvars = [fresh_var(aval_of(result)) for result in eqn.outvars]
         copies.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, behind), names), outvars=outvars), k))
-        names.update(zip(eqn.outvars, outvars, strict=True))
+        names.update((v, copy) for v, copy in zip(eqn.outvars, outvars, strict=True) if v not in kept)
     return copies, names
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import minialpa
 from minialpa.inter.layers.layered_step import LayeredStep, cut_scans, with_longer_scans
+from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.layers.stacks import find_stacks
 from minialpa.inter.layers.unstack import unstack, with_row_blocks
 from minialpa.options import AutoLayerOption
@@ -177,6 +178,32 @@ def test_what_a_checkpoint_computes_again_is_not_kept() -> None:
     assert kept(Model(again=True)) < kept(Model())
 
 
+def test_a_block_of_rows_keeps_only_what_other_layers_read() -> None:
+    """Its scan leaves a carry for the next block and residuals for its backward pass: only the carry is kept."""
+    traced, leaves = Model().traced()
+    cut = with_row_blocks(traced, ((2, 3),))
+    again = rematerialise(cut.step, [0] + [1] * (len(cut.groups) - 1), ("full", "full"))
+    for step, lengths in ((cut.step, [2, 3, 3, 2]), (again, [2, 3, 3, 3, 2, 2])):
+        assert [eqn.params["length"] for eqn in step.flat.eqns if eqn.primitive.name == "scan"] == lengths
+    assert kept_rows(again) == 0 < kept_rows(cut.step)
+    assert_allclose(run(again, leaves), run(traced, leaves), rtol=2e-5, atol=2e-6)
+
+
+def kept_rows(step: TracedStep) -> int:
+    """Stacked residuals that the forward pass leaves for the backward pass."""
+    made = {
+        v for eqn, o in zip(step.flat.eqns, step.origins, strict=True) if o.direction == "forward" for v in eqn.outvars
+    }
+    read = {
+        v
+        for eqn, o in zip(step.flat.eqns, step.origins, strict=True)
+        if o.direction == "backward"
+        for v in eqn.invars
+        if isinstance(v, jax.extend.core.Var)
+    }
+    return sum(v.aval.ndim == 3 and v.aval.shape[1:] == (BATCH, WIDTH) for v in made & read)
+
+
 def test_recurrent_models_have_no_stacks() -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> jax.Array:
@@ -228,4 +255,6 @@ def test_blocks_compute_what_the_scan_does_and_chunks_join_again(
         if alias is not None:
             assert cut.step.argument(alias).rows == cut.step.result(i).rows
             assert cut.step.flat.outvars[i].aval.shape == cut.step.flat.invars[alias].aval.shape
+    again = rematerialise(cut.step, range(len(cut.groups)), ("full",) * len(cut.groups))
+    assert_allclose(run(again, leaves), run(traced, leaves), rtol=2e-5, atol=2e-6)
     _joins_again(model)
