@@ -271,8 +271,8 @@ class PlanCost:
 class Certificate:
     """Proof of a search: by the sums of pieces, every pipeline in its space takes at least `bound_s` seconds.
 
-    The space is all cuts of the layers, submeshes with their logical shapes, and choices of rematerialisation, with
-    each of `n_micro_batches`.
+    The space is all cuts of the layers, submeshes, and choices of rematerialisation, with each of `n_micro_batches` and
+    with the logical shapes that the search looked at.
 
     Attributes:
         bound_s: seconds of a step.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_bounds import StageBounds
-from minialpa.inter.search.stage_dp import StageAssignment, StageChoice
+from minialpa.inter.search.stage_dp import PipelineTooLargeError, StageAssignment, StageChoice
 from minialpa.inter.search.stage_tables import place_of
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.options import Remat
@@ -27,6 +27,8 @@ _MOST_SOLVED = 400
 #: micro-batches before it solves the rest. GPT and Llama of 8 layers on 16 devices take 45 and 42 costs at 0.05, 46 and
 #: 42 at 0.3, 48 and 51 at 1, for the same pipelines.
 _SMALL_SHARE = 0.3
+#: If the smallest pipeline needs at most this many times the memory of the devices, other views of submeshes may fit.
+_NEARLY_FITS = 2.0
 #: The search first looks at numbers of micro-batches that differ by this factor.
 _FAR = 4
 
@@ -100,7 +102,7 @@ class StageSearch:
             if best is None:
                 return n
             enough = self._least[n] >= best[0] * (1 - self.space.tolerance)
-            if not (enough and self._open_near(best[1])):
+            if not (enough and self._open_near(best[1], best[2])):
                 return None if enough or self.bounds.pieces.n_solved > _MOST_SOLVED else n
 
     def _under_bounds(self, n: int, failures: dict[int, InfeasibleError]) -> StageAssignment | None:
@@ -112,27 +114,44 @@ class StageSearch:
         try:
             found = self.bounds.choose(n)
         except InfeasibleError as error:
-            self._least[n], failures[n] = math.inf, error
+            is_near = isinstance(error, PipelineTooLargeError) and error.lacks <= _NEARLY_FITS
+            if not (is_near and self.bounds.open_all_views(n)):
+                self._least[n], failures[n] = math.inf, error
             return None
         self._least[n] = max(least, found.seconds * (1 - self.space.tolerance / 4))
         return None if self._least[n] > least else found
 
     def _solve_more(self, n: int, found: StageAssignment) -> bool:
-        """Solve a cost of a pipeline, or look at more numbers of micro-batches; False if all is solved."""
-        unsolved = self.bounds.unsolved(n, found)
-        n_solved = self.bounds.pieces.n_solved
-        self.report("Costs of stages", n_solved, n_solved + len(unsolved))
+        """Solve costs of a pipeline, or look at more numbers of micro-batches; False if all is solved.
 
-        # Numbers near a good one may be better still: they come before its last costs.
-        if unsolved and (sum(one.share for one in unsolved) > _SMALL_SHARE or not self._open_near(n)):
+        Costs of other views of its submeshes follow, as long as one of these pipelines keeps the promise of `found`:
+        to choose other stages takes as long as to solve several pieces.
+        """
+        promised_s = found.seconds * (1 + self.space.tolerance / 4)
+        current: StageAssignment | None = found
+        while current is not None and current.seconds <= promised_s:
+            unsolved = self.bounds.unsolved(n, current)
+            n_solved = self.bounds.pieces.n_solved
+            self.report("Costs of stages", n_solved, n_solved + len(unsolved))
+
+            # Numbers near a good one may be better still: they come before its last costs.
+            is_small = sum(one.share for one in unsolved) <= _SMALL_SHARE
+            if not unsolved or (is_small and self._open_near(n, current)):
+                return bool(unsolved) or current is not found
             self.bounds.raise_bound(n, unsolved[0].piece, unsolved[0].column)
-        return bool(unsolved)
+            current = self.bounds.on_same_submeshes(n, found)
+        return True
 
-    def _open_near(self, n: int) -> bool:
-        """Look at the numbers of micro-batches near `n`, too; whether any of them is new."""
+    def _open_near(self, n: int, found: StageAssignment) -> bool:
+        """Look at the numbers of micro-batches near `n`, and at views near the views of `found`, too; whether any of
+        them is new.
+        """
         near = {m for m in self.bounds.numbers if n / _FAR < m < n * _FAR} - self._open
         self._open |= near
-        return bool(near)
+        has_new_views = self.bounds.open_near_views(n, found)
+        if has_new_views:
+            self._least[n] = 0.0
+        return bool(near) or has_new_views
 
     @property
     def certificate(self) -> Certificate:

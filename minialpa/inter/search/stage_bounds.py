@@ -7,9 +7,10 @@ time. `choose` is the best pipeline under the bounds.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from minialpa.errors import TraceError
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
 from minialpa.inter.search.piece_solver import PieceSearch, PieceSolver
 from minialpa.inter.search.stage_cost import PieceCost
-from minialpa.inter.search.stage_dp import StageAssignment, Start, choose_stages, step_seconds_of
+from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, Start, choose_stages, step_seconds_of
 from minialpa.inter.search.stage_tables import StageTables, place_of
-from minialpa.inter.search.submeshes import MEMORY_PRICES, Candidate, Column, Space, columns_of
+from minialpa.inter.search.submeshes import MEMORY_PRICES, Candidate, Column, Space, columns_of, first_views
 from minialpa.options import Remat
 
 
@@ -56,6 +57,9 @@ class StageBounds:
                 columns=self.columns,
                 layer_of_piece=layer_of_piece,
                 crossing_bytes=border_bytes * self._base / n,
+                is_open=first_views(
+                    search.space.candidates, self.cluster.devices_per_host, (search.traced.batch_size or 1) // n
+                ),
             )
             for n in self.numbers
         }
@@ -131,6 +135,25 @@ class StageBounds:
             for c in prices[1:] if cost == fastest else (highest,):
                 tables.solve(pieces, c, cost)
 
+    # ---- views of submeshes ---------------------------------------------------------------------------------------
+
+    def open_near_views(self, n: int, found: StageAssignment) -> bool:
+        """Let stages use views of the submeshes of `found` with half or twice as many devices on axis 0; whether any
+        is new.
+        """
+        candidates = self.space.candidates
+        near = np.zeros(len(candidates), np.bool_)
+        for own in {self.columns[stage.candidate].candidate for stage in found.stages}:
+            one = candidates[own]
+            for m, other in enumerate(candidates):
+                if (other.submesh, other.device) == (one.submesh, one.device):
+                    near[m] |= _are_near(other.logical_shape, one.logical_shape)
+        return self.tables[n].open(near)
+
+    def open_all_views(self, n: int) -> bool:
+        """Let stages use all views; whether any is new."""
+        return self.tables[n].open(np.ones(len(self.space.candidates), np.bool_))
+
     # ---- costs of stages ------------------------------------------------------------------------------------------
 
     def unsolved(self, n: int, found: StageAssignment) -> list[Unsolved]:
@@ -166,6 +189,21 @@ class StageBounds:
                 return math.inf
         return step_seconds_of(table, found.stages, n)
 
+    def on_same_submeshes(self, n: int, found: StageAssignment) -> StageAssignment | None:
+        """The stages of `found` on their submeshes, each in the column that promises most; None if one does not fit."""
+        table = self.tables[n].table()
+        stages: list[StageChoice] = []
+        for k, stage in enumerate(found.stages):
+            live = max_live(self.space.schedule, k, PipelineSize(len(found.stages), n))
+            at = stage.first_layer, stage.last_layer, self.columns.on_same_submesh(stage.candidate)
+            fits = table.fixed_bytes[at] + live * table.in_flight_bytes[at] <= self.columns.memory_bytes[at[2]]
+            seconds = np.where(fits, n * table.seconds[at] + table.step_seconds[at], np.inf)
+            least = int(np.argmin(seconds))
+            if math.isinf(seconds[least]):
+                return None
+            stages.append(replace(stage, candidate=int(at[2][least])))
+        return StageAssignment(tuple(stages), step_seconds_of(table, tuple(stages), n))
+
     def choose(self, n: int) -> StageAssignment:
         """The best pipeline under the bounds, up to half of the tolerance. Raises InfeasibleError.
 
@@ -193,6 +231,12 @@ class StageBounds:
                 start=start,
             )
         return tables.chosen
+
+
+def _are_near(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two views of a submesh differ by at most a factor of 2 on axis 0; one axis may be axis 0 or axis 1."""
+    ends = [(1, view[0]) if len(view) == 1 else (view[0],) for view in (shape, other)]
+    return any(max(a, b) <= 2 * min(a, b) for a, b in itertools.product(*ends))
 
 
 def _possible_numbers(pieces: PieceSolver, space: Space) -> tuple[tuple[int, ...], int]:

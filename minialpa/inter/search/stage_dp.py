@@ -61,6 +61,14 @@ class StageCostTable:
         return int(self.may_start.shape[1])
 
 
+class PipelineTooLargeError(InfeasibleError):
+    """No pipeline fits in memory. lacks: the bytes per device of the smallest one, over the bytes of the devices."""
+
+    def __init__(self, message: str, lacks: float) -> None:
+        super().__init__(message)
+        self.lacks = lacks
+
+
 @dataclass(frozen=True, slots=True)
 class StageChoice:
     """Layers `first_layer` to `last_layer`, both included, on candidate `candidate`, from device `first_device` on."""
@@ -118,7 +126,7 @@ def choose_stages(
     problem = _problem(table, schedule, n_micro_batches, memory, idle=not use_all_devices)
     best, least_t = _search(problem, tolerance, start)
     if best is None:
-        raise InfeasibleError(_infeasible_message(problem, schedule, n_micro_batches))
+        raise _infeasible(problem, schedule, n_micro_batches)
     return StageAssignment(best.stages, best.total(n_micro_batches), least_t)
 
 
@@ -354,7 +362,7 @@ def _least_memory(problem: _Problem) -> float:
     return _best_end(_tables(problem, best, np.inf, maximum=True)[0])[0]
 
 
-def _infeasible_message(problem: _Problem, schedule: str, n_micro_batches: int) -> str:
+def _infeasible(problem: _Problem, schedule: str, n_micro_batches: int) -> InfeasibleError:
     """Why no pipeline is possible: too little memory, or no stages that the table allows."""
     table = problem.table
 
@@ -362,15 +370,17 @@ def _infeasible_message(problem: _Problem, schedule: str, n_micro_batches: int) 
     boundless = np.full_like(problem.memory, np.inf)
     need = _least_memory(_problem(table, schedule, n_micro_batches, boundless, idle=problem.idle))
     if np.isfinite(need):
-        return (
+        most = float(problem.memory.max())
+        return PipelineTooLargeError(
             f"No pipeline fits: under `{schedule}` with {n_micro_batches} micro-batches the smallest one needs "
-            f"{need:.6g} bytes per device and the devices have {problem.memory.max():.6g}. Raise `n_micro_batches` so "
-            "that each is smaller, allow more devices, or use devices with more memory."
+            f"{need:.6g} bytes per device and the devices have {most:.6g}. Raise `n_micro_batches` so that each is "
+            "smaller, allow more devices, or use devices with more memory.",
+            need / most,
         )
 
     least = 1 if problem.idle else table.cluster_devices
     counts = ", ".join(map(str, sorted(set(problem.counts.tolist()))))
-    return (
+    return InfeasibleError(
         f"No pipeline of {table.n_layers} layers uses {least} to {table.cluster_devices} devices: candidates take "
         f"{counts} devices, and entries of `seconds` or `step_seconds` that are inf are not allowed. Offer more "
         "candidates, or set `use_all_devices=False`."

@@ -33,17 +33,19 @@ class StageTables:
         exact: seconds per micro-batch and per step of whole stages.
         misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory. A stage
             with more layers on the same submesh does not fit either, unless it has more rematerialisation.
+        is_open: [candidate], whether stages may use it. The search opens further ones.
         chosen: the last best pipeline. changed: whether costs have changed since.
     """
 
     def __init__(
         self, n: int, *, cluster: ClusterSpec, space: Space, columns: Columns, layer_of_piece: Ints,
-        crossing_bytes: Floats,
+        crossing_bytes: Floats, is_open: Bools,
     ) -> None:  # fmt: skip
         """`crossing_bytes`: of one micro-batch over the border after each layer but the last."""
         self.n, self.cluster, self.space, self.columns = n, cluster, space, columns
         self.exact: dict[Place, tuple[float, float]] = {}
         self.misfits: list[tuple[Place, int]] = []
+        self.is_open = is_open
         self.chosen: StageAssignment | None = None
         self.changed = False
 
@@ -70,6 +72,14 @@ class StageTables:
     def change(self, columns: Ints) -> None:
         self.changed = self.changed or len(columns) > 0
         self._stale[columns // self._columns_per_candidate] = True
+
+    def open(self, candidates: Bools) -> bool:
+        """Let stages use these candidates, too; whether any of them is new."""
+        new = candidates & ~self.is_open
+        if new.any():
+            self.is_open, self._stale = self.is_open | new, self._stale | new
+            self.changed, self.chosen = True, None  # a better pipeline may be there now
+        return bool(new.any())
 
     def solve(self, pieces: Ints, column: int, cost: PieceCost) -> None:
         """Put the cost of pieces in place of its bounds."""
@@ -141,6 +151,7 @@ class StageTables:
         share = (self.columns.n_devices[columns] / self.cluster.n_devices)[:, None, None]
         preferred = preferred_seconds(seconds, share)
         preferred[self._needless(fixed + self._most_live * in_flight <= memory_bytes[:, None, None])] = np.inf
+        preferred[~self.columns.is_of(self.is_open)[columns]] = np.inf
 
         made = (preferred, step_seconds, fixed, in_flight)
         for cube, values in zip(self._cubes.values(), made, strict=True):

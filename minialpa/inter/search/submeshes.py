@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,6 +19,8 @@ from minialpa.options import AutoShardingOption, AutoStageOption, PhysicalSpace,
 
 #: Prices of memory under which pieces are solved: the worth of keeping no value, in step times of the piece.
 MEMORY_PRICES = (0.0, 0.1, 1.0)
+#: A search looks at so many logical shapes of a submesh at once.
+_FEW_VIEWS = 3
 #: A plan on all devices has to be faster than one on no device by this fraction of its time.
 _PER_DEVICE = 1e-3
 
@@ -68,6 +70,26 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
             return [(1, n)]
         case _:
             return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
+
+
+def first_views(choices: Sequence[Candidate], per_host: int, n_examples: int) -> Bools:
+    """[m]: whether a search looks at candidate m before it knows which submeshes are good.
+
+    A submesh with many logical shapes is first seen as one axis, with its hosts on axis 0, and with as many devices on
+    axis 0 as parts of a micro-batch of `n_examples`.
+    """
+    shapes: dict[tuple[tuple[int, int], DeviceSpec | None], list[int]] = {}
+    for m, choice in enumerate(choices):
+        shapes.setdefault((choice.submesh, choice.device), []).append(m)
+
+    out = np.zeros(len(choices), np.bool_)
+    for (submesh, _), views in shapes.items():
+        n = math.prod(submesh)
+        outer = (n // math.gcd(n, per_host), math.gcd(n, n_examples))
+        first = [m for m in views if len(choices[m].logical_shape) == 1 or choices[m].logical_shape[0] in outer]
+        few = len(views) <= _FEW_VIEWS or not any(len(choices[m].logical_shape) > 1 for m in first)
+        out[views if few else first] = True
+    return out
 
 
 def may_start(cluster: ClusterSpec, choices: list[Candidate]) -> Bools:
@@ -153,6 +175,7 @@ class Columns:
 
     memory_bytes: the memory limit per device of each column; inf without one.
     may_start: [column, device]: whether the submesh may begin at that device of the cluster.
+    submesh_of: the number of the submesh of each column.
     """
 
     columns: tuple[Column, ...]
@@ -160,6 +183,7 @@ class Columns:
     n_devices: Ints
     memory_bytes: Floats
     may_start: Bools
+    submesh_of: Ints
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -170,6 +194,14 @@ class Columns:
     def at_price(self, column: Column, price: int) -> int:
         """The number of `column` at another price of memory."""
         return self.number[replace(column, price=price)]
+
+    def is_of(self, candidates: Bools) -> Bools:
+        """[column]: whether it is of one of these candidates."""
+        return candidates[[column.candidate for column in self.columns]]
+
+    def on_same_submesh(self, column: int) -> Ints:
+        """The numbers of the columns on the submesh of `column`."""
+        return np.flatnonzero(self.submesh_of == self.submesh_of[column])
 
 
 def columns_of(space: Space, cluster: ClusterSpec, option: AutoShardingOption) -> Columns:
@@ -183,10 +215,12 @@ def columns_of(space: Space, cluster: ClusterSpec, option: AutoShardingOption) -
     # Hosts may have devices of different kinds, with different memory.
     devices = [space.candidates[column.candidate].device or cluster.device for column in columns]
     starts = may_start(cluster, list(space.candidates))
+    submeshes = [(candidate.submesh, candidate.device) for candidate in space.candidates]
     return Columns(
         columns=columns,
         number={column: c for c, column in enumerate(columns)},
         n_devices=np.array([space.candidates[column.candidate].n_devices for column in columns]),
         memory_bytes=np.array([option.limit_bytes(device) or math.inf for device in devices]),
         may_start=np.array([starts[column.candidate] for column in columns]),
+        submesh_of=np.array([submeshes.index(submeshes[column.candidate]) for column in columns]),
     )

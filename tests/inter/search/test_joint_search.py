@@ -32,7 +32,7 @@ from minialpa.inter.search.joint_search import StageSearch
 from minialpa.inter.search.piece_solver import PieceSearch
 from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_cost import PieceCosts, load_costs
-from minialpa.inter.search.submeshes import Space, candidates, may_start, skip_to, transfer_seconds
+from minialpa.inter.search.submeshes import Space, candidates, first_views, may_start, skip_to, transfer_seconds
 from minialpa.options import Remat
 from minialpa.plan import verify_plan
 from minialpa.tracing.trace import TracedStep
@@ -99,6 +99,47 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     assert lazy.pieces.n_solved == certificate.n_costs < full.pieces.n_solved
     bound_s = certificate.bound_s
     assert found.seconds * 0.98 <= bound_s <= min(seconds[n] for n in certificate.n_micro_batches) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("memory_bytes", [16e9, 1.2e8])
+def test_views_near_the_first_ones_lead_to_the_best_of_all(memory_bytes: float) -> None:
+    device = dataclasses.replace(V100.device, memory_bytes=memory_bytes)
+    cluster = dataclasses.replace(V100, num_hosts=4, device=device)
+    traced = mlp(4, 4096, 4096)
+    few, every = bounds_of(traced, cluster, (1, 4)), bounds_of(traced, cluster, (1, 4))
+    for n in every.numbers:
+        assert every.open_all_views(n) and not every.open_all_views(n)
+    found = [StageSearch(bounds, lambda what, done, total: None).best() for bounds in (few, every)]
+    assert found[0].seconds <= found[1].seconds * 1.02
+    assert few.pieces.n_solved <= every.pieces.n_solved
+
+
+def test_a_step_that_fits_in_a_late_view_alone_is_planned() -> None:
+    """One axis would split each matrix over all devices, which is the only way that fits, and is closed at first."""
+    device = dataclasses.replace(V100.device, memory_bytes=16e9)
+    cluster = dataclasses.replace(V100, num_hosts=4, device=device)
+    bounds = bounds_of(mlp(1, 4096, 64), cluster, (1,))
+    tables = bounds.tables[1]
+    late = np.array([c.logical_shape == (8, 2) for c in bounds.space.candidates])
+    assert not tables.is_open[late].any()
+    for c, column in enumerate(bounds.columns.columns):
+        if not late[column.candidate]:
+            bounds.columns.memory_bytes[c] = 1e6
+    found = StageSearch(bounds, lambda what, done, total: None).best()
+    assert [stage.candidate.logical_shape for stage in found.stages] == [(8, 2)]
+
+
+def test_the_first_views_of_a_submesh() -> None:
+    cluster = ClusterSpec.preset("h100", num_hosts=16, devices_per_host=8)
+    every = candidates(cluster, AutoStageOption())
+
+    def first(submesh: tuple[int, int], n_examples: int) -> list[tuple[int, ...]]:
+        is_first = first_views(every, cluster.devices_per_host, n_examples)
+        return [c.logical_shape for c, one in zip(every, is_first, strict=True) if one and c.submesh == submesh]
+
+    assert first((1, 8), 4) == [(8,), (2, 4), (4, 2)]  # all
+    assert first((16, 8), 4) == [(128,), (4, 32), (16, 8)]
+    assert first((16, 8), 1024) == [(128,), (16, 8)]
 
 
 def test_the_slow_host_gets_fewer_layers() -> None:
