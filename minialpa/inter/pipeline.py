@@ -128,29 +128,31 @@ def _planned(context: PlanningContext) -> Plan:
 
 def _plan_on_given_stages(context: PlanningContext, layers: LayerOption) -> Plan:
     """The best plan with the stages of the options: only shardings and rematerialisation are open."""
-    cut = _cut_step(context, layers)
-    stages = given_stages(context.cluster, context.options, cut.n_layers)
-    _check_stages_on(context.logical_mesh, stages)
 
     def attempt(remat: tuple[Remat, ...]) -> Plan:
-        return plan_stages(context, layered_step(cut, remat), stages)
+        cut = _cut_step(context, layers, remat)
+        stages = given_stages(context.cluster, context.options, cut.n_layers)
+        _check_stages_on(context.logical_mesh, stages)
+        each = remat if isinstance(layers, FixedLayerOption) else remat * cut.n_layers
+        return plan_stages(context, layered_step(cut, each), stages)
 
-    best = best_of(partial(attempt, remat) for remat in remats(layers, cut.n_layers))
+    best = best_of(partial(attempt, remat) for remat in remats(layers, 1))
     if context.logical_mesh is None and layers == AutoLayerOption():
-        return or_longer_scans(context, best, cut)
+        return or_longer_scans(context, best, _cut_step(context, layers, ("none",)))
     return best
 
 
-def _cut_step(context: PlanningContext, layers: LayerOption) -> CutStep:
-    """The step with its scans over layers cut; with whole scans if it has no scan to cut, or is one stage.
+def _cut_step(context: PlanningContext, layers: LayerOption, remat: tuple[Remat, ...]) -> CutStep:
+    """The step with its scans over layers cut; with whole scans if it has no scan to cut, or no use for that.
 
-    A plan's layers are the layers of its cut scans, also in one stage.
+    Stages end inside scans, and a layer that computes values again keeps less if its scan is cut. The layers of a plan
+    are layers of cut scans in any case. remat: of each layer, or of any layer.
     """
     cut = context.cut_scans(layers)
-    if cut is None:
-        return context.whole_scans(layers)
+    if cut is None or isinstance(layers, FixedLayerOption):
+        return cut or context.whole_scans(layers)
     one_stage = len(given_stages(context.cluster, context.options, cut.n_layers)) == 1
-    return context.whole_scans(layers) if one_stage and not isinstance(layers, FixedLayerOption) else cut
+    return context.whole_scans(layers) if one_stage and remat == ("none",) else cut
 
 
 def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedStage]) -> None:

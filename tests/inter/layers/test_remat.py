@@ -184,3 +184,18 @@ def test_a_mask_that_nothing_is_given_is_computed_again(key: jax.Array) -> None:
     assert "optimization_barrier" not in {eqn.primitive.name for eqn in again.flat.eqns}
     leaves = [jnp.ones(8), jnp.ones((4, 2))]
     assert_allclose(eval_flat(again.flat, leaves), eval_flat(traced.flat, leaves), rtol=1e-6)
+
+
+def test_one_stage_whose_layers_are_in_a_scan_keeps_less() -> None:
+    case = models.build("llama", n_layers=4, scan_layers=True, batch_size=16, seq_len=128)
+    args = jax.eval_shape(case.init, jax.random.key(0)), case.make_batch(0, case.batch_size)
+
+    def planned(remat: bool) -> Plan:
+        layers = AutoLayerOption(layer_num=2, remat=remat)
+        method = PipeshardParallel(num_micro_batches=2, layer_option=layers, stage_option=UniformStageOption(1))
+        return minialpa.plan(case.train_step(minialpa.value_and_grad), args, cluster=CLUSTER, method=method)
+
+    none, full = planned(False), planned(True)
+    assert not none.row_blocks and full.row_blocks
+    assert max(full.cost.peak_bytes) < 0.95 * max(none.cost.peak_bytes)
+    assert full.cost.compute_s > none.cost.compute_s
