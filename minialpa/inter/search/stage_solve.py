@@ -166,7 +166,7 @@ class StageSolver:
 
         # Before anything is solved: the compute alone may take too long.
         if math.isfinite(below_s) and kind not in self._solutions:
-            least_s = stage_to_solve().solver.folded.least_compute_s
+            least_s = stage_to_solve().solver.builder.least_compute_s
             if least_s >= below_s:
                 raise NotFasterError(least_s, below_s, by_compute=True)
 
@@ -256,7 +256,7 @@ def _bound_s(stage: Stage, priced_s: float) -> float:
     if stage.solver.hidden_price < 1:
         overlap = mesh.device.overlap if mesh.device is not None else 1.0
         priced_s /= 1 + stage.solver.hidden_price * overlap
-    return max(priced_s, stage.solver.folded.least_compute_s)
+    return max(priced_s, stage.solver.builder.least_compute_s)
 
 
 def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:

@@ -71,7 +71,6 @@ class CollectedCosts:
         mesh: LogicalMesh,
         option: AutoShardingOption,
         *,
-        folded: bool = False,
         cache: StrategyCache | None = None,
         counted: StartCounts | None = None,
         forbidden_s: float = math.inf,
@@ -80,7 +79,6 @@ class CollectedCosts:
         """Raises InfeasibleError if an option cannot be kept on `mesh`.
 
         Args:
-            folded: whether repeated layers are sharded alike.
             cache: shared with other problems.
             counted: how many sums of gradients start as one, in a solution; None without a solution.
             forbidden_s: see `reshard_table`.
@@ -91,7 +89,7 @@ class CollectedCosts:
 
         facts = facts_of(problem.eqns, plans_loops=self._plans_loops)
         self._constraints = OptionConstraints(problem, mesh, option)
-        self.folding = fold_problem(problem, self._constraints, facts.n_together, self._cache) if folded else None
+        self.folding = fold_problem(problem, self._constraints, facts.n_together, self._cache)
 
         self.costs = CostTable()
         self.choices: dict[Var, Choice] = {}

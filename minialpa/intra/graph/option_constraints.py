@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.constraints import Constraint, constraint_of_path
-from minialpa.intra.graph.folding import Folding, fold, fold_alike
+from minialpa.intra.graph.folding import Folding, fold
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.strategies.loops import ScanBody, examples_inside
 from minialpa.intra.strategies.strategy_cache import StrategyCache
@@ -231,6 +231,10 @@ def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, wanted: 
 def fold_problem(
     problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], cache: StrategyCache
 ) -> Folding | None:
+    """The folding of a short step; None for a whole one."""
+    if not problem.repeats.alike:
+        return None
+
     def kind(i: int) -> Hashable:
         eqn = problem.eqns[i]
         flags = tuple((var in problem.not_partial, var in problem.equal, n_together.get(var)) for var in eqn.outvars)
@@ -243,9 +247,7 @@ def fold_problem(
         return roles[var], shape_of(var), dtype_name(var), problem.batch_dims.get(var), constraint
 
     roles = dict(problem.inputs)
-    if problem.repeats.alike:
-        number = {eqn: i for i, eqn in enumerate(problem.eqns)}
-        known = problem.repeats.alike.items()
-        alike = {number[one]: number[other] for one, other in known if one in number and other in number}
-        return fold_alike(problem.eqns, list(roles), alike, kind, kind_of_input, problem.times)
-    return fold(problem.eqns, list(roles), kind, kind_of_input, problem.times)
+    number = {eqn: i for i, eqn in enumerate(problem.eqns)}
+    known = problem.repeats.alike.items()
+    alike = {number[one]: number[other] for one, other in known if one in number and other in number}
+    return fold(problem.eqns, list(roles), alike, kind, kind_of_input, problem.times)

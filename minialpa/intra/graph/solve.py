@@ -15,7 +15,7 @@ from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.option_constraints import forbidden_message
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.intra.solver.solve import CostGraph, Deadline, GraphSolution, solve_graph
+from minialpa.intra.solver.solve import Deadline, solve_graph
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.loops import body_specs, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
@@ -28,12 +28,6 @@ from minialpa.sharding import EquationSpecs, Spec
 _GAP = 1e-3
 #: Seconds of a training run that a nominal second of work has to save. At 1, plans were up to 1.4 % slower.
 _SAVED = 0.1
-#: Beyond this relative gap, each of the repeated layers is decided on its own.
-_LARGE_GAP = 0.01
-#: Most equations with which that does not take too long.
-_MOST_EQUATIONS = 20_000
-#: Least seconds for that.
-_LEAST_TIME_S = 1.0
 #: Seconds of a forbidden collective: far more than any step, and few enough that sums with them keep the seconds of a
 #: step in float64.
 _FORBIDDEN_S = 1e7
@@ -54,67 +48,20 @@ class MeshSolver:
     ) -> None:
         """`cache` is shared with other problems; `counted`, `hidden_price`: see `GraphBuilder`."""
         self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
-        self._counted, self.hidden_price = counted, hidden_price
-        self.folded = self._builder(folded=True)
-        self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
+        self.hidden_price = hidden_price
+        self.builder = GraphBuilder(problem, mesh, option, cache=self.cache, counted=counted, hidden_price=hidden_price)
 
     def solve(
         self, limit: MemoryLimit | None, deadline: Deadline, kept: Sequence[Usage] = (), byte_s: float = 0.0
     ) -> MeshSharding:
         """The sharding of all values with the least seconds per step. Raises InfeasibleError.
 
-        Repeated layers are sharded alike, unless memory is so short that some should save more of it than others.
         Each byte per device of `kept` costs `byte_s` seconds.
         """
-        graph = self.folded.graph(limit, kept, byte_s)
-        alike: GraphSolution | None = None
-        try:
-            alike = self._solved(graph, deadline)
-        except InfeasibleError:
-            if self.folded.folding is None or self.problem.repeats.alike:
-                raise
-        if alike is not None and self._is_good_enough(alike):
-            return self._read(self.folded, graph, alike)
-
-        # Memory is short. Layers with different shardings may fit, or come closer to the bound.
-        free = self._each = self._each or self._builder(folded=False)
-        late = deadline.within(max(_LEAST_TIME_S, deadline.left_s))
-        try:
-            free_graph = free.graph(limit, kept, byte_s)
-            each = self._solved(free_graph, late)
-        except InfeasibleError:
-            if alike is None:
-                raise
-            return self._read(self.folded, graph, alike)
-        if alike is None or each.cost < alike.cost:
-            return self._read(free, free_graph, each)
-        return self._read(self.folded, graph, alike)
-
-    def _solved(self, graph: CostGraph, deadline: Deadline) -> GraphSolution:
-        """The solution of a graph whose costs are seconds per step, with the effort of the options."""
-        n_steps = PLANNED_STEPS[self.option.planning_effort]
+        graph, n_steps = self.builder.graph(limit, kept, byte_s), PLANNED_STEPS[self.option.planning_effort]
         gap = _GAP if math.isfinite(n_steps) else 0.0
-        return solve_graph(graph, deadline, gap=gap, cost_per_s=_SAVED / n_steps)
-
-    @staticmethod
-    def _read(builder: GraphBuilder, graph: CostGraph, solution: GraphSolution) -> MeshSharding:
-        return replace(builder.read(solution), counted_bytes=graph.peak_usage(solution.choices))
-
-    def _builder(self, *, folded: bool) -> GraphBuilder:
-        return GraphBuilder(
-            self.problem,
-            self.mesh,
-            self.option,
-            folded=folded,
-            cache=self.cache,
-            counted=self._counted,
-            hidden_price=self.hidden_price,
-        )
-
-    def _is_good_enough(self, alike: GraphSolution) -> bool:
-        """Whether deciding on each layer would gain little or take too long."""
-        is_large = len(self.problem.eqns) > _MOST_EQUATIONS or bool(self.problem.repeats.alike)
-        return self.folded.folding is None or alike.gap <= _LARGE_GAP or is_large
+        solution = solve_graph(graph, deadline, gap=gap, cost_per_s=_SAVED / n_steps)
+        return replace(self.builder.read(solution), counted_bytes=graph.peak_usage(solution.choices))
 
     def why_infeasible(self, time_limit_s: float) -> str | None:
         """See `_why_infeasible`."""
@@ -122,7 +69,7 @@ class MeshSolver:
 
     @property
     def n_bytes(self) -> float:
-        return self.folded.n_bytes + (self._each.n_bytes if self._each else 0.0)
+        return self.builder.n_bytes
 
 
 # ---- forbidden collectives ------------------------------------------------------------------------------------------
@@ -148,7 +95,7 @@ def _why_infeasible(
     if not option.forbidden_collectives:
         return None
 
-    builder = GraphBuilder(problem, mesh, option, folded=True, cache=cache, forbidden_s=_FORBIDDEN_S)
+    builder = GraphBuilder(problem, mesh, option, cache=cache, forbidden_s=_FORBIDDEN_S)
     try:
         sharding = builder.read(solve_graph(builder.graph(), Deadline(time_limit_s)))
     except InfeasibleError:
