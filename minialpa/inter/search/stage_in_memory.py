@@ -42,6 +42,8 @@ from minialpa.options import PLANNED_STEPS, AutoShardingOption
 _MAX_SOLVES, _MAX_AFTER_FIT = 6, 2
 #: Nominal seconds of a solve, at least.
 _LEAST_LIMIT_S = 1.0
+#: All solves in short memory together take at most this part of the training run, and each its least seconds.
+_PART_OF_RUN = 0.25
 #: More room is tried if it promises more than this part of a step.
 _LITTLE_GAIN = 0.005
 #: A solution may leave this part of the limit.
@@ -149,12 +151,12 @@ class Wanted:
     work: Deadline = field(default_factory=lambda: Deadline(math.inf))
 
     def deadline(self) -> Deadline:
-        """The end of a solve: no later than the training run would end in unlimited memory."""
+        """The end of a solve: in proportion to the training run in unlimited memory."""
         limit_s = self.option.solver_limit_s
         if self.free is None:
             return self.work.within(limit_s)
-        run_s = PLANNED_STEPS[self.option.planning_effort] * self.free[0]
-        return self.work.within(min(limit_s, max(_LEAST_LIMIT_S, run_s)))
+        left_s = _PART_OF_RUN * PLANNED_STEPS[self.option.planning_effort] * self.free[0] - self.work.spent_s
+        return self.work.within(min(limit_s, max(_LEAST_LIMIT_S, left_s)))
 
 
 def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 OPERATIONS_PER_S = 1e9
 #: Nominal seconds of work that need not pay, as the rest of planning takes longer.
 FREE_S = 2.0
+#: Nominal seconds, and calls, between two looks at the clock of the processor, which some systems read slowly.
+_LOOK_S, _CALLS_PER_LOOK = 0.01, 64
 #: Work ends after so many times its limit in seconds of the processor, and so many seconds more.
 _SAFETY, _SAFETY_S = 10.0, 60.0
 
@@ -27,6 +29,18 @@ class _Work:
 
     start: float = field(default_factory=time.thread_time)
     seconds: float = 0.0
+    # Of the last look at the clock: seconds of the processor since `start`, work until then, and calls since then.
+    _processor_s: float = 0.0
+    _seen_s: float = 0.0
+    _n_calls: int = 0
+
+    def processor_s(self) -> float:
+        """Seconds of the processor since `start`, up to a little."""
+        self._n_calls += 1
+        if self._n_calls >= _CALLS_PER_LOOK or self.seconds - self._seen_s >= _LOOK_S:
+            self._processor_s = time.thread_time() - self.start
+            self._seen_s, self._n_calls = self.seconds, 0
+        return self._processor_s
 
 
 class Deadline:
@@ -49,7 +63,7 @@ class Deadline:
     @property
     def processor_left_s(self) -> float:
         """Seconds of the processor after which it is over in any case."""
-        return self._safe_s - (time.thread_time() - self._work.start)
+        return self._safe_s - self._work.processor_s()
 
     @property
     def is_over(self) -> bool:
@@ -66,8 +80,7 @@ class Deadline:
         """A deadline in so many seconds from now, which counts the same work."""
         part = Deadline.__new__(Deadline)
         part._work, part._end_s = self._work, self._work.seconds + seconds
-        now_s = time.thread_time() - self._work.start
-        part._safe_s = min(self._safe_s, now_s + _SAFETY * seconds + _SAFETY_S)
+        part._safe_s = min(self._safe_s, self._work.processor_s() + _SAFETY * seconds + _SAFETY_S)
         return part
 
 

@@ -23,8 +23,6 @@ from minialpa.intra.solver.cost_graph import Bools, Floats
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows, room_for
 
-#: Nodes between two looks at the clock of the processor, which some systems read slowly.
-_NODES_PER_LOOK = 200
 #: Operations of a visit to a node, about.
 _OPERATIONS = 2e5
 #: Most entries of the table that eliminating one node of degree 2 may build: 32 MB of float64.
@@ -49,9 +47,7 @@ def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> No
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
 
-    n_popped = 0
-    while heap and (n_popped % _NODES_PER_LOOK or not deadline.is_over):
-        n_popped += 1
+    while heap and not deadline.is_over:
         _, node = heapq.heappop(heap)
         if node in waiting and node in residual.alive:
             waiting.discard(node)
