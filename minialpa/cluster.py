@@ -225,6 +225,9 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     ),
 }
 
+#: Hosts of these presets have a network adapter for each device; the link between hosts in `_PRESETS` is one of them.
+_ADAPTER_FOR_EACH = frozenset({"a100-40gb", "a100-80gb", "h100", "h200", "b200"})
+
 #: (regular expression for the name that jax or Ray has for a GPU, its preset); the first one that matches counts.
 _GPU_KINDS: tuple[tuple[str, PresetName], ...] = (
     (r"\bb200\b", "b200"),
@@ -342,7 +345,7 @@ class ClusterSpec:
         devices_per_host: number of devices in each host.
         device: the device of every host, unless `host_devices` says otherwise.
         intra_host: the link between two devices of a host.
-        inter_host: the link between devices of two hosts.
+        inter_host: the link of a host to other hosts, all of its network adapters together, which its devices share.
         host_devices: the device of each host if hosts differ; empty if all have `device`.
     """
 
@@ -375,6 +378,8 @@ class ClusterSpec:
         if name not in _PRESETS:
             raise ShardingError(f"No preset `{name}`. Known: {', '.join(_PRESETS)}.")
         device, intra_host, inter_host = _PRESETS[name]
+        if name in _ADAPTER_FOR_EACH:
+            inter_host = LinkSpec(inter_host.alpha_s, inter_host.beta_s_per_byte / max(1, devices_per_host))
         return ClusterSpec(num_hosts, devices_per_host, device, intra_host, inter_host)
 
     def device_of(self, host: int) -> DeviceSpec:

@@ -62,3 +62,10 @@ def test_small_products_with_long_sums_are_split_and_large_ones_waste_little() -
     assert waste(1, 768, 768, 32768, 108) < waste(1, 768, 768, 128, 108)
     sizes = [waste(1, 2**k, 2**k, 512, 132) for k in (8, 10, 12, 14)]
     assert min(sizes) >= 1.0 and sizes[-1] < 1.05 < sizes[0]
+
+
+@pytest.mark.parametrize(("preset", "slower"), [("h100", 1), ("a100-80gb", 1), ("v100-p3.16xlarge", 8)])
+def test_devices_of_a_host_send_through_adapters_of_their_own_if_there_are_any(preset: Any, slower: float) -> None:
+    alone = ClusterSpec.preset(preset, num_hosts=2, devices_per_host=1).logical_mesh((2, 1), (2,))
+    together = ClusterSpec.preset(preset, num_hosts=2, devices_per_host=8).logical_mesh((2, 8), (2, 8))
+    assert together.beta[0] == pytest.approx(slower * alone.beta[0])
