@@ -53,7 +53,10 @@ def _llama(model: str, n_devices: int, n_micro_batches: int, *, scan: bool) -> R
 
 
 ROWS = (
-    *(Row(plan.model, "v100-p3.16xlarge", plan.n_devices, plan.n_micro_batches) for plan in STORED),
+    *(
+        Row(plan.model, "v100-p3.16xlarge", plan.n_devices, plan.n_micro_batches, (("batch_size", plan.batch_size),))
+        for plan in STORED
+    ),
     *(_llama("llama-3-8b", n, 4, scan=scan) for n in (8, 64) for scan in (False, True)),
     *(_llama("llama-3-70b", 512, 4, scan=scan) for scan in (False, True)),
     *(_llama("llama-3-405b", 1024, 32, scan=scan) for scan in (False, True)),

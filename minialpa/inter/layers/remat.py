@@ -1,14 +1,14 @@
-"""Rematerialisation: the backward pass of each layer computes again the values that the layer does not keep.
+"""Rematerialisation: the backward pass of each layer recomputes the values that the layer does not keep.
 
 These values are computed from kept ones and from the layer's inputs, right before its backward pass first needs them
 (Chen et al., 2016). Layers are known after tracing only, so this rewrites programs. `jax.checkpoint` in the model acts
 earlier.
 
 Values that other layers, the update or the results read are kept in any case, and so are values without a dimension of
-examples, such as the sum of the weights of the batch: they are small, and their copies would be those of a single
-micro-batch. The added equations read copies after an `optimization_barrier`; else a compiler would merge them with the
-forward pass. The barrier also waits for the cotangents and gradients of layers whose backward passes come first: a
-compiler that delays gradients of weights, to run them beside collectives, would keep their operands of every layer.
+examples, such as the sum of the weights of the batch: they are small, and a copy would be of a single micro-batch. The
+added equations read copies after an `optimization_barrier`; else a compiler would merge them with the forward pass. The
+barrier also waits for the cotangents and gradients of layers whose backward passes come first: a compiler that delays
+gradients of weights, to run them beside collectives, would keep their operands of every layer.
 Weights that only products and lookups read bypass it: these wait for their other operands anyway, and on GPUs a barrier
 may write each array once more.
 """
@@ -94,7 +94,7 @@ class _Rewritten:
         return replace(self.traced, flat=replace(self.traced.flat, ops=tuple(ops)))
 
 
-# ---- values to compute again -----------------------------------------------------------------------------------------
+# ---- values to recompute ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,8 @@ def _gradients_apart(layer: _Layer) -> list[_Layer]:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """The forward equations of a layer that are computed again, and values that are kept, such as the carry of a scan
-    over layers whose other results are not.
+    """The forward equations that a layer recomputes, and values that it keeps, such as the carry of a scan over layers
+    whose other results it recomputes.
     """
 
     equations: Sequence[int]
