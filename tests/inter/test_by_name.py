@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.inter import by_name, pipeline
 from minialpa.inter.build_plan import StageTooLargeError
 from minialpa.inter.context import PlanningContext, compiler_of
+from minialpa.inter.search import stage_in_memory, stage_solve
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.methods import Method
 from minialpa.options import DATA_PARALLEL_METHODS, PlanOptions
@@ -150,6 +151,32 @@ def test_only_what_is_not_faster_is_given_up(mlp: TracedStep) -> None:
             assert found.cost.total_s >= max(*given_up_s, least_s)
         n_given_up += len(given_up_s) - 1
     assert n_given_up > 0 and least_s > 0
+
+
+def test_what_a_bound_rules_out_is_solved_once_and_never_measured(
+    mlp: TracedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, known = Zero3Parallel(num_micro_batches=4).options(), StageSolver(compiler_of(GPUS))
+    pipeline._planned(asking(mlp, GPUS, options, known, math.inf))
+    bound_s = max(one.bound_s for one in known._solutions.values())
+    calls: dict[str, int] = {}
+    for module, name in ((stage_solve, "_cheapest"), (stage_in_memory, "mesh_memory")):
+        monkeypatch.setattr(module, name, counting(getattr(module, name), calls, name))
+
+    solver = StageSolver(compiler_of(GPUS))
+    for part in (1.0, 0.999):
+        with pytest.raises(StageTooLargeError, match="there is a plan") as error:
+            pipeline._planned(asking(mlp, GPUS, options, solver, part * bound_s))
+        assert error.value.is_too_slow
+    assert calls == {"_cheapest": 1}
+
+
+def counting(function: Callable[..., Any], calls: dict[str, int], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        calls[name] = calls.get(name, 0) + 1
+        return function(*args, **options)
+
+    return call
 
 
 def test_variants_that_change_the_step_are_candidates(mlp: TracedStep) -> None:

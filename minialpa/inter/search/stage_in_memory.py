@@ -138,6 +138,7 @@ class Wanted:
         n_bytes: memory of each device, also if `option` has no limit.
         uncounted_bytes: a guess of the bytes beyond the counted ones.
         free: if there is a limit, seconds of a step and bytes per device of the solution without it.
+        below_s: seconds of a step from which no solution in unlimited memory is of use.
         in_other_ways: whether to look for solutions that the counted bytes miss. They have prices of their own.
         work: counts the work of all solves.
     """
@@ -147,6 +148,7 @@ class Wanted:
     n_bytes: float
     uncounted_bytes: float
     free: tuple[float, float] | None
+    below_s: float = math.inf
     in_other_ways: bool = True
     work: Deadline = field(default_factory=lambda: Deadline(math.inf))
 

@@ -60,7 +60,7 @@ class NotFasterError(InfeasibleError):
 
     def __init__(self, seconds: float, below_s: float, *, by_compute: bool = False) -> None:
         super().__init__(f"A step takes {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")
-        self.by_compute = by_compute
+        self.seconds, self.by_compute = seconds, by_compute
 
 
 class StageMemoryError(InfeasibleError):
@@ -111,6 +111,7 @@ class StageSolver:
         self._solutions: dict[object, _Solution] = {}
         self._in_memory: dict[object, list[_Solution]] = {}  # under a limit, by kind of stage
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
+        self._bounds: dict[object, float] = {}  # of kinds of stages that were too slow, see `_bound_s`
         self._work = Deadline(math.inf)  # of all solves since `begin`
         # What was solved last, and the step in whose equations it is.
         self._last: tuple[_Solution, SolvedStage, StagedStep] | None = None
@@ -149,9 +150,14 @@ class StageSolver:
                     n_bytes=n_bytes,
                     uncounted_bytes=self._uncounted.get(kind, 0.0),
                     free=free,
+                    below_s=below_s if free is None else math.inf,
                     work=self._work,
                 )
-                solved, bound_s = _cheapest(stage, wanted)
+                try:
+                    solved, bound_s = _cheapest(stage, wanted)
+                except NotFasterError as error:
+                    self._bounds[kind] = error.seconds
+                    raise
                 if solved.sharding.counted_bytes:
                     self._uncounted[kind] = uncounted(solved, moments)
                 own = _Solution(
@@ -166,6 +172,8 @@ class StageSolver:
 
         # Before anything is solved: the compute alone may take too long.
         if math.isfinite(below_s) and kind not in self._solutions:
+            if self._bounds.get(kind, 0.0) >= below_s:
+                raise NotFasterError(self._bounds[kind], below_s)
             least_s = stage_to_solve().solver.builder.least_compute_s
             if least_s >= below_s:
                 raise NotFasterError(least_s, below_s, by_compute=True)
@@ -263,7 +271,8 @@ def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
     """The cheapest shardings, and `_bound_s`.
 
     At the first prices, collectives that work can hide are nearly free. If the work of the solution does not hide them,
-    or if it does not fit, full prices are right. The fastest program wins.
+    or if it does not fit, full prices are right. The fastest program wins. Raises NotFasterError if the bound is
+    `wanted.below_s` or more.
     """
 
     def at_full_prices() -> Stage:
@@ -277,6 +286,8 @@ def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
         return solve_in_memory(at_full_prices(), wanted), 0.0
 
     least_s = _bound_s(stage, best.sharding.bound_s)
+    if least_s >= wanted.below_s:
+        raise NotFasterError(least_s, wanted.below_s)
     is_hidden = seconds_of(stage, best) <= (1 + _LITTLE_EXPOSED) * best.sharding.bound_s
     if is_hidden or stage.solver.hidden_price == 1:
         fits = math.isinf(wanted.n_bytes) or needed(best.memory, wanted.moments) <= wanted.n_bytes
