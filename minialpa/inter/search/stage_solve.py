@@ -172,8 +172,9 @@ class StageSolver:
 
         # Before anything is solved: the compute alone may take too long.
         if math.isfinite(below_s) and kind not in self._solutions:
-            if self._bounds.get(kind, 0.0) >= below_s:
-                raise NotFasterError(self._bounds[kind], below_s)
+            bound_s = self._bounds.get(kind)
+            if bound_s is not None and bound_s >= below_s:
+                raise NotFasterError(bound_s, below_s)
             least_s = stage_to_solve().solver.builder.least_compute_s
             if least_s >= below_s:
                 raise NotFasterError(least_s, below_s, by_compute=True)
