@@ -36,7 +36,7 @@ from minialpa.inter.staging.replan import options_of
 from minialpa.inter.whole_plan import whole_plan
 from minialpa.inter.worth import or_equal_stages, plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, Remat, remats
+from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, remats
 from minialpa.plan import Plan
 from minialpa.tracing.trace import TracedStep
 
@@ -129,30 +129,30 @@ def _planned(context: PlanningContext) -> Plan:
 def _plan_on_given_stages(context: PlanningContext, layers: LayerOption) -> Plan:
     """The best plan with the stages of the options: only shardings and rematerialisation are open."""
 
-    def attempt(remat: tuple[Remat, ...]) -> Plan:
-        cut = _cut_step(context, layers, remat)
+    def attempt(choice: int, recomputes: bool) -> Plan:
+        cut = _cut_step(context, layers, recomputes=recomputes)
         stages = given_stages(context.cluster, context.options, cut.n_layers)
         _check_stages_on(context.logical_mesh, stages)
-        each = remat if isinstance(layers, FixedLayerOption) else remat * cut.n_layers
-        return plan_stages(context, layered_step(cut, each), stages)
+        return plan_stages(context, layered_step(cut, remats(layers, cut.n_layers)[choice]), stages)
 
-    best = best_of(partial(attempt, remat) for remat in remats(layers, 1))
+    choices = enumerate(remats(layers, 1))
+    best = best_of(partial(attempt, choice, recomputes=remat != ("none",)) for choice, remat in choices)
     if context.logical_mesh is None and layers == AutoLayerOption():
-        return or_longer_scans(context, best, _cut_step(context, layers, ("none",)))
+        return or_longer_scans(context, best, _cut_step(context, layers, recomputes=False))
     return best
 
 
-def _cut_step(context: PlanningContext, layers: LayerOption, remat: tuple[Remat, ...]) -> CutStep:
-    """The step with its scans over layers cut; with whole scans if it has no scan to cut, or no use for that.
+def _cut_step(context: PlanningContext, layers: LayerOption, *, recomputes: bool) -> CutStep:
+    """The step with its scans over layers cut, or with whole scans if no scan can be cut or a cut has no use.
 
-    Stages end inside scans, and a layer that computes values again keeps less if its scan is cut. The layers of a plan
-    are layers of cut scans in any case. remat: of each layer, or of any layer.
+    A cut lets a stage end inside a scan, and lets layers that recompute values keep fewer of them. The layers of a plan
+    are always layers of cut scans. recomputes: whether layers do.
     """
     cut = context.cut_scans(layers)
     if cut is None or isinstance(layers, FixedLayerOption):
         return cut or context.whole_scans(layers)
     one_stage = len(given_stages(context.cluster, context.options, cut.n_layers)) == 1
-    return context.whole_scans(layers) if one_stage and remat == ("none",) else cut
+    return context.whole_scans(layers) if one_stage and not recomputes else cut
 
 
 def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedStage]) -> None:

@@ -79,7 +79,7 @@ class _Rewritten:
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in again.equations]
-        copies, names = _copies(eqns, again.kept, list(awaited), _read_in_place(eqns, self.weights))
+        copies, names = _copies(eqns, again.copied(self.eqns), list(awaited), _read_in_place(eqns, self.weights))
         inserted = self.inserted.setdefault(readers[0], [])
         for copy, k in copies:
             original = self.traced.flat.ops[again.equations[k]]
@@ -276,14 +276,14 @@ def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[V
 
 
 def _copies(
-    eqns: Sequence[JaxprEqn], kept: AbstractSet[Var], awaited: Sequence[Var], in_front: AbstractSet[Var]
+    eqns: Sequence[JaxprEqn], copied: AbstractSet[Var], awaited: Sequence[Var], in_front: AbstractSet[Var]
 ) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
     """A barrier, then copies of equations, each with the number of its equation; and the names of the copied values.
 
     The barrier waits for `awaited`, so the copies run when the backward pass needs them. It counts as part of the first
-    equation. kept: results that keep their names. in_front: values that the copies read without the barrier.
+    equation. copied: the results whose copies readers get. in_front: values that the copies read without the barrier.
     """
-    made = {result for eqn in eqns for result in eqn.outvars if result not in kept} | in_front
+    made = copied | in_front
     inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in made)
     barrier, behind = _barrier([*inputs, *(value for value in awaited if value not in inputs)])
 
@@ -292,7 +292,7 @@ def _copies(
     for k, eqn in enumerate(eqns):
         outvars = [fresh_var(aval_of(result)) for result in eqn.outvars]
         copies.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, behind), names), outvars=outvars), k))
-        names.update((v, copy) for v, copy in zip(eqn.outvars, outvars, strict=True) if v not in kept)
+        names.update((v, copy) for v, copy in zip(eqn.outvars, outvars, strict=True) if v in copied)
     return copies, names
 
 

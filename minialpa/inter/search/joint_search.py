@@ -2,8 +2,9 @@
 
 Stages, their submeshes and logical shapes, the number of micro-batches and rematerialisation are chosen together. The
 stage DP runs on lower bounds (`stage_bounds`). The search solves the costs that the best pipeline under these bounds
-uses, which raises the bounds, until the best pipeline uses solved costs only. Then no pipeline in the space is cheaper
-by the sums of its pieces, and few of the thousands of costs in the space were computed.
+uses, which raises the bounds, until the best pipeline uses solved costs only. Then, by the sums of pieces, no pipeline
+is cheaper that has the logical shapes and numbers of micro-batches that the search has opened, and the search has
+computed few of thousands of costs. It opens a few of them first, then the neighbours of good ones.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class StageSearch:
     def _solve_more(self, n: int, found: StageAssignment) -> bool:
         """Solve costs of a pipeline, or look at more numbers of micro-batches; False if all is solved.
 
-        Costs of other views of its submeshes follow, as long as one of these pipelines keeps the promise of `found`:
-        to choose other stages takes as long as to solve several pieces.
+        The search goes on with other columns of the same submeshes as long as a pipeline of these takes no longer than
+        `found` promises, because one run of the DP takes as long as several pieces.
         """
         promised_s = found.seconds * (1 + self.space.tolerance / 4)
         current: StageAssignment | None = found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from jax.extend.core import Var
@@ -97,6 +98,25 @@ class SlowestStage:
     spare_s: float
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Asked:
+    """The arguments of `StageSolver.solve`. kind: equal for stages that are alike, under any memory limit."""
+
+    kind: Hashable
+    staged: StagedStep
+    mesh: int
+    problem: MeshEquations
+    view: ShardedView
+    option: AutoShardingOption
+    moments: Moments
+    below_s: float
+
+    @property
+    def n_bytes(self) -> float:
+        """Memory of each device; inf without a limit."""
+        return self.option.limit_bytes(self.view.mesh.device) or math.inf
+
+
 class StageSolver:
     """Solves stages, each distinct one once.
 
@@ -137,54 +157,17 @@ class StageSolver:
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, replace(option, memory_limit_bytes=None))
+        asked = _Asked(
+            kind=kind, staged=staged, mesh=mesh, problem=problem, view=view, option=option, moments=moments,
+            below_s=below_s,
+        )  # fmt: skip
+        self._check_bounds(asked)
 
-        def stage_to_solve() -> Stage:
-            return self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
-
-        def solution(key: object, chosen: AutoShardingOption, free: tuple[float, float] | None) -> _Solution:
-            if key not in self._solutions:
-                stage = stage_to_solve()
-                wanted = Wanted(
-                    option=chosen,
-                    moments=moments,
-                    n_bytes=n_bytes,
-                    uncounted_bytes=self._uncounted.get(kind, 0.0),
-                    free=free,
-                    below_s=below_s if free is None else math.inf,
-                    work=self._work,
-                )
-                try:
-                    solved, bound_s = _cheapest(stage, wanted)
-                except NotFasterError as error:
-                    self._bounds[kind] = error.seconds
-                    raise
-                if solved.sharding.counted_bytes:
-                    self._uncounted[kind] = uncounted(solved, moments)
-                own = _Solution(
-                    variables=_variables(stage.problem),
-                    sharding=solved.sharding,
-                    memory=solved.memory,
-                    seconds=seconds_of(stage, solved),
-                    bound_s=bound_s,
-                )
-                self._solutions[key], self._last = own, (own, solved, stage.staged)
-            return self._solutions[key]
-
-        # Before anything is solved: the compute alone may take too long.
-        if math.isfinite(below_s) and kind not in self._solutions:
-            bound_s = self._bounds.get(kind)
-            if bound_s is not None and bound_s >= below_s:
-                raise NotFasterError(bound_s, below_s)
-            least_s = stage_to_solve().solver.builder.least_compute_s
-            if least_s >= below_s:
-                raise NotFasterError(least_s, below_s, by_compute=True)
-
-        n_bytes = option.limit_bytes(view.mesh.device) or math.inf
-        found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
+        found = self._solution(asked, kind, replace(option, memory_limit_bytes=math.inf), None)
         free = FreeSolution(
             seconds=found.seconds,
             n_bytes=needed(found.memory, moments),
-            limit_bytes=n_bytes,
+            limit_bytes=asked.n_bytes,
             bound_s=found.bound_s,
         )
         least_s = free.seconds if free.fits else free.bound_s
@@ -193,16 +176,68 @@ class StageSolver:
         if not free.fits:
             if not saves_memory:
                 raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
-            known = self._known(kind, free, moments, slowest) if slowest is not None else None
-            if known is not None:
-                return replace(self._rebound(known, staged, mesh, problem, view), free=free)
-            try:
-                free_of_limit = (found.sharding.bound_s, free.n_bytes)
-                found = solution((kind, n_bytes, tuple(map(tuple, moments))), option, free_of_limit)
-                self._in_memory.setdefault(kind, []).append(found)
-            except InfeasibleError as error:
-                raise StageMemoryError(str(error), free) from error
+            found = self._saving_memory(asked, free, found.sharding.bound_s, slowest)
         return replace(self._rebound(found, staged, mesh, problem, view), free=free)
+
+    def _check_bounds(self, asked: _Asked) -> None:
+        """Raise NotFasterError if an earlier bound or the compute alone is too slow."""
+        if math.isinf(asked.below_s) or asked.kind in self._solutions:
+            return
+        bound_s = self._bounds.get(asked.kind)
+        if bound_s is not None and bound_s >= asked.below_s:
+            raise NotFasterError(bound_s, asked.below_s)
+        least_s = self._stage_of(asked).solver.builder.least_compute_s
+        if least_s >= asked.below_s:
+            raise NotFasterError(least_s, asked.below_s, by_compute=True)
+
+    def _solution(
+        self, asked: _Asked, key: object, option: AutoShardingOption, free: tuple[float, float] | None
+    ) -> _Solution:
+        """The solution that is kept under `key`, or a new one. free: see `Wanted`; None in unlimited memory."""
+        if key in self._solutions:
+            return self._solutions[key]
+        stage = self._stage_of(asked)
+        wanted = Wanted(
+            option=option,
+            moments=asked.moments,
+            n_bytes=asked.n_bytes,
+            uncounted_bytes=self._uncounted.get(asked.kind, 0.0),
+            free=free,
+            below_s=asked.below_s if free is None else math.inf,
+            work=self._work,
+        )
+        try:
+            solved, bound_s = _cheapest(stage, wanted)
+        except NotFasterError as error:
+            self._bounds[asked.kind] = error.seconds
+            raise
+
+        if solved.sharding.counted_bytes:
+            self._uncounted[asked.kind] = uncounted(solved, asked.moments)
+        own = _Solution(
+            variables=_variables(stage.problem),
+            sharding=solved.sharding,
+            memory=solved.memory,
+            seconds=seconds_of(stage, solved),
+            bound_s=bound_s,
+        )
+        self._solutions[key], self._last = own, (own, solved, stage.staged)
+        return own
+
+    def _saving_memory(
+        self, asked: _Asked, free: FreeSolution, bound_s: float, slowest: SlowestStage | None
+    ) -> _Solution:
+        """A solution within the memory of the devices. bound_s: of the solution in unlimited memory."""
+        known = self._known(asked.kind, free, asked.moments, slowest) if slowest is not None else None
+        if known is not None:
+            return known
+        key = (asked.kind, asked.n_bytes, tuple(map(tuple, asked.moments)))
+        try:
+            found = self._solution(asked, key, asked.option, (bound_s, free.n_bytes))
+        except InfeasibleError as error:
+            raise StageMemoryError(str(error), free) from error
+        self._in_memory.setdefault(asked.kind, []).append(found)
+        return found
 
     def _known(self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage) -> _Solution | None:
         """A solution for more micro-batches in flight, which fits and keeps up with the slowest stage."""
@@ -214,18 +249,21 @@ class StageSolver:
         ]
         return min(known, key=lambda one: one.seconds, default=None)
 
-    def _stage(
-        self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption
-    ) -> Stage:
-        price = _HIDDEN_PRICE if is_gpu(view.mesh.device) else 1.0
-        return Stage(
-            staged=staged,
-            mesh=mesh,
-            problem=problem,
-            view=view,
-            compiler=self.compiler,
-            solver=MeshSolver(problem, view.mesh, option, self.strategy_cache, hidden_price=price),
-        )
+    def _stage_of(self, asked: _Asked) -> Stage:
+        """The stage to solve; stages that are alike share one."""
+
+        def make() -> Stage:
+            view, price = asked.view, _HIDDEN_PRICE if is_gpu(asked.view.mesh.device) else 1.0
+            return Stage(
+                staged=asked.staged,
+                mesh=asked.mesh,
+                problem=asked.problem,
+                view=view,
+                compiler=self.compiler,
+                solver=MeshSolver(asked.problem, view.mesh, asked.option, self.strategy_cache, hidden_price=price),
+            )
+
+        return self._stages.once(asked.kind, make)
 
     def _rebound(
         self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
