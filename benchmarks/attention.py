@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.timing import interleaved
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 
 D = 64
-KINDS = {"full": Attention(scale=D**-0.5), "causal": Attention(scale=D**-0.5, right=0, masked_score=-1e9)}
+KINDS = {"full": AttentionKind(scale=D**-0.5), "causal": AttentionKind(scale=D**-0.5, right=0, masked_score=-1e9)}
 
 
 @benchmark("attention")
@@ -54,7 +54,7 @@ def _row(t: int, name: str, repeats: int) -> dict[str, Any]:
     return row
 
 
-def _written(query: Any, key: Any, value: Any, *, kind: Attention) -> Any:
+def _written(query: Any, key: Any, value: Any, *, kind: AttentionKind) -> Any:
     score = jnp.einsum("btgrd,bsgd->bgrts", query, key) * kind.scale
     if kind.right == 0:
         t = query.shape[1]

@@ -44,7 +44,7 @@ from benchmarks.gpu_numeric import one_device, rows_of
 from benchmarks.timing import interleaved
 from minialpa import ClusterSpec, ShardParallel, models
 from minialpa.attention import blockwise, cudnn
-from minialpa.attention.kind import Attention
+from minialpa.attention.kind import AttentionKind
 from minialpa.calibration.calibrate import fitted
 from minialpa.calibration.measure import Measurements, kernel_times, product_times
 from minialpa.models.sizes import SIZES
@@ -192,8 +192,8 @@ def _beside(planned_s: float, measured_s: float) -> Row:
 
 def _attention(setting: Setting) -> Iterator[Row]:
     kinds = {
-        "causal": Attention(scale=64**-0.5, right=0, masked_score=-1e9),
-        "full": Attention(scale=64**-0.5),
+        "causal": AttentionKind(scale=64**-0.5, right=0, masked_score=-1e9),
+        "full": AttentionKind(scale=64**-0.5),
     }
     for t in (128,) if setting.is_tiny else (1024, 2048, 4096, 8192):
         for name, kind in kinds.items():
@@ -202,7 +202,7 @@ def _attention(setting: Setting) -> Iterator[Row]:
             yield _attention_row(t, name, kind, is_tiny=setting.is_tiny)
 
 
-def _attention_row(t: int, name: str, kind: Attention, *, is_tiny: bool) -> Row:
+def _attention_row(t: int, name: str, kind: AttentionKind, *, is_tiny: bool) -> Row:
     """Forward and backward pass of an attention of 64 features; errors are relative to the largest of the result."""
     b, heads = (1, 2) if is_tiny else (max(1, 16384 // t), 16)
     rng = np.random.default_rng(0)
@@ -252,7 +252,7 @@ PARTS: dict[str, Part] = {
     "steps": Part(_steps, 0.4, "Training steps, planned and measured"),
     "compiled": Part(_compiled, 1.0, "Training steps, planned and by XLA's estimates"),
     "rates": Part(_rates, 0.25, "Products and kernels"),
-    "attention": Part(_attention, 0.15, "Attention, forward and backward pass in bfloat16"),
+    "attention": Part(_attention, 0.15, "AttentionKind, forward and backward pass in bfloat16"),
     "nccl": Part(_nccl, 0.08, "NCCL with one rank"),
     "numeric": Part(_numeric, 0.12, "Three steps beside jax.jit: largest relative errors"),
 }

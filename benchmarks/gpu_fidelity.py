@@ -54,7 +54,7 @@ from minialpa.support.files import write_text
 from minialpa.xla_gpu.compile import compile_for_gpus
 from minialpa.xla_gpu.targets import target_of
 from minialpa.xla_gpu.timeline import timeline
-from minialpa.xla_gpu.worker import GpuProgram, Request
+from minialpa.xla_gpu.worker import CompileRequest, GpuProgram
 
 #: The part of a GPU's memory that XLA lets the schedule of a program use: 95 % of 80 %.
 _SCHEDULED_PART = 0.8 * 0.95
@@ -259,7 +259,7 @@ def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
     for run in _runs(step):
         (function,) = (f for f in by_mesh[run.task.mesh].functions if f.name == run.name)
         stage = plan.stages[run.task.mesh]
-        wanted.append((run, function, Request(function, stage.logical_shape, stage.submesh[0], target)))
+        wanted.append((run, function, CompileRequest(function, stage.logical_shape, stage.submesh[0], target)))
     made = compile_for_gpus([request for *_, request in wanted], cache=cache)
     memory = [peak_bytes(run.program, function.donated, compiler=compiler) for run, function, _ in wanted]
 
@@ -325,7 +325,7 @@ def _cluster(case: GpuCase) -> ClusterSpec:
     return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, kernels=kernels))
 
 
-def _without_room(request: Request, n_bytes: float) -> Request:
+def _without_room(request: CompileRequest, n_bytes: float) -> CompileRequest:
     """The same for a GPU on which XLA may schedule the program in `n_bytes`."""
     target = dataclasses.replace(request.target, memory_bytes=int(n_bytes / _SCHEDULED_PART))
     return dataclasses.replace(request, target=target)

@@ -26,7 +26,7 @@ from benchmarks.run import table
 from minialpa.errors import WorkerError
 from minialpa.runtime.transports.host_transport import HostTransport
 from minialpa.runtime.transports.nccl import DeviceLink, Endpoint, NcclTransport, exchange, new_id
-from minialpa.runtime.transports.transport import Part, Piece
+from minialpa.runtime.transports.transport import ExpectedPart, Part
 
 DTYPES = ("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64", "float8_e4m3fn")
 SHAPES = ((), (1,), (0, 3), (7, 5, 3), (1000, 1001))
@@ -169,7 +169,7 @@ def _measure(transport: NcclTransport, pipe: Connection) -> None:
         x = some_array(dtype, shape, device).block_until_ready()
         start = time.perf_counter()
         transport.send(1, tag, [Part(x)])
-        (back,) = transport.receive(1, tag, [Piece(shape, np.dtype(x.dtype))], TIMEOUT_S)
+        (back,) = transport.receive(1, tag, [ExpectedPart(shape, np.dtype(x.dtype))], TIMEOUT_S)
         times.setdefault(x.nbytes, []).append((time.perf_counter() - start) / 2)
         check_equal(back, x)
     pipe.send([_row("between two GPUs", size, statistics.median(times[size])) for size in (1024, *SIZES)])
@@ -184,7 +184,7 @@ def _measure(transport: NcclTransport, pipe: Connection) -> None:
 
 def _echo(transport: NcclTransport, pipe: Connection) -> None:
     for tag, (dtype, shape) in enumerate(_messages()):
-        (array,) = transport.receive(0, tag, [Piece(shape, jnp.dtype(dtype))], TIMEOUT_S)
+        (array,) = transport.receive(0, tag, [ExpectedPart(shape, jnp.dtype(dtype))], TIMEOUT_S)
         transport.send(0, tag, [Part(array)])
     time.sleep(TIMEOUT_S)
 

@@ -45,8 +45,8 @@ from minialpa.support.files import write_text
 from minialpa.tracing.trace import TracedStep
 from minialpa.xla_gpu.compile import compile_for_gpus
 from minialpa.xla_gpu.targets import target_of
-from minialpa.xla_gpu.timeline import Timeline, timeline
-from minialpa.xla_gpu.worker import GpuProgram, Request
+from minialpa.xla_gpu.timeline import DeviceTimeline, timeline
+from minialpa.xla_gpu.worker import CompileRequest, GpuProgram
 
 _GPT = SIZES["gpt-1.3b"].arguments | {"dtype": "bfloat16"}
 _LLAMA = SIZES["llama-3-8b"].arguments | {"scan_layers": True, "remat_blocks": True, "loss_chunks": 8}
@@ -125,7 +125,7 @@ def _columns(traced: TracedStep, compiled: Plan, plan: Plan, cache: Path | None)
     (stage,), device = plan.stages, plan.cluster.device
     program = _programs(traced, compiled, plan.cluster)
     target = target_of(device.name)
-    requests = [Request(f, stage.logical_shape, stage.submesh[0], target) for f in program.functions]
+    requests = [CompileRequest(f, stage.logical_shape, stage.submesh[0], target) for f in program.functions]
     times = Counter(x.function for x in program.instructions if isinstance(x, Run | Accumulate))
     made = compile_for_gpus(requests, cache=cache)
 
@@ -133,7 +133,7 @@ def _columns(traced: TracedStep, compiled: Plan, plan: Plan, cache: Path | None)
         return hlo.seconds([dataclasses.replace(one, times=1)], stage.mesh)
 
     runs = [(times[i], one, timeline(one.text, seconds_of, device)) for i, one in enumerate(made)]
-    n_bytes = sum(n * a.n_bytes for n, _, found in runs for a in found.awaited) or 1.0
+    n_bytes = sum(n * a.n_bytes for n, _, found in runs for a in found.exposed) or 1.0
     hidden_s = plan.n_micro_batches * sum(one.hidden_s for one in stage.passes)
     waited_s = plan.n_micro_batches * stage.communication_s + stage.update_s
     return {
@@ -146,8 +146,8 @@ def _columns(traced: TracedStep, compiled: Plan, plan: Plan, cache: Path | None)
     }
 
 
-def _with_work(found: Timeline) -> float:
-    return sum(one.n_bytes for one in found.awaited if one.has_work)
+def _with_work(found: DeviceTimeline) -> float:
+    return sum(one.n_bytes for one in found.exposed if one.has_work)
 
 
 def _moved(program: GpuProgram) -> int:

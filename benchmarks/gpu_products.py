@@ -34,7 +34,7 @@ from minialpa.support.files import write_text
 from minialpa.xla_gpu.compile import compile_for_gpus
 from minialpa.xla_gpu.targets import TARGETS
 from minialpa.xla_gpu.timeline import timeline
-from minialpa.xla_gpu.worker import Request
+from minialpa.xla_gpu.worker import CompileRequest
 
 
 class Product(NamedTuple):
@@ -87,7 +87,7 @@ def table_seconds(chosen: Sequence[Product]) -> NDArray[np.float64]:
     return np.array([timeline(one.text, lambda _: 0.0).kernels_s for one in made])
 
 
-def _request(product: Product) -> Request:
+def _request(product: Product) -> CompileRequest:
     def fun(x: jax.Array, y: jax.Array) -> tuple[jax.Array]:
         return (jnp.matmul(x, y),)
 
@@ -102,7 +102,7 @@ def _request(product: Product) -> Request:
         out_specs=(PartitionSpec(),),
         donated=(),
     )
-    return Request(export_function(function, (1,), "cuda"), (1,), 1, TARGETS["h100"])
+    return CompileRequest(export_function(function, (1,), "cuda"), (1,), 1, TARGETS["h100"])
 
 
 def predicted_seconds(chosen: Sequence[Product], device: DeviceSpec) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.timing import interleaved
 from minialpa.errors import WorkerError
 from minialpa.runtime.transports.host_transport import HostTransport
-from minialpa.runtime.transports.transport import Part, Piece
+from minialpa.runtime.transports.transport import ExpectedPart, Part
 
 _TIMEOUT_S = 60.0
 #: Sent behind an array: whether others follow before anything comes back.
@@ -90,7 +90,7 @@ def _peer() -> Iterator[_Send]:
         for k in range(n):
             tag += 1
             mine.send(1, tag, [Part(x), Part(_LAST if k + 1 == n else _MORE)])
-        (back,) = mine.receive(1, tag, [Piece(x.shape, np.dtype(x.dtype))], _TIMEOUT_S)
+        (back,) = mine.receive(1, tag, [ExpectedPart(x.shape, np.dtype(x.dtype))], _TIMEOUT_S)
         arrived: jax.Array = jax.device_put(back, device).block_until_ready()
         return arrived
 

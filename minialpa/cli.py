@@ -338,14 +338,14 @@ def _load_plan(path: Path) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _NamedStep:
     """A step and its arguments, which may be `jax.ShapeDtypeStruct`s."""
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
 
 
-def _load(name: str, batch_size: int | None, planned_size: int | None = None) -> _Model:
+def _load(name: str, batch_size: int | None, planned_size: int | None = None) -> _NamedStep:
     """A model of `minialpa.models`, or what `module:function` returns.
 
     batch_size: what the user has asked for.
@@ -367,10 +367,10 @@ def _load(name: str, batch_size: int | None, planned_size: int | None = None) ->
     case = models.build(name)
     state = jax.eval_shape(case.init, jax.eval_shape(jax.random.key, 0))  # a real key would start a device
     batch = case.make_batch(0, batch_size or planned_size or case.batch_size)
-    return _Model(case.train_step(minialpa.value_and_grad), (state, batch))
+    return _NamedStep(case.train_step(minialpa.value_and_grad), (state, batch))
 
 
-def _users_model(name: str, batch_size: int | None, planned_size: int | None) -> _Model:
+def _users_model(name: str, batch_size: int | None, planned_size: int | None) -> _NamedStep:
     """What `module:function` returns. Raises MinialpaError, with the place, if it or the step fails."""
     import minialpa
     from minialpa.api.parallelized import ParallelizedFunc
@@ -391,7 +391,7 @@ def _users_model(name: str, batch_size: int | None, planned_size: int | None) ->
         raise MinialpaError(f"`{name}` returned a parallelized step. Return the step itself, `step.__wrapped__`.")
     with _users_code(f"The step of `{name}`"):
         minialpa.parallelize(step).trace(*args)
-    return _Model(step, tuple(args))
+    return _NamedStep(step, tuple(args))
 
 
 def _size_option(

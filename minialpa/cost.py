@@ -60,9 +60,9 @@ def is_gpu(device: DeviceSpec | None) -> bool:
     return device is not None and device.name != "cpu"
 
 
-def adding_s(totals_bytes: float, mesh: LogicalMesh) -> float:
+def adding_s(accumulator_bytes: float, mesh: LogicalMesh) -> float:
     """Seconds of adding to totals of so many bytes per device: two reads and a write of each."""
-    return 3 * totals_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
+    return 3 * accumulator_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
 
 
 def as_one_of(n_together: int, mesh: LogicalMesh) -> LogicalMesh:

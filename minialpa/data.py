@@ -73,7 +73,7 @@ class DataLoader(Iterator[Any]):
         _check_arguments(step, prefetch_size, on_ragged)
         self._batches = _Batches(_Source(source), step, on_ragged)
         self._prefetch_size = prefetch_size
-        self._reader: _Reader | None = None
+        self._reader: _ReaderThread | None = None
         self._stop_reader: Callable[[], object] = lambda: None
         self._state: dict[str, Any] | None = None
         self._is_closed = self._has_ended = False
@@ -106,7 +106,7 @@ class DataLoader(Iterator[Any]):
 
     def _start(self) -> None:
         self._state = self._batches.state()
-        self._reader = _Reader(self._batches, self._prefetch_size)
+        self._reader = _ReaderThread(self._batches, self._prefetch_size)
         self._stop_reader = weakref.finalize(self, self._reader.stop)
         self._reader.start()
 
@@ -348,7 +348,7 @@ class _Batches:
         """The next batch of the source, or its error. Raises nothing."""
         try:
             batch = self._source.read()
-            while not self._is_wanted(batch):
+            while not self._is_accepted(batch):
                 batch = self._source.read()
         except StopIteration:
             return None
@@ -390,7 +390,7 @@ class _Batches:
             placed = jax.tree.map(np.asarray, placed)
         return jax.tree.map(_owned, placed)
 
-    def _is_wanted(self, batch: Any) -> bool:
+    def _is_accepted(self, batch: Any) -> bool:
         """Whether to return the batch. Raises ShardingError for a size that `on_ragged` refuses."""
         if self._on_ragged == "fewer":
             return True
@@ -438,7 +438,7 @@ def _text(sizes: list[int]) -> str:
 # ---- the thread -----------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _ReaderThread:
     """A thread that reads batches into a queue of limited length."""
 
     def __init__(self, batches: _Batches, room: int) -> None:

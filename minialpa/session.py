@@ -240,14 +240,14 @@ def running_session() -> Session | None:
 def _ray_session(arguments: InitArguments) -> Session:
     # Ray is an optional dependency, and takes a second to import.
     try:
-        from minialpa.runtime.ray.ray_cluster import RayCluster, Request
+        from minialpa.runtime.ray.ray_cluster import RayCluster, SessionRequest
     except ImportError as error:
         raise MinialpaError(
             f'`init(cluster="ray")` needs Ray ({error}). Install it with `pip install "minialpa[ray]"`.'
         ) from error
 
     cluster = RayCluster(
-        Request(
+        SessionRequest(
             address=arguments.address,
             num_hosts=arguments.num_hosts,
             devices_per_host=arguments.devices_per_host,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from minialpa.attention import blockwise
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 
 
 @contextmanager
@@ -31,24 +31,26 @@ def blocks_of(side: int) -> Iterator[None]:
             fun.clear_cache()
 
 
-def causal(d: int, **facts: Any) -> Attention:
-    """Attention with a causal mask, for keys of d features; facts: fields of `Attention`."""
-    return Attention(**{"scale": 1 / math.sqrt(d), "right": 0} | facts)
+def causal(d: int, **facts: Any) -> AttentionKind:
+    """Attention with a causal mask, for keys of d features; facts: fields of `AttentionKind`."""
+    return AttentionKind(**{"scale": 1 / math.sqrt(d), "right": 0} | facts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused(kind: Attention, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def fused(kind: AttentionKind, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """The attention of [b t g r d], [b s g d], [b s g e] -> [b t g r e], without biases or masks."""
     return _forward(kind, query, key, value)[0]
 
 
-def _forward(kind: Attention, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(
+    kind: AttentionKind, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, tuple[Any, ...]]:
     positions = [jnp.arange(x.shape[1], dtype=jnp.int32) for x in (query, key)[: kind.n_positions]]
     out, logsumexp = attention_p.bind(query, key, value, *positions, kind=kind)
     return out, (query, key, value, out, logsumexp, positions)
 
 
-def _backward(kind: Attention, residuals: tuple[Any, ...], out_bar: jax.Array) -> tuple[Any, ...]:
+def _backward(kind: AttentionKind, residuals: tuple[Any, ...], out_bar: jax.Array) -> tuple[Any, ...]:
     *arrays, positions = residuals
     dtypes = tuple(x.dtype.name for x in arrays[:3])
     return tuple(attention_gradient_p.bind(*arrays, out_bar, *positions, kind=kind, dtypes=dtypes, wants_bias=()))

@@ -122,11 +122,11 @@ def _run_split(split: SplitStep, args: Any) -> Any:
         if split.n_micro_batches == 1:
             env.update(kept[0])
         for acc in split.accumulators:
-            if acc.loop in kept[0] and acc.total not in env:
-                env[acc.total] = COMBINE[acc.reduction](*[r[acc.loop].astype(acc.total.aval.dtype) for r in kept])
+            if acc.loop in kept[0] and acc.complete not in env:
+                env[acc.complete] = COMBINE[acc.reduction](*[r[acc.loop].astype(acc.complete.aval.dtype) for r in kept])
         for stack in split.stacks:
-            if stack.loop in kept[0] and stack.total not in env:
-                env[stack.total] = jnp.concatenate([r[stack.loop] for r in kept], stack.dim)
+            if stack.loop in kept[0] and stack.complete not in env:
+                env[stack.complete] = jnp.concatenate([r[stack.loop] for r in kept], stack.dim)
     outs = [v.val if is_literal(v) else env[v] for v in split.outvars]
     return jax.tree.unflatten(split.traced.out_tree, outs)
 
@@ -138,9 +138,9 @@ def split_equals_serial(
     traced, expected = trace(step, *args), jax.jit(step)(*args)
     split = split_micro_batches(traced, n)
     forms = [split]
-    if split.computes_rows_again:
+    if split.recomputes_rows:
         forms.append(split_micro_batches(traced, n, keep_rows=True))
-        assert not forms[1].computes_rows_again
+        assert not forms[1].recomputes_rows
     for form in forms:
         found = run_split(form, args)
         assert_allclose(found, expected, rtol=rtol, atol=atol)

@@ -94,8 +94,8 @@ def least_plan_of(run: Run) -> Plan:
 
 def spared_bytes(run: Run) -> float:
     """How many bytes less the trainer's totals of gradients take on a device than minialpa's, which are float32."""
-    n_totals = run.model.n_weights / (run.tp * run.pp) if run.n_micro_batches > 1 else 0.0
-    return (4 - run.trainer.total_bytes) * n_totals
+    n_accumulators = run.model.n_weights / (run.tp * run.pp) if run.n_micro_batches > 1 else 0.0
+    return (4 - run.trainer.total_bytes) * n_accumulators
 
 
 def plan_of(run: Run, memory_bytes: float | None = None) -> Plan:

@@ -53,10 +53,10 @@ class CompiledCall:
         own_tree, own_types = own[0], own[-1]  # type: ignore[index]
         if own_tree[0] != tree[0]:
             return f"their structure is {own_tree[0]} instead of {tree[0]}"
-        for i, (found, wanted) in enumerate(zip(own_types, types, strict=True)):
-            if found != wanted:
+        for i, (found, requested) in enumerate(zip(own_types, types, strict=True)):
+            if found != requested:
                 path = self.parameters.paths(call)[0][i]
-                return f"`{path}` is {_type_text(found)} instead of {_type_text(wanted)}"
+                return f"`{path}` is {_type_text(found)} instead of {_type_text(requested)}"
         return "static arguments, their number or settings of jax differ"
 
 

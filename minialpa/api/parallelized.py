@@ -89,7 +89,7 @@ Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recent:
+class LastCall:
     """The last call, whose program the next step of a training loop runs.
 
     Attributes:
@@ -116,7 +116,7 @@ class Recent:
 class _Latest:
     """The last call, so that a training loop needs no lookup."""
 
-    recent: Recent | None = None
+    recent: LastCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +446,7 @@ class ParallelizedFunc:
         # A training step that is new in the session may be one to follow.
         n_training_steps = len(session.training_steps)
         executable, result_of = self._find(call, session)
-        self._latest.recent = Recent(
+        self._latest.recent = LastCall(
             session=session,
             n_training_steps=n_training_steps,
             executable=executable,

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from minialpa.attention.kind import Attention, Step
+from minialpa.attention.kind import AttentionKind, Step
 
 Carry = TypeVar("Carry")
 State = tuple[jax.Array, jax.Array, jax.Array]
@@ -42,7 +42,7 @@ COARSE = 64.0
 
 
 @functools.partial(jax.jit, static_argnames="kind")
-def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
+def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
     """The results of `attention_p`."""
     query, key, value, *others = operands
     problem = _problem(query, key, value, others, kind)
@@ -58,7 +58,7 @@ def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnames=("kind", "dtypes", "wants_bias"))
 def differentiate(
-    *operands: jax.Array, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]
+    *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], wants_bias: Sequence[bool]
 ) -> list[jax.Array]:
     """The results of `attention_gradient_p`."""
     # A compiler that sees both passes keeps scores or unrounded results of the first pass for the second. With a
@@ -70,15 +70,15 @@ def differentiate(
     others = operands[6:]
     problem = _problem(query, key, value, others, kind)
     rows = _rows_of_gradient(problem, out, logsumexp, out_bar)
-    wanted = [n for n, is_wanted in enumerate(wants_bias) if is_wanted]
-    bias_bars = [jnp.zeros(problem.biases[n].shape, problem.dtype) for n in wanted]
+    requested = [n for n, is_requested in enumerate(wants_bias) if is_requested]
+    bias_bars = [jnp.zeros(problem.biases[n].shape, problem.dtype) for n in requested]
 
     def add_row(j: Any, i: Any, carry: Any) -> Any:
         query_bar, bias_bars, key_bar, value_bar = carry
-        query_piece, key_piece, value_piece, bias_pieces = _pair_gradient(problem, rows, wanted, i, j)
-        query_bar = problem.rows.add(query_bar, query_piece, i, 3)
-        bias_bars = [problem.add(bar, piece, i, j) for bar, piece in zip(bias_bars, bias_pieces, strict=True)]
-        return query_bar, bias_bars, key_bar + key_piece, value_bar + value_piece
+        query_block, key_block, value_block, bias_blocks = _pair_gradient(problem, rows, requested, i, j)
+        query_bar = problem.rows.add(query_bar, query_block, i, 3)
+        bias_bars = [problem.add(bar, block, i, j) for bar, block in zip(bias_bars, bias_blocks, strict=True)]
+        return query_bar, bias_bars, key_bar + key_block, value_bar + value_block
 
     def add_column(carry: Any, j: Any) -> Any:
         key_zeros, value_zeros = (jnp.zeros_like(problem.columns.cut(x, 0, 2)) for x in (problem.key, problem.value))
@@ -132,11 +132,11 @@ class _Axis:
             return x
         return lax.dynamic_slice_in_dim(x, i * self.block, self.block, dim)
 
-    def add(self, x: jax.Array, piece: jax.Array, i: Any, dim: int) -> jax.Array:
-        """The array with `piece` added to block i."""
+    def add(self, x: jax.Array, block: jax.Array, i: Any, dim: int) -> jax.Array:
+        """The array with `block` added to block i."""
         if self.n_blocks == 1:
-            return x + piece
-        return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, dim) + piece, i * self.block, dim)
+            return x + block
+        return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, dim) + block, i * self.block, dim)
 
     def join(self, blocks: jax.Array, dim: int) -> jax.Array:
         """The blocks [i ...], concatenated along their dimension `dim`."""
@@ -168,7 +168,7 @@ def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Problem:
+class _BlockedArrays:
     """Arrays in the dtype of the sums, with whole blocks.
 
     Attributes:
@@ -184,7 +184,7 @@ class _Problem:
         masks: the same, of bools.
     """
 
-    kind: Attention
+    kind: AttentionKind
     dtype: np.dtype[Any]
     rows: _Axis
     columns: _Axis
@@ -217,11 +217,11 @@ class _Problem:
         """The part of an array [b g r t s] for a pair of blocks."""
         return self.columns.cut(self.rows.cut(x, i, 3), j, 4)
 
-    def add(self, x: jax.Array, piece: jax.Array, i: Any, j: Any) -> jax.Array:
-        """An array [b g r t s] with `piece` added to its part for a pair of blocks."""
+    def add(self, x: jax.Array, block: jax.Array, i: Any, j: Any) -> jax.Array:
+        """An array [b g r t s] with `block` added to its part for a pair of blocks."""
         # jax clamps the start in a dimension of length 1 to 0.
         starts = [jnp.asarray(k, np.int32) for k in (0, 0, 0, i * self.rows.block, j * self.columns.block)]
-        return lax.dynamic_update_slice(x, self.cut(x, i, j) + piece, starts)
+        return lax.dynamic_update_slice(x, self.cut(x, i, j) + block, starts)
 
     def unpad(self, x: jax.Array) -> jax.Array:
         return self.columns.unpad(x, 4) if x.shape[3] == 1 else self.rows.unpad(self.columns.unpad(x, 4), 3)
@@ -266,7 +266,9 @@ class _Problem:
         return self.rows.cut(self.positions[0], i, 0), self.columns.cut(self.positions[1], j, 0)
 
 
-def _problem(query: jax.Array, key: jax.Array, value: jax.Array, others: Sequence[Any], kind: Attention) -> _Problem:
+def _problem(
+    query: jax.Array, key: jax.Array, value: jax.Array, others: Sequence[Any], kind: AttentionKind
+) -> _BlockedArrays:
     n, end = kind.n_positions, kind.n_positions + kind.n_biases
     positions, biases, masks = others[:n], others[n:end], others[end:]
     dtype = np.dtype(np.float32)
@@ -275,7 +277,7 @@ def _problem(query: jax.Array, key: jax.Array, value: jax.Array, others: Sequenc
 
     b, t, g, r, _ = query.shape
     rows, columns = _axes(t, key.shape[1], b * g * r)
-    return _Problem(
+    return _BlockedArrays(
         kind=kind,
         dtype=dtype,
         rows=rows,
@@ -298,7 +300,7 @@ def _pad_positions(axis: _Axis, positions: jax.Array) -> jax.Array:
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def _walk(problem: _Problem) -> State:
+def _walk(problem: _BlockedArrays) -> State:
     """maximum, total and mixed of all queries, [b g r t] and [b g r t e], padding included."""
     value_sums = _value_sums(problem)
 
@@ -316,7 +318,7 @@ def _walk(problem: _Problem) -> State:
     return maximum, total, mixed
 
 
-def _add_pair(problem: _Problem, value_sums: jax.Array, i: Any, j: Any, state: State) -> State:
+def _add_pair(problem: _BlockedArrays, value_sums: jax.Array, i: Any, j: Any, state: State) -> State:
     """The state of block i of queries after block j of keys."""
     some_seen = problem.some_seen(i, j)
     if some_seen is None:
@@ -329,7 +331,7 @@ def _add_pair(problem: _Problem, value_sums: jax.Array, i: Any, j: Any, state: S
     return kept
 
 
-def _add_scores(problem: _Problem, i: Any, j: Any, state: State) -> State:
+def _add_scores(problem: _BlockedArrays, i: Any, j: Any, state: State) -> State:
     old, total, mixed = state
     score, _ = problem.scores(i, j)
     maximum = jnp.maximum(old, score.max(axis=-1, initial=-jnp.inf))
@@ -341,7 +343,7 @@ def _add_scores(problem: _Problem, i: Any, j: Any, state: State) -> State:
     return maximum, kept * total + weight.sum(axis=-1), kept[..., None] * mixed + new
 
 
-def _add_masked(problem: _Problem, j: Any, value_sums: jax.Array, state: State) -> State:
+def _add_masked(problem: _BlockedArrays, j: Any, value_sums: jax.Array, state: State) -> State:
     """`_add_scores` for a block of masked keys. With a weight of 0, 0 times infinity is NaN, too."""
     old, total, mixed = state
     maximum = jnp.maximum(old, problem.masked_score)
@@ -352,14 +354,14 @@ def _add_masked(problem: _Problem, j: Any, value_sums: jax.Array, state: State) 
     return maximum, kept * total + n_keys.astype(problem.dtype) * weight, kept[..., None] * mixed + new
 
 
-def _shrink(problem: _Problem) -> jax.Array:
+def _shrink(problem: _BlockedArrays) -> jax.Array:
     """1; a smaller power of 2 if the values are so large that their sum, before the division, would be infinite."""
     power = math.ceil(math.log2(2 * max(problem.columns.length, 1)))
     limit = jnp.finfo(problem.dtype).max * 2.0**-power
     return jnp.where((jnp.abs(problem.value) > limit).any(), 2.0**-power, 1.0).astype(problem.dtype)
 
 
-def _value_sums(problem: _Problem) -> jax.Array:
+def _value_sums(problem: _BlockedArrays) -> jax.Array:
     """Sums of the values in each block, [b g j e]."""
     b, g, _, e = problem.value.shape
     return problem.value.reshape(b, g, problem.columns.n_blocks, problem.columns.block, e).sum(axis=3)
@@ -391,7 +393,7 @@ class _Rows:
     masked: jax.Array
 
 
-def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
+def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
     dtype, pad = problem.dtype, problem.rows.pad
     # Sum before the transpose: no transposed copy of the result has to be kept.
     inner = pad((out_bar.astype(dtype) * out.astype(dtype)).sum(axis=-1).transpose(0, 2, 3, 1), 3)
@@ -423,7 +425,7 @@ def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, o
     )
 
 
-def _may_overflow(problem: _Problem, out_bar: jax.Array) -> jax.Array:
+def _may_overflow(problem: _BlockedArrays, out_bar: jax.Array) -> jax.Array:
     """False only if p_bar and its differences are within the range of their dtype."""
     if "p_bar" not in problem.kind.float16:
         return jnp.asarray(False)
@@ -431,7 +433,7 @@ def _may_overflow(problem: _Problem, out_bar: jax.Array) -> jax.Array:
     return ~(cotangent * value < 0.5 * float(jnp.finfo(jnp.float16).max))
 
 
-def _inner(problem: _Problem, shift: jax.Array, factor: jax.Array, out_bar: jax.Array) -> jax.Array:
+def _inner(problem: _BlockedArrays, shift: jax.Array, factor: jax.Array, out_bar: jax.Array) -> jax.Array:
     """sum_s p p_bar, [b g r t], over all keys: if a mask hides infinity, 0 times infinity is NaN."""
 
     def add_block(i: Any, j: Any, inner: jax.Array) -> jax.Array:
@@ -448,21 +450,21 @@ def _inner(problem: _Problem, shift: jax.Array, factor: jax.Array, out_bar: jax.
 
 
 def _weights(
-    problem: _Problem, shift: jax.Array, out_bar: jax.Array, i: Any, j: Any
+    problem: _BlockedArrays, shift: jax.Array, out_bar: jax.Array, i: Any, j: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """exp(score - shift) and p_bar of a pair of blocks, and the mask of visible scores as in `_Problem.scores`."""
+    """exp(score - shift) and p_bar of a pair of blocks, and the mask of visible scores as in `_BlockedArrays.scores`."""
     score, seen = problem.scores(i, j)
     weight = jnp.exp(score - problem.rows.cut(shift, i, 3)[..., None])
     p_bar = _product(problem.rows.cut(out_bar, i, 3), problem.columns.cut(problem.value, j, 2), ((4,), (3,)))
     return problem.rounded(weight, "softmax"), problem.rounded(p_bar, "p_bar"), seen
 
 
-def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any, j: Any) -> Any:
+def _pair_gradient(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], i: Any, j: Any) -> Any:
     """A pair of blocks' summands of the cotangents: query [b g r t d], key [b g s d], value [b g s e], biases."""
     some_seen = problem.some_seen(i, j)
     if some_seen is None:
-        return _gradient_of_scores(problem, rows, wanted, i, j)
-    seen = functools.partial(_gradient_of_scores, problem, rows, wanted, i, j)
+        return _gradient_of_scores(problem, rows, requested, i, j)
+    seen = functools.partial(_gradient_of_scores, problem, rows, requested, i, j)
     shapes = jax.eval_shape(seen)
 
     def masked() -> Any:
@@ -476,7 +478,7 @@ def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any
     return lax.cond(some_seen, seen, masked)
 
 
-def _gradient_of_scores(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any, j: Any) -> Any:
+def _gradient_of_scores(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], i: Any, j: Any) -> Any:
     cut = problem.rows.cut
     out_bar, query = cut(rows.out_bar, i, 3), cut(problem.query, i, 3)
     key = problem.columns.cut(problem.key, j, 2)
@@ -492,7 +494,7 @@ def _gradient_of_scores(problem: _Problem, rows: _Rows, wanted: Sequence[int], i
     if seen is not None:
         score_bar = jnp.where(seen, score_bar, 0)
 
-    bias_bars = [_sum_to(score_bar, problem.cut(problem.biases[n], i, j).shape) for n in wanted]
+    bias_bars = [_sum_to(score_bar, problem.cut(problem.biases[n], i, j).shape) for n in requested]
     # A scale in float16 has its cotangents in float16, and so does a product.
     score_bar = problem.rounded(problem.scaled(problem.rounded(score_bar, "scale")), "product")
     return (

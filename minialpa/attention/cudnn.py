@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from minialpa.attention import blockwise
-from minialpa.attention.kind import Attention
+from minialpa.attention.kind import AttentionKind
 from minialpa.support.private_jax import CudnnAttention, cudnn_attention, cudnn_attention_gradient, cudnn_version
 
 Compute = Callable[[], list[jax.Array]]
@@ -44,7 +44,7 @@ KERNEL_SCOPE = "attention_with_kernel"
 
 
 @functools.partial(jax.jit, static_argnames="kind")
-def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
+def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
     """The results of `attention_p`."""
     plain: Compute = functools.partial(blockwise.attend, *operands, kind=kind)
     query, key, value, *others = operands
@@ -63,7 +63,7 @@ def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnames=("kind", "dtypes", "wants_bias"))
 def differentiate(
-    *operands: jax.Array, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]
+    *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], wants_bias: Sequence[bool]
 ) -> list[jax.Array]:
     """The results of `attention_gradient_p`."""
     plain: Compute = functools.partial(
@@ -92,7 +92,7 @@ def differentiate(
     return _with_kernel(run, plain, others, kind)
 
 
-def takes(query: Any, key: Any, value: Any, kind: Attention) -> bool:
+def takes(query: Any, key: Any, value: Any, kind: AttentionKind) -> bool:
     """Whether cuDNN has kernels for arrays of these shapes and dtypes, and for this kind.
 
     It knows a positive scale, no biases, and at most a window that ends at the query. It computes in float32 between
@@ -112,7 +112,10 @@ def takes(query: Any, key: Any, value: Any, kind: Attention) -> bool:
 
 
 def _with_kernel(
-    run: Callable[[CudnnAttention], list[jax.Array]], plain: Compute, positions: Sequence[jax.Array], kind: Attention
+    run: Callable[[CudnnAttention], list[jax.Array]],
+    plain: Compute,
+    positions: Sequence[jax.Array],
+    kind: AttentionKind,
 ) -> list[jax.Array]:
     """`_choose` if cuDNN is installed, else plain()."""
     with jax.named_scope(KERNEL_SCOPE):
@@ -129,7 +132,10 @@ def _has_old_gpu() -> bool:
 
 
 def _choose(
-    run: Callable[[CudnnAttention], list[jax.Array]], plain: Compute, positions: Sequence[jax.Array], kind: Attention
+    run: Callable[[CudnnAttention], list[jax.Array]],
+    plain: Compute,
+    positions: Sequence[jax.Array],
+    kind: AttentionKind,
 ) -> list[jax.Array]:
     """run(the attention of cuDNN) if the positions allow it, else plain()."""
     everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
@@ -157,7 +163,7 @@ def _either(condition: jax.Array, then: Compute, otherwise: Compute) -> list[jax
     return results
 
 
-def _masked_weigh_nothing(logsumexp: jax.Array, kind: Attention, key: jax.Array) -> jax.Array:
+def _masked_weigh_nothing(logsumexp: jax.Array, kind: AttentionKind, key: jax.Array) -> jax.Array:
     """Whether the weight of masked scores rounds to 0 in each query's total; false for NaN."""
     # A query whose largest visible score is m has a logsumexp of at most m + log(n_keys).
     return (logsumexp > kind.masked_score + NOTHING + math.log(key.shape[1])).all()

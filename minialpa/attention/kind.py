@@ -11,7 +11,7 @@ Step = Literal["product", "scale", "softmax", "p_bar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionKind:
     """The operands of an attention, and the formula of its scores.
 
     Attributes:

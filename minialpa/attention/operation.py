@@ -29,13 +29,13 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from minialpa.attention import blockwise, cudnn
-from minialpa.attention.kind import Attention as Attention
+from minialpa.attention.kind import AttentionKind as AttentionKind
 from minialpa.support.private_jax import define_function, new_aval
 
 #: Operands: query [b t g r d], key [b s g d], value [b s g e]; if there is a window, positions of queries [t] and of
 #: keys [s], int32; `n_biases` arrays and `n_masks` boolean arrays of [b g r t s], any dimension of which may be 1.
 #: Results: out [b t g r e] of the value's dtype, logsumexp [b t g r] of float32 (float64 for a query of float64).
-#: Parameter: kind, an `Attention`.
+#: Parameter: kind, an `AttentionKind`.
 attention_p = Primitive("minialpa_attention")
 
 #: Operands: query, key, value, out, logsumexp, out_bar [b t g r e], then positions, biases and masks as above.
@@ -44,7 +44,7 @@ attention_p = Primitive("minialpa_attention")
 attention_gradient_p = Primitive("minialpa_attention_gradient")
 
 
-def _attention_avals(*operands: Any, kind: Attention) -> list[Any]:
+def _attention_avals(*operands: Any, kind: AttentionKind) -> list[Any]:
     query, _, value, *_ = operands
     b, t, g, r, _ = query.shape
     statistics = np.promote_types(query.dtype, np.float32)
@@ -54,10 +54,12 @@ def _attention_avals(*operands: Any, kind: Attention) -> list[Any]:
     ]
 
 
-def _gradient_avals(*operands: Any, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]) -> list[Any]:
+def _gradient_avals(
+    *operands: Any, kind: AttentionKind, dtypes: Sequence[str], wants_bias: Sequence[bool]
+) -> list[Any]:
     biases = operands[6 + kind.n_positions :][: kind.n_biases]
-    wanted = [bias for bias, is_wanted in zip(biases, wants_bias, strict=True) if is_wanted]
-    like = zip((*operands[:3], *wanted), dtypes, strict=True)
+    requested = [bias for bias, is_requested in zip(biases, wants_bias, strict=True) if is_requested]
+    like = zip((*operands[:3], *requested), dtypes, strict=True)
     return [new_aval(x.shape, np.dtype(dtype), operands) for x, dtype in like]
 
 

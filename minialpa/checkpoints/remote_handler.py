@@ -23,7 +23,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.errors import CheckpointError
 from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
-from minialpa.runtime.cluster.array_files import ArrayToWrite, WantedArray, read_arrays, start_writing
+from minialpa.runtime.cluster.array_files import ArrayToWrite, RequestedArray, read_arrays, start_writing
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.runtime.workers.array_files import StoredArray
@@ -61,7 +61,7 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
         """Read arrays. Workers read all of theirs at once. This process reads one array after the other, so that its
         memory holds one whole array at a time."""
         found: dict[int, Any] = {}
-        on_workers: dict[ClusterRuntime, dict[int, list[WantedArray]]] = {}
+        on_workers: dict[ClusterRuntime, dict[int, list[RequestedArray]]] = {}
         for i, (info, arg) in enumerate(zip(infos, args or (), strict=True)):
             if isinstance(arg.target, DistributedTarget):
                 on_workers.setdefault(arg.target.session, {})[i] = _blocks_to_read(arg.target, info)
@@ -69,9 +69,9 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
                 (whole,) = await super().deserialize([info], [ocp.RestoreArgs(restore_type=np.ndarray)])
                 found[i] = _in_blocks(whole, arg.target)
 
-        for runtime, wanted in on_workers.items():
-            arrays = iter(read_arrays(runtime, [array for blocks in wanted.values() for array in blocks]))
-            for i, blocks in wanted.items():
+        for runtime, requested in on_workers.items():
+            arrays = iter(read_arrays(runtime, [array for blocks in requested.values() for array in blocks]))
+            for i, blocks in requested.items():
                 made = [next(arrays) for _ in blocks]
                 found[i] = made[0] if len(made) == 1 else BlockedArray(made)
         return [found[i] for i in range(len(infos))]
@@ -129,16 +129,16 @@ def _to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
     return ArrayToWrite(shape=value.shape, blocks=tuple(zip(value.stored_as, first_rows, strict=True)), stored=stored)
 
 
-def _blocks_to_read(target: DistributedTarget, info: Any) -> list[WantedArray]:
+def _blocks_to_read(target: DistributedTarget, info: Any) -> list[RequestedArray]:
     """The blocks of an array, or the array as the only one."""
     spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
     stored = StoredArray(str(info.parent_dir), _context(), spec)
-    wanted = []
+    requested = []
     for (start, stop), layouts in zip(target.rows or ((0, 0),), target.layouts, strict=True):
         shape = (stop - start, *target.shape[1:]) if target.rows else target.shape
         kind = ArrayType(shape, str(target.dtype), weak_type=target.weak_type)
-        wanted.append(WantedArray(type=kind, layouts=layouts, stored=stored, first_row=start))
-    return wanted
+        requested.append(RequestedArray(type=kind, layouts=layouts, stored=stored, first_row=start))
+    return requested
 
 
 @functools.cache

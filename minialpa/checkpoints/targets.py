@@ -132,15 +132,15 @@ def out_of_stored_tree(state: Any, target: Any) -> Any:
 def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
     """The leaves that orbax read, with the types of their targets. weak: see `weak_numbers`."""
 
-    def checked(path: Any, wanted: Any, found: Any) -> Any:
+    def checked(path: Any, requested: Any, found: Any) -> Any:
         text = jax.tree_util.keystr(path)
-        if isinstance(wanted, _Number) or (np.shape(found) == () and isinstance(found, np.ndarray)):
-            found = _number(found, wanted, text, name)
+        if isinstance(requested, _Number) or (np.shape(found) == () and isinstance(found, np.ndarray)):
+            found = _number(found, requested, text, name)
             return _weakly_typed(found) if ".".join(_name(path)) in weak else found
-        if tuple(found.shape) != tuple(wanted.shape) or found.dtype != wanted.dtype:
+        if tuple(found.shape) != tuple(requested.shape) or found.dtype != requested.dtype:
             raise CheckpointError(
                 f"`{text}` in {name} is {_type_text(found.shape, found.dtype)}; expected "
-                f"{_type_text(wanted.shape, wanted.dtype)}."
+                f"{_type_text(requested.shape, requested.dtype)}."
             )
         return _weakly_typed(found) if ".".join(_name(path)) in weak else found
 
@@ -187,8 +187,8 @@ def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_r
 
     partial_restore: whether the checkpoint may have leaves that the target lacks.
     """
-    wanted = {_name(path): (jax.tree_util.keystr(path), leaf) for path, leaf in leaves}
-    for path, (text, leaf) in wanted.items():
+    requested = {_name(path): (jax.tree_util.keystr(path), leaf) for path, leaf in leaves}
+    for path, (text, leaf) in requested.items():
         shape, dtype = _stored_type(leaf)
         if path not in there:
             yield f"`{text}`: not in the checkpoint; expected {_type_text(shape, dtype)}"
@@ -198,7 +198,7 @@ def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_r
                 f"`{text}`: the checkpoint has {_type_text(found.shape, found.dtype)}; expected "
                 f"{_type_text(shape, dtype)}"
             )
-    for path in () if partial_restore else there.keys() - wanted.keys():
+    for path in () if partial_restore else there.keys() - requested.keys():
         found = there[path]
         yield f"`{'.'.join(path)}`: the checkpoint has {_type_text(found.shape, found.dtype)}; not in the target"
 

@@ -28,7 +28,7 @@ from minialpa.inter.search.stage_solve import NotFasterError, SlowestStage, Stag
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.inter.short_plan import ShortStep, pieced_whole, pieces_of_layers, short_step_of, staged_short_step
+from minialpa.inter.short_plan import ShortStep, pieced_whole, short_step_of, staged_short_step, sublayers_of_layers
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
@@ -38,7 +38,7 @@ from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
 from minialpa.ir.equations import shape_of
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
-from minialpa.rules.heavy import is_contraction
+from minialpa.rules.expensive import is_contraction
 from minialpa.tracing.ragged_products import ragged_products
 
 #: Steps with fewer equations are always planned as a whole.
@@ -169,7 +169,7 @@ def _staged(context: PlanningContext, layered: LayeredStep, chunks: Chunks) -> S
     groups = chunks.of_group(layered.of_group)
 
     # Methods differ in their shardings, and many attempts share one staged step.
-    return context.staged.once(
+    return context.staged.get_or_make(
         (_made_by(layered), chunks, n, rows, casts),
         lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_rows=rows, cast_once=casts),
     )
@@ -188,16 +188,16 @@ def _staged_short(
         return None
     options = context.options
     n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
-    piece_of_group, layer_of_piece = pieces_of_layers(layered.plain, layered.of_group)
+    sublayer_of_group, layer_of_sublayer = sublayers_of_layers(layered.plain, layered.of_group)
     try:
-        whole = context.pieced.once(
-            (layered.plain.flat, piece_of_group, n), lambda: pieced_whole(layered.plain, piece_of_group, n)
+        whole = context.sublayered.get_or_make(
+            (layered.plain.flat, sublayer_of_group, n), lambda: pieced_whole(layered.plain, sublayer_of_group, n)
         )
         chunk_of_layer = {layer: chunk for chunk, layers in enumerate(chunks.layers) for layer in layers}
-        short = short_step_of(whole, layered, layer_of_piece, [chunk_of_layer[k] for k in sorted(chunk_of_layer)])
+        short = short_step_of(whole, layered, layer_of_sublayer, [chunk_of_layer[k] for k in sorted(chunk_of_layer)])
         if short is None or len(short.short.step.flat.eqns) > _MOST_OF_WHOLE * len(layered.plain.flat.eqns):
             return None
-        staged = context.staged.once(
+        staged = context.staged.get_or_make(
             ("short", layered.plain.flat, _made_by(layered), chunks, n, rows, casts),
             lambda: staged_short_step(short, n, chunks, keep_rows=rows, cast_once=casts),
         )
@@ -211,7 +211,7 @@ def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
     if isinstance(plan, Sketch):
         return plan.placed.staged
     made_by = (plan.layer_of_group, plan.remat, plan.row_blocks) if plan.layer_of_group else context.traced.flat
-    return context.staged.once(
+    return context.staged.get_or_make(
         (made_by, plan_chunks(plan), plan.n_micro_batches, plan.keeps_rows, plan.casts_once),
         lambda: realise(context.traced, plan).staged,
     )
@@ -237,7 +237,7 @@ def _slowest(placed: PlacedStages, solved: Sequence[SolvedMesh]) -> SlowestStage
     if not solved:
         return None
     n = placed.staged.split.n_micro_batches
-    seconds = max(n * one.times.pass_s + one.times.once_s for one in solved)
+    seconds = max(n * one.times.pass_s + one.times.per_step_s for one in solved)
     return SlowestStage(seconds, _SPARE_PART * seconds * n / len(placed.stages))
 
 
@@ -328,7 +328,7 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         transfers=planned_transfers(staged),
         cost=_cost(stages, _border_seconds(placed, context.cluster), placed.schedule.size),
         row_blocks=layered.row_blocks,
-        per_micro_batch=staged.split.own,
+        per_micro_batch=staged.split.per_micro_batch,
         keeps_rows=bool(options.keep_rows),
         casts_once=bool(options.cast_once) and options.n_micro_batches > 1,
         batch=layered.plain.batch_arguments,

@@ -86,7 +86,7 @@ def _plans_by_name(
     if not isinstance(space, str) and (cluster.num_hosts, cluster.devices_per_host) not in space:
         return []
 
-    tries = _Tries(context, planned, best_variant, _least_s(found))
+    tries = _MethodTries(context, planned, best_variant, _least_s(found))
     numbers = context.options.micro_batch_choices(context.traced.batch_size)
     # Without a plan to start from, each device has one example at a time.
     first = found[0].n_micro_batches if found else max(1, numbers[-1] // cluster.n_devices)
@@ -100,7 +100,7 @@ def _plans_by_name(
 
 
 def _with_other_numbers(
-    tries: _Tries,
+    tries: _MethodTries,
     by_name: Sequence[PlanOptions],
     numbers: Sequence[int],
     with_number: Callable[[int], Iterator[PlanOptions]],
@@ -137,7 +137,7 @@ def _with_other_numbers(
 _Outcome = Literal["faster", "slower", "bounded", "too large"]
 
 
-class _Tries:
+class _MethodTries:
     """Methods that are planned one after the other, each of which has to be faster than all before.
 
     Attributes:
@@ -217,7 +217,7 @@ def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool]:
     if n == 1:
         return False, False
     split = split_micro_batches(context.traced, n)
-    keeps_rows = context.options.keep_rows is None and split.computes_rows_again
+    keeps_rows = context.options.keep_rows is None and split.recomputes_rows
     casts_once = context.options.cast_once is None and casts_weights(split)
     return keeps_rows, casts_once
 

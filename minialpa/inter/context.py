@@ -15,7 +15,7 @@ from minialpa.errors import ShardingError
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, cut_scans, whole_scans
 from minialpa.inter.search.stage_cost import EQUATION_BYTES
 from minialpa.inter.search.stage_solve import StageSolver
-from minialpa.inter.short_plan import PiecedWhole
+from minialpa.inter.short_plan import SublayeredWhole
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.constraints import matches
 from minialpa.intra.memory.compiler import Compiler
@@ -69,8 +69,8 @@ class PlanningContext:
             _MOST_STAGED_BYTES, lambda cut: EQUATION_BYTES * len(cut.step.flat.ops) if cut else 0
         )
     )
-    pieced: Recent[PiecedWhole] = dataclasses.field(
-        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda whole: EQUATION_BYTES * len(whole.where.pieces))
+    sublayered: Recent[SublayeredWhole] = dataclasses.field(
+        default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda whole: EQUATION_BYTES * len(whole.where.sublayers))
     )
     staged: Recent[StagedStep] = dataclasses.field(
         default_factory=lambda: Recent(_MOST_STAGED_BYTES, lambda staged: EQUATION_BYTES * len(staged.split.ops))
@@ -83,11 +83,11 @@ class PlanningContext:
 
     def cut_scans(self, layers: LayerOption) -> CutStep | None:
         """See `layered_step.cut_scans`. Attempts share the step, so that they share its pieces."""
-        return self.cuts.once(("cut", layers), lambda: cut_scans(self.whole, layers))
+        return self.cuts.get_or_make(("cut", layers), lambda: cut_scans(self.whole, layers))
 
     def whole_scans(self, layers: LayerOption) -> CutStep:
         """See `layered_step.whole_scans`."""
-        cut = self.cuts.once(("whole", layers), lambda: whole_scans(self.whole, layers))
+        cut = self.cuts.get_or_make(("whole", layers), lambda: whole_scans(self.whole, layers))
         assert cut is not None
         return cut
 

@@ -29,10 +29,10 @@ from minialpa.ir.equations import dtype_name, operand_vars, shape_of
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.plan import PlacedValue, Plan
 from minialpa.sharding import Spec
-from minialpa.tracing.trace import Part, TracedStep
+from minialpa.tracing.trace import LeafPart, TracedStep
 
 #: A leaf of the function, or a block of its rows, as planning names it: unlike paths, no two have one name.
-_Names = Mapping[Part, str]
+_Names = Mapping[LeafPart, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Homes:
 
     of_leaf: Mapping[int, PlacedValue]
 
-    def of_part(self, part: Part) -> dict[int, Spec]:
+    def of_part(self, part: LeafPart) -> dict[int, Spec]:
         """The meshes that hold a leaf or a block of it, with its spec on each."""
         value = self.of_leaf.get(part.leaf)
         if value is None:
@@ -212,7 +212,7 @@ def _decides(traced: TracedStep, leaf: int) -> bool:
     return traced.batch_dims[leaf] is None and not is_integer
 
 
-def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> tuple[int, ...]:
+def _stage_of_groups(step: TracedStep, parts: Sequence[LeafPart], homes: _Homes) -> tuple[int, ...]:
     """The stage of each forward group: the stage of its leaves, and not before its operands."""
     # Values that no leaf decides, such as targets made of the batch, are computed at their first reader.
     stages = with_first_readers(step.flat.eqns, _stages_by_leaves(step, parts, homes))
@@ -223,7 +223,7 @@ def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> 
     return tuple(of_group)
 
 
-def _stages_by_leaves(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> list[int | None]:
+def _stages_by_leaves(step: TracedStep, parts: Sequence[LeafPart], homes: _Homes) -> list[int | None]:
     """The stage of each equation that reads leaves, or results of such equations; None for others."""
     home_of = {var: sorted(homes.of_part(part)) for var, part in zip(step.flat.invars, parts, strict=True)}
     stage_of: dict[Var, int] = {}

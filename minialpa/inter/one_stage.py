@@ -62,7 +62,7 @@ def plan_on_submesh(context: PlanningContext) -> Plan:
     if choices == ("none",) or context.traced.n_groups == 0:  # without gradients, no value waits for a backward pass
         return plan_stages(context, context.whole, [stage])
     if len(choices) == 1:
-        tries = _Tries(context, _cut(context), stage)
+        tries = _RematTries(context, _cut(context), stage)
         return plan_stages(context, tries.layered(choices[0], "none", tries.most), [tries.layered_stage()])
     return _with_least_again(context, stage)
 
@@ -110,7 +110,7 @@ def _with_least_again(context: PlanningContext, stage: DecidedStage) -> Plan:
     except TraceError as error:
         return first.plan_or_raise(f"Rematerialisation needs layers, and there are none: {error}")
 
-    tries = _Tries(context, cut, stage)
+    tries = _RematTries(context, cut, stage)
     if not tries.most:
         return first.plan_or_raise("Rematerialisation needs two layers, and there is one.")
 
@@ -169,7 +169,7 @@ def _tried(context: PlanningContext, layered: LayeredStep, stage: DecidedStage, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Tries:
+class _RematTries:
     """Rematerialisations of the layers of one step, on one stage."""
 
     context: PlanningContext

@@ -134,11 +134,11 @@ def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str
     made = {value for op in split.in_segment(segment) for value in op.eqn.outvars}
     for one in split.accumulators:
         if one.loop in made:
-            yield f"{text.name_of(one.total)} = {one.reduction} of {text.name_of(one.loop)} over micro-batches"
+            yield f"{text.name_of(one.complete)} = {one.reduction} of {text.name_of(one.loop)} over micro-batches"
     for stack in split.stacks:
         if stack.loop in made:
             joined = f"micro-batches along dimension {stack.dim}"
-            yield f"{text.name_of(stack.total)} = {text.name_of(stack.loop)} of all {joined}"
+            yield f"{text.name_of(stack.complete)} = {text.name_of(stack.loop)} of all {joined}"
 
 
 def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
@@ -149,8 +149,8 @@ def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
     if split.micro_index is not None:
         names[split.micro_index] = "micro_batch"
     number = block.text(names).name_of
-    names |= {one.total: f"total({number(one.loop)})" for one in split.accumulators}
-    names |= {one.total: f"all({number(one.loop)})" for one in split.stacks}
+    names |= {one.complete: f"{one.reduction}({number(one.loop)})" for one in split.accumulators}
+    names |= {one.complete: f"all({number(one.loop)})" for one in split.stacks}
     return block, block.text(names)
 
 
@@ -230,7 +230,7 @@ def _instruction(program: Program, one: Instruction) -> str:
             return f"{_buffers(one.outputs)} = {function.name}({_buffers(one.inputs)}) on mesh {function.mesh}"
         case Accumulate():
             name = program.functions[one.function].name
-            return f"{_buffers(one.totals)} += {_buffers(one.values)}   by {name}"
+            return f"{_buffers(one.accumulators)} += {_buffers(one.values)}   by {name}"
         case Transfer():
             return f"b{one.target} = b{one.source} sent to mesh {one.mesh} as {one.spec}"
         case _:

@@ -30,11 +30,11 @@ from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
 from minialpa.inter.refine import or_longer_scans
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
+from minialpa.inter.search_payoff import or_equal_stages, plan_if_not_searched
 from minialpa.inter.short_plan import NotExpandedError
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.whole_plan import whole_plan
-from minialpa.inter.worth import or_equal_stages, plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, remats
 from minialpa.plan import Plan
@@ -73,7 +73,7 @@ def plan_step(
         return _whole(context, _best_plan(context))
     except (NotExpandedError, InfeasibleError):
         # Short steps predict memory. The whole step may fit where they do not, and the other way round.
-        if not len(context.pieced):
+        if not len(context.sublayered):
             raise
         return _best_plan(dataclasses.replace(context, shortens=False))
 
@@ -170,7 +170,7 @@ def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedS
 def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
     """`plan`, or the same stages with rows kept, or with weights cast once, if that is open, fits and is faster."""
     options = context.options
-    if options.keep_rows is None and plan.n_loops > 1 and staged_step_of(context, plan).split.computes_rows_again:
+    if options.keep_rows is None and plan.n_loops > 1 and staged_step_of(context, plan).split.recomputes_rows:
         plan = _or_planned_with(context, plan, keep_rows=True)
     is_open = options.cast_once is None and plan.n_micro_batches > 1 and not plan.casts_once
     if is_open and casts_weights(staged_step_of(context, plan).split):

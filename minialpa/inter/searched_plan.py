@@ -18,12 +18,12 @@ from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.refine import or_interleaved, or_longer_scans
 from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
-from minialpa.inter.search.piece_solver import PieceSearch
 from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_cost import load_costs, save_costs
+from minialpa.inter.search.sublayer_solver import SublayerSearch
 from minialpa.inter.search.submeshes import Space, candidates
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.inter.worth import on_one_device
+from minialpa.inter.search_payoff import on_one_device
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Certificate, Plan
 
@@ -64,7 +64,7 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         tolerance=auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    pieces = PieceSearch(
+    sublayers = SublayerSearch(
         traced=cut.step,
         layer_of_group=cut.of_group,
         cluster=context.cluster,
@@ -73,7 +73,7 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         option=options.sharding,
         strategy_cache=context.solver.strategy_cache,
     )
-    bounds = StageBounds(pieces, known)
+    bounds = StageBounds(sublayers, known)
     search = StageSearch(bounds, context.report)
     solved = _solve_what_is_found(context, cut, search)
     save_costs(auto.cached_costs, known)

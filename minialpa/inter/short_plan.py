@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.layers.forward import pieces_of
+from minialpa.inter.layers.forward import sublayers_of
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.schedule.chunks import Chunks
 from minialpa.inter.search.short_step import (
     NotShortened,
     Shortened,
-    StagedPieces,
+    StagedSublayers,
     Where,
     kinds_of,
     whole_step,
@@ -47,94 +47,96 @@ class NotExpandedError(Exception):
     """The whole step differs from the short one."""
 
 
-class Place(NamedTuple):
+class EquationPlace(NamedTuple):
     """An equation of a staged step: the `number`-th of one piece in one direction of one segment.
 
-    piece: -1 for equations that belong to no piece.
+    sublayer: -1 for equations that belong to no piece.
     """
 
-    piece: int
+    sublayer: int
     segment: int
     direction: str
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PiecedWhole:
+class SublayeredWhole:
     """A step with the layers of its groups, as pieces.
 
     kinds: pieces of one kind are the same equations.
     """
 
-    pieces: StagedPieces
+    sublayers: StagedSublayers
     where: Where
     kinds: tuple[int, ...]
 
     @property
-    def piece_of_group(self) -> tuple[int, ...]:
+    def sublayer_of_group(self) -> tuple[int, ...]:
         """The piece of each forward group."""
-        return self.pieces.whole.piece_of_group
+        return self.sublayers.whole.sublayer_of_group
 
 
-def pieces_of_layers(step: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sublayers_of_layers(step: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The piece of each forward group, and the layer of each piece. Without layers, the step is one layer."""
-    return pieces_of(step, tuple(layer_of_group) or (0,) * step.n_groups)
+    return sublayers_of(step, tuple(layer_of_group) or (0,) * step.n_groups)
 
 
-def pieced_whole(step: TracedStep, piece_of_group: tuple[int, ...], n_micro_batches: int) -> PiecedWhole:
+def pieced_whole(step: TracedStep, sublayer_of_group: tuple[int, ...], n_micro_batches: int) -> SublayeredWhole:
     """Raises TraceError if the step cannot be split into so many micro-batches."""
-    whole = whole_step(step, piece_of_group)
-    staged = stage_step(step, n_micro_batches, piece_of_group, range(whole.n_pieces))
-    problems = {piece: mesh_equations(staged, piece) for piece in range(whole.n_pieces)}
+    whole = whole_step(step, sublayer_of_group)
+    staged = stage_step(step, n_micro_batches, sublayer_of_group, range(whole.n_sublayers))
+    problems = {sublayer: mesh_equations(staged, sublayer) for sublayer in range(whole.n_sublayers)}
     keys = [problem_key(problem) for problem in problems.values()]
-    pieces = StagedPieces(whole=whole, staged=staged, problems=problems, kind=tuple(keys.index(key) for key in keys))
-    where = Where.of(pieces)
-    return PiecedWhole(pieces=pieces, where=where, kinds=tuple(kinds_of(pieces, where)))
+    sublayers = StagedSublayers(
+        whole=whole, staged=staged, problems=problems, kind=tuple(keys.index(key) for key in keys)
+    )
+    where = Where.of(sublayers)
+    return SublayeredWhole(sublayers=sublayers, where=where, kinds=tuple(kinds_of(sublayers, where)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortStep:
     """A step without most of its repeated units, before rematerialisation.
 
-    layered: of the whole step. layer_of_piece: the layer of each piece.
+    layered: of the whole step. layer_of_sublayer: the layer of each piece.
     """
 
-    whole: PiecedWhole
+    whole: SublayeredWhole
     short: Shortened
     layered: LayeredStep
-    layer_of_piece: tuple[int, ...]
+    layer_of_sublayer: tuple[int, ...]
 
     @property
     def layer_of_group(self) -> tuple[int, ...]:
         """The layer of each group of the short step."""
         if not self.layered.of_group:
             return ()
-        runs_as, layers = self.short.runs_as, self.layer_of_piece
-        return tuple(layers[runs_as[piece]] for piece in self.whole.piece_of_group)
+        runs_as, layers = self.short.runs_as, self.layer_of_sublayer
+        return tuple(layers[runs_as[sublayer]] for sublayer in self.whole.sublayer_of_group)
 
-    def places(self, staged: StagedStep, *, is_short: bool) -> dict[JaxprEqn, Place]:
+    def places(self, staged: StagedStep, *, is_short: bool) -> dict[JaxprEqn, EquationPlace]:
         """The places of the equations of the short step, or of the whole one, with the pieces of the whole one."""
-        pieces = _pieces_of_equations(self, staged, is_short=is_short)
+        sublayers = _sublayers_of_equations(self, staged, is_short=is_short)
         counter = Counter[tuple[int, int, str]]()
-        found: dict[JaxprEqn, Place] = {}
-        for op, piece in zip(staged.split.ops, pieces, strict=True):
-            key = (piece, op.segment, op.origin.direction)
-            found[op.eqn] = Place(*key, counter[key])
+        found: dict[JaxprEqn, EquationPlace] = {}
+        for op, sublayer in zip(staged.split.ops, sublayers, strict=True):
+            key = (sublayer, op.segment, op.origin.direction)
+            found[op.eqn] = EquationPlace(*key, counter[key])
             counter[key] += 1
         return found
 
 
 def short_step_of(
-    whole: PiecedWhole, layered: LayeredStep, layer_of_piece: tuple[int, ...], chunk_of_layer: Sequence[int]
+    whole: SublayeredWhole, layered: LayeredStep, layer_of_sublayer: tuple[int, ...], chunk_of_layer: Sequence[int]
 ) -> ShortStep | None:
     """The short step of an attempt; None if too little repeats.
 
     chunk_of_layer: the chunk of the pipeline of each layer; empty without a pipeline.
     """
-    n_of_layer = Counter(layer_of_piece)
+    n_of_layer = Counter(layer_of_sublayer)
     seen = Counter[int]()
     apart: list[Hashable] = []
-    for layer in layer_of_piece:
+    for layer in layer_of_sublayer:
         chunk = chunk_of_layer[layer] if chunk_of_layer else 0
         remat = layered.remat[layer] if layered.remat else "none"
         # A layer is rematerialised as a whole, so a unit has whole layers.
@@ -143,10 +145,10 @@ def short_step_of(
         apart.append((chunk, remat, place))
 
     keys = list(zip(whole.kinds, apart, strict=True))
-    short = with_models(whole.pieces, whole.where, [keys.index(key) for key in keys])
+    short = with_models(whole.sublayers, whole.where, [keys.index(key) for key in keys])
     if isinstance(short, NotShortened):
         return None
-    return ShortStep(whole=whole, short=short, layered=layered, layer_of_piece=layer_of_piece)
+    return ShortStep(whole=whole, short=short, layered=layered, layer_of_sublayer=layer_of_sublayer)
 
 
 def staged_short_step(
@@ -160,30 +162,30 @@ def staged_short_step(
     return replace(staged, repeats=_repeats(step, staged))
 
 
-def _pieces_of_equations(step: ShortStep, staged: StagedStep, *, is_short: bool) -> list[int]:
+def _sublayers_of_equations(step: ShortStep, staged: StagedStep, *, is_short: bool) -> list[int]:
     """The piece of each operation of the whole or short step, numbered as in the whole step; -1 without one."""
     split, short = staged.split, step.short
     sources = split.traced.flat.eqns
-    piece_of_group = step.whole.piece_of_group
+    sublayer_of_group = step.whole.sublayer_of_group
 
-    pieces: list[int | None] = []
+    sublayers: list[int | None] = []
     for op in split.ops:
         made = sources[op.source].outvars if op.source >= 0 else []
-        piece = short.piece_of.get(made[0]) if made else None
-        if piece is None and op.origin.group is not None:
-            piece = piece_of_group[op.origin.group]
-            piece = short.runs_as[piece] if is_short else piece
-        pieces.append(piece)
+        sublayer = short.sublayer_of.get(made[0]) if made else None
+        if sublayer is None and op.origin.group is not None:
+            sublayer = sublayer_of_group[op.origin.group]
+            sublayer = short.runs_as[sublayer] if is_short else sublayer
+        sublayers.append(sublayer)
 
     # Equations that splitting adds belong to the first piece of their readers.
     of_reader: dict[Var, int] = {}
     known: list[int] = []
-    for op, piece in zip(reversed(split.ops), reversed(pieces), strict=True):
-        if piece is None:
-            piece = min((of_reader[v] for v in op.eqn.outvars if v in of_reader), default=-1)
-        for v in operand_vars(op.eqn) if piece >= 0 else ():
-            of_reader[v] = min(piece, of_reader.get(v, piece))
-        known.append(piece)
+    for op, sublayer in zip(reversed(split.ops), reversed(sublayers), strict=True):
+        if sublayer is None:
+            sublayer = min((of_reader[v] for v in op.eqn.outvars if v in of_reader), default=-1)
+        for v in operand_vars(op.eqn) if sublayer >= 0 else ():
+            of_reader[v] = min(sublayer, of_reader.get(v, sublayer))
+        known.append(sublayer)
     return known[::-1]
 
 
@@ -194,11 +196,11 @@ def _repeats(step: ShortStep, staged: StagedStep) -> Repeats:
     equations: dict[JaxprEqn, Repeated] = {}
     alike: dict[JaxprEqn, JaxprEqn] = {}
     for eqn, place in places.items():
-        if place.piece not in short.models:
+        if place.sublayer not in short.models:
             continue
-        model = short.models[place.piece]
+        model = short.models[place.sublayer]
         equations[eqn] = Repeated(model.n, UnitPass(model.run, place.segment, place.direction))
-        other = eqn_at.get(place._replace(piece=model.before))
+        other = eqn_at.get(place._replace(sublayer=model.before))
         if other is not None and _is_alike(eqn, other):
             alike[eqn] = other
     return Repeats(equations, _counts(staged, equations), alike)
@@ -244,7 +246,7 @@ class Expansion:
         runs_as = (*step.short.runs_as, -1)
         self.of: dict[JaxprEqn, JaxprEqn] = {}
         for eqn, place in step.places(whole, is_short=False).items():
-            found = at.get(place._replace(piece=runs_as[place.piece]))
+            found = at.get(place._replace(sublayer=runs_as[place.sublayer]))
             if found is None or not _is_alike(eqn, found):
                 raise NotExpandedError(f"`{eqn.primitive.name}` at {place} has no counterpart in the short step.")
             self.of[eqn] = found

@@ -54,16 +54,16 @@ def _readers(program: ShardedEquations) -> Mapping[Var, _Readers]:
 
 
 def _better_spec(
-    eqn: JaxprEqn, before: Spec, chosen: EquationSpecs, wanted: set[Spec], wanted_before: set[Spec]
+    eqn: JaxprEqn, before: Spec, chosen: EquationSpecs, required: set[Spec], read_before: set[Spec]
 ) -> Spec | None:
     """A spec of a conversion that moves less than `chosen`, or None.
 
-    before: the spec of its operand. wanted: specs in which its result is read. wanted_before: specs in which others
+    before: the spec of its operand. required: specs in which its result is read. read_before: specs in which others
     read its operand.
     """
     converted = chosen.operands[0]
-    after = next(iter(wanted), converted)
-    if len(wanted) != 1 or {*chosen.made, *chosen.results} != {converted}:
+    after = next(iter(required), converted)
+    if len(required) != 1 or {*chosen.made, *chosen.results} != {converted}:
         return None
     if before.partial or converted.partial or after.partial:
         return None
@@ -72,7 +72,7 @@ def _better_spec(
     if grows > 0 and before == converted != after:
         return after
     # The operand moves to this spec anyway if others want it.
-    if grows < 0 and before != converted == after and converted not in wanted_before:
+    if grows < 0 and before != converted == after and converted not in read_before:
         return before
     return None
 

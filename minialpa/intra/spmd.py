@@ -74,8 +74,8 @@ class ShardedEquations:
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
-    early: frozenset[Var] = frozenset()
-    awaited: frozenset[Var] = frozenset()
+    live_on_entry: frozenset[Var] = frozenset()
+    required_outputs: frozenset[Var] = frozenset()
     in_loop: bool = False
     repeats: Repeats = NO_REPEATS
 
@@ -200,8 +200,8 @@ def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) 
         specs=specs,
         equations=dict(zip(flat.eqns, chosen.body, strict=True)),
         out_specs=out_specs,
-        early=frozenset(body.early),
-        awaited=frozenset(body.awaited),
+        live_on_entry=frozenset(body.live_on_entry),
+        required_outputs=frozenset(body.required_outputs),
         in_loop=True,
     )
     return body, inside
@@ -236,7 +236,9 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
     """The collectives of one run of the program, in order."""
     found: list[Communication] = []
     groups = sum_groups(program.eqns).number
-    hidden = hidden_values(program.eqns, program.invars, program.early, program.awaited, in_loop=program.in_loop)
+    hidden = hidden_values(
+        program.eqns, program.invars, program.live_on_entry, program.required_outputs, in_loop=program.in_loop
+    )
 
     # The shards are bits: the sums that they wait for.
     def move(after: int, step: ReshardStep, atom: Atom) -> int:

@@ -65,8 +65,8 @@ def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
 
 def _verify_inputs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
     where = f"{found.where}.input_specs"
-    given, wanted = len(found.inputs), len(problem.inputs)
-    require(given == wanted, where, f"a list of {given}", f"{wanted}, one for each array that the stage is given")
+    given, required = len(found.inputs), len(problem.inputs)
+    require(given == required, where, f"a list of {given}", f"{required}, one for each array that the stage is given")
 
     known: dict[Var, Spec] = {}
     for i, ((v, _), spec) in enumerate(zip(problem.inputs, found.inputs, strict=True)):

@@ -78,7 +78,7 @@ class Transformer(Model):
 
     def blocks(self, network: Network, x: jax.Array) -> jax.Array:
         for i in range(self.n_layers):
-            x = Block(self, name=f"block_{i}")(x)
+            x = TransformerBlock(self, name=f"block_{i}")(x)
             network.boundaries.after(i)
         return x
 
@@ -88,7 +88,7 @@ class Transformer(Model):
         return x + position.astype(self.dtype)[None]
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, cross-attention if there is a `memory`, and feed-forward. [b s hidden] -> [b s hidden]."""
 
     model: Transformer
@@ -221,21 +221,21 @@ class Llama(Tokens):
     def blocks(self, network: Network, x: jax.Array) -> jax.Array:
         if self.scan_layers:
             return self._scanned(x)
-        block = nn.remat(Block) if self.remat_blocks else Block
+        block = nn.remat(TransformerBlock) if self.remat_blocks else TransformerBlock
         for i in range(self.n_layers):
             x = block(self, name=f"block_{i}")(x)
             network.boundaries.after(i)
         return x
 
     def _scanned(self, x: jax.Array) -> jax.Array:
-        def layer(block: Block, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        def layer(block: TransformerBlock, x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return block(x), None
 
         # In a loop, recomputed equations cannot merge with the first ones.
         layer = nn.remat(layer, prevent_cse=False) if self.remat_blocks else layer
         keys: Any = {"params": True, "dropout": True}
         stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs=keys, length=self.n_layers)
-        x, _ = stack(Block(self, name="blocks"), x, None)
+        x, _ = stack(TransformerBlock(self, name="blocks"), x, None)
         return x
 
     def forward(self, network: Network, tokens: jax.Array, labels: jax.Array | None = None) -> jax.Array:
@@ -290,7 +290,7 @@ class T5(Tokens):
         bias = PositionBias(self.n_heads, self.reach, name=f"{name}_bias")(x.shape[1])
         first = 0 if memory is None else self.n_layers
         for i in range(self.n_layers):
-            x = Block(self, causal=memory is not None, name=f"{name}_{i}")(x, bias, memory)
+            x = TransformerBlock(self, causal=memory is not None, name=f"{name}_{i}")(x, bias, memory)
             network.boundaries.after(first + i)
         return self.normalised(x, f"{name}_norm")
 

@@ -71,7 +71,7 @@ class Accumulate:
     """totals = functions[function](*totals, *values), in place."""
 
     function: int
-    totals: tuple[int, ...]
+    accumulators: tuple[int, ...]
     values: tuple[int, ...]
 
 
@@ -204,7 +204,7 @@ def reads(instruction: Instruction) -> tuple[int, ...]:
         case Run():
             return instruction.inputs
         case Accumulate():
-            return (*instruction.totals, *instruction.values)
+            return (*instruction.accumulators, *instruction.values)
         case Transfer():
             return (instruction.source,)
         case Free():
@@ -217,7 +217,7 @@ def writes(instruction: Instruction) -> tuple[int, ...]:
         case Run():
             return instruction.outputs
         case Accumulate():
-            return instruction.totals
+            return instruction.accumulators
         case Transfer():
             return (instruction.target,)
         case Free():

@@ -32,7 +32,7 @@ from minialpa.recognition.rewriting import NewEquation, Written, rewrite
 from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
 from minialpa.tracing.flattening import flatten_calls
 
-IsWanted = Callable[[Operands], bool]
+ShouldRewrite = Callable[[Operands], bool]
 #: By the number of an equation, the equations in its place.
 Changed = dict[int, list[JaxprEqn]]
 
@@ -44,19 +44,21 @@ class _Program:
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Atom]
     written: Written
-    is_wanted: IsWanted
+    should_rewrite: ShouldRewrite
 
     def rewritten(self, section: Sequence[int] = ()) -> list[NewEquation] | None:
         """The equations with their attentions outside of bodies as operations; None without attentions."""
         return rewrite(
-            self.eqns, self.outvars, self.written, lambda operands, _: self.is_wanted(operands), section=section
+            self.eqns, self.outvars, self.written, lambda operands, _: self.should_rewrite(operands), section=section
         )
 
 
-def with_recognised_bodies(flat: Block, outvars: Sequence[Atom], is_wanted: IsWanted) -> list[NewEquation] | None:
+def with_recognised_bodies(
+    flat: Block, outvars: Sequence[Atom], should_rewrite: ShouldRewrite
+) -> list[NewEquation] | None:
     """The equations of a program with the attentions in their bodies as operations; None without attentions."""
     written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
-    return _in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, is_wanted=is_wanted))
+    return _in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, should_rewrite=should_rewrite))
 
 
 def _in_bodies(program: _Program) -> list[NewEquation] | None:
@@ -106,7 +108,7 @@ def _changed_alone(program: _Program, i: int) -> Changed:
     if eqn.primitive.name == "scan":
         scan = _scan_alone(program, eqn)
         return {} if scan is None else {i: scan}
-    changed = with_each_body(lambda closed: _with_equations(closed, program.is_wanted), eqn)
+    changed = with_each_body(lambda closed: _with_equations(closed, program.should_rewrite), eqn)
     return {} if changed is eqn else {i: [changed]}
 
 
@@ -119,12 +121,12 @@ def _changed_pair(program: _Program, i: int, k: int) -> Changed:
 # ---- loops and branches --------------------------------------------------------------------------------------------
 
 
-def _with_equations(closed: ClosedJaxpr, is_wanted: IsWanted) -> ClosedJaxpr:
+def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> ClosedJaxpr:
     """A program with its attentions as operations; the same program without attentions."""
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     written = Written(consts=consts)
-    new = _recognised(_Program(eqns=flat.eqns, outvars=flat.outvars, written=written, is_wanted=is_wanted))
+    new = _recognised(_Program(eqns=flat.eqns, outvars=flat.outvars, written=written, should_rewrite=should_rewrite))
     if new is None:
         return closed
 

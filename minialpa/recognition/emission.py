@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.attention.kind import Attention, Step
+from minialpa.attention.kind import AttentionKind, Step
 from minialpa.attention.operation import attention_gradient_p, attention_p
 from minialpa.ir.equations import Atom, aval_of, has_all, shape_of
 from minialpa.recognition.indices import FLOATS
-from minialpa.recognition.masks import MaskReader, Part, Window
+from minialpa.recognition.masks import MaskCondition, MaskReader, Window
 from minialpa.recognition.rewrites import SCORE_FEATURE, VALUE_FEATURE
 from minialpa.recognition.terms import Axes, Label, Leaf, NoFormula, Role, Softmax
 from minialpa.tracing.new_equations import equations_for
@@ -26,7 +26,7 @@ Group = tuple[Label, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class VariableRequest:
     """A variable that an attention computes, its role, and the number of the equation that computed it."""
 
     var: Var
@@ -52,7 +52,7 @@ class Operands:
     value: Leaf
     cotangent: Leaf | None
     window: Window | None
-    parts: tuple[Part, ...]
+    parts: tuple[MaskCondition, ...]
     sizes: Mapping[Label, int] = field(repr=False)
     has_float16_bar: bool = False
 
@@ -140,7 +140,7 @@ def with_cotangent(operands: Operands, role: Role) -> Operands | None:
     return replace(operands, cotangent=cotangent)
 
 
-def shared_dtype(operands: Operands, results: Sequence[Request]) -> Any:
+def shared_dtype(operands: Operands, results: Sequence[VariableRequest]) -> Any:
     """The common dtype of query, key, value and the written result."""
     atoms = [operands.softmax.query.var, operands.softmax.key.var, operands.value.var]
     atoms += [request.var for request in results if request.role.name == "out"]
@@ -161,9 +161,9 @@ class Emitted:
     raw: list[Atom]
 
 
-def emit_attention(operands: Operands, requests: Sequence[Request], dtype: Any) -> Emitted:
+def emit_attention(operands: Operands, requests: Sequence[VariableRequest], dtype: Any) -> Emitted:
     """The equations of `attention_p`, and of the requested results."""
-    writer = _Writer(operands, dtype)
+    writer = _LayoutWriter(operands, dtype)
     variables = operands.variables
 
     def compute(*arrays: Any) -> list[Any]:
@@ -182,13 +182,15 @@ def emit_attention(operands: Operands, requests: Sequence[Request], dtype: Any) 
     return Emitted(eqns=eqns, results=atoms[2:], raw=atoms[:2])
 
 
-def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequence[Request], dtype: Any) -> Emitted:
+def emit_gradient(
+    operands: Operands, forward: Sequence[Atom], requests: Sequence[VariableRequest], dtype: Any
+) -> Emitted:
     """The equations of `attention_gradient_p`. forward: the results of `attention_p`, in its layout."""
-    writer = _Writer(operands, dtype)
+    writer = _LayoutWriter(operands, dtype)
     variables, cotangent = operands.variables, operands.cotangent
     assert cotangent is not None, operands
-    wanted_biases = {request.role.bias for request in requests if request.role.name == "bias"}
-    wanted = tuple(i in wanted_biases for i in range(writer.kind.n_biases))
+    requested_biases = {request.role.bias for request in requests if request.role.name == "bias"}
+    requested = tuple(i in requested_biases for i in range(writer.kind.n_biases))
     biases = [leaf for leaf, _ in operands.softmax.scores.biases]
 
     def dtype_of(name: str, default: Any, bias: int = 0) -> str:
@@ -198,7 +200,7 @@ def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequenc
     names = ("query", "key", "value")
     dtypes = (
         *(dtype_of(name, dtype) for name in names),
-        *(dtype_of("bias", aval_of(leaf.var).dtype, i) for i, leaf in enumerate(biases) if wanted[i]),
+        *(dtype_of("bias", aval_of(leaf.var).dtype, i) for i, leaf in enumerate(biases) if requested[i]),
     )
 
     def compute(out: Any, logsumexp: Any, *arrays: Any) -> list[Any]:
@@ -207,13 +209,13 @@ def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequenc
         out_bar = lax.convert_element_type(out_bar, dtype)
         raw = attention_gradient_p.bind(
             *writer.main(read), out, logsumexp, out_bar, *writer.others(read),
-            kind=writer.kind, dtypes=dtypes, wants_bias=wanted,
+            kind=writer.kind, dtypes=dtypes, wants_bias=requested,
         )  # fmt: skip
         results = []
         for request in requests:
             role = request.role
             if role.name == "bias":
-                x = raw[3 + sum(wanted[: role.bias])]
+                x = raw[3 + sum(requested[: role.bias])]
                 results.append(writer.bias_gradient(x, biases[role.bias], request))
             else:
                 x, letters = raw[names.index(role.name)], "btgr" if role.name == "query" else "bsg"
@@ -225,12 +227,12 @@ def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequenc
     return Emitted(eqns=eqns, results=atoms[n:], raw=atoms[:n])
 
 
-def _only_free(axes: Axes, writer: _Writer) -> Group:
+def _only_free(axes: Axes, writer: _LayoutWriter) -> Group:
     """The index of features of a result."""
     return tuple(label for label in axes if label is not None and label not in writer.operands.softmax.labels)
 
 
-class _Writer:
+class _LayoutWriter:
     """Writes operands in the layout of the primitives, and results in the layout of the program."""
 
     def __init__(self, operands: Operands, dtype: Any) -> None:
@@ -245,7 +247,7 @@ class _Writer:
         elif left is not None and left < 0:
             self.shift, left, right = -left, 0, None if right is None else right + left
         assert min(left or 0, right or 0) >= 0, window
-        self.kind = Attention(
+        self.kind = AttentionKind(
             scale=scores.scale,
             left=left,
             right=right,
@@ -290,22 +292,22 @@ class _Writer:
         sizes = {**self.operands.sizes, **_named_sizes(axes, x.shape)}
 
         # The indices of the result in order, without groups on which a bias or mask does not depend.
-        wanted = [label for group in groups for label in group if features is not None or set(group) & set(own)]
+        requested = [label for group in groups for label in group if features is not None or set(group) & set(own)]
         x = _reshaped(x, [sizes[label] for label in own])
-        x = _broadcast(x, own, {label: sizes[label] for label in wanted})
-        return _reshaped(x, [math.prod(sizes[label] for label in group if label in wanted) for group in groups])
+        x = _broadcast(x, own, {label: sizes[label] for label in requested})
+        return _reshaped(x, [math.prod(sizes[label] for label in group if label in requested) for group in groups])
 
-    def result(self, x: Any, letters: str, features: Group, request: Request) -> Any:
+    def result(self, x: Any, letters: str, features: Group, request: VariableRequest) -> Any:
         """A result of a primitive, in the layout of a variable of the program."""
         labels = [label for letter in letters for label in self.groups[letter]] + list(features)
         return self._in_layout(x, labels, dict(zip(features, x.shape[-1:], strict=False)), request)
 
-    def bias_gradient(self, x: Any, bias: Leaf, request: Request) -> Any:
+    def bias_gradient(self, x: Any, bias: Leaf, request: VariableRequest) -> Any:
         groups = [self.groups[letter] for letter in "bgrts"]
         labels = [label for group in groups for label in group if set(group) & bias.labels]
         return self._in_layout(x, labels, {}, request)
 
-    def _in_layout(self, x: Any, labels: Sequence[Label], others: Mapping[Label, int], request: Request) -> Any:
+    def _in_layout(self, x: Any, labels: Sequence[Label], others: Mapping[Label, int], request: VariableRequest) -> Any:
         axes = request.role.axes
         sizes = {**self.operands.sizes, **others}
         x = _reshaped(x, [sizes[label] for label in labels])
@@ -329,14 +331,14 @@ def _named_sizes(axes: Axes, shape: Sequence[int]) -> dict[Label, int]:
     return {label: size for label, size in zip(axes, shape, strict=True) if label is not None}
 
 
-def _broadcast(x: Any, own: Sequence[Label], wanted: Mapping[Label, int]) -> Any:
-    """An array with the indices `own`, broadcast to the indices and lengths `wanted`, in their order."""
-    order = list(wanted)
+def _broadcast(x: Any, own: Sequence[Label], requested: Mapping[Label, int]) -> Any:
+    """An array with the indices `own`, broadcast to the indices and lengths `requested`, in their order."""
+    order = list(requested)
     present = [label for label in order if label in own]
     x = _transposed(x, [own.index(label) for label in present])
     if present == order:
         return x
-    return lax.broadcast_in_dim(x, list(wanted.values()), [order.index(label) for label in present])
+    return lax.broadcast_in_dim(x, list(requested.values()), [order.index(label) for label in present])
 
 
 def _reshaped(x: Any, shape: Sequence[int]) -> Any:

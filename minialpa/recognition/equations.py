@@ -22,8 +22,8 @@ from minialpa.recognition.terms import (
     Leaf,
     NoFormula,
     Number,
-    Part,
     Scores,
+    SoftmaxArray,
     Term,
     renamed,
 )
@@ -187,7 +187,7 @@ def _elementwise(known: Known, eqn: JaxprEqn) -> Form:
 
 def _name_of_key(terms: Sequence[Term]) -> dict[Label, Label]:
     """Where a repeated total meets a product, the repeated dimension gets the name of key positions."""
-    softmaxes = [term.softmax for term in terms if isinstance(term, Part) and term.kind in OF_QUERIES]
+    softmaxes = [term.softmax for term in terms if isinstance(term, SoftmaxArray) and term.kind in OF_QUERIES]
     products = [term for term in terms if isinstance(term, Scores) and term.is_product]
     if len(softmaxes) != 1 or len(products) != 1:
         return {}

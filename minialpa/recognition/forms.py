@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.ir.equations import is_literal, operand_vars, shape_of
 from minialpa.recognition.equations import LAYOUTS, OUTSIDE, RULES, Known, dot_general, form_by
 from minialpa.recognition.indices import Indices, Numbers
-from minialpa.recognition.terms import RESULTS, Form, Part, Scores, find_role, kind_of
+from minialpa.recognition.terms import RESULTS, Form, Scores, SoftmaxArray, find_role, kind_of
 
 #: Most equations from an `exp` back to the product of its scores.
 _DEPTH = 12
@@ -101,7 +101,7 @@ class _Follower:
                 continue
             if atom in self.followed:
                 forms[out] = self.followed[out] = self.followed[atom]
-            elif atom in forms and isinstance(forms[atom].term, Scores | Part):
+            elif atom in forms and isinstance(forms[atom].term, Scores | SoftmaxArray):
                 forms[out] = forms[atom]
 
     def _has_finished(self, var: Var) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import Atom, aval_of, has_all, is_literal
-from minialpa.recognition.terms import Axes, Form, Label, NoFormula, Part, Scores, renamed
+from minialpa.recognition.terms import Axes, Form, Label, NoFormula, Scores, SoftmaxArray, renamed
 
 
 class Indices:
@@ -79,7 +79,7 @@ class Indices:
 
         # Scores keep the names of their indices, so a saved product has the same names in the backward pass.
         for form in forms:
-            for i, label in enumerate(form.axes if isinstance(form.term, Scores | Part) else ()):
+            for i, label in enumerate(form.axes if isinstance(form.term, Scores | SoftmaxArray) else ()):
                 if axes[i] is None and label not in axes:
                     axes[i] = label
         return tuple(axes)

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.ir.equations import Atom, aval_of, is_literal, shape_of
 from minialpa.recognition.terms import Axes, Label, Mask
 from minialpa.tracing.affine import Affine, combined, filled
-from minialpa.tracing.affine_programs import Program
+from minialpa.tracing.affine_programs import AffineProgram
 
 #: Largest offset of a window: sums and differences of positions and offsets fit into 32 bits.
 _FARTHEST = 1 << 30
@@ -40,7 +40,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MaskCondition:
     """One condition of a mask: True where the array is `positive`. axes: the index of each dimension of the array."""
 
     var: Var
@@ -48,7 +48,7 @@ class Part:
     positive: bool
 
 
-Condition = Part | Window
+Condition = MaskCondition | Window
 #: A boolean array, the index of each of its dimensions, and the value that it should have.
 _Boolean = tuple[Atom, Axes, bool]
 
@@ -69,29 +69,29 @@ class MaskReader:
     key: Label
     queries: frozenset[Label]
 
-    def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[Part, ...]]:
+    def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[MaskCondition, ...]]:
         """The common window of all masks, if they have one, and the other conditions."""
         window: Window | None = None
-        parts: list[Part] = []
+        parts: list[MaskCondition] = []
         for mask in masks:
             conditions = self._conditions(mask.leaf.var, mask.leaf.axes, mask.positive)
             assert conditions is not None, mask  # a variable is a condition itself, at least
             for condition in conditions:
-                if isinstance(condition, Part):
+                if isinstance(condition, MaskCondition):
                     parts.append(condition)
                 elif window is None:
                     window = condition
                 elif window.query == condition.query:
                     window = window.and_also(condition)
                 else:  # a window of another index of the queries
-                    parts.append(Part(mask.leaf.var, mask.leaf.axes, mask.positive))
+                    parts.append(MaskCondition(mask.leaf.var, mask.leaf.axes, mask.positive))
         return window, tuple(dict.fromkeys(parts))
 
     def _conditions(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
         """The conditions that hold together where a boolean array is `positive`; None if it never is."""
         if is_literal(atom):
             return [] if bool(atom.val) == positive else None
-        whole: list[Condition] = [Part(atom, axes, positive)]
+        whole: list[Condition] = [MaskCondition(atom, axes, positive)]
         if atom in self.consts:
             window = self._window_of_array(np.asarray(self.consts[atom]), axes) if positive else None
             return whole if window is None else [window]
@@ -163,7 +163,7 @@ class MaskReader:
         if not _is_boolean(operand):
             return self._of_number(operand, inner, positive)
         found = self._together([(operand, inner, positive)])
-        return [Part(operand, inner, positive)] if found is None else found
+        return [MaskCondition(operand, inner, positive)] if found is None else found
 
     def _value(self, atom: Atom) -> float | None:
         """The common value of all elements of an array, if it is known."""
@@ -180,7 +180,7 @@ class MaskReader:
         """The window in which a comparison of positions is `positive`; None if it is no window."""
         # For integers, a > b is a - b - 1 >= 0.
         sign, offset = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}[eqn.primitive.name]
-        a, b = map(Program(self.producers, self.consts).affine, eqn.invars)
+        a, b = map(AffineProgram(self.producers, self.consts).affine, eqn.invars)
         if a is None or b is None:
             return None
 

@@ -34,9 +34,9 @@ from minialpa.recognition.terms import (
     Mask,
     NoFormula,
     Number,
-    Part,
     Scores,
     Softmax,
+    SoftmaxArray,
     Term,
     kind_of,
 )
@@ -155,7 +155,7 @@ def _maximum(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any
     softmax = Softmax(terms[0], key, is_float16=_is_float16(eqn.outvars[0]))
     if softmax.is_float16 and _n_keys(softmax) > _MOST_IN_FLOAT16:
         raise NoFormula
-    return Part(kind=Kind.MAXIMUM, softmax=softmax, labels=softmax.labels - over)
+    return SoftmaxArray(kind=Kind.MAXIMUM, softmax=softmax, labels=softmax.labels - over)
 
 
 def _n_keys(softmax: Softmax) -> int:
@@ -170,7 +170,7 @@ def _part(kind: Kind) -> Build:
     """
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-        parts = [term for term in terms if isinstance(term, Part)]
+        parts = [term for term in terms if isinstance(term, SoftmaxArray)]
         softmax = parts[0].softmax
         if any(part.softmax != softmax or not part.is_whole for part in parts):
             raise NoFormula
@@ -182,7 +182,7 @@ def _part(kind: Kind) -> Build:
             raise NoFormula
         value, cotangent, is_float16 = _one_pair(terms, softmax)
         labels = softmax.labels - own
-        return Part(
+        return SoftmaxArray(
             kind=kind, softmax=softmax, labels=labels, value=value, cotangent=cotangent, has_float16_bar=is_float16
         )
 
@@ -193,7 +193,7 @@ def _one_pair(terms: Sequence[Any], softmax: Softmax) -> tuple[Leaf | None, Leaf
     """The values and the cotangent in these terms, and whether their product is float16; NoFormula for several."""
     pairs: set[tuple[Leaf | None, Leaf | None, bool]] = set()
     for term in terms:
-        if isinstance(term, Part) and term.value is not None:
+        if isinstance(term, SoftmaxArray) and term.value is not None:
             pairs.add((term.value, term.cotangent, term.has_float16_bar))
         if isinstance(term, Scores) and term != softmax.scores:
             pairs.add((*_value_and_cotangent(term, softmax), "product" in term.float16))
@@ -267,10 +267,10 @@ def _mixed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     if key in over:
         if over != {key} or key not in leaf.labels or leaf.labels & softmax.query_positions:
             raise NoFormula
-        return Part(kind=Kind.OUT, softmax=softmax, labels=labels, value=named)
+        return SoftmaxArray(kind=Kind.OUT, softmax=softmax, labels=labels, value=named)
     if key in leaf.labels:
         raise NoFormula
-    return Part(kind=Kind.VALUE_BAR, softmax=softmax, labels=labels, cotangent=named)
+    return SoftmaxArray(kind=Kind.VALUE_BAR, softmax=softmax, labels=labels, cotangent=named)
 
 
 def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
@@ -295,7 +295,7 @@ def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) ->
     return replace(part, kind=kind, labels=(softmax.labels | features) - over, hidden=frozenset(), is_scaled=False)
 
 
-def _is_scores_bar(eqn: JaxprEqn, part: Part, var: Any) -> bool:
+def _is_scores_bar(eqn: JaxprEqn, part: SoftmaxArray, var: Any) -> bool:
     """Whether an operand is the cotangent of a product of queries and keys, scaled and typed like the product."""
     scores = part.softmax.scores
     if not part.is_derivative or not part.is_whole or part.is_scaled != (scores.scale != 1):
@@ -371,7 +371,7 @@ def converted(term: Term, old: Any, new: Any) -> Term:
     return term
 
 
-def _as_float16(term: Scores | Part) -> Scores | Part:
+def _as_float16(term: Scores | SoftmaxArray) -> Scores | SoftmaxArray:
     if isinstance(term, Scores):
         if "product" not in term.float16:
             raise NoFormula

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.ir.equations import Atom, is_literal, operand_vars, reading
 from minialpa.recognition.emission import (
     Operands,
-    Request,
+    VariableRequest,
     emit_attention,
     emit_gradient,
     operands_of,
@@ -27,7 +27,7 @@ from minialpa.recognition.emission import (
 )
 from minialpa.recognition.forms import find_forms
 from minialpa.recognition.masks import MaskReader
-from minialpa.recognition.terms import Form, NoFormula, Part, Role, Softmax, find_role
+from minialpa.recognition.terms import Form, NoFormula, Role, Softmax, SoftmaxArray, find_role
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.new_equations import equations_for
 
@@ -56,11 +56,11 @@ class Written:
 
 
 @dataclass(slots=True)
-class _Attention:
+class _AttentionRequests:
     """The requests of one attention."""
 
-    results: list[Request] = field(default_factory=list)
-    gradients: list[Request] = field(default_factory=list)
+    results: list[VariableRequest] = field(default_factory=list)
+    gradients: list[VariableRequest] = field(default_factory=list)
 
 
 Accept = Callable[[Operands, Sequence[int]], bool]
@@ -91,7 +91,7 @@ def _parts_by_softmax(eqns: Sequence[JaxprEqn], forms: Mapping[Var, Form]) -> di
     parts: dict[Softmax, set[int]] = defaultdict(set)
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     for var, form in forms.items():
-        assert isinstance(form.term, Part), form
+        assert isinstance(form.term, SoftmaxArray), form
         softmax = form.term.softmax
         parts[softmax] |= {maker[one] for one in (var, softmax.scores.var) if one in maker}
     return {softmax: sorted(own) for softmax, own in parts.items()}
@@ -132,36 +132,36 @@ class _Rewriter:
 
     # ---- which attentions ------------------------------------------------------------------------------------------
 
-    def _choose(self, left: Set[Softmax]) -> tuple[dict[Softmax, _Attention], dict[int, set[Var]]]:
+    def _choose(self, left: Set[Softmax]) -> tuple[dict[Softmax, _AttentionRequests], dict[int, set[Var]]]:
         """The requests of each attention, and the equations that stay, with their needed results.
 
         left: attentions that stay as written.
         """
         needed = {atom for atom in self._outvars if not is_literal(atom)}
-        attentions: dict[Softmax, _Attention] = {}
+        attentions: dict[Softmax, _AttentionRequests] = {}
         kept: dict[int, set[Var]] = {}
         for i in range(len(self._eqns) - 1, -1, -1):
             eqn = self._eqns[i]
-            wanted = needed.intersection(eqn.outvars)
-            if not wanted and not eqn.effects:
+            requested = needed.intersection(eqn.outvars)
+            if not requested and not eqn.effects:
                 continue
             role = self._role(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
             if role is None or role.softmax in left:
-                kept[i] = wanted
-                needed.update(operand_vars(self._needed_part(eqn, wanted)))
+                kept[i] = requested
+                needed.update(operand_vars(self._needed_part(eqn, requested)))
                 continue
 
-            attention = attentions.setdefault(role.softmax, _Attention())
-            request = Request(var=eqn.outvars[0], role=role, place=i)
+            attention = attentions.setdefault(role.softmax, _AttentionRequests())
+            request = VariableRequest(var=eqn.outvars[0], role=role, place=i)
             (attention.results if role.cotangent is None else attention.gradients).append(request)
             needed.update(self._variables(request))
         return attentions, kept
 
-    def _needed_part(self, eqn: JaxprEqn, wanted: Set[Var]) -> JaxprEqn:
+    def _needed_part(self, eqn: JaxprEqn, requested: Set[Var]) -> JaxprEqn:
         """A barrier without values that have no reader; any other equation unchanged."""
-        if eqn.primitive.name != "optimization_barrier" or len(wanted) == len(eqn.outvars):
+        if eqn.primitive.name != "optimization_barrier" or len(requested) == len(eqn.outvars):
             return eqn
-        pairs = [pair for pair in zip(eqn.invars, eqn.outvars, strict=True) if pair[1] in wanted]
+        pairs = [pair for pair in zip(eqn.invars, eqn.outvars, strict=True) if pair[1] in requested]
         new: JaxprEqn = eqn.replace(invars=[atom for atom, _ in pairs], outvars=[var for _, var in pairs])
         return new
 
@@ -171,7 +171,7 @@ class _Rewriter:
             self._roles[var] = None if form is None else find_role(form)
         return self._roles[var]
 
-    def _variables(self, request: Request) -> list[Var]:
+    def _variables(self, request: VariableRequest) -> list[Var]:
         role = request.role
         operands = self._operands_of(request)
         if operands is not None:
@@ -179,7 +179,7 @@ class _Rewriter:
         leaves = [role.softmax.query, role.softmax.key, *([role.cotangent] if role.cotangent is not None else [])]
         return [leaf.var for leaf in leaves]
 
-    def _operands_of(self, request: Request) -> Operands | None:
+    def _operands_of(self, request: VariableRequest) -> Operands | None:
         if request.var not in self._operands:
             try:
                 found = operands_of(request.role, self._reader)
@@ -191,7 +191,7 @@ class _Rewriter:
     def _reader(self, softmax: Softmax) -> MaskReader:
         return MaskReader(self._written.producers, self._written.consts, softmax.key_position, softmax.query_positions)
 
-    def _is_good(self, softmax: Softmax, attention: _Attention, kept: Mapping[int, set[Var]]) -> bool:
+    def _is_good(self, softmax: Softmax, attention: _AttentionRequests, kept: Mapping[int, set[Var]]) -> bool:
         """Whether one call of each primitive computes all requests, and the product of the scores is gone."""
         forward, backward = self._sides(attention)
         if forward is None or (attention.gradients and backward is None):
@@ -205,7 +205,7 @@ class _Rewriter:
             return False
         return self._accept(forward, [i for i in self._parts[softmax] if i not in kept])
 
-    def _sides(self, attention: _Attention) -> tuple[Operands | None, Operands | None]:
+    def _sides(self, attention: _AttentionRequests) -> tuple[Operands | None, Operands | None]:
         """The operands of the forward pass and of the gradient, if a request names all of them."""
         found = [self._operands_of(request) for request in attention.results + attention.gradients]
         backward = [operands for operands in found if operands is not None and operands.cotangent is not None]
@@ -220,7 +220,7 @@ class _Rewriter:
 
     # ---- the new equations -----------------------------------------------------------------------------------------
 
-    def _emit(self, attention: _Attention) -> list[NewEquation]:
+    def _emit(self, attention: _AttentionRequests) -> list[NewEquation]:
         forward, backward = self._sides(attention)
         assert forward is not None, attention
         dtype = shared_dtype(forward, attention.results)
@@ -240,7 +240,7 @@ class _Rewriter:
         self,
         eqns: Sequence[JaxprEqn],
         results: Sequence[Atom],
-        requests: Sequence[Request],
+        requests: Sequence[VariableRequest],
         place: int,
         forward: int | None = None,
     ) -> tuple[list[NewEquation], dict[Var, Var]]:
@@ -298,7 +298,7 @@ def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEqua
     return out if len(out) == len(new) and sections == sorted(sections) else None
 
 
-def _have_one_call(attention: _Attention) -> bool:
+def _have_one_call(attention: _AttentionRequests) -> bool:
     """Whether all requests have one array of values, one cotangent, and p_bar in one dtype."""
     roles = [request.role for request in attention.results + attention.gradients]
     gradients = [request.role for request in attention.gradients]

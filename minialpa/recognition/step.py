@@ -23,19 +23,19 @@ def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
     """
     flat = step.flat
 
-    def is_wanted(operands: Operands) -> bool:
+    def should_rewrite(operands: Operands) -> bool:
         return everywhere or operands.n_scores > _FEW_SCORES
 
     def accept(operands: Operands, dropped: Sequence[int]) -> bool:
         layers = {step.origins[i].layer for i in dropped if step.origins[i].direction != "other"}
-        return is_wanted(operands) and len(layers) <= 1
+        return should_rewrite(operands) and len(layers) <= 1
 
     outvars = (*flat.outvars, *step.gradients)
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     new = rewrite(flat.eqns, outvars, Written(consts=consts), accept)
     if new is not None:
         step = _with_equations(step, new)
-    bodies = with_recognised_bodies(step.flat, (*step.flat.outvars, *step.gradients), is_wanted)
+    bodies = with_recognised_bodies(step.flat, (*step.flat.outvars, *step.gradients), should_rewrite)
     return step if bodies is None else _with_equations(step, bodies)
 
 

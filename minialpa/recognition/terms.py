@@ -1,7 +1,7 @@
 """Arrays as formulas of an attention.
 
 A `Form` has a name for the index of each dimension of an array, and its formula as a `Term`: a `Number`, an array of
-the program (`Leaf`), `Scores` before their softmax, or a `Part` of the softmax or its derivative. `Kind` lists the
+the program (`Leaf`), `Scores` before their softmax, or a `SoftmaxArray` of the softmax or its derivative. `Kind` lists the
 formulas. `find_role` tells which result of an attention a form is.
 """
 
@@ -179,7 +179,7 @@ class Softmax:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SoftmaxArray:
     """An array that a softmax or its derivative computes.
 
     Attributes:
@@ -214,7 +214,7 @@ class Part:
         return self.hidden == frozenset(self.softmax.scores.masks)
 
 
-Term = Number | Leaf | Scores | Part
+Term = Number | Leaf | Scores | SoftmaxArray
 
 
 def kind_of(term: Term) -> Kind:
@@ -255,7 +255,7 @@ def renamed(term: Term, names: Mapping[Label, Label]) -> Term:
                 masks=tuple(_renamed_mask(mask, names) for mask in term.masks),
             )
 
-        case Part():
+        case SoftmaxArray():
             _check_apart(term.softmax.labels | term.labels | {term.softmax.feature}, names)
             scores = renamed(term.softmax.scores, names)
             assert isinstance(scores, Scores), scores
@@ -316,7 +316,7 @@ class Role:
 def find_role(form: Form) -> Role | None:
     """The role of a value with this form; None if it is no result of an attention."""
     part = form.term
-    if not isinstance(part, Part) or part.labels != frozenset(form.axes) - {None}:
+    if not isinstance(part, SoftmaxArray) or part.labels != frozenset(form.axes) - {None}:
         return None
     softmax = part.softmax
     found = {name: getattr(part, name) for name in ("softmax", "value", "cotangent", "has_float16_bar")}
@@ -329,7 +329,7 @@ def find_role(form: Form) -> Role | None:
     return Role(name=_NAMES[part.kind], **found)
 
 
-def _own_indices(part: Part) -> frozenset[Label]:
+def _own_indices(part: SoftmaxArray) -> frozenset[Label]:
     """The indices of scores in the finished result or gradient."""
     softmax = part.softmax
     is_of_queries = part.kind in (Kind.OUT, Kind.QUERY_BAR)

@@ -1,4 +1,4 @@
-"""Attention: `minialpa.attention.operation`, and the attention of cuDNN.
+"""AttentionKind: `minialpa.attention.operation`, and the attention of cuDNN.
 
 The primitives of `attention.operation`, with b example, g key/value head, r query head of that group, t query position,
 s key position, d and e features of keys and values. b, g, r and t may be split. The others are blocked:
@@ -65,14 +65,14 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
     table, named = _letters(eqn)
     kind, wants_bias = eqn.params["kind"], eqn.params["wants_bias"]
     added = [_scores_like(named, shape_of(atom)) for atom in eqn.invars[6 + kind.n_positions :]]
-    wanted = [dims for dims, is_wanted in zip(added, wants_bias, strict=False) if is_wanted]
+    requested = [dims for dims, is_requested in zip(added, wants_bias, strict=False) if is_requested]
 
     operands = [
         *(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE, _OUT, _STATISTICS, _OUT)),
         *(_dims(named, letters) for letters in "ts"[: kind.n_positions]),
         *added,
     ]
-    results = [*(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)), *wanted]
+    results = [*(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)), *requested]
     for letter in "bgrt":
         if any(named[letter] not in dims for dims in results):
             table.reductions[named[letter][0]] = "sum"
@@ -135,7 +135,7 @@ def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int,
 _HEADS_FIRST = 1
 
 
-class _Attention:
+class _AttentionFactors:
     """The factors of one call, by the roles of arrays. Cotangents have the factors of their arrays."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
@@ -201,7 +201,7 @@ def _forward(eqn: JaxprEqn) -> Factors:
     """q, k, v, bias, two lengths, two offsets, two tables of pages -> out, softmax statistics in training."""
     if _is_whole(eqn):
         return replicated_factors(eqn, _flops(eqn))
-    of = _Attention(eqn)
+    of = _AttentionFactors(eqn)
     operands = [*of.arrays(), *map(of.other, eqn.invars[3:])]
     results = [of.output(), *map(of.other, eqn.outvars[1:])]
     return of.table.build(eqn, operands, results, flops=_flops(eqn))
@@ -212,7 +212,7 @@ def _backward(eqn: JaxprEqn) -> Factors:
     """The forward pass's operands, statistics and result, and a cotangent -> cotangents of q, k, v, and of a bias."""
     if _is_whole(eqn):
         return replicated_factors(eqn, 2.5 * _flops(eqn))
-    of = _Attention(eqn)
+    of = _AttentionFactors(eqn)
     operands = [*of.arrays(), *map(of.other, eqn.invars[3:-2]), of.output(), of.output()]
     results = [*of.arrays(), *map(of.other, eqn.outvars[3:])]
 

@@ -99,7 +99,7 @@ class BoundaryTable:
         return replace(
             self.table.build(eqn, operands, results, flops=flops),
             unaffected=frozenset((f, r) for f, outcome in reduced.items() for r in outcome.replicated),
-            once=frozenset((f, n_before + i) for f, outcome in outcomes.items() for i in outcome.sums),
+            counted_once=frozenset((f, n_before + i) for f, outcome in outcomes.items() for i in outcome.sums),
         )
 
 

@@ -22,9 +22,9 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, is_control_flow, is_literal, shape_of
-from minialpa.rules.endings import Ending, endings
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import factors_of
+from minialpa.rules.loop_exits import LoopExit, loop_exits
 from minialpa.support.disjoint_sets import DisjointSets
 from minialpa.support.identity import ById
 
@@ -42,7 +42,7 @@ class Region:
         results: for each result, one atom from each branch.
         carried: pairs (result, input): the result of one iteration is the input of the next.
         tests: atoms that decide whether another iteration runs. They are equal in all shards, or have an element for
-            each element of the first dimensions of all carries, or each shard may end by itself (see `endings`).
+            each element of the first dimensions of all carries, or each shard may end by itself (see `loop_exits`).
         equal: for loops with tests, the number of the first input that is the same array, for each input.
     """
 
@@ -54,9 +54,9 @@ class Region:
     equal: tuple[int, ...] = ()
 
     @functools.cached_property
-    def endings(self) -> dict[Atom, Ending]:
+    def loop_exits(self) -> dict[Atom, LoopExit]:
         test, body = self.parts
-        return endings(test, body, len(self.carried), self.equal)
+        return loop_exits(test, body, len(self.carried), self.equal)
 
     @functools.cached_property
     def eqns(self) -> tuple[JaxprEqn, ...]:

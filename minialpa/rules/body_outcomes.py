@@ -15,8 +15,8 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.ir.equations import Atom, dtype_name, is_literal, operand_vars, shape_of
 from minialpa.rules.body_groups import Groups, Node, Region, is_made_whole
-from minialpa.rules.endings import Ending, conditions, counters
 from minialpa.rules.factors import Factors, Reduction
+from minialpa.rules.loop_exits import LoopExit, conditions, counters
 
 #: An array in each shard: a part of the array, the same in all shards, zeros in all shards, or a partial result.
 State = Literal["split", "same", "zero"] | Reduction
@@ -105,18 +105,18 @@ def _ended(region: Region, followed: _Followed) -> Outcome | None:
     if len(partial) != 1 or followed.states[partial[0]] != "or" or followed.outcome.sums or is_literal(test):
         return None
 
-    return _ended_apart(region, followed.outcome, region.endings[partial[0]])
+    return _ended_apart(region, followed.outcome, region.loop_exits[partial[0]])
 
 
-def _ended_apart(region: Region, outcome: Outcome, ending: Ending) -> Outcome | None:
+def _ended_apart(region: Region, outcome: Outcome, loop_exit: LoopExit) -> Outcome | None:
     """The outcome if each shard ends with its own part of a condition: later iterations change counters only."""
     raised = counters(region.parts[1], len(region.carried))
     results = list(outcome.results)
     for carry, (r, _) in enumerate(region.carried):
-        if carry in ending.kept:
+        if carry in loop_exit.kept:
             continue
         # The condition stays false only if its operands stay.
-        if results[r] not in _REPLICATED or carry in ending.read or carry not in raised:
+        if results[r] not in _REPLICATED or carry in loop_exit.read or carry not in raised:
             return None
         results[r] = "max"
     return replace(outcome, results=tuple(results))
@@ -232,8 +232,8 @@ def _cut(factors: Factors, factor: int, states: Sequence[State], partial: set[in
 
     # Operands that count in one shard only must be zero, or partial by the same reduction. Others must not be partial.
     reduction = factors.reductions[factor]
-    once = {k for k in range(len(states)) if factors.takes_part_once(factor, k)}
-    return reduction, partial <= once and all(states[k] in ("zero", reduction) for k in once)
+    counted_once = {k for k in range(len(states)) if factors.takes_part_once(factor, k)}
+    return reduction, partial <= counted_once and all(states[k] in ("zero", reduction) for k in counted_once)
 
 
 def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:

@@ -126,8 +126,8 @@ def _scan(eqn: JaxprEqn) -> Factors:
     # The initial value of a sum counts in one shard of the iterations only. Other carries pass unchanged.
     (f,) = time
     constant = {(f, r) for r in range(n_carry) if r not in sums}
-    once = {(f, n_consts + i) for i in sums}
-    return replace(factors, unaffected=factors.unaffected | constant, once=factors.once | once)
+    counted_once = {(f, n_consts + i) for i in sums}
+    return replace(factors, unaffected=factors.unaffected | constant, counted_once=factors.counted_once | counted_once)
 
 
 def _sums_over_time(eqn: JaxprEqn, splits: BodySplits) -> frozenset[int] | None:

@@ -65,7 +65,7 @@ class Factors:
         flops: floating point operations of the whole equation.
         unaffected: pairs (factor, result): the result lacks a reduced factor and does not depend on arrays with it, so
             all shards compute the same, such as the counter of a loop.
-        once: pairs (factor, operand) of more operands that take part once: initial values of sums over a loop.
+        counted_once: pairs (factor, operand) of more operands that take part once: initial values of sums over a loop.
         positional: blocked factors that may be split if shards know their positions, see `on_mesh`, `in_time` and
             `known_rules.OnShards`.
         ramps: factors with unequal work per position, as under a causal mask.
@@ -80,7 +80,7 @@ class Factors:
     linear_operands: tuple[int, ...] = ()
     flops: float = 0.0
     unaffected: frozenset[tuple[int, int]] = frozenset()
-    once: frozenset[tuple[int, int]] = frozenset()
+    counted_once: frozenset[tuple[int, int]] = frozenset()
     positional: frozenset[int] = frozenset()
     ramps: Mapping[int, Ramp] = ()  # type: ignore[assignment]
 
@@ -123,7 +123,7 @@ class Factors:
         """Whether only one shard along `factor` may have the value of an operand, and the others zero."""
         if factor not in self.reductions or any(factor in dim for dim in self.operands[operand]):
             return False
-        return (self.linear == "joint" and operand in self.linear_operands) or (factor, operand) in self.once
+        return (self.linear == "joint" and operand in self.linear_operands) or (factor, operand) in self.counted_once
 
     def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
         """Local shape of an array whose factors are split into `n_splits[factor]` parts."""

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import is_literal, sub_jaxprs
-from minialpa.rules.known_integers import CALLS, UNKNOWN, Value, compute, constant, read
+from minialpa.rules.known_integers import CALLS, UNKNOWN, KnownScalar, compute, constant, read
 
 #: Prefixes of primitives that do more than compute on the blocks of one iteration.
 _BEYOND_BLOCKS = (
@@ -77,7 +77,7 @@ class _FirstIteration:
 
     inner_axes: frozenset[int]
 
-    def body(self, jaxpr: Any, values: dict[Var, Value], names: _Names, written: _Written) -> list[Value]:
+    def body(self, jaxpr: Any, values: dict[Var, KnownScalar], names: _Names, written: _Written) -> list[KnownScalar]:
         """The results of a jaxpr; marks elements in `written` that it surely writes."""
         uses = Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom))
         uses.update(atom for atom in jaxpr.outvars if not is_literal(atom))
@@ -94,7 +94,7 @@ class _FirstIteration:
         return [read(values, atom) for atom in jaxpr.outvars]
 
     def _touch(
-        self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written, *, is_read: bool
+        self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written, *, is_read: bool
     ) -> None:
         match eqn.primitive.name:
             case "get":
@@ -122,7 +122,7 @@ class _FirstIteration:
         operands: Sequence[Any],
         names: _Names,
         written: _Written,
-        values: Mapping[Var, Value] | None = None,
+        values: Mapping[Var, KnownScalar] | None = None,
     ) -> None:
         """Follow an inner jaxpr; with `values`, its operands may be known."""
         jaxpr = getattr(closed, "jaxpr", closed)
@@ -133,7 +133,7 @@ class _FirstIteration:
         known = {} if values is None else {var: read(values, atom) for var, atom in pairs if var not in own}
         self.body(jaxpr, known, own, written)
 
-    def _branches(self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written) -> None:
+    def _branches(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written) -> None:
         branches = eqn.params["branches"]
         index = read(values, eqn.invars[0]).known
         if index is not None:
@@ -150,7 +150,7 @@ class _FirstIteration:
             written[i] = np.all([own[i] for own in after], axis=0)
 
     def _read(
-        self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written, *, n_before: int
+        self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written, *, n_before: int
     ) -> None:
         """Raise unless all elements that it reads are written. n_before: number of operands before the indices."""
         if any(not is_literal(atom) and atom in names for atom in eqn.invars[1:]):
@@ -160,14 +160,14 @@ class _FirstIteration:
         if not np.all(known if region is None else known[region]):
             raise _CarriedError
 
-    def _write(self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written) -> None:
+    def _write(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written) -> None:
         if _variable(eqn) not in names:
             raise _CarriedError
         region = self._region(eqn, values, n_before=2)
         if region is not None:
             written[names[_variable(eqn)]][region] = True
 
-    def _region(self, eqn: JaxprEqn, values: Mapping[Var, Value], n_before: int) -> tuple[Any, ...] | None:
+    def _region(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], n_before: int) -> tuple[Any, ...] | None:
         """The elements of a `get` or `swap`, as an index of NumPy; None if unknown."""
         transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[n_before:])
         if not transforms:
@@ -189,7 +189,7 @@ class _FirstIteration:
         return tuple(index)
 
     @staticmethod
-    def _integer(value: Any, values: Mapping[Var, Value]) -> int | None:
+    def _integer(value: Any, values: Mapping[Var, KnownScalar]) -> int | None:
         if isinstance(value, int | np.integer):
             return int(value)
         known = read(values, value).known if is_literal(value) or isinstance(value, Var) else None

@@ -17,7 +17,7 @@ from minialpa.ir.equations import Atom, aval_of, is_literal, sub_jaxprs
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class KnownScalar:
     """A scalar of a program.
 
     Attributes:
@@ -29,13 +29,13 @@ class Value:
     axes: frozenset[int] = frozenset()
 
 
-def constant(value: Any) -> Value:
+def constant(value: Any) -> KnownScalar:
     """A constant value; Python integers have 32 bits, as in kernels."""
-    return Value(np.asarray(value, np.int32) if isinstance(value, int) else np.asarray(value))
+    return KnownScalar(np.asarray(value, np.int32) if isinstance(value, int) else np.asarray(value))
 
 
 #: An unknown value, independent of the grid.
-UNKNOWN = Value(None)
+UNKNOWN = KnownScalar(None)
 
 
 def _quotient(x: Any, y: Any) -> Any:
@@ -70,10 +70,10 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
-def evaluate(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
+def evaluate(jaxpr: Any, operands: Sequence[KnownScalar]) -> list[KnownScalar]:
     consts = getattr(jaxpr, "consts", ())
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    values: dict[Var, Value] = dict(zip(jaxpr.constvars, map(constant, consts), strict=False))
+    values: dict[Var, KnownScalar] = dict(zip(jaxpr.constvars, map(constant, consts), strict=False))
     values.update(zip(jaxpr.invars, operands, strict=True))
     for eqn in jaxpr.eqns:
         results = compute(eqn, [read(values, atom) for atom in eqn.invars])
@@ -81,12 +81,12 @@ def evaluate(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
     return [read(values, atom) for atom in jaxpr.outvars]
 
 
-def read(values: Mapping[Var, Value], atom: Atom) -> Value:
+def read(values: Mapping[Var, KnownScalar], atom: Atom) -> KnownScalar:
     """The value of a literal, or of a variable in `values`; else unknown."""
-    return Value(np.asarray(atom.val, aval_of(atom).dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
+    return KnownScalar(np.asarray(atom.val, aval_of(atom).dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
 
 
-def compute(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+def compute(eqn: JaxprEqn, operands: Sequence[KnownScalar]) -> list[KnownScalar]:
     axes = frozenset[int]().union(*(operand.axes for operand in operands))
     known = [operand.known for operand in operands]
     name = eqn.primitive.name
@@ -98,7 +98,7 @@ def compute(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     if is_scalar and all(value is not None for value in known):
         if name in _FUNCTIONS:
             with np.errstate(all="ignore"):  # integers wrap, as on devices
-                return [Value(np.asarray(_FUNCTIONS[name](*known)), axes)]
+                return [KnownScalar(np.asarray(_FUNCTIONS[name](*known)), axes)]
         if name == "convert_element_type" and np.dtype(eqn.params["new_dtype"]).kind in "iub":
-            return [Value(known[0].astype(eqn.params["new_dtype"]), axes)]  # type: ignore[union-attr]
-    return [Value(None, axes)] * len(eqn.outvars)
+            return [KnownScalar(known[0].astype(eqn.params["new_dtype"]), axes)]  # type: ignore[union-attr]
+    return [KnownScalar(None, axes)] * len(eqn.outvars)

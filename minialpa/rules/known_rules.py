@@ -164,7 +164,7 @@ def factors_of(eqn: JaxprEqn) -> Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class EquationKind:
+class RuleKey:
     """Equations with equal keys differ only in names and literals, which rules do not read.
 
     Attributes:
@@ -176,16 +176,16 @@ class EquationKind:
     eqn: JaxprEqn = field(compare=False)
 
 
-def kind_of(eqn: JaxprEqn) -> EquationKind:
+def kind_of(eqn: JaxprEqn) -> RuleKey:
     """The kind of an equation, unhashable if a parameter is."""
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
     entry = _RULES.get(eqn.primitive.name)
     equal = equal_operands(eqn) if entry is not None and entry.by_equal_operands else ()
-    return EquationKind((eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal), eqn)
+    return RuleKey((eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal), eqn)
 
 
 @cached(maxsize=4096)
-def _factors(kind: EquationKind) -> Factors:
+def _factors(kind: RuleKey) -> Factors:
     return _by_rule(kind.eqn)
 
 

@@ -27,7 +27,7 @@ from minialpa.ir.equations import shape_of
 from minialpa.rules.common import Dim, FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.kernel_body import carries, computes_on_blocks, positions_read
-from minialpa.rules.known_integers import UNKNOWN, Value, evaluate
+from minialpa.rules.known_integers import UNKNOWN, KnownScalar, evaluate
 from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.registered import jaxpr_flops
 from minialpa.support.divisors import divisors
@@ -78,11 +78,11 @@ def _interchangeable_axes(body: Any, grid: KernelGrid) -> Iterator[int]:
             yield axis
 
 
-def _indices(array: KernelArray, grid: KernelGrid) -> list[Value]:
+def _indices(array: KernelArray, grid: KernelGrid) -> list[KnownScalar]:
     """The block indices of an array over the grid, one for each dimension."""
     n_axes = len(grid.sizes)
     positions = [
-        Value(
+        KnownScalar(
             np.arange(size, dtype=np.int32).reshape([-1 if i == axis else 1 for i in range(n_axes)]), frozenset({axis})
         )
         for axis, size in enumerate(grid.sizes)
@@ -91,13 +91,13 @@ def _indices(array: KernelArray, grid: KernelGrid) -> list[Value]:
     return evaluate(array.index_map, [*positions, *[UNKNOWN] * n_other])
 
 
-def _largest_cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int) -> _Cut | None:
+def _largest_cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int) -> _Cut | None:
     """The cut of an axis into the most parts, if there is any. indices: for each array, from `_indices`."""
     cuts = (_cut(grid, indices, axis, parts) for parts in reversed(divisors(grid.sizes[axis])[1:]))
     return next((cut for cut in cuts if cut is not None), None)
 
 
-def _cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int, parts: int) -> _Cut | None:
+def _cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int, parts: int) -> _Cut | None:
     """The cut of an axis into this many parts; None if an array does not allow it."""
     dims: list[int | None] = []
     part_size = grid.sizes[axis] // parts
@@ -121,7 +121,7 @@ def _cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int, parts:
 
 
 def _relation(
-    n_blocks: int | None, value: Value, axis: int, part_size: int
+    n_blocks: int | None, value: KnownScalar, axis: int, part_size: int
 ) -> Literal["follows", "independent", "other"]:
     """The relation of a dimension with the block index `value` to an axis: see the two formulas above.
 

@@ -94,7 +94,7 @@ def _equation_flops(eqn: JaxprEqn) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _UserRule:
     """A rule of a user. check: whether its first use checks it."""
 
     text: ShardingRule
@@ -103,8 +103,8 @@ class _Rule:
 
 
 #: By primitive, and by target of `jax.ffi.ffi_call`.
-_PRIMITIVES: dict[str, _Rule] = {}
-_TARGETS: dict[str, _Rule] = {}
+_PRIMITIVES: dict[str, _UserRule] = {}
+_TARGETS: dict[str, _UserRule] = {}
 
 
 def registered_rules(eqns: Sequence[JaxprEqn]) -> list[tuple[str, ShardingRule]]:
@@ -137,7 +137,7 @@ def register_primitive(
         return factors
 
     rule(name, localize=local, named=lambda eqn: name)(of_equation)
-    _PRIMITIVES[name] = _Rule(text, flops, check)
+    _PRIMITIVES[name] = _UserRule(text, flops, check)
     forget()
 
 
@@ -157,7 +157,7 @@ def register_target(name: str, text: ShardingRule, *, flops: Flops | None, check
     """Give calls of a foreign function a rule. Raises ShardingError if they already have one."""
     if name in _TARGETS:
         raise ShardingError(f"The FFI target `{name}` already has a sharding rule.")
-    _TARGETS[name] = _Rule(text, flops, check)
+    _TARGETS[name] = _UserRule(text, flops, check)
     forget()
 
 

@@ -30,7 +30,7 @@ from minialpa.ir.equations import (
     with_each_body,
 )
 from minialpa.rules.factors import Dims, Factors, Shapes, combine
-from minialpa.rules.known_rules import EquationKind, cached, factors_of, kind_of, localizer_of, operation_name
+from minialpa.rules.known_rules import RuleKey, cached, factors_of, kind_of, localizer_of, operation_name
 from minialpa.rules.registered import rule_to_check
 from minialpa.rules.sharding_rule import Names, ShardingRule, shapes_of
 from minialpa.rules.shards import localize
@@ -40,7 +40,7 @@ from minialpa.tracing.flattening import flatten_calls
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OperationPart:
     """One of n equal parts of an operation along a factor, by its number."""
 
     factor: int
@@ -48,7 +48,7 @@ class Part:
     n: int
 
 
-def cut(x: Any, dims: Dims, part: Part) -> Any:
+def cut(x: Any, dims: Dims, part: OperationPart) -> Any:
     """The part of an array with these factors; the whole array if it lacks the factor of the part."""
     for axis, dim in enumerate(dims):
         if part.factor in dim:
@@ -125,7 +125,7 @@ def _problem_of(
     factor, n = split
     shards = []
     for number in range(n):
-        part = Part(factor, number, n)
+        part = OperationPart(factor, number, n)
         own = [cut(x, dims, part) for x, dims in zip(operands, factors.operands, strict=True)]
         try:
             shards.append(_run(eqn, localize(eqn, factors, {factor: n}), own))
@@ -214,7 +214,7 @@ def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool)
             check_registered_rules(body.eqns, on_default_device=on_default_device)
 
 
-def _why_unchecked(kind: EquationKind, on_default_device: bool) -> str:
+def _why_unchecked(kind: RuleKey, on_default_device: bool) -> str:
     """The reason why an equation cannot be checked here; empty if its rule holds. Raises ShardingError if it fails."""
     rule = rule_to_check(kind.eqn)
     assert rule is not None
@@ -244,7 +244,7 @@ def _why_unchecked(kind: EquationKind, on_default_device: bool) -> str:
 _why_unchecked_once = cached(maxsize=4096)(_why_unchecked)
 
 
-def _can_be_hashed(kind: EquationKind) -> bool:
+def _can_be_hashed(kind: RuleKey) -> bool:
     try:
         hash(kind)
     except TypeError:

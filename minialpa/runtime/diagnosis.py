@@ -12,7 +12,7 @@ import numpy as np
 
 from minialpa.errors import WorkerError
 from minialpa.runtime.transports.host_transport import HostTransport
-from minialpa.runtime.transports.transport import Part, Piece
+from minialpa.runtime.transports.transport import ExpectedPart, Part
 
 _TIMEOUT_S = 10.0
 
@@ -46,7 +46,7 @@ def _through_tcp() -> bool:
 
         sent = np.arange(1 << 16)
         here.send(1, 0, [Part(sent)])
-        (got,) = there.receive(0, 0, [Piece(sent.shape, sent.dtype)], _TIMEOUT_S)
+        (got,) = there.receive(0, 0, [ExpectedPart(sent.shape, sent.dtype)], _TIMEOUT_S)
         return np.array_equal(got, sent)
     finally:
         here.close()

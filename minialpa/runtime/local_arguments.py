@@ -64,7 +64,7 @@ class LocalArguments:
         for i in work:
             value, slot = values[i], self._inputs[i]
             if type(value) is ArrayImpl and value is leaves[slot.leaf] and slot.rows is None:
-                self._settled[i] = value.sharding if _lies(value, self._shardings[i]) else None
+                self._settled[i] = value.sharding if _has_sharding(value, self._shardings[i]) else None
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
@@ -128,7 +128,7 @@ class LocalArguments:
     def _is_placed(self, i: int, value: Any) -> bool:
         """Whether input `i` needs no `device_put`: its sharding is right, or the function that reads it takes it."""
         sharding = self._shardings[i]
-        return (i in self._read_by_call and _is_loose(value, sharding)) or _lies(value, sharding)
+        return (i in self._read_by_call and _is_loose(value, sharding)) or _has_sharding(value, sharding)
 
     def _copy_for_donation(self, values: list[Any], inputs: Sequence[int], missing: set[int]) -> None:
         """Copy, in place, the donated inputs whose memory a call must not take over.
@@ -225,7 +225,7 @@ def _rows_of(leaf: Any, rows: MicroRows) -> Any:
 
 def _placed_part(leaf: MicroBatchedArray, rows: MicroRows, sharding: NamedSharding) -> Any:
     """The rows of a leaf in a sharding; None if they are not there in it."""
-    return next((part for part in leaf.parts(rows) if _lies(part, sharding)), None)
+    return next((part for part in leaf.parts(rows) if _has_sharding(part, sharding)), None)
 
 
 def _copy(array: Any) -> Any:
@@ -254,7 +254,7 @@ def _in_this_process(leaf: Any) -> Any:
     return leaf[...] if isinstance(leaf, RemoteArray) else leaf
 
 
-def _lies(value: Any, sharding: NamedSharding) -> bool:
+def _has_sharding(value: Any, sharding: NamedSharding) -> bool:
     if not isinstance(value, jax.Array):
         return False
     own = value.sharding

@@ -18,10 +18,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def compiled(function: _Function) -> _Function:
     """`function` as machine code, which is compiled or read from a file at its first call."""
-    return cast(_Function, _Loop(function))
+    return cast(_Function, _CompiledLoop(function))
 
 
-class _Loop:
+class _CompiledLoop:
     """A function whose calls go to its machine code. Other attributes come from numba's dispatcher."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -42,7 +42,7 @@ class _Loop:
         function = self.function
         assert isinstance(function, FunctionType), function
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        loops = {name: value.dispatcher for name, value in used.items() if isinstance(value, _Loop)}
+        loops = {name: value.dispatcher for name, value in used.items() if isinstance(value, _CompiledLoop)}
         if not loops:
             return function
         names = function.__globals__ | loops

@@ -20,7 +20,7 @@ class Recent(Generic[T]):
         self._values: dict[Hashable, tuple[T, float]] = {}  # with their bytes, the last used one last
         self.n_bytes = 0.0
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of `key`, made if missing."""
         found = self._values.get(key)
         if found is not None and next(reversed(self._values)) == key:

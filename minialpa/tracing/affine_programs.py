@@ -1,6 +1,6 @@
 """Which variables of a program are integer arrays that are affine in the position.
 
-`Program.affine` follows the equations of an array, also into and out of loops, branches and calls. It returns None for
+`AffineProgram.affine` follows the equations of an array, also into and out of loops, branches and calls. It returns None for
 arrays that are not affine or may overflow.
 """
 
@@ -28,7 +28,7 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Program:
+class AffineProgram:
     """The origins of the variables of one jaxpr.
 
     Attributes:
@@ -41,7 +41,7 @@ class Program:
 
     producers: Mapping[Var, JaxprEqn]
     values: Mapping[Var, Any]
-    around: Program | None = None
+    around: AffineProgram | None = None
     inputs: Mapping[Var, Outside] = field(default_factory=dict)
     branch: tuple[Atom, int] | None = None
     _known: dict[tuple[Var, At | None], Affine | None] = field(default_factory=dict)
@@ -99,14 +99,14 @@ class Program:
 
 
 def inside(
-    closed: Any, around: Program, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
-) -> Program:
+    closed: Any, around: AffineProgram, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
+) -> AffineProgram:
     """The program of a jaxpr, closed or not, with the operands for its inputs; None for an unknown one."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known = {var: outside for var, outside in zip(jaxpr.invars, inputs, strict=True) if outside is not None}
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    return Program(producers, values, around, known, branch)
+    return AffineProgram(producers, values, around, known, branch)
 
 
 def inputs_of_scan(eqn: JaxprEqn) -> list[Outside | None]:
@@ -121,7 +121,7 @@ def inputs_of_scan(eqn: JaxprEqn) -> list[Outside | None]:
 
 
 def _result_inside(
-    around: Program,
+    around: AffineProgram,
     closed: Any,
     inputs: Sequence[Outside | None],
     r: int,
@@ -131,12 +131,12 @@ def _result_inside(
     return inside(closed, around, inputs, branch).affine(getattr(closed, "jaxpr", closed).outvars[r], at)
 
 
-def _of_branch(around: Program, eqn: JaxprEqn, number: int, r: int, at: At | None) -> Affine | None:
+def _of_branch(around: AffineProgram, eqn: JaxprEqn, number: int, r: int, at: At | None) -> Affine | None:
     inputs = [Outside(atom) for atom in eqn.invars[1:]]
     return _result_inside(around, eqn.params["branches"][number], inputs, r, at, (eqn.invars[0], number))
 
 
-def _of_scan(around: Program, eqn: JaxprEqn, r: int, at: At | None) -> Affine | None:
+def _of_scan(around: AffineProgram, eqn: JaxprEqn, r: int, at: At | None) -> Affine | None:
     """Result `r` of a scan: an unchanged carry, or slices that are equal in all iterations."""
     n_consts, n_carry = scan_counts(eqn)
     inputs = inputs_of_scan(eqn)

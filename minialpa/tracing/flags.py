@@ -29,7 +29,7 @@ from minialpa.ir.equations import (
     with_each_body,
 )
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.values import ELEMENTWISE, Values, producers_of
+from minialpa.tracing.values import ELEMENTWISE, ValueNumbering, producers_of
 
 
 def with_flags_as_tests(flat: Block) -> Block:
@@ -39,7 +39,7 @@ def with_flags_as_tests(flat: Block) -> Block:
 
     used = {atom for eqn in flat.eqns for atom in operand_vars(eqn)}
     used.update(atom for atom in flat.outvars if not is_literal(atom))
-    values: Values | None = None
+    values: ValueNumbering | None = None
     eqns = []
     for eqn in flat.eqns:
         loop = _loop_of(eqn) if eqn.primitive.name == "while" else None
@@ -50,8 +50,8 @@ def with_flags_as_tests(flat: Block) -> Block:
     return flat.with_eqns(eqns)
 
 
-def _values_of(flat: Block) -> Values:
-    values = Values()
+def _values_of(flat: Block) -> ValueNumbering:
+    values = ValueNumbering()
     for i, var in enumerate(flat.invars):
         values.name(var, ("input", i))
     values.run(flat)
@@ -70,7 +70,7 @@ def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Loop:
+class _FlagLoop:
     """A `while` whose test is `any` of a condition for each example; `condition` is the equation with this `any`."""
 
     eqn: JaxprEqn
@@ -87,7 +87,7 @@ class _Loop:
         return list(inputs[len(inputs) - self.n_carries :])
 
 
-def _loop_of(eqn: JaxprEqn) -> _Loop | None:
+def _loop_of(eqn: JaxprEqn) -> _FlagLoop | None:
     """The loop, if it may carry a flag that its test computes."""
     shapes = {shape_of(var) for var in eqn.outvars if dtype_name(var) == "bool" and shape_of(var)}
     if not shapes or eqn.effects:
@@ -98,10 +98,10 @@ def _loop_of(eqn: JaxprEqn) -> _Loop | None:
     found = [one for one in test.eqns if one.primitive.name == "reduce_or" and shape_of(one.invars[0]) in shapes]
     if len(found) != 1 or shape_of(found[0].outvars[0]) or is_literal(found[0].invars[0]):
         return None
-    return _Loop(eqn=eqn, test=test, body=body, condition=found[0])
+    return _FlagLoop(eqn=eqn, test=test, body=body, condition=found[0])
 
 
-def _tested_by_flag(loop: _Loop, values: Values, used: set[Atom]) -> JaxprEqn | None:
+def _tested_by_flag(loop: _FlagLoop, values: ValueNumbering, used: set[Atom]) -> JaxprEqn | None:
     """The loop with a flag as its test and without dead carries; None without such a flag.
 
     values: of the program around the loop.
@@ -115,7 +115,7 @@ def _tested_by_flag(loop: _Loop, values: Values, used: set[Atom]) -> JaxprEqn | 
     return None
 
 
-def _run_test(loop: _Loop, values: Values, carries: Sequence[Atom]) -> int:
+def _run_test(loop: _FlagLoop, values: ValueNumbering, carries: Sequence[Atom]) -> int:
     """The number of the condition for these values of the carries."""
     n_consts = loop.eqn.params["cond_nconsts"]
     numbers = [values.read(atom) for atom in (*loop.eqn.invars[:n_consts], *carries)]
@@ -124,13 +124,13 @@ def _run_test(loop: _Loop, values: Values, carries: Sequence[Atom]) -> int:
     return values.read(loop.condition.invars[0])
 
 
-def _holds_before(loop: _Loop, values: Values, k: int) -> bool:
+def _holds_before(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
     """Whether carry `k` is the condition before the first iteration."""
     own, initial = values.copy(), loop.carries(loop.eqn.invars)
     return _run_test(loop, own, initial) == own.read(initial[k])
 
 
-def _stays(loop: _Loop, values: Values, k: int) -> bool:
+def _stays(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
     """Whether carry `k` is the condition after an iteration, if it is before."""
     iteration = _Iteration(loop, producers_of(loop.body))
     goes_on = _and_of_flag(iteration, k)
@@ -142,7 +142,7 @@ def _stays(loop: _Loop, values: Values, k: int) -> bool:
 class _Iteration:
     """The body of a loop, where a copy of a value is the value itself; `producers` make its variables."""
 
-    loop: _Loop
+    loop: _FlagLoop
     producers: Mapping[Atom, JaxprEqn]
 
     @property
@@ -205,7 +205,7 @@ def _chosen_by(iteration: _Iteration, flag: Atom, new: Atom, old: Atom) -> Atom 
     return chosen if iteration.source(which) is flag and iteration.source(unset) is old else None
 
 
-def _is_test_of(loop: _Loop, values: Values, goes_on: Atom, advanced: Sequence[Atom]) -> bool:
+def _is_test_of(loop: _FlagLoop, values: ValueNumbering, goes_on: Atom, advanced: Sequence[Atom]) -> bool:
     """Whether `goes_on`, a value of the body, is the condition for the values `advanced` of the carries."""
     inside = values.copy()
     n_consts = loop.eqn.params["cond_nconsts"]
@@ -220,7 +220,7 @@ def _is_test_of(loop: _Loop, values: Values, goes_on: Atom, advanced: Sequence[A
     return _run_test(loop, inside, advanced) == number
 
 
-def _read_by_condition(loop: _Loop) -> list[int] | None:
+def _read_by_condition(loop: _FlagLoop) -> list[int] | None:
     """Numbers of the carries in the condition; None if it mixes the elements of an array."""
     condition = loop.condition.invars[0]
     shape, producers = shape_of(condition), producers_of(loop.test)
@@ -242,14 +242,14 @@ def _read_by_condition(loop: _Loop) -> list[int] | None:
     return found
 
 
-def _with_test(loop: _Loop, k: int) -> _Loop:
+def _with_test(loop: _FlagLoop, k: int) -> _FlagLoop:
     flag = loop.carries(loop.test.invars)[k]
     condition = loop.condition.replace(invars=[flag])
     test = loop.test.with_eqns([condition if eqn is loop.condition else eqn for eqn in loop.test.eqns])
     return replace(loop, test=test.without_dead_operations(), condition=condition)
 
 
-def _without_dead_carries(loop: _Loop, used: set[Atom]) -> JaxprEqn:
+def _without_dead_carries(loop: _FlagLoop, used: set[Atom]) -> JaxprEqn:
     needed = _needed_carries(loop, used)
 
     def kept(inputs: Sequence[Any]) -> list[Any]:
@@ -272,7 +272,7 @@ def _without_dead_carries(loop: _Loop, used: set[Atom]) -> JaxprEqn:
     return eqn
 
 
-def _needed_carries(loop: _Loop, used: set[Atom]) -> list[int]:
+def _needed_carries(loop: _FlagLoop, used: set[Atom]) -> list[int]:
     """Numbers of the carries that the test or later equations read, or that the body needs for one of these."""
     read = {atom for eqn in loop.test.eqns for atom in operand_vars(eqn)} | set(loop.test.outvars)
     pairs = zip(loop.eqn.outvars, loop.carries(loop.test.invars), strict=True)
@@ -289,6 +289,6 @@ def _needed_carries(loop: _Loop, used: set[Atom]) -> list[int]:
         needed = grown
 
 
-def _body_of_carries(loop: _Loop, needed: Sequence[int]) -> Block:
+def _body_of_carries(loop: _FlagLoop, needed: Sequence[int]) -> Block:
     """The part of the body that computes the next values of these carries."""
     return replace(loop.body, outvars=tuple(loop.body.outvars[i] for i in needed)).without_dead_operations()

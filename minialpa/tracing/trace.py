@@ -22,19 +22,19 @@ from minialpa.ir.equations import aval_of
 from minialpa.ir.op import Origin
 from minialpa.support.private_jax import with_users_frames
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
+from minialpa.tracing.batched_lookups import with_batched_lookups
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.flags import with_flags_as_tests
 from minialpa.tracing.flattening import trace_flat
 from minialpa.tracing.gradients import tracing_step
 from minialpa.tracing.origins import with_origins, without_marks
-from minialpa.tracing.own_positions import with_own_positions
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LeafPart:
     """An argument or result leaf, by number: its rows (start, stop) of dimension 0, or None for all of it."""
 
     leaf: int
@@ -80,20 +80,20 @@ class TracedStep:
     gradients: tuple[Var, ...]
     n_boundaries: int
     out_tree: Any
-    in_parts: tuple[Part, ...] = ()
-    out_parts: tuple[Part, ...] = ()
+    in_parts: tuple[LeafPart, ...] = ()
+    out_parts: tuple[LeafPart, ...] = ()
     in_tree: PyTreeDef | None = None
     no_batch: NoBatch | None = None
     #: The fingerprint, after its first use.
     _known: list[Fingerprint] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    def argument(self, i: int) -> Part:
+    def argument(self, i: int) -> LeafPart:
         """The argument leaf, or rows of it, of invar `i`."""
-        return self.in_parts[i] if self.in_parts else Part(i, None)
+        return self.in_parts[i] if self.in_parts else LeafPart(i, None)
 
-    def result(self, i: int) -> Part:
+    def result(self, i: int) -> LeafPart:
         """The result leaf, or rows of it, of outvar `i`."""
-        return self.out_parts[i] if self.out_parts else Part(i, None)
+        return self.out_parts[i] if self.out_parts else LeafPart(i, None)
 
     @property
     def batch_arguments(self) -> tuple[str, ...]:
@@ -162,10 +162,10 @@ def trace_step(
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, ValueError) as error:
         if isinstance(error, ValueError) and "Non-hashable static arguments" not in str(error):  # of an inner `jax.jit`
             raise
-        raise TraceError(_told(error, in_paths)) from with_users_frames(error)
+        raise TraceError(_trace_message(error, in_paths)) from with_users_frames(error)
 
     # Before dead equations go: the equations that count the own positions may be dead.
-    program = without_marks(with_flags_as_tests(with_own_positions(flat)))
+    program = without_marks(with_flags_as_tests(with_batched_lookups(flat)))
     flat = with_origins(program.flat.without_dead_operations())
 
     # Which results replace an argument follows from the program itself.
@@ -187,7 +187,7 @@ def trace_step(
     )
 
 
-def _told(error: Exception, in_paths: Sequence[str]) -> str:
+def _trace_message(error: Exception, in_paths: Sequence[str]) -> str:
     """jax's message about code that needs the value of a traced array, with the names of arguments and advice."""
     text = re.sub(r"\bleaves\[(\d+)\]", lambda found: f"`{in_paths[int(found[1])]}`", str(error))
     advice = "Make an argument on which the program itself depends static, with `static_argnums`."

@@ -36,7 +36,7 @@ ELEMENTWISE = (
 
 
 @dataclass(slots=True)
-class Values:
+class ValueNumbering:
     """The values of a program by number: equal numbers are equal values.
 
     Attributes:
@@ -50,7 +50,7 @@ class Values:
     constants: dict[int, int] = field(default_factory=dict)
     scalars: dict[int, int] = field(default_factory=dict)
 
-    def copy(self) -> Values:
+    def copy(self) -> ValueNumbering:
         return replace(
             self,
             numbers=dict(self.numbers),

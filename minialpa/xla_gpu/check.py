@@ -31,7 +31,7 @@ from minialpa.sharding import abstract_mesh
 from minialpa.xla_gpu.compile import compile_for_gpus
 from minialpa.xla_gpu.targets import GpuTarget
 from minialpa.xla_gpu.timeline import timeline
-from minialpa.xla_gpu.worker import GpuProgram, Request
+from minialpa.xla_gpu.worker import CompileRequest, GpuProgram
 
 
 def check_programs(
@@ -47,7 +47,7 @@ def check_programs(
     cache: a folder for compiled programs, see `compile_for_gpus`.
     """
     requests = [
-        [Request(function, stage.logical_shape, stage.submesh[0], target) for function in program.functions]
+        [CompileRequest(function, stage.logical_shape, stage.submesh[0], target) for function in program.functions]
         for program, stage in zip(programs, plan.stages, strict=True)
     ]
     made = iter(compile_for_gpus([r for each in requests for r in each], cache=cache))

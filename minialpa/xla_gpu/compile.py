@@ -24,7 +24,7 @@ from minialpa.errors import MinialpaError
 from minialpa.support.files import write_bytes
 from minialpa.support.progress import ProgressBar
 from minialpa.xla_gpu.targets import GpuTarget
-from minialpa.xla_gpu.worker import GpuProgram, Request, receive, send
+from minialpa.xla_gpu.worker import CompileRequest, GpuProgram, receive, send
 
 #: The oldest GPUs for which XLA with CUDA 13 has code: Turing.
 _OLDEST_OF_CUDA_13 = (7, 5)
@@ -36,7 +36,7 @@ class GpuCompileError(MinialpaError, RuntimeError):
     """XLA for GPUs is not installed, or does not compile a function."""
 
 
-def compile_for_gpus(requests: Sequence[Request], *, cache: Path | None = None) -> list[GpuProgram]:
+def compile_for_gpus(requests: Sequence[CompileRequest], *, cache: Path | None = None) -> list[GpuProgram]:
     """Compile each function. The programs are in the order of the requests.
 
     cache: a folder with compiled programs, which gets the new ones.
@@ -70,7 +70,7 @@ def _check_installed(target: GpuTarget) -> None:
         )
 
 
-def _key(request: Request) -> str:
+def _key(request: CompileRequest) -> str:
     """Tells programs apart that may differ."""
     f, target = request.function, request.target
     specs = [str(spec) for spec in (*f.in_specs, *f.out_specs)]
@@ -83,7 +83,7 @@ def _key(request: Request) -> str:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _compiled(missing: dict[str, Request], flags: Sequence[str]) -> Iterator[tuple[str, GpuProgram]]:
+def _compiled(missing: dict[str, CompileRequest], flags: Sequence[str]) -> Iterator[tuple[str, GpuProgram]]:
     """Each program when it is done. The processes end with the iterator."""
     processes = [_Process(flags) for _ in range(min(_MOST_PROCESSES, os.cpu_count() or 1, len(missing)))]
     free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class _Process:
             env=environment,
         )
 
-    def ask(self, request: Request) -> GpuProgram:
+    def ask(self, request: CompileRequest) -> GpuProgram:
         """The compiled function. Raises GpuCompileError if XLA refuses it, or ends the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:

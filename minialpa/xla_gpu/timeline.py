@@ -32,7 +32,7 @@ _KERNEL_CALL, _KERNEL_RATE = "__cudnn$fmha", "float16"
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
+class ExposedCollective:
     """One collective of a program.
 
     Attributes:
@@ -54,39 +54,41 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class DeviceTimeline:
     """The times of a program on a device.
 
     Attributes:
         kernels_s: seconds of all kernels.
         total_s: seconds of all kernels and of the exposed parts of collectives.
-        awaited: the collectives, in the order of their ends.
+        exposed: the collectives, in the order of their ends.
     """
 
     kernels_s: float
     total_s: float
-    awaited: tuple[Awaited, ...]
+    exposed: tuple[ExposedCollective, ...]
 
     @property
     def exposed_bytes(self) -> float:
         """Bytes of collectives that no kernel runs beside; parts of collectives count by their seconds."""
-        return sum(a.n_bytes * a.exposed_s / a.seconds for a in self.awaited if a.seconds)
+        return sum(a.n_bytes * a.exposed_s / a.seconds for a in self.exposed if a.seconds)
 
     @property
     def hidden_bytes(self) -> float:
-        return sum(a.n_bytes for a in self.awaited) - self.exposed_bytes
+        return sum(a.n_bytes for a in self.exposed) - self.exposed_bytes
 
 
-def timeline(text: str, seconds_of: Callable[[HloCollective], float], device: DeviceSpec | None = None) -> Timeline:
+def timeline(
+    text: str, seconds_of: Callable[[HloCollective], float], device: DeviceSpec | None = None
+) -> DeviceTimeline:
     """The timeline of the program that XLA printed as `text`.
 
     seconds_of: seconds of one collective. XLA's estimates begin with 0.1 ms, and some kinds lack one.
     device: the GPU, by which estimates are corrected, if it is given.
     """
     module = parse_module(text)
-    awaited: list[Awaited] = []
-    kernels_s, total_s = _Reader(Kernels(module, device), seconds_of, awaited).run(module.entry, 1)
-    return Timeline(kernels_s, total_s, tuple(awaited))
+    exposed: list[ExposedCollective] = []
+    kernels_s, total_s = _ModuleWalk(Kernels(module, device), seconds_of, exposed).run(module.entry, 1)
+    return DeviceTimeline(kernels_s, total_s, tuple(exposed))
 
 
 @dataclass(slots=True)
@@ -121,12 +123,14 @@ class _Clock:
         return min(exposed_s, seconds), self.kernels_s > kernels_s
 
 
-class _Reader:
+class _ModuleWalk:
     """Walks the computations of a module."""
 
-    def __init__(self, kernels: Kernels, seconds_of: Callable[[HloCollective], float], awaited: list[Awaited]) -> None:
+    def __init__(
+        self, kernels: Kernels, seconds_of: Callable[[HloCollective], float], exposed: list[ExposedCollective]
+    ) -> None:
         self._kernels, self._module = kernels, kernels.module
-        self._seconds_of, self._awaited = seconds_of, awaited
+        self._seconds_of, self._exposed = seconds_of, exposed
 
     def run(self, name: str, times: int, *, in_loop: bool = False) -> tuple[float, float]:
         """Seconds of kernels, and of all, in one run of a computation that runs `times` times."""
@@ -148,7 +152,7 @@ class _Reader:
     def _wait(self, clock: _Clock, name: str, pending: dict[str, HloCollective]) -> None:
         one = pending.pop(name)
         seconds = self._seconds_of(one)
-        self._awaited.append(Awaited(one, seconds, *clock.wait(name, seconds)))
+        self._exposed.append(ExposedCollective(one, seconds, *clock.wait(name, seconds)))
 
     def _one(self, instruction: Instruction, around: Computation, times: int, in_loop: bool) -> tuple[float, float]:
         """Seconds of kernels, and of all, of an instruction that is no collective."""

@@ -43,7 +43,7 @@ class GpuProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompileRequest:
     """One function to compile.
 
     Attributes:
@@ -59,9 +59,9 @@ class Request:
     target: GpuTarget
 
 
-def compiled(request: Request) -> GpuProgram:
+def compiled(request: CompileRequest) -> GpuProgram:
     """Compile the function. Raises the errors of jax and XLA."""
-    # Imported here: `compile.py` needs `Request` without the compiler.
+    # Imported here: `compile.py` needs `CompileRequest` without the compiler.
     import math
 
     import jax

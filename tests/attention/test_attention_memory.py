@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from minialpa.attention.operation import Attention
+from minialpa.attention.operation import AttentionKind
 from minialpa.intra.memory.xla.model import XLA_CPU
 from tests.attention_calls import causal, fused
 from tests.helpers import temporary_bytes
 
 
-def _forward(kind: Attention) -> Callable[..., Any]:
+def _forward(kind: AttentionKind) -> Callable[..., Any]:
     return lambda query, key, value, _: fused(kind, query, key, value)
 
 
-def _gradients(kind: Attention) -> Callable[..., Any]:
+def _gradients(kind: AttentionKind) -> Callable[..., Any]:
     """The attention and its gradients; the cotangent is an argument."""
 
     def fun(query: Any, key: Any, value: Any, out_bar: Any) -> Any:
@@ -35,7 +35,7 @@ def _arguments(n: int, dtype: Any, d: int = 32) -> tuple[jax.ShapeDtypeStruct, .
 
 
 @pytest.mark.parametrize(
-    ("fun", "dtype"), [(_forward(Attention(scale=0.1)), jnp.float32), (_gradients(causal(32)), jnp.bfloat16)]
+    ("fun", "dtype"), [(_forward(AttentionKind(scale=0.1)), jnp.float32), (_gradients(causal(32)), jnp.bfloat16)]
 )
 def test_scratch_is_that_of_the_compiled_programs_within_a_factor_of_two(fun: Callable[..., Any], dtype: Any) -> None:
     arguments = _arguments(1024, dtype)

@@ -9,7 +9,7 @@ from benchmarks.corpus import arguments as shapes_of
 from benchmarks.planning import traced_step
 from minialpa import LogicalMesh, ShardParallel, hlo
 from minialpa.recognition.step import recognise
-from minialpa.rules.heavy import is_contraction
+from minialpa.rules.expensive import is_contraction
 from tests.attention_calls import two_layers, two_layers_arguments
 from tests.compiled_text import planned_bytes
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minialpa.attention import blockwise
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 from tests.attention.written import Case, assert_same, make_case, with_gradients, written_with_gradients
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -50,7 +50,7 @@ def cases(draw: Any) -> Case:
     left, right = (draw(st.none() | st.integers(-3, 8)) for _ in range(2))
     shapes = st.tuples(*(st.sampled_from((1, n)) for n in (b, g, r, t, s)))
     biases, masks = (draw(st.lists(shapes, max_size=2)) for _ in range(2))
-    kind = Attention(
+    kind = AttentionKind(
         scale=draw(st.sampled_from((0.3, 1.0, -0.5))),
         left=left,
         right=right,
@@ -86,7 +86,7 @@ def test_it_is_what_is_written_in_many_cases(case: Case) -> None:
 
 def test_queries_that_see_nothing() -> None:
     """The first 12 see no key, whether a block of keys is computed or skipped: their results are NaN."""
-    kind = Attention(scale=0.5, right=-12)
+    kind = AttentionKind(scale=0.5, right=-12)
     case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=16, s=12))
     assert_same(case)
     out, _ = with_gradients(case)
@@ -95,7 +95,7 @@ def test_queries_that_see_nothing() -> None:
 
 def test_masks_that_are_added() -> None:
     """The second example is all padding; its logsumexp, -1e9 + log(n_keys), is rounded to -1e9."""
-    kind = Attention(scale=0.5, n_biases=1, right=0, masked_score=-1e9)
+    kind = AttentionKind(scale=0.5, n_biases=1, right=0, masked_score=-1e9)
     case = make_case(np.random.default_rng(0), kind, sizes=_sizes(), bias_shapes=[(2, 1, 1, 1, 11)])
     bias = jnp.zeros((2, 1, 1, 1, 11)).at[0, ..., 7:].set(LOWEST).at[1].set(LOWEST)
     assert_same(Case(kind=kind, operands=(*case.operands[:-1], bias), out_bar=case.out_bar))
@@ -103,7 +103,7 @@ def test_masks_that_are_added() -> None:
 
 def test_values_whose_sum_is_infinite() -> None:
     """The average is finite."""
-    case = make_case(np.random.default_rng(0), Attention(scale=0.5), sizes=_sizes())
+    case = make_case(np.random.default_rng(0), AttentionKind(scale=0.5), sizes=_sizes())
     value = jnp.full_like(case.operands[2], 0.9 * float(np.finfo(np.float32).max))
     out, _ = attention_p.bind(*case.operands[:2], value, kind=case.kind)
     np.testing.assert_allclose(out, np.broadcast_to(value[0, 0, 0], out.shape), rtol=1e-5)
@@ -111,7 +111,7 @@ def test_values_whose_sum_is_infinite() -> None:
 
 def test_a_gradient_whose_terms_differ_by_more_than_the_largest_number() -> None:
     """Of three equal weights: p p_bar - p sum_s p p_bar is finite where p_bar - sum_s p p_bar is not."""
-    case = make_case(np.random.default_rng(0), Attention(scale=0.5), sizes=(1, 1, 3, 1, 1, 1, 1))
+    case = make_case(np.random.default_rng(0), AttentionKind(scale=0.5), sizes=(1, 1, 3, 1, 1, 1, 1))
     query, key, _ = (jnp.zeros_like(x) for x in case.operands)
     value = 0.9 * float(np.finfo(np.float32).max) * jnp.array([1.0, 1.0, -1.0]).reshape(1, 3, 1, 1)
     assert_same(Case(kind=case.kind, operands=(query, key, value), out_bar=jnp.ones_like(case.out_bar)))
@@ -119,7 +119,7 @@ def test_a_gradient_whose_terms_differ_by_more_than_the_largest_number() -> None
 
 def test_sums_of_16_bits_are_in_32() -> None:
     """All that is lost is the rounding of results, and of `out` in the gradient."""
-    kind = Attention(scale=0.5, right=0, masked_score=-1e9)
+    kind = AttentionKind(scale=0.5, right=0, masked_score=-1e9)
     case = make_case(
         np.random.default_rng(0), kind, sizes=_sizes(t=40, s=40), dtypes=(jnp.bfloat16, np.float32, jnp.float16)
     )
@@ -141,7 +141,7 @@ def _rounded_apart(x: Any, expected: Any) -> Any:
 
 def test_float64() -> None:
     with jax.enable_x64(True):
-        kind = Attention(scale=0.5, right=0, masked_score=-1e9)
+        kind = AttentionKind(scale=0.5, right=0, masked_score=-1e9)
         case = make_case(np.random.default_rng(0), kind, sizes=_sizes(), dtypes=(np.float64,) * 3)
         assert_same(case, 1e-13)
         assert attention_p.bind(*case.operands, kind=kind)[1].dtype == np.float64
@@ -149,7 +149,7 @@ def test_float64() -> None:
 
 @pytest.mark.parametrize("sizes", [_sizes(t=0), _sizes(t=1, s=30, r=1)])
 def test_lengths(sizes: Any) -> None:
-    assert_same(make_case(np.random.default_rng(0), Attention(scale=0.5, right=0, masked_score=-1e9), sizes=sizes))
+    assert_same(make_case(np.random.default_rng(0), AttentionKind(scale=0.5, right=0, masked_score=-1e9), sizes=sizes))
 
 
 # ---- where it runs ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(blockwise, "_add_scores", noted)
     _forget()
-    kind = Attention(scale=0.5, left=5, right=0)
+    kind = AttentionKind(scale=0.5, left=5, right=0)
     case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=24, s=24))
     jax.block_until_ready(attention_p.bind(*case.operands, kind=kind))
     jax.effects_barrier()
@@ -177,7 +177,7 @@ def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPa
     assert sorted(computed) == [(i, j) for i in range(6) for j in range(6) if 0 <= i - j <= 2]
 
 
-def _compiled(t: int, kind: Attention) -> Any:
+def _compiled(t: int, kind: AttentionKind) -> Any:
     shapes = [(1, t, 1, 1, 32), (1, t, 1, 32), (1, t, 1, 32)]
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     operands += [jax.ShapeDtypeStruct((t,), np.int32)] * kind.n_positions
@@ -194,7 +194,7 @@ def test_memory_is_linear_in_the_lengths(monkeypatch: pytest.MonkeyPatch) -> Non
     """Temporary bytes of both passes grow by the same with each position: by less than 20 vectors of a head."""
     monkeypatch.setattr(blockwise, "SIDE", 256)
     _forget()
-    kind = Attention(scale=0.125, right=0, masked_score=-1e9)
+    kind = AttentionKind(scale=0.125, right=0, masked_score=-1e9)
     lengths = np.array([16384, 32768, 65536])
     used = np.array([_compiled(t, kind).memory_analysis().temp_size_in_bytes for t in lengths])
     slopes = np.diff(used) / np.diff(lengths)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from minialpa.attention import blockwise, cudnn
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 from minialpa.support.private_jax import CudnnAttention, unused_parameters
 from tests.attention.written import Case, make_case
 
-CAUSAL = Attention(scale=0.5, right=0, masked_score=-1e9)
+CAUSAL = AttentionKind(scale=0.5, right=0, masked_score=-1e9)
 SIZES = (1, 64, 64, 1, 2, 8, 8)
 HALVES = (jnp.bfloat16,) * 3
 
@@ -35,7 +35,7 @@ def _forget() -> None:
     cudnn.differentiate.clear_cache()
 
 
-def _case(kind: Attention, sizes: Any = SIZES, dtypes: Any = HALVES, **options: Any) -> Case:
+def _case(kind: AttentionKind, sizes: Any = SIZES, dtypes: Any = HALVES, **options: Any) -> Case:
     return make_case(np.random.default_rng(0), kind, sizes=sizes, dtypes=dtypes, **options)
 
 
@@ -62,8 +62,8 @@ def _lowered(case: Case) -> str:
     return jax.jit(run).trace(case.operands, case.out_bar).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("kind", [Attention(scale=0.5), CAUSAL, dataclasses.replace(CAUSAL, left=7)], ids=str)
-def test_cudnn_is_called(kind: Attention) -> None:
+@pytest.mark.parametrize("kind", [AttentionKind(scale=0.5), CAUSAL, dataclasses.replace(CAUSAL, left=7)], ids=str)
+def test_cudnn_is_called(kind: AttentionKind) -> None:
     text = _lowered(_case(kind))
     assert "fmhaSoftmax(" in text and "fmhaSoftmaxBackward(" in text
     if kind.has_window:
@@ -74,29 +74,29 @@ def test_cudnn_is_called(kind: Attention) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (Attention(scale=0.5), {"dtypes": (np.float32,) * 3}),
-        (Attention(scale=0.5), {"dtypes": (jnp.bfloat16, jnp.bfloat16, jnp.float16)}),
-        (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 8, 16)}),
-        (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 256, 256)}),
-        (Attention(scale=0.5, float16=("product",)), {"dtypes": (jnp.float16,) * 3}),
-        (Attention(scale=-0.5), {}),
-        (Attention(scale=0.5, right=1), {}),
-        (Attention(scale=0.5, left=3), {}),
-        (Attention(scale=0.5, n_masks=1), {"mask_shapes": [(1, 1, 1, 64, 64)]}),
-        (Attention(scale=0.5, n_biases=1), {"bias_shapes": [(1, 1, 1, 64, 64)]}),
+        (AttentionKind(scale=0.5), {"dtypes": (np.float32,) * 3}),
+        (AttentionKind(scale=0.5), {"dtypes": (jnp.bfloat16, jnp.bfloat16, jnp.float16)}),
+        (AttentionKind(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 8, 16)}),
+        (AttentionKind(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 256, 256)}),
+        (AttentionKind(scale=0.5, float16=("product",)), {"dtypes": (jnp.float16,) * 3}),
+        (AttentionKind(scale=-0.5), {}),
+        (AttentionKind(scale=0.5, right=1), {}),
+        (AttentionKind(scale=0.5, left=3), {}),
+        (AttentionKind(scale=0.5, n_masks=1), {"mask_shapes": [(1, 1, 1, 64, 64)]}),
+        (AttentionKind(scale=0.5, n_biases=1), {"bias_shapes": [(1, 1, 1, 64, 64)]}),
     ],
     ids=str,
 )
-def test_cudnn_is_not_called(kind: Attention, options: Any) -> None:
+def test_cudnn_is_not_called(kind: AttentionKind, options: Any) -> None:
     assert not cudnn.takes(*_case(kind, **options).operands[:3], kind)
 
 
 def test_programs_without_a_kernel_and_old_or_absent_cudnn_call_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "fmha" not in _lowered(_case(Attention(scale=0.5), dtypes=(np.float32,) * 3))
+    assert "fmha" not in _lowered(_case(AttentionKind(scale=0.5), dtypes=(np.float32,) * 3))
     for version in (None, 90600):
         monkeypatch.setattr(cudnn, "cudnn_version", lambda version=version: version)
         _forget()
-        assert "fmha" not in _lowered(_case(Attention(scale=0.5)))
+        assert "fmha" not in _lowered(_case(AttentionKind(scale=0.5)))
 
 
 def test_parameters_of_other_versions_of_jax_are_not_used_or_nothing_is_called() -> None:
@@ -112,11 +112,11 @@ def test_parameters_of_other_versions_of_jax_are_not_used_or_nothing_is_called()
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of cuDNN, what it computes by its documentation; all arrays are doubled, to be recognised."""
 
-    def kind_of(known: CudnnAttention) -> Attention:
+    def kind_of(known: CudnnAttention) -> AttentionKind:
         left = None if known.window is None else known.window - 1
-        return Attention(scale=known.scale, left=left, right=0 if known.is_causal else None)
+        return AttentionKind(scale=known.scale, left=left, right=0 if known.is_causal else None)
 
-    def operands(query: Any, key: Any, value: Any, kind: Attention) -> Any:
+    def operands(query: Any, key: Any, value: Any, kind: AttentionKind) -> Any:
         b, t, _, d = query.shape
         positions = [jnp.arange(n, dtype=np.int32) for n in (t, key.shape[1])][: kind.n_positions]
         return query.reshape(b, t, key.shape[2], -1, d), key, value, *positions

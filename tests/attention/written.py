@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 
 
-def written(query: Any, key: Any, value: Any, *others: Any, kind: Attention) -> jax.Array:
+def written(query: Any, key: Any, value: Any, *others: Any, kind: AttentionKind) -> jax.Array:
     """out [b t g r e] in the widest dtype of the operands, at least float32; others are operands of `attention_p`."""
     n, end = kind.n_positions, kind.n_positions + kind.n_biases
     positions, biases, masks = others[:n], others[n:end], others[end:]
@@ -42,7 +42,7 @@ def written(query: Any, key: Any, value: Any, *others: Any, kind: Attention) -> 
 class Case:
     """Operands of `attention_p`, their kind, and a cotangent of the result."""
 
-    kind: Attention
+    kind: AttentionKind
     operands: tuple[jax.Array, ...]
     out_bar: jax.Array
 
@@ -54,7 +54,7 @@ class Case:
 
 def make_case(
     rng: np.random.Generator,
-    kind: Attention,
+    kind: AttentionKind,
     *,
     sizes: tuple[int, int, int, int, int, int, int],
     dtypes: Sequence[Any] = (np.float32,) * 3,

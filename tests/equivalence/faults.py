@@ -135,7 +135,7 @@ a micro-batch's own mean is a sum's part [batch norm, norm of the whole batch, s
 + return 1.0
 
 a micro-batch's own variance is over all examples but one [batch norm, norm of the whole batch, standardised data]
-- return n_own / max(n_own - 1, 1) * (count - 1) / count
+- return n_in_micro_batch / max(n_in_micro_batch - 1, 1) * (count - 1) / count
 + return 1.0
 
 === inter/microbatch/draft.py
@@ -153,7 +153,7 @@ parts of a total are made narrower [narrow totals]
 === inter/microbatch/forms.py
 
 what is added to a sum counts once for each micro-batch
-- if not all_own or (others and first.scale is not None):
+- if not all_per_micro_batch or (others and first.scale is not None):
 + if others and first.scale is not None:
 
 === inter/microbatch/draft.py
@@ -185,13 +185,13 @@ bitwise `and` is logical [counts]
 === inter/lower/task_functions.py
 
 totals of micro-batches are those of the last
-- combine(r, total, value.astype(total.dtype))
+- combine(r, accumulator, value.astype(accumulator.dtype))
 + value.astype(total.dtype)
 
-=== inter/staging/totals.py
+=== inter/staging/accumulators.py
 
 totals inside a pass forget what was before [planned for GPUs]
-- return total + value.astype(total.dtype)
+- return accumulator + value.astype(accumulator.dtype)
 + return value.astype(total.dtype)
 
 === inter/staging/cast_weights.py
@@ -296,8 +296,8 @@ a layer reads the rows of the first
 === inter/staging/sums_in_scans.py
 
 sums in scans leave the last layer out [planned for GPUs]
-- value = left[number] if one.total is None else adding(next(waiting), left[number])
-+ value = left[number] if one.total is None else next(waiting)
+- value = left[number] if one.accumulator is None else adding(next(waiting), left[number])
++ value = left[number] if one.accumulator is None else next(waiting)
 """
 
 

@@ -18,7 +18,7 @@ import minialpa
 import minialpa.rules.attention
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh, ShardParallel, VerifyError, hlo
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 from minialpa.cluster import DeviceSpec
 from minialpa.intra.shard_arrays import shard_program
 from minialpa.intra.spmd import ShardedEquations, collectives_of
@@ -59,7 +59,7 @@ def doubles() -> Iterator[None]:
         yield
 
 
-def _equations(kind: Attention, n: int) -> dict[str, tuple[JaxprEqn, list[Any]]]:
+def _equations(kind: AttentionKind, n: int) -> dict[str, tuple[JaxprEqn, list[Any]]]:
     """Attention of n positions and its gradient, each with its operands."""
     rng = np.random.default_rng(0)
 
@@ -128,7 +128,7 @@ def test_balanced_devices_give_the_numbers_of_one(kind: str, shape: tuple[int, .
 @pytest.mark.parametrize("kind", [causal(_D, left=5), causal(_D, left=40), causal(_D, left=0, right=None)])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.usefixtures("small_blocks")
-def test_balanced_share_is_the_work_of_the_busiest(kind: Attention, n: int) -> None:
+def test_balanced_share_is_the_work_of_the_busiest(kind: AttentionKind, n: int) -> None:
     t = 12 * n
     eqn, _ = _equations(kind, t)["forward"]
     factors = factors_of(eqn)
@@ -149,9 +149,9 @@ def test_halves_are_whole_blocks() -> None:
     assert [n for n in range(1, 7) if factors.may_balance(factor, n)] == [3]
 
 
-@pytest.mark.parametrize("kind", [Attention(scale=1.0), causal(_D, left=2, right=1)], ids=["all", "both sides"])
+@pytest.mark.parametrize("kind", [AttentionKind(scale=1.0), causal(_D, left=2, right=1)], ids=["all", "both sides"])
 @pytest.mark.usefixtures("small_blocks")
-def test_only_positions_of_unequal_work_are_exchanged(kind: Attention) -> None:
+def test_only_positions_of_unequal_work_are_exchanged(kind: AttentionKind) -> None:
     for eqn, _ in _equations(kind, 16).values():
         strategies, s = _split_by_positions(eqn, LogicalMesh((4,)))
         assert not strategies.balanced

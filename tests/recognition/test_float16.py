@@ -26,7 +26,7 @@ SIZES = [
     (1, 1, 1), (10, 1, 1), (100, 1, 1), (500, 1, 1), (1000, 1, 1), (1, 1, 1e-3), (1, 1, 2.0**12), (1, 1, 2.0**14),
     (1, 1, 2.0**15), (1, 2.0**14, 1), (1, 100, 1000), (300, 1, 2.0**15),
 ]  # fmt: skip
-Attention = Callable[[Any, Any, Any], Any]
+AttentionKind = Callable[[Any, Any, Any], Any]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def _written(product: Any = HALF, scaled: Any = HALF, softmax: Any = HALF, scale
     return attention
 
 
-def _with_gradients(fun: Attention) -> Callable[..., Any]:
+def _with_gradients(fun: AttentionKind) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         out, pull = jax.vjp(fun, *args[:3])
         return out, *pull(args[3].astype(out.dtype))
@@ -57,7 +57,7 @@ def _with_gradients(fun: Attention) -> Callable[..., Any]:
 
 
 F32 = jnp.float32
-CASES: dict[str, Attention] = {
+CASES: dict[str, AttentionKind] = {
     "causal": _written(mask=CAUSAL),
     "softmax in float32": _written(softmax=F32, mask=SEEN),
     "scale in float32": _written(scaled=F32, softmax=F32, mask=CAUSAL),
@@ -92,7 +92,7 @@ def test_infinity_and_nan_are_where_they_are_as_written(name: str) -> None:
 def test_attentions_of_jax() -> None:
     """CPUs do not have its products, of float16 with sums in float32."""
 
-    def attention(scale: float) -> Attention:
+    def attention(scale: float) -> AttentionKind:
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
     with jax.numpy_dtype_promotion("standard"):

@@ -14,7 +14,7 @@ import minialpa
 from tests.recognition.compared import array, compared, mixed, recognised, scores_of, softmax
 from tests.recognition.test_written_attentions import KEY, QUERY, VALUE, B, N, S, T, loss_of, with_gradients
 
-Attention = Callable[[Any, Any, Any], Any]
+AttentionKind = Callable[[Any, Any, Any], Any]
 HEADS = np.array([1.0, 2.0, 0.5, 1.0], np.float32)[None, :, None, None]
 CAUSAL = np.tril(np.ones((T, S), bool))[None, None]
 #: All queries but the last see all keys, and the last one sees none.
@@ -102,7 +102,7 @@ WEIGHTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _by_weights(weights: Callable[[Any], Any]) -> Attention:
+def _by_weights(weights: Callable[[Any], Any]) -> AttentionKind:
     return lambda q, k, v: mixed(weights(scores_of(q, k)), v)
 
 
@@ -120,7 +120,7 @@ def _with_other_result(q: Any, k: Any, v: Any, result: Callable[[Any], Any]) -> 
     return mixed(softmax(x), v) + result(x).swapaxes(1, 2)[..., None]
 
 
-MISSES: dict[str, Attention] = {
+MISSES: dict[str, AttentionKind] = {
     **{name: _by_weights(weights) for name, weights in WEIGHTS.items()},
     "a sum of other scores": lambda q, k, v: mixed(jnp.exp(scores_of(q, k)) / total(jnp.exp(scores_of(q, v))), v),
     "masked by other scores": lambda q, k, v: mixed(softmax(jnp.where(CAUSAL, scores_of(q, k), scores_of(q, v))), v),

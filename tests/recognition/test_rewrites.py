@@ -20,7 +20,7 @@ from tests.attention_calls import blocks_of
 from tests.recognition.compared import array, arrays, assert_same_floats, floats, recognised
 
 DTYPES = [jnp.bfloat16, np.float16, np.float32, np.float64]
-Attention = Callable[[Any, Any, Any], Any]
+AttentionKind = Callable[[Any, Any, Any], Any]
 
 
 # ---- rows on arrays of special floats -------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def _mixed(x: Any, v: Any) -> Any:
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(x).astype(v.dtype), v)
 
 
-def _masked(mask: np.ndarray, masked_score: float) -> Attention:
+def _masked(mask: np.ndarray, masked_score: float) -> AttentionKind:
     return lambda q, k, v: _mixed(jnp.where(mask, _scores(q, k) * 0.5, masked_score), v)
 
 
@@ -131,7 +131,7 @@ def _added(q: Any, k: Any, v: Any) -> Any:
     return _mixed(x + (1 - SEEN.astype(x.dtype)) * -1e4, v)
 
 
-ATTENTIONS: dict[str, Attention] = {
+ATTENTIONS: dict[str, AttentionKind] = {
     "causal": _masked(CAUSAL, -np.inf),
     "seen": _masked(SEEN, -1e9),
     "window": _masked(SHORT_WINDOW, -5.0),
@@ -157,7 +157,7 @@ def test_attentions_are_the_same_for_every_float(name: str, dtype: Any) -> None:
         _check_floats(ATTENTIONS[name], dtype)
 
 
-def _check_floats(fun: Attention, dtype: Any) -> None:
+def _check_floats(fun: AttentionKind, dtype: Any) -> None:
     # Small, so that the largest values times this are finite: the primitive adds them up in another order.
     weight = (0.1 * array(9, B, T, N, D)).astype(dtype)
 

@@ -33,7 +33,7 @@ def with_gradients(fun: Callable[..., Any], argnums: Any = (0, 1, 2)) -> Callabl
     return jax.value_and_grad(loss_of(fun), argnums)
 
 
-Attention = Callable[[Any, Any, Any], Any]
+AttentionKind = Callable[[Any, Any, Any], Any]
 CAUSAL = np.tril(np.ones((T, S), bool))[None, None]
 dpa = jax.nn.dot_product_attention
 
@@ -110,7 +110,7 @@ def _heads_of_weight_one(q: Any, k: Any, v: Any) -> Any:
 
 
 #: Attentions of `QUERY`, `KEY` and `VALUE`.
-WRITTEN: dict[str, Attention] = {
+WRITTEN: dict[str, AttentionKind] = {
     "by hand": _by_hand,
     "scaled query": lambda q, k, v: mixed(softmax(scores_of(q * 0.7, k)), v),
     "divided by a traced root": lambda q, k, v: mixed(softmax(scores_of(q, k) / jnp.sqrt(jnp.float32(D))), v),

@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from minialpa.rules.factors import Dims, Factors
 from minialpa.rules.known_rules import factors_of
-from minialpa.rules.rule_check import Part, cut, wholes
+from minialpa.rules.rule_check import OperationPart, cut, wholes
 from minialpa.rules.shards import localize, run_shard
 
 
@@ -190,7 +190,7 @@ def _operands_of_half(case: Case, factors: Factors, factor: int, half: int) -> l
     arrays = []
     for i, (x, dims) in enumerate(zip(case.operands, factors.operands, strict=True)):
         is_added_to = half == 1 and factors.takes_part_once(factor, i)
-        arrays.append(np.zeros_like(x) if is_added_to else cut(x, dims, Part(factor, half, 2)))
+        arrays.append(np.zeros_like(x) if is_added_to else cut(x, dims, OperationPart(factor, half, 2)))
     return arrays
 
 
@@ -232,7 +232,7 @@ def check_halving(found: Sequence[Case]) -> None:
 def _shard(x: Any, dims: Dims, n_splits: Mapping[int, int], numbers: Mapping[int, np.int32]) -> Any:
     """The shard of an array. Positional factors have dimensions for themselves."""
     for f, number in numbers.items():
-        x = cut(x, dims, Part(f, int(number), n_splits[f]))
+        x = cut(x, dims, OperationPart(f, int(number), n_splits[f]))
     return x
 
 
@@ -292,7 +292,7 @@ def check_structure(case: Case) -> None:
     in_results = {f for dims in factors.results for dim in dims for f in dim}
     in_operands = {f for dims in factors.operands for dim in dims for f in dim}
     assert factors.positional <= factors.blocked, case.eqn
-    assert {f for f, _ in factors.unaffected | factors.once} <= set(factors.reductions), case.eqn
+    assert {f for f, _ in factors.unaffected | factors.counted_once} <= set(factors.reductions), case.eqn
     # What is combined is missing in some result.
     for f in factors.reductions:
         assert any(not any(f in dim for dim in dims) for dims in factors.results), case.eqn

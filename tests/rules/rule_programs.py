@@ -21,7 +21,7 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa import register_sharding_rule
-from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.attention.operation import AttentionKind, attention_gradient_p, attention_p
 from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
 from tests.attention_calls import causal, fused
 from tests.lapack_call import lu_by_lapack
@@ -361,7 +361,7 @@ def _biased(query: Any, key: Any, value: Any, out_bar: Any, *biases: Any) -> lis
     t, s = query.shape[1], key.shape[1]
     seen = integers((2, 1, 1, 1, s), 2) > 0
     masks = [seen | (np.arange(s) == 0), np.ones((1, 2, 6, t, s), bool)]
-    kind = Attention(scale=0.5, n_biases=len(biases), n_masks=len(masks))
+    kind = AttentionKind(scale=0.5, n_biases=len(biases), n_masks=len(masks))
     out, logsumexp = attention_p.bind(query, key, value, *biases, *masks, kind=kind)
     gradients = attention_gradient_p.bind(
         query,

@@ -63,7 +63,7 @@ def test_rnn_gradient_splits_the_batch_and_sums_weight_gradients() -> None:
     split = [r for r in range(len(backward.results)) if backward.affects(batch, r) and r not in partial]
     assert [len(backward.results[r]) for r in partial] == [2, 2]  # the gradients of both weights
     assert split  # gradients of states and inputs
-    assert {f for f, _ in backward.once} == {batch}
+    assert {f for f, _ in backward.counted_once} == {batch}
 
 
 def test_a_hidden_dimension_of_a_body_is_split_where_its_sums_are_linear() -> None:
@@ -73,7 +73,7 @@ def test_a_hidden_dimension_of_a_body_is_split_where_its_sums_are_linear() -> No
     (factors,) = _checked(fun, _floats(L, H, 8), _floats(L, 8, H), _floats(B, H))
     hidden, time = sorted(factors.reductions, key=lambda f: -factors.sizes[f])
     assert (factors.sizes[hidden], factors.sizes[time]) == (8, L)  # all iterations add to one total
-    assert {k for f, k in factors.once if f == hidden} == {1}
+    assert {k for f, k in factors.counted_once if f == hidden} == {1}
 
 
 def test_fori_loop_and_while_split_the_batch() -> None:
@@ -98,7 +98,7 @@ def test_a_counter_is_the_same_in_all_shards_while_a_total_is_summed() -> None:
     (batch,) = factors.splittable
     assert [factors.is_partial(batch, r) for r in range(5)] == [False, True, False, False, True]
     assert [factors.affects(batch, r) for r in range(5)] == [False, True, False, True, True]
-    assert factors.once == {(batch, 1)}
+    assert factors.counted_once == {(batch, 1)}
 
 
 def _branches(flag: Any, w: Any, x: Any) -> Any:

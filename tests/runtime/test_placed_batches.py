@@ -14,7 +14,7 @@ import minialpa
 from minialpa import AutoLayerOption, PipeshardParallel, ShardParallel
 from minialpa.programs.mesh_program import overwritten_rows
 from minialpa.runtime.arrays import MicroBatchedArray, cover_all_rows
-from minialpa.runtime.cluster.cluster_program import Values
+from minialpa.runtime.cluster.cluster_program import HostValues
 from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.testing import assert_allclose
 from tests.runtime.cluster.in_process_session import in_process_session
@@ -37,18 +37,18 @@ def session(n_hosts: int) -> AbstractContextManager[Any]:
 def n_put(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the NumPy arrays that this process puts on devices, or sends to workers, from here on."""
     counts = [0]
-    device_put, given = jax.device_put, Values.given
+    device_put, given = jax.device_put, HostValues.given
 
     def counted_put(x: Any, *args: Any, **kwargs: Any) -> Any:
         counts[0] += sum(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(x))
         return device_put(x, *args, **kwargs)
 
-    def counted_given(self: Values, *args: Any) -> Any:
+    def counted_given(self: HostValues, *args: Any) -> Any:
         counts[0] += 1
         return given(self, *args)
 
     monkeypatch.setattr(jax, "device_put", counted_put)
-    monkeypatch.setattr(Values, "given", counted_given)
+    monkeypatch.setattr(HostValues, "given", counted_given)
     return counts
 
 

@@ -33,7 +33,7 @@ def test_disjoint_sets_are_connected_components_named_by_the_first_item(pairs: l
 def test_a_cache_holds_no_more_than_its_bound_except_the_last_value(keys: list[int], most: int) -> None:
     recent: Recent[list[int]] = Recent(most, lambda value: value[0])
     for n, key in enumerate(keys):
-        assert recent.once(key, lambda key=key: [key])[0] == key
+        assert recent.get_or_make(key, lambda key=key: [key])[0] == key
         assert recent.n_bytes <= max(most, key) and len(recent) <= len(set(keys[: n + 1]))
 
 
@@ -41,13 +41,13 @@ def test_a_cache_keeps_the_values_that_were_used_last_and_weighs_values_that_gro
     made: list[str] = []
     recent: Recent[str] = Recent(2, len)
     for key in "abacab":
-        recent.once(key, lambda key=key: made.append(key) or key)
+        recent.get_or_make(key, lambda key=key: made.append(key) or key)
     assert made == ["a", "b", "c", "b"]
 
     growing: Recent[list[int]] = Recent(3, len)
-    value = growing.once("grows", list)
+    value = growing.get_or_make("grows", list)
     value += [1, 2, 3, 4]
-    growing.once("other", lambda: [1])
+    growing.get_or_make("other", lambda: [1])
     assert len(growing) == 1 and growing.n_bytes == 1
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from minialpa.inter.lower.exported_functions import export_function
 from minialpa.programs.program import Function
 from minialpa.xla_gpu.targets import TARGETS
-from minialpa.xla_gpu.worker import Request
+from minialpa.xla_gpu.worker import CompileRequest
 
 
 def request(
@@ -20,7 +20,7 @@ def request(
     *,
     n_devices: int = 1,
     donated: tuple[int, ...] = (),
-) -> Request:
+) -> CompileRequest:
     """A function `f` for H100s. Several devices split the first dimension of all arguments and results."""
 
     def flat(*args: Any) -> tuple[Any, ...]:
@@ -39,4 +39,4 @@ def request(
         out_specs=(spec,) * len(out_avals),
         donated=donated,
     )
-    return Request(export_function(function, (n_devices,), "cuda"), (n_devices,), 1, TARGETS["h100"])
+    return CompileRequest(export_function(function, (n_devices,), "cuda"), (n_devices,), 1, TARGETS["h100"])

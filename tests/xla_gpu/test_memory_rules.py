@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from minialpa.attention.operation import Attention
+from minialpa.attention.operation import AttentionKind
 from minialpa.intra.memory.xla.model import XLA_GPU
 from minialpa.tracing.ragged_products import dense_product
 from minialpa.xla_gpu.compile import compile_for_gpus
@@ -92,7 +92,7 @@ def _attention(query: jax.Array, key: jax.Array, value: jax.Array, out_bar: jax.
     return out, pull_back(out_bar)
 
 
-_KIND: Attention = causal(64)
+_KIND: AttentionKind = causal(64)
 _QUERY, _KEY = _array(2, N, 2, 4, 64, dtype=BF16), _array(2, N, 2, 64, dtype=BF16)
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = {

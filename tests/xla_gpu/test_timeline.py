@@ -43,14 +43,14 @@ def _three_us(one: HloCollective) -> float:
 def test_kernels_run_one_after_the_other() -> None:
     found = timeline(_program(_kernel("a", "x", 1.0), _kernel("b", "a", 2.0)), _three_us)
     assert found.kernels_s == found.total_s == pytest.approx(3e-6)
-    assert not found.awaited
+    assert not found.exposed
 
 
 @pytest.mark.parametrize(("beside_us", "exposed_us"), [(0.0, 3.0), (1.0, 2.0), (5.0, 0.0)])
 def test_a_collective_is_exposed_for_what_no_kernel_hides(beside_us: float, exposed_us: float) -> None:
     beside = [_kernel("a", "x", beside_us)] if beside_us else []
     found = timeline(_program(_START, *beside, _DONE, _kernel("b", "d", 1.0)), _three_us)
-    (one,) = found.awaited
+    (one,) = found.exposed
     assert one.exposed_s == pytest.approx(exposed_us * 1e-6) and one.has_work == bool(beside_us)
     assert found.kernels_s == pytest.approx((beside_us + 1) * 1e-6)
     assert found.total_s == pytest.approx((beside_us + exposed_us + 1) * 1e-6)
@@ -61,7 +61,7 @@ def test_a_collective_is_exposed_for_what_no_kernel_hides(beside_us: float, expo
 def test_collectives_wait_for_each_other() -> None:
     again = [line.replace("%s", "%s2").replace("%d", "%d2") for line in (_START, _DONE)]
     found = timeline(_program(_START, again[0], _kernel("a", "x", 4.0), _DONE, again[1]), _three_us)
-    assert [one.exposed_s for one in found.awaited] == pytest.approx([0.0, 2e-6])
+    assert [one.exposed_s for one in found.exposed] == pytest.approx([0.0, 2e-6])
     assert found.total_s == pytest.approx(6e-6)
 
 

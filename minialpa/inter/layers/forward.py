@@ -14,7 +14,7 @@ from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers.clustering import cluster_layers
 from minialpa.ir.equations import bytes_of, operand_vars, shape_of
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, ManualLayerOption
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.trace import TracedStep
 
@@ -212,13 +212,13 @@ def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Ma
 class _Blocks:
     """The blocks of a model that repeats; `n_blocks` is 1 without blocks.
 
-    outside: flops of each heavy equation outside of blocks. n_heavy: heavy equations, inside and outside.
+    outside: flops of each heavy equation outside of blocks. n_expensive: heavy equations, inside and outside.
     """
 
     n_blocks: int
     block_flops: float
     outside: tuple[float, ...]
-    n_heavy: int
+    n_expensive: int
 
 
 def _blocks(traced: TracedStep) -> _Blocks:
@@ -243,7 +243,7 @@ def _blocks(traced: TracedStep) -> _Blocks:
         n_blocks=n_blocks,
         block_flops=inside(n_blocks) / n_blocks,
         outside=tuple(itertools.chain.from_iterable(flops for flops in kinds if len(flops) % n_blocks)),
-        n_heavy=sum(map(len, kinds)),
+        n_expensive=sum(map(len, kinds)),
     )
 
 
@@ -257,9 +257,9 @@ def natural_layers(traced: TracedStep) -> int:
     if n_blocks >= _FEW_BLOCKS:
         n_layers = _layers_of_blocks(blocks)
     elif n_blocks > 1:
-        n_layers = min(_USUAL_LAYERS, n_blocks * max(math.ceil(4 / n_blocks), blocks.n_heavy // (6 * n_blocks)))
+        n_layers = min(_USUAL_LAYERS, n_blocks * max(math.ceil(4 / n_blocks), blocks.n_expensive // (6 * n_blocks)))
     else:
-        n_layers = min(_USUAL_LAYERS, math.ceil(blocks.n_heavy / 3))
+        n_layers = min(_USUAL_LAYERS, math.ceil(blocks.n_expensive / 3))
     return max(1, min(traced.n_groups, n_layers))
 
 
@@ -272,7 +272,7 @@ def _layers_of_blocks(blocks: _Blocks) -> int:
     return n_layers + round(sum(min(1.0, share) for share in shares))
 
 
-def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sublayers_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Layers cut between the blocks of a model: the piece of each group, and the layer of each piece.
 
     A layer costs the sum of its pieces, of which few are distinct if a model repeats.
@@ -282,8 +282,8 @@ def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[
 
     natural = _clustered(traced, natural_layers(traced), _TOLERANCE)
     pairs = list(zip(layer_of_group, natural, strict=True))
-    pieces = {pair: i for i, pair in enumerate(dict.fromkeys(sorted(pairs)))}
-    return tuple(pieces[pair] for pair in pairs), tuple(layer for layer, _ in pieces)
+    sublayers = {pair: i for i, pair in enumerate(dict.fromkeys(sorted(pairs)))}
+    return tuple(sublayers[pair] for pair in pairs), tuple(layer for layer, _ in sublayers)
 
 
 def layer_flops(traced: TracedStep, layer_of_group: Sequence[int]) -> list[float]:

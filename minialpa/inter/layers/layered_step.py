@@ -4,7 +4,7 @@ From end to end, a scan over layers is cut like this:
 
     find_stacks    finds the scans over layers and the arrays with a row for each layer       stacks.py
     cut_scans      decides the rows of each block, which the plan keeps (`Plan.row_blocks`)   here
-    unstack        rewrites the step: a scan, argument and result for each block (`Part`)     unstack.py
+    unstack        rewrites the step: a scan, argument and result for each block (`LeafPart`)     unstack.py
     emit_program   numbers blocks as leaves, and notes which rows each one is                 Program.blocks
     BlockedCalls   splits the arguments of each call into blocks, and joins the results       runner.py
 

@@ -27,7 +27,7 @@ from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, batch_kinds
 from minialpa.ir.equations import Atom, aval_of, fresh_var, is_extended, is_literal, operand_vars
 from minialpa.ir.op import Op
 from minialpa.options import Remat
-from minialpa.rules.heavy import has_contraction, is_view, reads_in_place
+from minialpa.rules.expensive import has_contraction, is_view, reads_in_place
 from minialpa.tracing.new_equations import equations_for
 from minialpa.tracing.trace import TracedStep
 
@@ -77,9 +77,9 @@ class _Rewritten:
         """Insert copies of some equations before the first of `readers`, backward equations of the layer."""
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
-        awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
+        required = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in again.equations]
-        copies, names = _copies(eqns, again.copied(self.eqns), list(awaited), _read_in_place(eqns, self.weights))
+        copies, names = _copies(eqns, again.copied(self.eqns), list(required), _read_in_place(eqns, self.weights))
         inserted = self.inserted.setdefault(readers[0], [])
         for copy, k in copies:
             original = self.traced.flat.ops[again.equations[k]]
@@ -266,32 +266,32 @@ def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[V
         if is_view(eqn) and not views.isdisjoint(operand_vars(eqn)):
             views.update(eqn.outvars)
 
-    behind = set[Var]()
+    after_barrier = set[Var]()
     for eqn in reversed(eqns):
         operands = set(operand_vars(eqn))
         in_place = reads_in_place(eqn) and bool(operands - views)
-        if not in_place and (not is_view(eqn) or eqn.outvars[0] in behind):
-            behind |= operands
-    return set(weights) - behind
+        if not in_place and (not is_view(eqn) or eqn.outvars[0] in after_barrier):
+            after_barrier |= operands
+    return set(weights) - after_barrier
 
 
 def _copies(
-    eqns: Sequence[JaxprEqn], copied: AbstractSet[Var], awaited: Sequence[Var], in_front: AbstractSet[Var]
+    eqns: Sequence[JaxprEqn], copied: AbstractSet[Var], required: Sequence[Var], in_front: AbstractSet[Var]
 ) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
     """A barrier, then copies of equations, each with the number of its equation; and the names of the copied values.
 
-    The barrier waits for `awaited`, so the copies run when the backward pass needs them. It counts as part of the first
+    The barrier waits for `required`, so the copies run when the backward pass needs them. It counts as part of the first
     equation. copied: the results whose copies readers get. in_front: values that the copies read without the barrier.
     """
     made = copied | in_front
     inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in made)
-    barrier, behind = _barrier([*inputs, *(value for value in awaited if value not in inputs)])
+    barrier, after_barrier = _barrier([*inputs, *(value for value in required if value not in inputs)])
 
     copies = [(eqn, 0) for eqn in barrier]
     names: dict[Var, Var] = {}
     for k, eqn in enumerate(eqns):
         outvars = [fresh_var(aval_of(result)) for result in eqn.outvars]
-        copies.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, behind), names), outvars=outvars), k))
+        copies.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, after_barrier), names), outvars=outvars), k))
         names.update((v, copy) for v, copy in zip(eqn.outvars, outvars, strict=True) if v in copied)
     return copies, names
 
@@ -301,8 +301,8 @@ def _barrier(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
     arrays = [value for value in values if not is_extended(aval_of(value).dtype)]
     if not arrays:
         return [], {}
-    barrier, behind = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays)
-    return barrier, dict(zip(arrays, behind, strict=True))
+    barrier, after_barrier = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays)
+    return barrier, dict(zip(arrays, after_barrier, strict=True))
 
 
 def _renamed(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:

@@ -15,8 +15,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.ir.equations import Atom, is_literal, operand_vars, scan_counts, shape_of, sub_jaxprs
+from minialpa.rules.expensive import has_contraction, is_contraction
 from minialpa.rules.factors import Factors
-from minialpa.rules.heavy import has_contraction, is_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.support.disjoint_sets import DisjointSets
 from minialpa.tracing.flattening import flatten_calls

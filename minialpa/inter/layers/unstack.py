@@ -44,7 +44,7 @@ from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.trace import Part, TracedStep
+from minialpa.tracing.trace import LeafPart, TracedStep
 
 #: The owner of equations that join or cut the results of the step: they belong to no forward group.
 _OF_RESULTS = Owner(Origin(direction="other", group=None, layer=0), None)
@@ -180,12 +180,12 @@ def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None
             others.append((program.joined(v, owner), result))
 
     for stack, operands in stacked.items():
-        behind = [
+        rest = [
             program.add_like(eqn, list(of_block), program.layout.owner_of_block(origin, stack, block))
             for block, of_block in enumerate(zip(*(blocks for blocks, _ in operands), strict=True))
         ]
         for k, (_, result) in enumerate(operands):
-            program.set_blocks(result, [of_block[k] for of_block in behind])
+            program.set_blocks(result, [of_block[k] for of_block in rest])
 
     if others:
         program.add(eqn.replace(invars=[v for v, _ in others], outvars=[result for _, result in others]), owner)
@@ -230,7 +230,7 @@ class _Leaf:
 
     atom: Atom
     path: str
-    part: Part
+    part: LeafPart
 
 
 def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
@@ -238,12 +238,12 @@ def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
     inputs = []
     for i, (v, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
         if not program.layout.is_cut(v):
-            inputs.append(_Leaf(v, path, Part(i, None)))
+            inputs.append(_Leaf(v, path, LeafPart(i, None)))
             continue
         ranges = program.layout.ranges_of(v)
         blocks = [fresh_var(changed_aval(aval_of(v), shape=(stop - start, *shape_of(v)[1:]))) for start, stop in ranges]
         program.set_blocks(v, blocks)
-        inputs += [_Leaf(block, path, Part(i, rows)) for block, rows in zip(blocks, ranges, strict=True)]
+        inputs += [_Leaf(block, path, LeafPart(i, rows)) for block, rows in zip(blocks, ranges, strict=True)]
     return inputs
 
 
@@ -252,10 +252,10 @@ def _outputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
     outputs = []
     for i, (v, path) in enumerate(zip(traced.flat.outvars, traced.out_paths, strict=True)):
         if not program.layout.is_cut(v):
-            outputs.append(_Leaf(program.joined(v, _OF_RESULTS), path, Part(i, None)))
+            outputs.append(_Leaf(program.joined(v, _OF_RESULTS), path, LeafPart(i, None)))
             continue
         blocks = zip(program.blocks(v, _OF_RESULTS), program.layout.ranges_of(v), strict=True)
-        outputs += [_Leaf(block, path, Part(i, rows)) for block, rows in blocks]
+        outputs += [_Leaf(block, path, LeafPart(i, rows)) for block, rows in blocks]
     return outputs
 
 
@@ -274,7 +274,7 @@ def _replaced(old: Sequence[int | None], inputs: Sequence[_Leaf], outputs: Seque
     """For each result the argument with the same rows of the leaf that `old` names, or None."""
     number = {leaf.part: k for k, leaf in enumerate(inputs)}
     leaves = [(old[output.part.leaf], output.part.rows) for output in outputs]
-    return tuple(None if leaf is None else number.get(Part(leaf, rows)) for leaf, rows in leaves)
+    return tuple(None if leaf is None else number.get(LeafPart(leaf, rows)) for leaf, rows in leaves)
 
 
 def _unstacked(

@@ -96,7 +96,7 @@ class _Emitter:
         self._send_arguments()
         for segment in range(2 * self.split.n_loops + 1):
             self._segment([task for task in tasks if task.segment == segment], is_loop(segment))
-        outputs = self._own_buffers(self._outputs())
+        outputs = self._argument_buffers(self._outputs())
 
         # The last use of a buffer is known once all instructions are.
         kept = {b for slot in outputs for b in slot.buffers} | {c.buffer for c in self.constants}
@@ -214,11 +214,11 @@ class _Emitter:
     def _run_task(self, task: Task, micro: int | None, *, is_last: bool = False) -> None:
         """Run a task. is_last: whether it is the last run in its loop, which may be another function."""
         one, mesh = self.program_of[task], task.mesh
-        program, ends_with = one.program, one.totals
+        program, ends_with = one.program, one.accumulators
         function, last = self.functions_of[task]
         if is_last and one.last is not None:
-            function, program, ends_with = last, one.last.program, (*one.last.totals, *one.last.sums)
-        self._start_totals(one)
+            function, program, ends_with = last, one.last.program, (*one.last.accumulators, *one.last.sums)
+        self._start_accumulators(one)
         inputs = tuple(self._buffer(v, micro, mesh) for v in program.invars)
 
         # New totals, which replace the old ones, and sums come last and belong to no micro-batch.
@@ -232,17 +232,19 @@ class _Emitter:
         for v, _, _ in made:
             self._send(v, micro, mesh)
 
-    def _start_totals(self, one: TaskProgram) -> None:
+    def _start_accumulators(self, one: TaskProgram) -> None:
         """Totals of zero, before the first micro-batch."""
-        mesh, totals, specs = one.task.mesh, one.totals, one.program.specs
-        if not totals or (totals[0], None, mesh) in self.buffers:
+        mesh, accumulators, specs = one.task.mesh, one.accumulators, one.program.specs
+        if not accumulators or (accumulators[0], None, mesh) in self.buffers:
             return
-        self._make_totals(task_functions.zeros_function(mesh, self._stored(totals, specs, mesh)), (), totals)
+        self._make_accumulators(
+            task_functions.zeros_function(mesh, self._stored(accumulators, specs, mesh)), (), accumulators
+        )
 
-    def _make_totals(self, function: Function, inputs: tuple[int, ...], totals: Sequence[Var]) -> None:
-        fresh = tuple(self._new() for _ in totals)
+    def _make_accumulators(self, function: Function, inputs: tuple[int, ...], accumulators: Sequence[Var]) -> None:
+        fresh = tuple(self._new() for _ in accumulators)
         self.instructions.append(Run(self._add_function(function), inputs, fresh))
-        self.buffers.update(((v, None, function.mesh), b) for v, b in zip(totals, fresh, strict=True))
+        self.buffers.update(((v, None, function.mesh), b) for v, b in zip(accumulators, fresh, strict=True))
 
     def _stored(self, variables: Sequence[Var], specs: Mapping[Var, Spec], mesh: int) -> task_functions.Arrays:
         shape = self.plan.stages[mesh].logical_shape
@@ -284,28 +286,30 @@ class _Emitter:
     def _accumulate(self, task: Task, micro: int) -> None:
         """Add the values of a micro-batch to their totals; the first values become the totals."""
         # The program of the task itself adds to the totals `inside`.
-        inside = set(self.program_of[task].totals)
-        mine = [a for a in self.split.accumulators if a.loop in task.outvars and a.total not in inside]
+        inside = set(self.program_of[task].accumulators)
+        mine = [a for a in self.split.accumulators if a.loop in task.outvars and a.complete not in inside]
         if not mine:
             return
 
         # A total has the spec of its value.
-        mesh, totals = task.mesh, [a.total for a in mine]
-        specs = {var: self.specs[mesh][a.loop] for a in mine for var in (a.loop, a.total)}
+        mesh, accumulators = task.mesh, [a.complete for a in mine]
+        specs = {var: self.specs[mesh][a.loop] for a in mine for var in (a.loop, a.complete)}
         stored_values = self._stored([a.loop for a in mine], specs, mesh)
-        stored_totals = self._stored(totals, specs, mesh)
+        stored_accumulators = self._stored(accumulators, specs, mesh)
 
         values = tuple(self.buffers[a.loop, micro, mesh] for a in mine)
-        if (totals[0], None, mesh) not in self.buffers:
+        if (accumulators[0], None, mesh) not in self.buffers:
             # In new buffers: the dtype may be wider, and others may read the value.
-            self._make_totals(task_functions.widen_function(mesh, stored_values, stored_totals), values, totals)
+            self._make_accumulators(
+                task_functions.widen_function(mesh, stored_values, stored_accumulators), values, accumulators
+            )
             return
 
         if task not in self.accumulate_of:
             reductions = [a.reduction for a in mine]
-            function = task_functions.accumulate_function(mesh, stored_totals, stored_values, reductions)
+            function = task_functions.accumulate_function(mesh, stored_accumulators, stored_values, reductions)
             self.accumulate_of[task] = self._add_function(function)
-        kept = tuple(self.buffers[v, None, mesh] for v in totals)
+        kept = tuple(self.buffers[v, None, mesh] for v in accumulators)
         self.instructions.append(Accumulate(self.accumulate_of[task], kept, values))
 
     def _finish_loop(self, tasks: Sequence[Task]) -> None:
@@ -315,8 +319,8 @@ class _Emitter:
         for stack in stacks:
             self._concatenate(stack, min(task.mesh for task in tasks if stack.loop in task.outvars))
 
-        totals = [a.total for a in self.split.accumulators if a.loop in made] + [s.total for s in stacks]
-        for var in dict.fromkeys(totals):
+        accumulators = [a.complete for a in self.split.accumulators if a.loop in made] + [s.complete for s in stacks]
+        for var in dict.fromkeys(accumulators):
             for mesh in range(self.step.staged.n_meshes):
                 if (var, None, mesh) in self.buffers and (var, mesh) in self.step.remote_readers:
                     self._send(var, None, mesh)
@@ -325,8 +329,8 @@ class _Emitter:
         spec = self.specs[mesh][stack.loop]
         function = self._add_function(task_functions.concatenate_function(mesh, stack, self.n_micro_batches, spec))
         parts = tuple(self.buffers[stack.loop, micro, mesh] for micro in range(self.n_micro_batches))
-        self.buffers[stack.total, None, mesh] = self._new()
-        self.instructions.append(Run(function, parts, (self.buffers[stack.total, None, mesh],)))
+        self.buffers[stack.complete, None, mesh] = self._new()
+        self.instructions.append(Run(function, parts, (self.buffers[stack.complete, None, mesh],)))
 
     # ---- results --------------------------------------------------------------------------------------------------
 
@@ -356,7 +360,7 @@ class _Emitter:
         self.instructions.append(Transfer(buffer, target, mesh, spec.partition_spec()))
         return target
 
-    def _own_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
+    def _argument_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
         """Copies of results that would share a buffer with a constant, an argument that stays, or another result.
 
         A caller may donate any result to a later call, and must not lose another array by it.

@@ -58,7 +58,7 @@ def split_by_mesh(
         shape = program.meshes[function.mesh].logical_shape
         functions[function.mesh].append(export_function(function, shape, platform))
 
-    writer = _Writer(program, _types_of_buffers(program, types), cluster)
+    writer = _MeshWriter(program, _types_of_buffers(program, types), cluster)
     for instruction in program.instructions:
         writer.add(instruction)
     writer.receive_results()
@@ -157,7 +157,7 @@ class _MeshDraft:
             self.instructions.extend(self.receives.pop(buffer, ()))
 
 
-class _Writer:
+class _MeshWriter:
     """Writes the instructions of a program into a draft for each mesh."""
 
     def __init__(self, program: Program, types: Mapping[int, ArrayType], cluster: ClusterSpec) -> None:
@@ -184,10 +184,10 @@ class _Writer:
                 draft = self.drafts[self.program.functions[number].mesh]
                 draft.receive(inputs)
                 draft.instructions.append(Run(self.number_on_mesh[number], inputs, outputs))
-            case Accumulate(number, totals, values):
+            case Accumulate(number, accumulators, values):
                 draft = self.drafts[self.program.functions[number].mesh]
                 draft.receive(reads(instruction))
-                draft.instructions.append(Accumulate(self.number_on_mesh[number], totals, values))
+                draft.instructions.append(Accumulate(self.number_on_mesh[number], accumulators, values))
             case Transfer():
                 self._transfer(instruction)
             case Free(buffers):

@@ -75,7 +75,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
     def programs_of(mesh: int) -> list[TaskProgram]:
         stage = plan.stages[mesh]
         on_gpus = is_gpu(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
-        view = ShardedView(stage.mesh, stage.forbidden, stage.combined, adds_totals=on_gpus)
+        view = ShardedView(stage.mesh, stage.forbidden, stage.combined, adds_to_accumulators=on_gpus)
         return task_programs(staged, mesh, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
 
     program_of = {one.task: one for mesh in range(len(plan.stages)) for one in programs_of(mesh)}

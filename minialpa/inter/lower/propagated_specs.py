@@ -18,9 +18,9 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.reshard import reshard_table
-from minialpa.intra.strategies.strategy_cache import EquationKind, MeshStrategies, StrategyCache
+from minialpa.intra.strategies.strategy_cache import MeshStrategies, StrategyCache, StrategyKey
 from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 from minialpa.sharding import EquationSpecs, Spec
 
 
@@ -58,7 +58,7 @@ class _Chooser:
         self._mesh = mesh
         self._cache = StrategyCache()
         self._strategies: MeshStrategies = self._cache.of(mesh, (), ALONE)
-        self._known: dict[tuple[EquationKind, tuple[Spec | None, ...]], EquationSpecs] = {}
+        self._known: dict[tuple[StrategyKey, tuple[Spec | None, ...]], EquationSpecs] = {}
 
     def choose(self, eqn: JaxprEqn, read: Sequence[Spec | None]) -> EquationSpecs:
         """The specs of an equation. read: the spec of each result for its readers; None for an unused result."""
@@ -70,7 +70,7 @@ class _Chooser:
             self._known[key] = self._choose(eqn, kind, read)
         return self._known[key]
 
-    def _choose(self, eqn: JaxprEqn, kind: EquationKind, read: Sequence[Spec | None]) -> EquationSpecs:
+    def _choose(self, eqn: JaxprEqn, kind: StrategyKey, read: Sequence[Spec | None]) -> EquationSpecs:
         if kind.factors.reductions or has_contraction(eqn):
             return _everywhere(eqn, read)
 

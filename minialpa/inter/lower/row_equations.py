@@ -23,7 +23,7 @@ from minialpa.tracing.new_equations import equations_for
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRange:
     """Positions of one dimension, from `start` to before `stop`."""
 
     dim: int
@@ -47,12 +47,14 @@ class RowEquations:
         blocks: the variable that holds these rows of a variable.
     """
 
-    def __init__(self, inputs: Sequence[Var], eqns: Sequence[JaxprEqn], wanted: Iterable[tuple[Var, Rows]]) -> None:
-        """inputs: the free variables of `eqns`. wanted: the blocks to compute."""
+    def __init__(
+        self, inputs: Sequence[Var], eqns: Sequence[JaxprEqn], required: Iterable[tuple[Var, RowRange]]
+    ) -> None:
+        """inputs: the free variables of `eqns`. required: the blocks to compute."""
         self.eqns: list[JaxprEqn] = []
-        self.blocks: dict[tuple[Var, Rows], Atom] = {}
-        self._asked: dict[Var, list[Rows]] = defaultdict(list)
-        for var, rows in wanted:
+        self.blocks: dict[tuple[Var, RowRange], Atom] = {}
+        self._asked: dict[Var, list[RowRange]] = defaultdict(list)
+        for var, rows in required:
             self._ask(var, rows)
 
         # Backwards, so that all readers of a value have asked for their rows before its own turn.
@@ -63,13 +65,13 @@ class RowEquations:
             self.eqns.append(eqn)
             self._add_blocks(eqn, cuts[eqn])
 
-    def _ask(self, var: Var, rows: Rows) -> None:
+    def _ask(self, var: Var, rows: RowRange) -> None:
         if rows not in self._asked[var]:
             self._asked[var].append(rows)
 
-    def _cuts_of(self, eqn: JaxprEqn) -> dict[tuple[int, Rows], _FactorRows | None]:
+    def _cuts_of(self, eqn: JaxprEqn) -> dict[tuple[int, RowRange], _FactorRows | None]:
         """For each asked block of a result, the positions to compute; None to cut the result."""
-        cuts: dict[tuple[int, Rows], _FactorRows | None] = {}
+        cuts: dict[tuple[int, RowRange], _FactorRows | None] = {}
         for r, var in enumerate(eqn.outvars):
             for rows in self._asked[var]:
                 factors = factors_of(eqn).on_mesh()
@@ -81,7 +83,7 @@ class RowEquations:
                             self._ask(atom, mine)
         return cuts
 
-    def _add_blocks(self, eqn: JaxprEqn, cuts: dict[tuple[int, Rows], _FactorRows | None]) -> None:
+    def _add_blocks(self, eqn: JaxprEqn, cuts: dict[tuple[int, RowRange], _FactorRows | None]) -> None:
         computed: dict[_FactorRows, list[Atom]] = {}
         for (r, rows), found in cuts.items():
             if found is None:
@@ -105,14 +107,14 @@ class RowEquations:
         self.eqns += eqns
         return results
 
-    def _slice(self, var: Var, asked: Iterable[Rows]) -> None:
+    def _slice(self, var: Var, asked: Iterable[RowRange]) -> None:
         for rows in asked:
             eqns, (block,) = equations_for(lambda x, r=rows: lax.slice_in_dim(x, r.start, r.stop, axis=r.dim), var)
             self.eqns += eqns
             self.blocks[var, rows] = block
 
 
-def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _FactorRows | None:
+def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: RowRange) -> _FactorRows | None:
     """The positions of a factor that are these rows of a result; None if the equation cannot compute them alone."""
     dim = factors.results[result][rows.dim]
     factor = factors.leading(dim)
@@ -133,13 +135,13 @@ def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _F
     return _FactorRows(factor, (rows.start // inner, rows.stop // inner))
 
 
-def _rows_of_factor(factors: Factors, dims: Dims, positions: _FactorRows) -> Rows | None:
+def _rows_of_factor(factors: Factors, dims: Dims, positions: _FactorRows) -> RowRange | None:
     """The rows of an array at these positions; None without the factor."""
     factor, (start, stop) = positions.factor, positions.rows
     for d, dim in enumerate(dims):
         if factor in dim:
             inner = _inner(factors, dim, factor)
-            return Rows(d, start * inner, stop * inner)
+            return RowRange(d, start * inner, stop * inner)
     return None
 
 

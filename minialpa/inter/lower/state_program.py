@@ -18,7 +18,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.errors import ShardingError
 from minialpa.inter.lower.instruction_passes import last_uses, with_frees
 from minialpa.inter.lower.propagated_specs import propagated_specs
-from minialpa.inter.lower.row_equations import RowEquations, Rows
+from minialpa.inter.lower.row_equations import RowEquations, RowRange
 from minialpa.inter.lower.task_functions import task_function
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, bytes_of, dtype_name, is_literal, live_equations, operand_vars, shape_of
@@ -53,7 +53,7 @@ class StateProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StateBlock:
     """A leaf of the state, or one block of its rows, on the meshes that hold it.
 
     Attributes:
@@ -73,24 +73,24 @@ def state_program(traced: TracedStep, step: Program, meshes: Sequence[LogicalMes
     meshes: the logical mesh of each mesh of `step`.
     Raises ShardingError if the step reads rows of the state as a batch.
     """
-    pieces = _pieces(traced, step)
-    writer = _Writer(traced, meshes)
+    blocks = _state_blocks(traced, step)
+    writer = _StateWriter(traced, meshes)
     for mesh in range(len(meshes)):
-        writer.add_mesh(mesh, pieces)
+        writer.add_mesh(mesh, blocks)
 
-    program = writer.program(step, pieces)
+    program = writer.program(step, blocks)
     verify_program(program)
-    return StateProgram(program, _placed_inputs(traced, program), _placed_outputs(traced, pieces))
+    return StateProgram(program, _placed_inputs(traced, program), _placed_outputs(traced, blocks))
 
 
-def _pieces(traced: TracedStep, step: Program) -> list[_Piece]:
+def _state_blocks(traced: TracedStep, step: Program) -> list[_StateBlock]:
     """The leaves and blocks of the state, as `step` numbers them."""
     slots: dict[int, list[InputSlot]] = defaultdict(list)
     for slot in step.inputs:
         slots[slot.leaf].append(slot)
 
     n_leaves = len(traced.flat.outvars)
-    pieces = []
+    blocks = []
     for number, (leaf, rows) in enumerate(numbered_leaves(range(n_leaves), step.blocks.arguments[:n_leaves])):
         if any(slot.rows is not None for slot in slots[number]):
             raise ShardingError(
@@ -100,17 +100,17 @@ def _pieces(traced: TracedStep, step: Program) -> list[_Piece]:
         ndim = len(shape_of(traced.flat.outvars[leaf]))
         places = [(slot.mesh, Spec.of(slot.spec, ndim)) for slot in slots[number]]
         # The first mesh keeps a leaf that no stage reads.
-        pieces.append(_Piece(leaf, rows, tuple(places or [(0, Spec.replicated(ndim))])))
-    return pieces
+        blocks.append(_StateBlock(leaf, rows, tuple(places or [(0, Spec.replicated(ndim))])))
+    return blocks
 
 
 #: A piece on one mesh: its number, the piece, and its spec there.
-_Copy = tuple[int, _Piece, Spec]
+_Copy = tuple[int, _StateBlock, Spec]
 
 
 def _parts(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]:
     """`copies` in runs of about equal bytes, one for each call."""
-    n_bytes = [_piece_bytes(piece, leaves) for _, piece, _ in copies]
+    n_bytes = [_block_bytes(block, leaves) for _, block, _ in copies]
     most_bytes = max([sum(n_bytes) / _N_CALLS, *n_bytes], default=0)
     parts: list[list[_Copy]] = []
     room = 0.0
@@ -123,12 +123,12 @@ def _parts(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]
     return parts
 
 
-def _piece_bytes(piece: _Piece, leaves: Sequence[Atom]) -> float:
-    n_bytes, rows = bytes_of(leaves[piece.leaf]), piece.rows
-    return n_bytes if rows is None else n_bytes * (rows[1] - rows[0]) / shape_of(leaves[piece.leaf])[0]
+def _block_bytes(block: _StateBlock, leaves: Sequence[Atom]) -> float:
+    n_bytes, rows = bytes_of(leaves[block.leaf]), block.rows
+    return n_bytes if rows is None else n_bytes * (rows[1] - rows[0]) / shape_of(leaves[block.leaf])[0]
 
 
-class _Writer:
+class _StateWriter:
     """Writes the functions and the calls of each mesh.
 
     Attributes:
@@ -145,9 +145,9 @@ class _Writer:
         self._filled: dict[tuple[Var, int], int] = {}
         self.made: dict[tuple[int, int], int] = {}
 
-    def add_mesh(self, mesh: int, pieces: Sequence[_Piece]) -> None:
+    def add_mesh(self, mesh: int, blocks: Sequence[_StateBlock]) -> None:
         """Write the calls that make the pieces of a mesh."""
-        mine = [(i, piece, spec) for i, piece in enumerate(pieces) for home, spec in piece.places if home == mesh]
+        mine = [(i, block, spec) for i, block in enumerate(blocks) for home, spec in block.places if home == mesh]
         for part in _parts(mine, self._flat.outvars):
             self._add_call(mesh, part)
 
@@ -158,17 +158,17 @@ class _Writer:
         number = len(self._functions)
         self._functions.append(task_function(f"create{mesh}.{number}", mesh, program))
         self._instructions.append(Run(number, inputs, outputs))
-        self.made.update(((piece, mesh), buffer) for (piece, _, _), buffer in zip(copies, outputs, strict=True))
+        self.made.update(((block, mesh), buffer) for (block, _, _), buffer in zip(copies, outputs, strict=True))
 
-    def program(self, step: Program, pieces: Sequence[_Piece]) -> Program:
+    def program(self, step: Program, blocks: Sequence[_StateBlock]) -> Program:
         """The program of all meshes of `step`."""
         outputs = []
-        for number, piece in enumerate(pieces):
-            homes = tuple(mesh for mesh, _ in piece.places)
+        for number, block in enumerate(blocks):
+            homes = tuple(mesh for mesh, _ in block.places)
             outputs.append(OutputSlot(tuple(self.made[number, mesh] for mesh in homes), homes))
 
         kept = {*self.made.values(), *(slot.buffer for slot in self._constants)}
-        blocks = step.blocks.arguments[: pieces[-1].leaf + 1] if pieces else ()
+        results = step.blocks.arguments[: blocks[-1].leaf + 1] if blocks else ()
         return Program(
             meshes=step.meshes,
             functions=tuple(self._functions),
@@ -178,17 +178,17 @@ class _Writer:
             outputs=tuple(outputs),
             donated_leaves=frozenset(),
             n_buffers=next(self._numbers),
-            blocks=LeafBlocks(results=blocks if any(blocks) else ()),
+            blocks=LeafBlocks(results=results if any(results) else ()),
         )
 
     def _mesh_equations(self, mesh: int, copies: Sequence[_Copy]) -> ShardedEquations:
         """The equations that make these copies, in their specs."""
         flat = self._flat
-        atoms = [(flat.outvars[piece.leaf], piece.rows) for _, piece, _ in copies]
-        cut = [(atom, Rows(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
+        atoms = [(flat.outvars[block.leaf], block.rows) for _, block, _ in copies]
+        cut = [(atom, RowRange(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
         found = RowEquations((*flat.constvars, *flat.invars), flat.eqns, cut)
         outvars = [
-            atom if rows is None or is_literal(atom) else found.blocks[atom, Rows(0, *rows)] for atom, rows in atoms
+            atom if rows is None or is_literal(atom) else found.blocks[atom, RowRange(0, *rows)] for atom, rows in atoms
         ]
         eqns = [eqn for eqn, is_live in zip(found.eqns, live_equations(found.eqns, outvars), strict=True) if is_live]
         read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
@@ -233,11 +233,11 @@ def _placed_inputs(traced: TracedStep, program: Program) -> tuple[PlacedValue, .
     return tuple(placed)
 
 
-def _placed_outputs(traced: TracedStep, pieces: Sequence[_Piece]) -> tuple[PlacedValue, ...]:
+def _placed_outputs(traced: TracedStep, blocks: Sequence[_StateBlock]) -> tuple[PlacedValue, ...]:
     placed = []
-    for leaf, mine in itertools.groupby(pieces, key=lambda piece: piece.leaf):
+    for leaf, mine in itertools.groupby(blocks, key=lambda block: block.leaf):
         atom = traced.flat.outvars[leaf]
-        copies = [(mesh, spec, piece.rows) for piece in mine for mesh, spec in piece.places]
+        copies = [(mesh, spec, block.rows) for block in mine for mesh, spec in block.places]
         placed.append(
             PlacedValue(
                 path=traced.out_paths[leaf],

@@ -55,38 +55,40 @@ def task_function(name: str, mesh: int, program: ShardedEquations) -> Function:
     return _function(name, mesh, shard_program(program), inputs, outputs)
 
 
-def accumulate_function(mesh: int, totals: Arrays, values: Arrays, reductions: Sequence[Reduction]) -> Function:
+def accumulate_function(mesh: int, accumulators: Arrays, values: Arrays, reductions: Sequence[Reduction]) -> Function:
     """(*totals, *values) -> totals, elementwise by each one's reduction. Totals are donated and may be wider."""
-    n_totals = len(totals)
+    n_accumulators = len(accumulators)
 
     def fun(*args: Any) -> tuple[Any, ...]:
-        pairs = zip(reductions, args[:n_totals], args[n_totals:], strict=True)
-        return tuple(combine(r, total, value.astype(total.dtype)) for r, total, value in pairs)
+        pairs = zip(reductions, args[:n_accumulators], args[n_accumulators:], strict=True)
+        return tuple(combine(r, accumulator, value.astype(accumulator.dtype)) for r, accumulator, value in pairs)
 
-    return _function(f"accumulate{mesh}", mesh, fun, [*totals, *values], totals, tuple(range(n_totals)))
+    return _function(
+        f"accumulate{mesh}", mesh, fun, [*accumulators, *values], accumulators, tuple(range(n_accumulators))
+    )
 
 
-def zeros_function(mesh: int, totals: Arrays) -> Function:
+def zeros_function(mesh: int, accumulators: Arrays) -> Function:
     """Totals before the first micro-batch."""
 
     def fun() -> tuple[Any, ...]:
-        return tuple(jnp.zeros(aval.shape, aval.dtype) for aval, _ in totals)
+        return tuple(jnp.zeros(aval.shape, aval.dtype) for aval, _ in accumulators)
 
-    return _function(f"zeros{mesh}", mesh, fun, (), totals)
+    return _function(f"zeros{mesh}", mesh, fun, (), accumulators)
 
 
-def widen_function(mesh: int, values: Arrays, totals: Arrays) -> Function:
+def widen_function(mesh: int, values: Arrays, accumulators: Arrays) -> Function:
     """The values of the first micro-batch in the dtypes of their totals."""
 
     def fun(*args: Any) -> tuple[Any, ...]:
-        return tuple(x.astype(aval.dtype) for x, (aval, _) in zip(args, totals, strict=True))
+        return tuple(x.astype(aval.dtype) for x, (aval, _) in zip(args, accumulators, strict=True))
 
-    return _function(f"widen{mesh}", mesh, fun, values, totals)
+    return _function(f"widen{mesh}", mesh, fun, values, accumulators)
 
 
 def concatenate_function(mesh: int, stack: Stack, n_micro_batches: int, spec: Spec) -> Function:
     """The rows of all micro-batches in one array."""
-    dtype = aval_of(stack.total).dtype
+    dtype = aval_of(stack.complete).dtype
     wide = STAND_INS.get(str(dtype))
 
     def fun(*parts: Any) -> tuple[Any, ...]:
@@ -96,7 +98,7 @@ def concatenate_function(mesh: int, stack: Stack, n_micro_batches: int, spec: Sp
         return (jnp.concatenate([x.astype(wide) for x in parts], axis=stack.dim).astype(dtype),)
 
     parts = [stored(stack.loop, spec, ())] * n_micro_batches
-    return _function(f"concatenate{mesh}", mesh, fun, parts, [stored(stack.total, spec, ())])
+    return _function(f"concatenate{mesh}", mesh, fun, parts, [stored(stack.complete, spec, ())])
 
 
 def copy_function(mesh: int, values: Arrays) -> Function:

@@ -2,7 +2,7 @@
 
     new state = a * old state + b * moment + c          a, b, c: known without the examples
 
-Equations pass on `Value`s, so an average may have any form: a decay that is an argument, a correction for the first
+Equations pass on `AffineValue`s, so an average may have any form: a decay that is an argument, a correction for the first
 steps, a choice by a flag, a cast, several layers in one array.
 """
 
@@ -52,7 +52,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class AffineValue:
     """inputs: numbers of the arguments that a value is affine in. moments: all moments that it depends on."""
 
     inputs: frozenset[int] = frozenset()
@@ -69,10 +69,10 @@ class Value:
 
 
 #: A total that is not a moment.
-OTHER: Final = Value(moments=frozenset([Moment(None, 1)]))
+OTHER: Final = AffineValue(moments=frozenset([Moment(None, 1)]))
 
 
-def result_values(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+def result_values(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> list[AffineValue]:
     """The values of the results of an equation that reads no examples."""
     if eqn.primitive.name == "cond":
         index, *others = operands
@@ -85,7 +85,7 @@ def result_values(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     return [_result(eqn, operands)] * len(eqn.outvars)
 
 
-def mixes(eqn: JaxprEqn, operands: Sequence[Value], result: Value) -> bool:
+def mixes(eqn: JaxprEqn, operands: Sequence[AffineValue], result: AffineValue) -> bool:
     """Whether entries or averages of a result mix moments of different arrays, or other totals."""
     if None in result.arrays and len(result.arrays) > 1:
         return True
@@ -94,7 +94,7 @@ def mixes(eqn: JaxprEqn, operands: Sequence[Value], result: Value) -> bool:
     return len(arrays) > 1 and not (result.is_average or is_control or eqn.primitive.name in _MOVES)
 
 
-def replaced_inputs(step: TracedStep, results: Sequence[Value]) -> list[frozenset[int]]:
+def replaced_inputs(step: TracedStep, results: Sequence[AffineValue]) -> list[frozenset[int]]:
     """For each result, the arguments of its type that it is affine in and that it replaces in the next call."""
     invars, outvars = step.flat.invars, step.flat.outvars
     replaced: list[set[int]] = [set() for _ in outvars]
@@ -106,26 +106,26 @@ def replaced_inputs(step: TracedStep, results: Sequence[Value]) -> list[frozense
             if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == kind
         ]
         # If the step returns the argument itself, other sums with it are a log.
-        unchanged = [j for j in may_replace if results[j] == Value(inputs=frozenset([i]))]
+        unchanged = [j for j in may_replace if results[j] == AffineValue(inputs=frozenset([i]))]
         in_place = [j for j in may_replace if step.layouts[j] == i]
         for j in unchanged or in_place or may_replace:
             replaced[j].add(i)
     return [frozenset(inputs) for inputs in replaced]
 
 
-def _of_program(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
+def _of_program(jaxpr: Any, operands: Sequence[AffineValue]) -> list[AffineValue]:
     """The values of the results of a branch, or of a function, on these operands."""
-    known: dict[Var, Value] = dict(zip(jaxpr.invars, operands, strict=True))
+    known: dict[Var, AffineValue] = dict(zip(jaxpr.invars, operands, strict=True))
 
-    def read(atom: Atom) -> Value:
-        return Value() if is_literal(atom) else known.get(atom, Value())
+    def read(atom: Atom) -> AffineValue:
+        return AffineValue() if is_literal(atom) else known.get(atom, AffineValue())
 
     for eqn in jaxpr.eqns:
         known.update(zip(eqn.outvars, result_values(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _result(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+def _result(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> AffineValue:
     """The value of the results of an equation without control flow."""
     name = eqn.primitive.name
     if name == "select_n":
@@ -149,17 +149,17 @@ def _result(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     return replace(both, inputs=frozenset())
 
 
-def _chosen_by(index: Value) -> Value:
+def _chosen_by(index: AffineValue) -> AffineValue:
     """The part of a branch's index in the results: its moments, but no other totals, which the branch only tests."""
-    return Value(moments=frozenset(moment for moment in index.moments if moment.x is not None))
+    return AffineValue(moments=frozenset(moment for moment in index.moments if moment.x is not None))
 
 
-def _union(values: Sequence[Value]) -> Value:
-    return Value(
+def _union(values: Sequence[AffineValue]) -> AffineValue:
+    return AffineValue(
         frozenset[int]().union(*(value.inputs for value in values)),
         frozenset[Moment]().union(*(value.moments for value in values)),
     )
 
 
-def _with_degree(value: Value, degree: int) -> Value:
+def _with_degree(value: AffineValue, degree: int) -> AffineValue:
     return replace(value, moments=frozenset(replace(moment, degree=degree) for moment in value.moments))

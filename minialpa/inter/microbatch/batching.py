@@ -63,12 +63,12 @@ def _batch_factor(eqn: JaxprEqn, factors: Factors, k: int, dim: int, n: int) -> 
     return leading
 
 
-def rows_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
+def per_example_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
     """Operands with a dimension of examples."""
     return [var for var in operand_vars(eqn) if isinstance(kinds.get(var), int)]
 
 
-def totals_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
+def aggregates_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
     """Operands that are reduced over examples, or functions of such."""
     return [var for var in operand_vars(eqn) if kinds.get(var) == AGGREGATE]
 
@@ -76,7 +76,7 @@ def totals_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
 def _check_unseen(eqn: JaxprEqn, kinds: Kinds) -> None:
     """Raise TraceError for a callback into Python with values of examples: each micro-batch would call it."""
     # A loop or a branch with a callback inside has its effects.
-    if eqn.effects and rows_in(eqn, kinds):
+    if eqn.effects and per_example_in(eqn, kinds):
         raise TraceError(
             f"`{eqn.primitive.name}` at {source_line(eqn)} calls Python with values of each example, such as "
             "`jax.debug.print` does. With micro-batches it would run once for each part of the batch. "

@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
+from minialpa.inter.microbatch.forms import Complete, Partial, PerExample, PerMicroBatch, Same, Scale
 from minialpa.inter.microbatch.segments import Segments
 from minialpa.inter.microbatch.split_step import Accumulator, SplitStep, Stack, operation
 from minialpa.ir.equations import (
@@ -93,8 +93,8 @@ class Draft:
 
         # A total needs the value of its loop, though no equation reads it.
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
-        parts = {accumulator.total: accumulator.loop for accumulator in self.accumulators.values()}
-        parts.update((stack.total, stack.loop) for stack in self.stacks.values())
+        parts = {accumulator.complete: accumulator.loop for accumulator in self.accumulators.values()}
+        parts.update((stack.complete, stack.loop) for stack in self.stacks.values())
         operations, needed = _live(operations, step.flat.outvars, parts)
 
         return SplitStep(
@@ -104,12 +104,12 @@ class Draft:
             micro_inputs=tuple((var, rows) for var, rows in self.micro_inputs.items() if rows in needed),
             micro_index=self._micro_index,
             accumulators=tuple(
-                accumulator for accumulator in self.accumulators.values() if accumulator.total in needed
+                accumulator for accumulator in self.accumulators.values() if accumulator.complete in needed
             ),
-            stacks=tuple(stack for stack in self.stacks.values() if stack.total in needed),
+            stacks=tuple(stack for stack in self.stacks.values() if stack.complete in needed),
             outvars=step.flat.outvars,
             batch_dims=self.batch_dims,
-            own=self.segments.found,
+            per_micro_batch=self.segments.found,
         )
 
 
@@ -137,7 +137,7 @@ def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var,
 _LEAST_TOTAL_BYTES = 4
 
 
-class OnceValues:
+class CompleteValues:
     """Writes the segments between loops of a draft. `segment` is always even."""
 
     def __init__(self, draft: Draft) -> None:
@@ -158,11 +158,11 @@ class OnceValues:
 
     def require(self, atom: Atom, segment: int) -> None:
         """Make a value known under its own name from `segment` on."""
-        if is_literal(atom) or atom in self.known or atom in self.segments.early_values:
+        if is_literal(atom) or atom in self.known or atom in self.segments.prologue_values:
             return
 
         form = self.segments.forms.form(atom)
-        if isinstance(form, Once):
+        if isinstance(form, Complete):
             i = self.segments.producer.get(atom)
             if i is not None:
                 self.emit(i, segment)
@@ -176,11 +176,11 @@ class OnceValues:
         self.known.add(atom)
         part = self.draft.values[form.loop][atom]
         match form:
-            case Rows():
+            case PerExample():
                 self._concatenate(atom, form, part, segment)
             case Same():
                 self._take_any(atom, form, part, segment)
-            case Own():
+            case PerMicroBatch():
                 self._refuse_average(atom)
                 self._add_up(atom, part, self.segments.n_micro_batches, None, segment)
             case Partial(reduction="sum"):
@@ -207,11 +207,11 @@ class OnceValues:
             renamed = eqn.replace(outvars=[var if atom is out else atom for atom in eqn.outvars])
             self.draft.add(renamed, segment, source)
 
-    def _concatenate(self, var: Var, form: Rows, part: Var, segment: int) -> None:
-        total = var if form.scale is None else fresh_var(var.aval)
-        self.draft.stacks[var] = Stack(part, total, self.draft.batch_dims[part])
+    def _concatenate(self, var: Var, form: PerExample, part: Var, segment: int) -> None:
+        complete = var if form.scale is None else fresh_var(var.aval)
+        self.draft.stacks[var] = Stack(part, complete, self.draft.batch_dims[part])
         if form.scale is not None:
-            eqns, out = self.scaled(total, form.scale, segment)
+            eqns, out = self.scaled(complete, form.scale, segment)
             self._add_named(var, eqns, out, segment)
 
     def _refuse_average(self, var: Var) -> None:
@@ -233,14 +233,14 @@ class OnceValues:
         aval = aval_of(var)
         is_narrow = is_inexact(var) and aval.dtype.itemsize < _LEAST_TOTAL_BYTES
         dtype = np.dtype("float32") if is_narrow else aval.dtype
-        total = fresh_var(changed_aval(aval, dtype=dtype, weak_type=False))
-        self.draft.accumulators[var] = Accumulator(part, total, "sum")
+        complete = fresh_var(changed_aval(aval, dtype=dtype, weak_type=False))
+        self.draft.accumulators[var] = Accumulator(part, complete, "sum")
 
         def finished(x: Any) -> Any:
             (x,) = gradient_p.bind(x, call=0)  # here the planner may put the sum over devices, once for all parts
             return x / jnp.asarray(divisor, dtype) if divisor > 1 else x
 
-        eqns, (out,) = self.draft.maker.compute(("finished", divisor, dtype), finished, total)
+        eqns, (out,) = self.draft.maker.compute(("finished", divisor, dtype), finished, complete)
 
         # Scaled before it is rounded to the dtype of the variable.
         if scale is not None:
@@ -269,7 +269,7 @@ class OnceValues:
         for eqn in eqns:
             self.draft.add(eqn, 2 * form.loop - 1, source)
 
-        total = fresh_var(data.aval)
-        self.draft.accumulators[var] = Accumulator(data, total, "max")
-        eqns, (out,) = equations_for(lambda x: jax.random.wrap_key_data(x, impl=implementations[0]), total)
+        complete = fresh_var(data.aval)
+        self.draft.accumulators[var] = Accumulator(data, complete, "max")
+        eqns, (out,) = equations_for(lambda x: jax.random.wrap_key_data(x, impl=implementations[0]), complete)
         self._add_named(var, eqns, out, segment)

@@ -36,7 +36,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PerExample:
     """Rows of the examples.
 
     Attributes:
@@ -73,7 +73,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class PerMicroBatch:
     """The micro-batch's own value in `loop`, with the count and factors of the means in it."""
 
     loop: int
@@ -89,7 +89,7 @@ class Same:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Once:
+class Complete:
     """A value that is known once.
 
     Attributes:
@@ -107,10 +107,10 @@ class Once:
     scale: Scale | None = None
 
 
-Form = Rows | Partial | Own | Same | Once
+Form = PerExample | Partial | PerMicroBatch | Same | Complete
 
 #: Arguments that are not batches, constants and literals.
-KNOWN = Once(after=0)
+KNOWN = Complete(after=0)
 
 
 # ---- forms of a program ----------------------------------------------------------------------------------------------
@@ -152,27 +152,27 @@ class ValueForms:
     def row_dims(self, eqn: JaxprEqn) -> Kinds:
         """The dimension of the examples of each operand that is rows."""
         forms = {var: self.form(var) for var in operand_vars(eqn)}
-        return {var: form.dim for var, form in forms.items() if isinstance(form, Rows)}
+        return {var: form.dim for var, form in forms.items() if isinstance(form, PerExample)}
 
-    def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
+    def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_per_micro_batch: bool) -> Partial | None:
         """The form of the results if `eqn` keeps partial sums of one loop partial.
 
-        is_own: whether the micro-batch takes its own values, see `statistics`.
+        is_per_micro_batch: whether the micro-batch takes its own values, see `statistics`.
         """
-        partials = self.kept_partial(eqn, factors, is_own)
+        partials = self.kept_partial(eqn, factors, is_per_micro_batch)
         if not self._may_stay(eqn, factors, partials):
             return None
         if factors.linear == "joint":
-            return self._joined(eqn, factors, partials, is_own)
+            return self._joined(eqn, factors, partials, is_per_micro_batch)
         if factors.linear != "each" or len(partials) != 1:
             return None
 
         # A product of the one partial sum and coefficients.
         (form,) = partials.values()
-        if any(isinstance(self.form(atom), Own) for atom in eqn.invars):
+        if any(isinstance(self.form(atom), PerMicroBatch) for atom in eqn.invars):
             return form  # the micro-batch's own coefficient exists only in the loop
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
-        if not is_own and any(shape_of(eqn.invars[k]) for k in others):
+        if not is_per_micro_batch and any(shape_of(eqn.invars[k]) for k in others):
             return None  # cheaper once, on the total
         return self._scaled(eqn, form)
 
@@ -185,25 +185,27 @@ class ValueForms:
             return False
         return all(self._known_in(atom, forms[0].loop) for atom in eqn.invars)
 
-    def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
+    def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_per_micro_batch: bool) -> dict[int, Partial]:
         """Partial operands by position. In an own product of two, a mean counts as the micro-batch's own value."""
         found = ((k, self.form(var)) for k, var in enumerate(eqn.invars))
         partials = {k: form for k, form in found if isinstance(form, Partial)}
-        if is_own and factors.linear == "each" and len(partials) > 1:
+        if is_per_micro_batch and factors.linear == "each" and len(partials) > 1:
             sums = {k: form for k, form in partials.items() if form.rescale is None}
             return sums if len(sums) == 1 else partials
         return partials
 
-    def _joined(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool) -> Partial | None:
+    def _joined(
+        self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_per_micro_batch: bool
+    ) -> Partial | None:
         """The form of a sum of partial sums. Other summands would count once per micro-batch, unless they are own."""
         first, *more = partials.values()
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
-        all_own = all(isinstance(self.form(eqn.invars[k]), Own) for k in others)
-        if not all_own or (others and first.scale is not None):
+        all_per_micro_batch = all(isinstance(self.form(eqn.invars[k]), PerMicroBatch) for k in others)
+        if not all_per_micro_batch or (others and first.scale is not None):
             return None
 
         # The means of a micro-batch are joined if they are means of the same kind.
-        if is_own and (others or any(form.rescale != first.rescale for form in more)):
+        if is_per_micro_batch and (others or any(form.rescale != first.rescale for form in more)):
             return None
         summed = [factors.sizes[factor] for factor in factors.reductions if factor not in factors.positional]
         factors_of_all = {form.factors for form in partials.values()}
@@ -213,7 +215,7 @@ class ValueForms:
     def _known_in(self, atom: Atom, loop: int) -> bool:
         """Whether a loop has a value, or each micro-batch's of it."""
         form = self.form(atom)
-        return form.after < loop if isinstance(form, Once) else form.loop <= loop
+        return form.after < loop if isinstance(form, Complete) else form.loop <= loop
 
     def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
         """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
@@ -255,8 +257,8 @@ class ValueForms:
         """
         for k in range(len(factors) if count > 1 else 0):
             if math.isclose(math.prod(factors[k:]), count / (count - 1), rel_tol=_INTEGER_TOLERANCE):
-                n_own = count / self.n
-                return n_own / max(n_own - 1, 1) * (count - 1) / count
+                n_in_micro_batch = count / self.n
+                return n_in_micro_batch / max(n_in_micro_batch - 1, 1) * (count - 1) / count
         return 1.0
 
     def _constant(self, atom: Atom) -> float | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from minialpa.inter.microbatch.batching import batch_factors, dim_of, is_barrier
-from minialpa.inter.microbatch.forms import Own, Partial, Rows, Scale
+from minialpa.inter.microbatch.forms import Partial, PerExample, PerMicroBatch, Scale
 from minialpa.inter.microbatch.loop_values import LoopValues
 from minialpa.ir.equations import Atom
 from minialpa.rules.factors import Factors
@@ -33,12 +33,14 @@ class LoopEquations:
         self.loop.source = self.segments.sources[i]
         if is_barrier(eqn):
             self._emit_barrier(eqn)
-        elif eqn.primitive.name == "minialpa_per_micro_batch" and isinstance(self.forms.form(eqn.outvars[0]), Own):
-            self._emit_own(eqn)
-        elif any(isinstance(self.forms.form(atom), Rows) for atom in eqn.invars):
+        elif eqn.primitive.name == "minialpa_per_micro_batch" and isinstance(
+            self.forms.form(eqn.outvars[0]), PerMicroBatch
+        ):
+            self._emit_per_micro_batch(eqn)
+        elif any(isinstance(self.forms.form(atom), PerExample) for atom in eqn.invars):
             self._emit_on_examples(i, eqn)
         else:
-            self._emit_on_totals(i, eqn)
+            self._emit_on_aggregates(i, eqn)
 
     def _emit_barrier(self, eqn: JaxprEqn) -> None:
         operands = [self.loop.of_micro_batch(atom) for atom in eqn.invars]
@@ -48,7 +50,7 @@ class LoopEquations:
             if operand in self.draft.batch_dims:
                 self.draft.batch_dims[result] = self.draft.batch_dims[operand]
 
-    def _emit_own(self, eqn: JaxprEqn) -> None:
+    def _emit_per_micro_batch(self, eqn: JaxprEqn) -> None:
         """Write `per_micro_batch`, which turns a mean into a mean of fewer examples, or the cotangent of such a call.
 
         The result leaves the step as an average, so a cotangent that is each micro-batch's own counts one n-th; a
@@ -58,7 +60,7 @@ class LoopEquations:
         rescale = self.segments.asked_for[eqn.params["number"]]
 
         if not eqn.params["cotangent_of"]:
-            result = self.loop.value(operand, own=True)
+            result = self.loop.value(operand, per_micro_batch=True)
         elif isinstance(self.forms.form(operand), Partial):
             result = self.loop.times(self.loop.of_micro_batch(operand), rescale)
         else:
@@ -71,7 +73,7 @@ class LoopEquations:
         factors = factors_of(eqn).in_time(eqn)
         split = batch_factors(eqn, factors, self.forms.row_dims(eqn), self.segments.n_micro_batches)
         form = self.forms.form(eqn.outvars[0])
-        reader = _SplitEquation(i, factors, split, form.scale if isinstance(form, Rows | Partial) else None)
+        reader = _SplitEquation(i, factors, split, form.scale if isinstance(form, PerExample | Partial) else None)
 
         operands = [self._operand(reader, k, atom) for k, atom in enumerate(eqn.invars)]
         results = self.loop.rebuild(eqn, operands, factors, split)
@@ -84,7 +86,7 @@ class LoopEquations:
     def _operand(self, reader: _SplitEquation, k: int, atom: Atom) -> Atom:
         """Operand `k` of an equation on examples, in this loop."""
         form = self.forms.form(atom)
-        if isinstance(form, Rows):
+        if isinstance(form, PerExample):
             waits = reader.scale is not None and form.scale == reader.scale
             return self.loop.of_micro_batch(atom) if waits else self.loop.scaled_rows(atom)
 
@@ -93,7 +95,7 @@ class LoopEquations:
             return self.loop.unscaled(atom, dim)
         if dim is None and any(reader.factors.takes_part_once(factor, k) for factor in reader.split):
             return self._only_once(reader.number, atom)
-        return self.loop.value_or_rows(atom, dim, own=reader.number in self.segments.own)
+        return self.loop.value_or_rows(atom, dim, per_micro_batch=reader.number in self.segments.per_micro_batch)
 
     def _only_once(self, i: int, atom: Atom) -> Atom:
         """An operand that must count once over all micro-batches: itself in the first one, zero in the others.
@@ -104,7 +106,7 @@ class LoopEquations:
         is_sum = isinstance(form, Partial) and form.reduction == "sum" and form.scale is None
         if is_sum and self.segments.reads_part_of_loop(i, atom):
             return self.loop.of_micro_batch(atom)
-        if isinstance(form, Own):
+        if isinstance(form, PerMicroBatch):
             return self.loop.share(self.loop.value(atom))
         if self.forms.is_zero(atom):
             return self.loop.value(atom)
@@ -116,21 +118,21 @@ class LoopEquations:
 
     # ---- equations on totals --------------------------------------------------------------------------------------
 
-    def _emit_on_totals(self, i: int, eqn: JaxprEqn) -> None:
-        is_own = i in self.segments.own
+    def _emit_on_aggregates(self, i: int, eqn: JaxprEqn) -> None:
+        is_per_micro_batch = i in self.segments.per_micro_batch
         if isinstance(self.forms.form(eqn.outvars[0]), Partial):
-            operands = self._partial_operands(eqn, is_own)
+            operands = self._partial_operands(eqn, is_per_micro_batch)
         else:
-            operands = [self.loop.value(atom, own=is_own) for atom in eqn.invars]
+            operands = [self.loop.value(atom, per_micro_batch=is_per_micro_batch) for atom in eqn.invars]
 
         results = self.loop.add(self.draft.maker.rebuild(eqn, operands))
         for var, result in zip(eqn.outvars, results, strict=True):
             share = self.segments.shares.get(var)
             self.loop.values[var] = result if share is None else self.loop.times(result, share)
 
-    def _partial_operands(self, eqn: JaxprEqn, is_own: bool) -> list[Atom]:
+    def _partial_operands(self, eqn: JaxprEqn, is_per_micro_batch: bool) -> list[Atom]:
         factors = factors_of(eqn)
-        partial = self.forms.kept_partial(eqn, factors, is_own)
+        partial = self.forms.kept_partial(eqn, factors, is_per_micro_batch)
         return [
             self.loop.of_micro_batch(atom) if k in partial else self._beside_partial(atom, factors, k)
             for k, atom in enumerate(eqn.invars)
@@ -138,8 +140,12 @@ class LoopEquations:
 
     def _beside_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
         """An operand beside partial ones. An own value counts one n-th as a summand, and in full as a factor."""
-        value = self.loop.value(atom, own=True)
-        if isinstance(self.forms.form(atom), Own) and factors.linear == "joint" and k in factors.linear_operands:
+        value = self.loop.value(atom, per_micro_batch=True)
+        if (
+            isinstance(self.forms.form(atom), PerMicroBatch)
+            and factors.linear == "joint"
+            and k in factors.linear_operands
+        ):
             return self.loop.share(value)
         return value
 

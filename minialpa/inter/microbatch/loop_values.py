@@ -4,7 +4,7 @@
 * a part of a reduction: the micro-batch's part, or its own mean;
 * a value without examples but with their shape (a dropout mask, position numbers): the rows of the micro-batch,
   recomputed where possible, or else cut out of the full-batch value, so that each example meets the same values;
-* all other values: the value that is known once, see `OnceValues`.
+* all other values: the value that is known once, see `CompleteValues`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import dim_of
-from minialpa.inter.microbatch.draft import Draft, OnceValues
-from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
+from minialpa.inter.microbatch.draft import CompleteValues, Draft
+from minialpa.inter.microbatch.forms import Complete, Partial, PerExample, PerMicroBatch, Same, Scale
 from minialpa.ir.equations import Atom, aval_of, is_literal, operand_vars, shape_of
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
@@ -36,7 +36,7 @@ class LoopValues:
         values: the micro-batch's variable for each variable of the full batch that this loop has computed.
     """
 
-    def __init__(self, draft: Draft, once: OnceValues, segment: int) -> None:
+    def __init__(self, draft: Draft, once: CompleteValues, segment: int) -> None:
         self.draft, self.once, self.segment = draft, once, segment
         self.segments, self.forms, self.n = draft.segments, draft.segments.forms, draft.segments.n_micro_batches
         self.source = -1
@@ -95,13 +95,13 @@ class LoopValues:
         if atom in self.draft.micro_inputs:
             return self.draft.micro_inputs[atom]
         form = self.forms.form(atom)
-        assert not isinstance(form, Once)
+        assert not isinstance(form, Complete)
         return self.values[atom] if atom in self.values else self.draft.values[form.loop][atom]
 
     def scaled_rows(self, var: Var) -> Atom:
         """The rows of a value, multiplied by the scale of their form."""
         form, rows = self.forms.form(var), self.of_micro_batch(var)
-        assert isinstance(form, Rows)
+        assert isinstance(form, PerExample)
         if form.scale is None:
             return rows
 
@@ -113,20 +113,20 @@ class LoopValues:
             self.draft.batch_dims[out] = form.dim
         return self._scaled[var]
 
-    def value(self, atom: Atom, *, own: bool = False) -> Atom:
-        """The value of an atom without rows. own: take the own mean of a partial sum, not its total."""
+    def value(self, atom: Atom, *, per_micro_batch: bool = False) -> Atom:
+        """The value of an atom without rows. per_micro_batch: take the own mean of a partial sum, not its total."""
         if is_literal(atom):
             return atom
 
         # The micro-batch has computed its version in this loop.
         form = self.forms.form(atom)
-        if isinstance(form, Own) or (isinstance(form, Same) and 2 * form.loop - 1 == self.segment):
+        if isinstance(form, PerMicroBatch) or (isinstance(form, Same) and 2 * form.loop - 1 == self.segment):
             return self.of_micro_batch(atom)
-        if isinstance(form, Partial) and own and atom not in self.segments.early_values:
-            return self._own_mean(atom, form)
+        if isinstance(form, Partial) and per_micro_batch and atom not in self.segments.prologue_values:
+            return self._micro_batch_mean(atom, form)
 
         # All other values are known once: totals of earlier loops, and values without examples.
-        if not isinstance(form, Once):
+        if not isinstance(form, Complete):
             self.once.require(atom, self.segment - 1)
             return atom
         if not self._has_to_be_copied(atom):
@@ -134,7 +134,7 @@ class LoopValues:
         self._copy_known(atom)
         return self.values[atom]
 
-    def _own_mean(self, var: Var, form: Partial) -> Atom:
+    def _micro_batch_mean(self, var: Var, form: Partial) -> Atom:
         """The micro-batch's own value of a partial sum, or its own mean if the sum was divided by its terms."""
         assert form.scale is None, f"{self.segments.line(var)}: a micro-batch takes its own value of a scaled sum"
         if form.rescale is None:
@@ -148,7 +148,7 @@ class LoopValues:
     def _has_to_be_copied(self, var: Var) -> bool:
         """Whether each loop computes the value for itself, though it is the same for all micro-batches."""
         i = self.segments.producer.get(var)
-        return i is not None and self.segments.places[i] is None and var not in self.segments.early_values
+        return i is not None and self.segments.places[i] is None and var not in self.segments.prologue_values
 
     def _copy_known(self, var: Var) -> None:
         """Write copies of the equations of a value without examples."""
@@ -173,17 +173,25 @@ class LoopValues:
 
     # ---- rows of values that have no examples ------------------------------------------------------------------------
 
-    def rows(self, var: Var, dim: int, *, own: bool) -> Atom:
+    def rows(self, var: Var, dim: int, *, per_micro_batch: bool) -> Atom:
         """The micro-batch's part, along `dim`, of a full-shape value without examples."""
-        key = var, dim, own
+        key = var, dim, per_micro_batch
         if key not in self._slices:
-            recomputed = self._recomputed_rows(var, dim, own)
-            self._slices[key] = self._cut(self.value(var, own=own), var, dim) if recomputed is None else recomputed
+            recomputed = self._recomputed_rows(var, dim, per_micro_batch)
+            self._slices[key] = (
+                self._cut(self.value(var, per_micro_batch=per_micro_batch), var, dim)
+                if recomputed is None
+                else recomputed
+            )
         return self._slices[key]
 
-    def value_or_rows(self, atom: Atom, dim: int | None, *, own: bool) -> Atom:
+    def value_or_rows(self, atom: Atom, dim: int | None, *, per_micro_batch: bool) -> Atom:
         """The value of an atom or, along `dim`, the micro-batch's part of it."""
-        return self.value(atom, own=own) if dim is None else self.rows(atom, dim, own=own)
+        return (
+            self.value(atom, per_micro_batch=per_micro_batch)
+            if dim is None
+            else self.rows(atom, dim, per_micro_batch=per_micro_batch)
+        )
 
     def _cut(self, x: Atom, var: Var, dim: int) -> Atom:
         """The micro-batch's part, along `dim`, of `x`, the version of the full-batch variable `var`."""
@@ -194,10 +202,10 @@ class LoopValues:
 
         return self.compute(("cut", dim), cut, x, self.draft.micro_index())
 
-    def _recomputed_rows(self, var: Var, dim: int, own: bool) -> Atom | None:
+    def _recomputed_rows(self, var: Var, dim: int, per_micro_batch: bool) -> Atom | None:
         """Compute `var` on the micro-batch's part alone; None if its equation does not allow it."""
         i = self.segments.producer.get(var)
-        if i is None or not self._may_recompute(i, var, own):
+        if i is None or not self._may_recompute(i, var, per_micro_batch):
             return None
 
         eqn = self.segments.eqns[i]
@@ -207,9 +215,12 @@ class LoopValues:
             return None
 
         form = self.forms.form(var)
-        own = own or isinstance(form, Own)
+        per_micro_batch = per_micro_batch or isinstance(form, PerMicroBatch)
         dims = [dim_of(array, (factor,)) for array in factors.operands]
-        operands = [self.value_or_rows(atom, along, own=own) for atom, along in zip(eqn.invars, dims, strict=True)]
+        operands = [
+            self.value_or_rows(atom, along, per_micro_batch=per_micro_batch)
+            for atom, along in zip(eqn.invars, dims, strict=True)
+        ]
         out = self.rebuild(eqn, operands, factors, (factor,))[result]
 
         # A sum becomes the micro-batch's mean here, unless its operands were such means already.
@@ -219,13 +230,15 @@ class LoopValues:
             return self.times(out, form.rescale * self.segments.shares.get(var, 1.0))
         return out
 
-    def _may_recompute(self, i: int, var: Var, own: bool) -> bool:
+    def _may_recompute(self, i: int, var: Var, per_micro_batch: bool) -> bool:
         """Whether a micro-batch may compute `var` for itself: it is cheap or its own, and its operands have no rows."""
         form, operands = self.forms.form(var), self.segments.eqns[i].invars
-        if var in self.segments.early_values or any(isinstance(self.forms.form(atom), Rows) for atom in operands):
+        if var in self.segments.prologue_values or any(
+            isinstance(self.forms.form(atom), PerExample) for atom in operands
+        ):
             return False
-        is_free = isinstance(form, Once) and self.segments.places[i] is None
-        return is_free or isinstance(form, Own | Same) or (own and isinstance(form, Partial))
+        is_free = isinstance(form, Complete) and self.segments.places[i] is None
+        return is_free or isinstance(form, PerMicroBatch | Same) or (per_micro_batch and isinstance(form, Partial))
 
     def _may_split(self, factors: Factors, factor: int) -> bool:
         return factor not in factors.reductions and factors.may_split(factor, self.n)
@@ -237,13 +250,13 @@ class LoopValues:
         if scale is None or is_literal(atom):
             return False
         form = self.forms.form(atom)
-        is_scaled = isinstance(form, Once) and (form.scale == scale or form.uniform is scale.scalar)
+        is_scaled = isinstance(form, Complete) and (form.scale == scale or form.uniform is scale.scalar)
         return is_scaled or atom is scale.scalar
 
     def unscaled(self, atom: Atom, dim: int | None) -> Atom:
         """A value that is known once, without the scalar of its form; along `dim`, the micro-batch's part."""
         form = self.forms.form(atom)
-        if not isinstance(form, Once) or form.scale is None:
+        if not isinstance(form, Complete) or form.scale is None:
             return self._ones(atom, dim)  # the scalar itself, or an array filled with it
 
         eqn = self.segments.eqns[self.segments.producer[atom]]
@@ -257,7 +270,7 @@ class LoopValues:
         operands = [
             self.unscaled(operand, along)
             if self.may_wait(operand, form.scale)
-            else self.value_or_rows(operand, along, own=False)
+            else self.value_or_rows(operand, along, per_micro_batch=False)
             for operand, along in zip(eqn.invars, dims, strict=True)
         ]
         return self.rebuild(eqn, operands, factors, split)[result]

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch.averages import OTHER, Moment, Value, mixes, replaced_inputs, result_values
-from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier, rows_in, totals_in
+from minialpa.inter.microbatch.averages import OTHER, AffineValue, Moment, mixes, replaced_inputs, result_values
+from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, aggregates_in, is_barrier, per_example_in
 from minialpa.ir.equations import Atom, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
@@ -43,8 +43,8 @@ class Moments:
     Attributes:
         x: the array, with a dimension of examples.
         entries: equations on examples that read the moments.
-        totals: equations that compute the moments, or functions of them, in order.
-        averages: equations of `totals` that add moments to running averages.
+        aggregates: equations that compute the moments, or functions of them, in order.
+        averages: equations of `aggregates` that add moments to running averages.
         results: functions of the moments that the step returns besides running averages.
         of_batch: whether x is computed from the batch alone.
         of_weights: whether 1 holds.
@@ -56,7 +56,7 @@ class Moments:
 
     x: Var
     entries: list[int] = field(default_factory=list)
-    totals: list[int] = field(default_factory=list)
+    aggregates: list[int] = field(default_factory=list)
     averages: list[int] = field(default_factory=list)
     results: set[Var] = field(default_factory=set)
     of_batch: bool = False
@@ -83,12 +83,14 @@ class _Walk:
         self.step, self.kinds = step, kinds
         self.root: dict[Var, tuple[Var, int]] = {}  # array on examples -> the x that it is a polynomial of, degree
         self.summed: set[Var] = set()  # arrays on examples that were summed over other dimensions
-        self.value: dict[Var, Value] = {}  # of variables without examples
+        self.value: dict[Var, AffineValue] = {}  # of variables without examples
         self.moments: dict[Var, Moments] = {}
 
     def run(self) -> list[Moments]:
         inputs = zip(self.step.flat.invars, self.step.batch_dims, strict=True)
-        self.value.update((var, Value(inputs=frozenset([i]))) for i, (var, dim) in enumerate(inputs) if dim is None)
+        self.value.update(
+            (var, AffineValue(inputs=frozenset([i]))) for i, (var, dim) in enumerate(inputs) if dim is None
+        )
         for i, eqn in enumerate(self.step.flat.eqns):
             if is_barrier(eqn):
                 self._pass_on(eqn)
@@ -99,13 +101,13 @@ class _Walk:
         return list(self.moments.values())
 
     def _visit(self, i: int, eqn: JaxprEqn) -> None:
-        on_examples, totals = rows_in(eqn, self.kinds), totals_in(eqn, self.kinds)
+        on_examples, aggregates = per_example_in(eqn, self.kinds), aggregates_in(eqn, self.kinds)
         if not on_examples:
             self._visit_without_examples(i, eqn)
         elif any(self.kinds.get(var) == AGGREGATE for var in eqn.outvars):
-            self._reduce(i, eqn, on_examples, totals)
-        elif totals:
-            self._read(i, eqn, on_examples, totals)
+            self._reduce(i, eqn, on_examples, aggregates)
+        elif aggregates:
+            self._read(i, eqn, on_examples, aggregates)
         else:
             self._follow(eqn, on_examples)
 
@@ -122,19 +124,19 @@ class _Walk:
     def _root(self, var: Var) -> tuple[Var, int]:
         return self.root.get(var, (var, 1))
 
-    def _value(self, atom: Atom) -> Value:
+    def _value(self, atom: Atom) -> AffineValue:
         if is_literal(atom) or (atom not in self.value and atom not in self.kinds):
-            return Value()
+            return AffineValue()
         return self.value.get(atom, OTHER)
 
-    def _of(self, value: Value) -> list[Moments]:
+    def _of(self, value: AffineValue) -> list[Moments]:
         return [self.moments[x] for x in value.arrays if x is not None]
 
     # ---- totals ---------------------------------------------------------------------------------------------------
 
-    def _reduce(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> None:
+    def _reduce(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
         """A sum over examples is a moment of x if it sums a polynomial of x of degree 1 or 2, feature by feature."""
-        self._note_reader(i, totals, is_affine=False)
+        self._note_reader(i, aggregates, is_affine=False)
         (x, degree), *others = {self._root(var) for var in on_examples}
         (out, *more) = eqn.outvars
         is_moment = eqn.primitive.name == "reduce_sum" and not others and not more and degree <= 2
@@ -142,9 +144,9 @@ class _Walk:
             self.value.update(dict.fromkeys(eqn.outvars, OTHER))
             return
 
-        self.value[out] = Value(moments=frozenset([Moment(x, degree)]))
+        self.value[out] = AffineValue(moments=frozenset([Moment(x, degree)]))
         moments = self.moments.setdefault(x, Moments(x=x))
-        moments.totals.append(i)
+        moments.aggregates.append(i)
         moments.in_backward |= self.step.origins[i].direction == "backward"
 
     def _visit_without_examples(self, i: int, eqn: JaxprEqn) -> None:
@@ -157,7 +159,7 @@ class _Walk:
             is_mixed = mixes(eqn, operands, value)
             self.value[var] = OTHER if is_mixed and direction == "backward" else value
             for moments in self._of(self.value[var]):
-                moments.totals.append(i)
+                moments.aggregates.append(i)
                 moments.is_used_otherwise |= is_mixed and direction == "forward"
                 if value.is_average and adds_moments:
                     moments.averages.append(i)
@@ -184,30 +186,30 @@ class _Walk:
             return len(on_examples) == 2 and self._root(on_examples[1]) == (self._root(on_examples[0])[0], 1)
         return eqn.primitive.name == "square" or (eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2)
 
-    def _read(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> None:
+    def _read(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
         """Note whether an equation that reads totals maps x to a x + b."""
-        is_affine = self._is_affine(eqn, on_examples, totals)
-        self._note_reader(i, totals, is_affine=is_affine)
+        is_affine = self._is_affine(eqn, on_examples, aggregates)
+        self._note_reader(i, aggregates, is_affine=is_affine)
         if is_affine:
             self.root[eqn.outvars[0]] = self._root(on_examples[0])[0], 1
 
-    def _note_reader(self, i: int, totals: Sequence[Var], *, is_affine: bool) -> None:
+    def _note_reader(self, i: int, aggregates: Sequence[Var], *, is_affine: bool) -> None:
         """Note that an equation on examples reads totals. Derivatives of a normalisation are not affine."""
         if not is_affine and self.step.origins[i].direction == "backward":
             return
-        for var in totals:
+        for var in aggregates:
             for moments in self._of(self._value(var)):
                 moments.entries.append(i)
                 moments.is_affine &= is_affine
 
-    def _is_affine(self, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> bool:
+    def _is_affine(self, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> bool:
         """Whether an equation adds a total of x to an array that is linear in x, or multiplies or divides it by one."""
-        if eqn.primitive.name not in _AFFINE or len(on_examples) > 1 or len(totals) > 1:
+        if eqn.primitive.name not in _AFFINE or len(on_examples) > 1 or len(aggregates) > 1:
             return False
         operand = on_examples[0]
         x, degree = self._root(operand)
         is_linear = degree == 1 and operand not in self.summed
-        is_of_x = self._value(totals[0]).arrays == {x}
+        is_of_x = self._value(aggregates[0]).arrays == {x}
         return is_linear and is_of_x and (eqn.primitive.name != "div" or eqn.invars[0] is operand)
 
     # ---- results --------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class _Walk:
             moments.of_batch = moments.x not in of_arguments
             moments.of_weights = moments.x in of_weights
 
-    def _of_weights(self, values: Sequence[Value], replaced: Sequence[frozenset[int]]) -> set[Var]:
+    def _of_weights(self, values: Sequence[AffineValue], replaced: Sequence[frozenset[int]]) -> set[Var]:
         """Functions of arguments that a backward pass changes, or whose gradients the step returns."""
         flat, origins = self.step.flat, self.step.origins
         backward = [eqn for eqn, origin in zip(flat.eqns, origins, strict=True) if origin.direction == "backward"]

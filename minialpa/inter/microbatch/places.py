@@ -15,19 +15,19 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
 from minialpa.inter.microbatch.batching import batch_factors, dim_of
-from minialpa.inter.microbatch.forms import Form, Once, Own, Partial, Rows, Same, Scale, ValueForms
+from minialpa.inter.microbatch.forms import Complete, Form, Partial, PerExample, PerMicroBatch, Same, Scale, ValueForms
 from minialpa.inter.microbatch.scales import Levels, Scales
-from minialpa.inter.microbatch.statistics import NotOwnError
+from minialpa.inter.microbatch.statistics import NotPerMicroBatchError
 from minialpa.ir.equations import Atom, operand_vars, source_line, sub_jaxprs
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.trace import TracedStep
 
-_Mean = TypeVar("_Mean", Partial, Own)
+_Mean = TypeVar("_Mean", Partial, PerMicroBatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
+class _ExampleEquation:
     """An equation on examples.
 
     Attributes:
@@ -35,7 +35,7 @@ class _Reader:
         forms: the forms of its operands.
         factors: all of its factors.
         split: the factors that hold the examples.
-        is_own: whether it takes totals as the micro-batch's own.
+        is_per_micro_batch: whether it takes totals as the micro-batch's own.
         scale: the scale of its results, or None.
     """
 
@@ -43,7 +43,7 @@ class _Reader:
     forms: Sequence[Form]
     factors: Factors
     split: Sequence[int]
-    is_own: bool
+    is_per_micro_batch: bool
     scale: Scale | None
 
     def adds_up(self, k: int) -> bool:
@@ -57,7 +57,7 @@ class Places:
     """Sets the forms of the results of equations and returns their segments.
 
     Attributes:
-        own: numbers of the equations that take totals as the micro-batch's own.
+        per_micro_batch: numbers of the equations that take totals as the micro-batch's own.
         chunk_of: the chunk of each equation, if it is known: sums of different chunks stay apart.
         shares: see `Segments`.
     """
@@ -69,11 +69,11 @@ class Places:
         *,
         levels: Levels,
         scales: Scales,
-        own: frozenset[int],
+        per_micro_batch: frozenset[int],
         chunk_of: Sequence[int | None] | None,
     ) -> None:
         self.step, self.forms, self.levels, self.scales = step, forms, levels, scales
-        self.own, self.chunk_of = own, chunk_of
+        self.per_micro_batch, self.chunk_of = per_micro_batch, chunk_of
         self.shares: dict[Var, float] = {}
         self._producer = {var: i for i, eqn in enumerate(step.flat.eqns) for var in eqn.outvars}
         self._concatenated: set[Var] = set()  # variables that an equation between loops reads with all examples
@@ -82,51 +82,53 @@ class Places:
 
     def on_examples(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         """The segment of equation `i`."""
-        is_own = i in self.own
+        is_per_micro_batch = i in self.per_micro_batch
         _refuse_averages(eqn, forms)
-        if not is_own:
-            _refuse_own(eqn, forms)
+        if not is_per_micro_batch:
+            _refuse_per_micro_batch(eqn, forms)
 
         factors = factors_of(eqn).in_time(eqn)
         try:
             split = batch_factors(eqn, factors, self.forms.row_dims(eqn), self.forms.n)
         except TraceError:
-            return self._place_on_all_rows(eqn, forms, is_own)
+            return self._place_on_all_rows(eqn, forms, is_per_micro_batch)
 
-        scale = None if is_own else self.scales.common(eqn, factors)
-        reader = _Reader(eqn=eqn, forms=forms, factors=factors, split=split, is_own=is_own, scale=scale)
-        if is_own:
+        scale = None if is_per_micro_batch else self.scales.common(eqn, factors)
+        reader = _ExampleEquation(
+            eqn=eqn, forms=forms, factors=factors, split=split, is_per_micro_batch=is_per_micro_batch, scale=scale
+        )
+        if is_per_micro_batch:
             _refuse_sums(eqn, [form for k, form in enumerate(forms) if not reader.adds_up(k)])
         return self._place_in_loop(reader)
 
-    def _place_in_loop(self, reader: _Reader) -> int:
+    def _place_in_loop(self, reader: _ExampleEquation) -> int:
         eqn = reader.eqn
         loop = max(1, *(self._readable_in(reader, k, atom) for k, atom in enumerate(eqn.invars)))
         results = {var: self._result(reader, loop, r, var) for r, var in enumerate(eqn.outvars)}
         if self._reads_only_concatenated(reader, loop):
-            return self._place_on_all_rows(eqn, reader.forms, reader.is_own)
+            return self._place_on_all_rows(eqn, reader.forms, reader.is_per_micro_batch)
         self.forms.of.update(results)
         return 2 * loop - 1
 
-    def _readable_in(self, reader: _Reader, k: int, atom: Atom) -> int:
+    def _readable_in(self, reader: _ExampleEquation, k: int, atom: Atom) -> int:
         """The first loop that can read operand `k` of an equation on examples."""
         form = reader.forms[k]
         if reader.scale is not None and self.scales.of_operand(atom, k, reader.factors) == reader.scale:
-            return form.loop if isinstance(form, Rows) else 0
-        if isinstance(form, Once):
+            return form.loop if isinstance(form, PerExample) else 0
+        if isinstance(form, Complete):
             return form.after + 1
-        if isinstance(form, Rows):
+        if isinstance(form, PerExample):
             return form.loop if form.scale is None else self.levels.of(atom) + 1
-        if isinstance(form, Own | Same) or reader.is_own or reader.adds_up(k):
+        if isinstance(form, PerMicroBatch | Same) or reader.is_per_micro_batch or reader.adds_up(k):
             return form.loop
         return self.levels.of(atom) + 1
 
-    def _result(self, reader: _Reader, loop: int, r: int, var: Var) -> Form:
+    def _result(self, reader: _ExampleEquation, loop: int, r: int, var: Var) -> Form:
         """The form of result `r` of an equation that runs in `loop`."""
         factors = reader.factors
         dim = dim_of(factors.results[r], reader.split)
         if dim is not None:
-            return Rows(loop, dim, reader.scale)
+            return PerExample(loop, dim, reader.scale)
 
         partial = next((factor for factor in reader.split if factors.is_partial(factor, r)), None)
         if partial is not None:
@@ -137,28 +139,28 @@ class Places:
             assert reader.scale is None or reduction == "sum", reduction
             return Partial(loop=loop, reduction=reduction, count=count, scale=reader.scale)
 
-        return Own(loop) if any(isinstance(form, Own) for form in reader.forms) else Same(loop)
+        return PerMicroBatch(loop) if any(isinstance(form, PerMicroBatch) for form in reader.forms) else Same(loop)
 
-    def _reads_only_concatenated(self, reader: _Reader, loop: int) -> bool:
+    def _reads_only_concatenated(self, reader: _ExampleEquation, loop: int) -> bool:
         """Whether all rows that an equation reads are concatenated anyway, and it would need another loop for them.
 
         An example is the derivative of a similarity of all pairs.
         """
         pairs = zip(reader.eqn.invars, reader.forms, strict=True)
-        rows = [atom for atom, form in pairs if isinstance(form, Rows)]
+        rows = [atom for atom, form in pairs if isinstance(form, PerExample)]
         if reader.eqn.effects:
             return False
         return all(atom in self._concatenated and self.levels.of(atom) + 1 == loop for atom in rows)
 
-    def _place_on_all_rows(self, eqn: JaxprEqn, forms: Sequence[Form], is_own: bool) -> int:
+    def _place_on_all_rows(self, eqn: JaxprEqn, forms: Sequence[Form], is_per_micro_batch: bool) -> int:
         """The segment of an equation that mixes examples and runs once, on all of them."""
         if eqn.effects:
             raise TraceError(
                 f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and has side effects, so "
                 "it cannot run over micro-batches. Use `num_micro_batches=1`, or move it out of the step."
             )
-        if is_own or any(isinstance(form, Own) for form in forms):
-            raise NotOwnError(
+        if is_per_micro_batch or any(isinstance(form, PerMicroBatch) for form in forms):
+            raise NotPerMicroBatchError(
                 eqn,
                 "mixes the examples of a batch and reads statistics of the micro-batch, so it cannot run over "
                 "micro-batches. Use `num_micro_batches=1`, or move it out of the step.",
@@ -166,40 +168,40 @@ class Places:
 
         self._concatenated.update(var for var in operand_vars(eqn) if var not in self.levels.independent)
         after = max(self.levels.of(atom) for atom in eqn.invars)
-        self.forms.set_results(eqn, Once(after=after, is_parameter=False))
+        self.forms.set_results(eqn, Complete(after=after, is_parameter=False))
         return 2 * after
 
     # ---- equations on totals --------------------------------------------------------------------------------------
 
-    def on_totals(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
+    def on_aggregates(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
         """The segment of equation `i`; None if each reader computes the results for itself."""
-        is_own = i in self.own
+        is_per_micro_batch = i in self.per_micro_batch
         in_update = self.step.origins[i].direction == "other"
-        waiting = None if is_own or in_update else self.scales.waiting_form(eqn, forms)
+        waiting = None if is_per_micro_batch or in_update else self.scales.waiting_form(eqn, forms)
         if waiting is not None:
             self.forms.set_results(eqn, waiting)
             return None
 
-        partial = self._partial(eqn, is_own)
+        partial = self._partial(eqn, is_per_micro_batch)
         if partial is not None:
             self.forms.set_results(eqn, partial)
             return 2 * partial.loop - 1
 
         # It needs complete values: the micro-batch's own, or totals after their loops.
-        if is_own:
+        if is_per_micro_batch:
             _refuse_sums(eqn, forms)
-            return self.place_own(eqn, forms)
+            return self.place_per_micro_batch(eqn, forms)
         return self._place_after_loops(eqn, forms)
 
-    def place_own(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
+    def place_per_micro_batch(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         """The segment of an equation whose results each micro-batch computes for itself."""
-        loop = max(form.after + 1 if isinstance(form, Once) else form.loop for form in forms)
-        counts = {form.count for form in forms if isinstance(form, Partial | Own)}
-        form = Own(loop, counts.pop() if len(counts) == 1 else 0)
+        loop = max(form.after + 1 if isinstance(form, Complete) else form.loop for form in forms)
+        counts = {form.count for form in forms if isinstance(form, Partial | PerMicroBatch)}
+        form = PerMicroBatch(loop, counts.pop() if len(counts) == 1 else 0)
 
         factor = self.forms.factor(eqn)
         if factor is not None:
-            before = next((f.factors for f in forms if isinstance(f, Partial | Own)), ())
+            before = next((f.factors for f in forms if isinstance(f, Partial | PerMicroBatch)), ())
             form = self._unbiased(eqn, replace(form, factors=(*before, factor)))
         self.forms.set_results(eqn, form)
         return 2 * loop - 1
@@ -214,22 +216,24 @@ class Places:
 
     def _place_after_loops(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         after = max(self.levels.of(atom) for atom in eqn.invars)
-        is_average = any(isinstance(form, Own) or (isinstance(form, Once) and form.is_average) for form in forms)
-        self.forms.set_results(eqn, Once(after=after, is_parameter=False, is_average=is_average))
+        is_average = any(
+            isinstance(form, PerMicroBatch) or (isinstance(form, Complete) and form.is_average) for form in forms
+        )
+        self.forms.set_results(eqn, Complete(after=after, is_parameter=False, is_average=is_average))
         return 2 * after
 
-    def _partial(self, eqn: JaxprEqn, is_own: bool) -> Partial | None:
+    def _partial(self, eqn: JaxprEqn, is_per_micro_batch: bool) -> Partial | None:
         """The form of the results, if micro-batches compute parts of them; notes shares of unbiased variances."""
         # A micro-batch's own values meet in the loop, even if they come from several chunks.
-        if not is_own and self._joins_chunks(eqn):
+        if not is_per_micro_batch and self._joins_chunks(eqn):
             return None
 
-        partial = self.forms.stays_partial(eqn, factors_of(eqn), is_own)
+        partial = self.forms.stays_partial(eqn, factors_of(eqn), is_per_micro_batch)
         n = float(self.forms.n)
-        if partial is not None and is_own and partial.rescale not in (None, n):
+        if partial is not None and is_per_micro_batch and partial.rescale not in (None, n):
             self.shares.update((var, (partial.rescale or 1.0) / self.forms.n) for var in eqn.outvars)
             return replace(partial, rescale=n)
-        return self._unbiased(eqn, partial) if partial is not None and is_own else partial
+        return self._unbiased(eqn, partial) if partial is not None and is_per_micro_batch else partial
 
     def _joins_chunks(self, eqn: JaxprEqn) -> bool:
         """Whether partial operands of `eqn` come from different chunks."""
@@ -240,18 +244,18 @@ class Places:
 
 
 def _refuse_averages(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    if any(isinstance(form, Once) and form.is_average for form in forms):
-        raise NotOwnError(
+    if any(isinstance(form, Complete) and form.is_average for form in forms):
+        raise NotPerMicroBatchError(
             eqn,
             "brings an own statistic of each micro-batch back to the examples, through a result of the step. Use "
             "`num_micro_batches=1`, or compute it from values that are not batch statistics.",
         )
 
 
-def _refuse_own(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    """Raise NotOwnError if an equation reads a micro-batch's own value where `statistics` does not allow it."""
-    if any(isinstance(form, Own) for form in forms):
-        raise NotOwnError(
+def _refuse_per_micro_batch(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
+    """Raise NotPerMicroBatchError if an equation reads a micro-batch's own value where `statistics` does not allow it."""
+    if any(isinstance(form, PerMicroBatch) for form in forms):
+        raise NotPerMicroBatchError(
             eqn,
             "reads a statistic of the micro-batch and is no normalisation. Use `num_micro_batches=1`, or "
             "`minialpa.per_micro_batch` for its operand.",
@@ -259,9 +263,9 @@ def _refuse_own(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
 
 
 def _refuse_sums(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    """Raise NotOwnError for a sum that was not divided by its number of terms: it has no own mean."""
+    """Raise NotPerMicroBatchError for a sum that was not divided by its number of terms: it has no own mean."""
     if any(isinstance(form, Partial) and form.rescale is None for form in forms):
-        raise NotOwnError(
+        raise NotPerMicroBatchError(
             eqn,
             "reads a sum over examples, or its derivative, where the micro-batch would take its own mean. Use "
             "`num_micro_batches=1`, or divide the sum by its number of terms first.",

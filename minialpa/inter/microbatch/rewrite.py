@@ -16,8 +16,8 @@ from collections.abc import Sequence, Set
 from jax.extend.core import Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.microbatch.draft import Draft, OnceValues
-from minialpa.inter.microbatch.forms import Partial, Rows
+from minialpa.inter.microbatch.draft import CompleteValues, Draft
+from minialpa.inter.microbatch.forms import Partial, PerExample
 from minialpa.inter.microbatch.loop_equations import LoopEquations
 from minialpa.inter.microbatch.loop_values import LoopValues
 from minialpa.inter.microbatch.segments import Segments, find_segments
@@ -55,7 +55,7 @@ def split_micro_batches(
 def _written(segments: Segments, keep_rows: bool) -> SplitStep:
     """The step that runs each equation in its segment."""
     draft = Draft(segments)
-    once = OnceValues(draft)
+    once = CompleteValues(draft)
     last = 2 * segments.n_loops
     compared = _compared_rows(segments)
 
@@ -70,11 +70,11 @@ def _written(segments: Segments, keep_rows: bool) -> SplitStep:
     return draft.finish()
 
 
-def _write_segment(draft: Draft, once: OnceValues, segment: int, recomputed: set[int]) -> None:
+def _write_segment(draft: Draft, once: CompleteValues, segment: int, recomputed: set[int]) -> None:
     """Write the equations of one segment, with `recomputed` equations of earlier loops."""
     segments = draft.segments
-    early = segments.early if segment == 0 else frozenset[int]()
-    numbers = [i for i, place in enumerate(segments.places) if place == segment or i in early or i in recomputed]
+    prologue = segments.prologue if segment == 0 else frozenset[int]()
+    numbers = [i for i, place in enumerate(segments.places) if place == segment or i in prologue or i in recomputed]
     if not is_loop(segment):
         for i in numbers:
             once.emit(i, segment)
@@ -93,18 +93,18 @@ def _recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> s
 
     Equations with side effects run only once.
     """
-    wanted, recomputed = set[Var](), set[int]()
+    required, recomputed = set[Var](), set[int]()
 
     # Backwards, since a recomputed equation needs its operands.
     for i in range(len(segments.eqns) - 1, -1, -1):
         eqn = segments.eqns[i]
         runs = segments.places[i] == segment
 
-        if _may_repeat(segments, i, segment) and kept.isdisjoint(eqn.outvars) and not wanted.isdisjoint(eqn.outvars):
+        if _may_repeat(segments, i, segment) and kept.isdisjoint(eqn.outvars) and not required.isdisjoint(eqn.outvars):
             recomputed.add(i)
             runs = True
         if runs:
-            wanted.update(var for var in operand_vars(eqn) if segments.reads_of_micro_batch(i, var))
+            required.update(var for var in operand_vars(eqn) if segments.reads_of_micro_batch(i, var))
     return recomputed
 
 
@@ -123,5 +123,5 @@ def _compared_rows(segments: Segments) -> set[Var]:
     for eqn, place in zip(segments.eqns, segments.places, strict=True):
         forms = [segments.forms.form(var) for var in eqn.outvars] if place is not None else []
         if any(isinstance(form, Partial) and form.reduction in ("max", "min") for form in forms):
-            compared.update(var for var in operand_vars(eqn) if isinstance(segments.forms.form(var), Rows))
+            compared.update(var for var in operand_vars(eqn) if isinstance(segments.forms.form(var), PerExample))
     return compared

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch.forms import Form, Once, Own, Partial, Rows, Same, Scale, ValueForms
+from minialpa.inter.microbatch.forms import Complete, Form, Partial, PerExample, PerMicroBatch, Same, Scale, ValueForms
 from minialpa.ir.equations import Atom, aval_of, is_inexact, is_literal, operand_vars, shape_of
+from minialpa.rules.expensive import is_expensive
 from minialpa.rules.factors import Factors
-from minialpa.rules.heavy import is_heavy
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.trace import TracedStep
 
@@ -36,11 +36,11 @@ class Levels:
         batch = zip(step.flat.invars, step.batch_dims, strict=True)
         self.independent = {var for var, dim in batch if dim is not None}
         self.independent.update(step.flat.constvars)
-        self._early_values: set[Var] = set()
+        self._prologue_values: set[Var] = set()
 
     def note(self, eqn: JaxprEqn) -> None:
         """Note whether the results of an equation are cheap and depend on the batch alone."""
-        if not is_heavy(eqn) and all(is_literal(atom) or atom in self.independent for atom in eqn.invars):
+        if not is_expensive(eqn) and all(is_literal(atom) or atom in self.independent for atom in eqn.invars):
             self.independent.update(eqn.outvars)
 
     def of(self, atom: Atom) -> int:
@@ -49,44 +49,44 @@ class Levels:
         Notes independent values, which are then computed before the first loop.
         """
         form = self.forms.form(atom)
-        if isinstance(form, Once):
+        if isinstance(form, Complete):
             return form.after
         if not is_literal(atom) and atom in self.independent:
-            self._early_values.add(atom)
+            self._prologue_values.add(atom)
             return 0
-        scale = None if isinstance(form, Own | Same) else form.scale
+        scale = None if isinstance(form, PerMicroBatch | Same) else form.scale
         return form.loop if scale is None else max(form.loop, self.of(scale.scalar))
 
-    def early(self, eqns: Sequence[JaxprEqn], places: Sequence[int | None]) -> frozenset[int]:
+    def prologue(self, eqns: Sequence[JaxprEqn], places: Sequence[int | None]) -> frozenset[int]:
         """Equations of loops that also run before the first loop, on the whole batch."""
-        wanted, early = set(self._early_values), set[int]()
+        required, prologue = set(self._prologue_values), set[int]()
         # Backwards, since an early equation needs its operands.
         for i in range(len(eqns) - 1, -1, -1):
             if places[i] == 0:
-                wanted.update(operand_vars(eqns[i]))
-            elif places[i] is not None and not wanted.isdisjoint(eqns[i].outvars):
-                early.add(i)
-                wanted.update(operand_vars(eqns[i]))
-        return frozenset(early)
+                required.update(operand_vars(eqns[i]))
+            elif places[i] is not None and not required.isdisjoint(eqns[i].outvars):
+                prologue.add(i)
+                required.update(operand_vars(eqns[i]))
+        return frozenset(prologue)
 
 
 class Scales:
     """The scalars that operands and results of equations wait for.
 
-    has_own: whether micro-batches have their own statistics; then loops read the derivatives, and no value waits.
+    has_statistics: whether micro-batches have their own statistics; then loops read the derivatives, and no value waits.
     """
 
-    def __init__(self, forms: ValueForms, levels: Levels, *, has_own: bool) -> None:
-        self.forms, self.levels, self.has_own = forms, levels, has_own
+    def __init__(self, forms: ValueForms, levels: Levels, *, has_statistics: bool) -> None:
+        self.forms, self.levels, self.has_statistics = forms, levels, has_statistics
 
-    def waiting_form(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Once | None:
+    def waiting_form(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Complete | None:
         """The form of an array that a scalar total fills or multiplies; None for other arrays."""
         scalar = self._filled_with(eqn)
         if scalar is not None:
-            return Once(after=self.levels.of(scalar), is_parameter=False, uniform=scalar)
+            return Complete(after=self.levels.of(scalar), is_parameter=False, uniform=scalar)
         scale = self._known_but_for_a_scale(eqn, forms)
         if scale is not None:
-            return Once(after=self.levels.of(scale.scalar), is_parameter=False, scale=scale)
+            return Complete(after=self.levels.of(scale.scalar), is_parameter=False, scale=scale)
         return None
 
     def common(self, eqn: JaxprEqn, factors: Factors) -> Scale | None:
@@ -109,7 +109,7 @@ class Scales:
     def _may_multiply_results(self, eqn: JaxprEqn, scaled: Collection[int]) -> bool:
         """Whether only the operands `scaled` wait, and the dtypes have the range of float32."""
         forms = [self.forms.form(atom) for k, atom in enumerate(eqn.invars) if k not in scaled]
-        if any(isinstance(form, Rows) and form.scale is not None for form in forms):
+        if any(isinstance(form, PerExample) and form.scale is not None for form in forms):
             return False
         return all(is_inexact(atom) and _has_range(atom) for atom in (*eqn.outvars, *(eqn.invars[k] for k in scaled)))
 
@@ -117,10 +117,10 @@ class Scales:
         """The scale of operand `k` of a linear equation, or the scalar that fills it."""
         form = self.forms.form(atom)
         is_linear = k in factors.linear_operands
-        if isinstance(form, Rows | Once) and form.scale is not None:
+        if isinstance(form, PerExample | Complete) and form.scale is not None:
             return form.scale if is_linear else None
-        scalar = form.uniform if isinstance(form, Once) else None
-        scalar = self._scalar_total(atom) if scalar is None else scalar
+        scalar = form.uniform if isinstance(form, Complete) else None
+        scalar = self._scalar_aggregate(atom) if scalar is None else scalar
         if scalar is None:
             return None
         if is_linear:
@@ -135,7 +135,7 @@ class Scales:
         scale = self.common(eqn, factors)
         for k, (atom, form) in enumerate(zip(eqn.invars, forms, strict=True)):
             waits = scale is not None and self.of_operand(atom, k, factors) == scale
-            if not waits and not (isinstance(form, Once) and form.after == 0):
+            if not waits and not (isinstance(form, Complete) and form.after == 0):
                 return None
         return scale
 
@@ -145,16 +145,16 @@ class Scales:
             return None
         (atom,) = eqn.invars
         form = self.forms.form(atom)
-        return form.uniform if isinstance(form, Once) and form.uniform is not None else self._scalar_total(atom)
+        return form.uniform if isinstance(form, Complete) and form.uniform is not None else self._scalar_aggregate(atom)
 
-    def _scalar_total(self, atom: Atom) -> Var | None:
+    def _scalar_aggregate(self, atom: Atom) -> Var | None:
         """The atom, if it is a scalar that is known only after a loop."""
-        if self.has_own or is_literal(atom) or shape_of(atom) or not is_inexact(atom):
+        if self.has_statistics or is_literal(atom) or shape_of(atom) or not is_inexact(atom):
             return None
         if atom in self.levels.independent:
             return None
         form = self.forms.form(atom)
-        if isinstance(form, Once):
+        if isinstance(form, Complete):
             return atom if form.after and not form.is_average else None
         return atom if isinstance(form, Partial) and form.reduction == "sum" and form.scale is None else None
 

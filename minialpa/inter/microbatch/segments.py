@@ -25,13 +25,29 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import batch_kinds, is_barrier
-from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale, ValueForms
+from minialpa.inter.microbatch.forms import (
+    KNOWN,
+    Complete,
+    Form,
+    Partial,
+    PerExample,
+    PerMicroBatch,
+    Same,
+    Scale,
+    ValueForms,
+)
 from minialpa.inter.microbatch.normalisations import find_moments
 from minialpa.inter.microbatch.places import Places
 from minialpa.inter.microbatch.scales import Levels, Scales
-from minialpa.inter.microbatch.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
+from minialpa.inter.microbatch.statistics import (
+    NotPerMicroBatchError,
+    Statistics,
+    find_statistics,
+    normalisations,
+    without,
+)
 from minialpa.ir.equations import Atom, source_line
-from minialpa.rules.heavy import is_heavy
+from minialpa.rules.expensive import is_expensive
 from minialpa.tracing.trace import TracedStep
 
 
@@ -48,15 +64,15 @@ class Segments:
         sources: for each of `eqns` the number of its traced equation.
         places: the segment of each equation; None if each reader computes the results for itself.
         forms: the form of each variable.
-        own: numbers of the equations that take totals as the micro-batch's own.
-        early: numbers of the equations of loops that also run before the first loop, on the whole batch.
+        per_micro_batch: numbers of the equations that take totals as the micro-batch's own.
+        prologue: numbers of the equations of loops that also run before the first loop, on the whole batch.
         shares: a factor for each part of an unbiased variance, so that n parts add up to the mean of the micro-batches'
             variances.
         asked_for: for each call of `per_micro_batch`, by its number, the factor from the part of its argument to the
             micro-batch's own mean; 1 for a sum. Calls on examples, or on values without examples, are absent.
         found: descriptions of the batch statistics.
         producer: the number of the equation that computes each variable.
-        early_values: the results of the equations in `early`.
+        prologue_values: the results of the equations in `prologue`.
     """
 
     step: TracedStep
@@ -65,13 +81,13 @@ class Segments:
     sources: tuple[int, ...]
     places: tuple[int | None, ...]
     forms: ValueForms
-    own: frozenset[int]
-    early: frozenset[int]
+    per_micro_batch: frozenset[int]
+    prologue: frozenset[int]
     shares: dict[Var, float]
     asked_for: dict[int, float]
     found: tuple[str, ...]
     producer: dict[Var, int]
-    early_values: frozenset[Var]
+    prologue_values: frozenset[Var]
 
     @property
     def n_loops(self) -> int:
@@ -85,8 +101,8 @@ class Segments:
         """Whether equation `i` reads the micro-batch's version of operand `var`."""
         form = self.forms.form(var)
         if isinstance(form, Partial):
-            return var not in self.early_values and (i in self.own or self.reads_part_of_loop(i, var))
-        return isinstance(form, Rows | Own)
+            return var not in self.prologue_values and (i in self.per_micro_batch or self.reads_part_of_loop(i, var))
+        return isinstance(form, PerExample | PerMicroBatch)
 
     def reads_part_of_loop(self, i: int, atom: Atom) -> bool:
         """Whether operand `atom` of equation `i` is a partial sum of the equation's own loop."""
@@ -108,7 +124,7 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
         try:
             statistics = find_statistics(step, kinds, moments, normal)
             return _Finder(step, n, chunk_of, statistics).run()
-        except NotOwnError as error:
+        except NotPerMicroBatchError as error:
             if not normal:
                 raise
             normal = without(step, normal, error.line)
@@ -119,12 +135,14 @@ class _Finder:
 
     def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics) -> None:
         assert step.batch_size is not None
-        own = statistics.own
+        per_micro_batch = statistics.per_micro_batch
         self.step, self.statistics = step, statistics
         self.forms = ValueForms(step.flat.eqns, n, step.batch_size)
         self.levels = Levels(step, self.forms)
-        self.scales = Scales(self.forms, self.levels, has_own=bool(own))
-        self.places = Places(step, self.forms, levels=self.levels, scales=self.scales, own=own, chunk_of=chunk_of)
+        self.scales = Scales(self.forms, self.levels, has_statistics=bool(per_micro_batch))
+        self.places = Places(
+            step, self.forms, levels=self.levels, scales=self.scales, per_micro_batch=per_micro_batch, chunk_of=chunk_of
+        )
         self.asked_for: dict[int, float] = {}
         self._eqns: list[JaxprEqn] = []
         self._sources: list[int] = []
@@ -133,7 +151,7 @@ class _Finder:
     def run(self) -> Segments:
         for var, dim in zip(self.step.flat.invars, self.step.batch_dims, strict=True):
             if dim is not None:
-                self.forms.of[var] = Rows(0, dim)
+                self.forms.of[var] = PerExample(0, dim)
 
         for i, eqn in enumerate(self.step.flat.eqns):
             if is_barrier(eqn):
@@ -145,7 +163,7 @@ class _Finder:
     def _segments(self) -> Segments:
         # Only now are all requests for totals before the first loop known.
         eqns = tuple(self._eqns)
-        early = self.levels.early(eqns, self._places)
+        prologue = self.levels.prologue(eqns, self._places)
 
         return Segments(
             step=self.step,
@@ -154,13 +172,15 @@ class _Finder:
             sources=tuple(self._sources),
             places=tuple(self._places),
             forms=self.forms,
-            own=frozenset(i for i, source in enumerate(self._sources) if source in self.statistics.own),
-            early=early,
+            per_micro_batch=frozenset(
+                i for i, source in enumerate(self._sources) if source in self.statistics.per_micro_batch
+            ),
+            prologue=prologue,
             shares=self.places.shares,
             asked_for=self.asked_for,
             found=self.statistics.found,
             producer={var: i for i, eqn in enumerate(eqns) for var in eqn.outvars},
-            early_values=frozenset(var for i in early for var in eqns[i].outvars),
+            prologue_values=frozenset(var for i in prologue for var in eqns[i].outvars),
         )
 
     def _note(self, source: int, eqn: JaxprEqn, place: int | None) -> None:
@@ -180,7 +200,7 @@ class _Finder:
         groups: dict[tuple[type, int | None, Scale | None], list[int]] = {}
         for k, atom in enumerate(eqn.invars):
             form = self.forms.form(atom)
-            scale = form.scale if isinstance(form, Once) else None
+            scale = form.scale if isinstance(form, Complete) else None
             groups.setdefault((type(form), _place_of(form), scale), []).append(k)
 
         for (_, place, _), positions in groups.items():
@@ -188,7 +208,7 @@ class _Finder:
             for atom, result in zip(part.invars, part.outvars, strict=True):
                 form = self.forms.form(atom)
                 # Rows of arguments pass the barrier in the first loop.
-                self.forms.of[result] = replace(form, loop=max(1, form.loop)) if isinstance(form, Rows) else form
+                self.forms.of[result] = replace(form, loop=max(1, form.loop)) if isinstance(form, PerExample) else form
             self._note(source, part, place)
 
     # ---- one equation ---------------------------------------------------------------------------------------------
@@ -196,28 +216,28 @@ class _Finder:
     def _place(self, i: int, eqn: JaxprEqn) -> int | None:
         """The segment of traced equation `i`; sets the forms of its results."""
         forms = [self.forms.form(atom) for atom in eqn.invars]
-        on_examples = any(isinstance(form, Rows) for form in forms)
+        on_examples = any(isinstance(form, PerExample) for form in forms)
         if eqn.primitive.name == "minialpa_per_micro_batch":
             self._note_asked_for(eqn, forms[0])
             if eqn.params["number"] in self.asked_for and not on_examples:
-                return self.places.place_own(eqn, forms)
+                return self.places.place_per_micro_batch(eqn, forms)
 
         if on_examples:
             return self.places.on_examples(i, eqn, forms)
-        if any(isinstance(form, Partial | Own) for form in forms):
-            return self.places.on_totals(i, eqn, forms)
+        if any(isinstance(form, Partial | PerMicroBatch) for form in forms):
+            return self.places.on_aggregates(i, eqn, forms)
         return self._place_known(i, eqn, forms)
 
     def _note_asked_for(self, eqn: JaxprEqn, form: Form) -> None:
         """Note a call of `per_micro_batch` on a total: the cotangents of its result are also the micro-batch's own."""
-        if not eqn.params["cotangent_of"] and isinstance(form, Partial | Own):
+        if not eqn.params["cotangent_of"] and isinstance(form, Partial | PerMicroBatch):
             rescale = form.rescale if isinstance(form, Partial) else None
             self.asked_for.setdefault(eqn.params["number"], 1.0 if rescale is None else rescale)
 
     def _place_known(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
-        """The segment of an equation on values of the forms `Once` and `Same`."""
+        """The segment of an equation on values of the forms `Complete` and `Same`."""
         # Functions of `Same` values stay in their loop, unless they also need a total.
-        known = [form for form in forms if isinstance(form, Once)]
+        known = [form for form in forms if isinstance(form, Complete)]
         after = max((form.after for form in known), default=0)
         same = max((form.loop for form in forms if isinstance(form, Same)), default=0)
         if same > after:
@@ -231,25 +251,25 @@ class _Finder:
 
         in_update = self.step.origins[i].direction == "other"
         is_average = any(form.is_average for form in known)
-        self.forms.set_results(eqn, Once(after=after, is_parameter=in_update, is_average=is_average))
+        self.forms.set_results(eqn, Complete(after=after, is_parameter=in_update, is_average=is_average))
         return 2 * after
 
-    def _computed_by_readers(self, i: int, eqn: JaxprEqn, forms: Sequence[Form], after: int) -> Once | None:
+    def _computed_by_readers(self, i: int, eqn: JaxprEqn, forms: Sequence[Form], after: int) -> Complete | None:
         """The form of results that each reader computes for itself; None for results that are computed once."""
         in_update = self.step.origins[i].direction == "other"
-        if all(isinstance(form, Once) and form.is_parameter for form in forms):
+        if all(isinstance(form, Complete) and form.is_parameter for form in forms):
             if after == 0:
                 return KNOWN
             # A loop may cast and transpose a new parameter for itself, like an argument.
-            if not in_update and not is_heavy(eqn) and not eqn.effects:
-                is_average = any(isinstance(form, Once) and form.is_average for form in forms)
-                return Once(after=after, is_average=is_average)
+            if not in_update and not is_expensive(eqn) and not eqn.effects:
+                is_average = any(isinstance(form, Complete) and form.is_average for form in forms)
+                return Complete(after=after, is_average=is_average)
 
         return None if in_update else self.scales.waiting_form(eqn, forms)
 
 
 def _place_of(form: Form) -> int | None:
     """The segment of an equation that passes on a value of this form."""
-    if isinstance(form, Once):
+    if isinstance(form, Complete):
         return None if form.is_parameter else 2 * form.after
     return 2 * max(1, form.loop) - 1

@@ -30,19 +30,19 @@ def operation(step: TracedStep, eqn: JaxprEqn, segment: int, source: int) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
-    """`total` = reduction over micro-batches of `loop`; its dtype may be wider."""
+    """`complete` = reduction over micro-batches of `loop`; its dtype may be wider."""
 
     loop: Var
-    total: Var
+    complete: Var
     reduction: Reduction
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """`total` = concatenation over micro-batches of `loop` along dimension `dim`."""
+    """`complete` = concatenation over micro-batches of `loop` along dimension `dim`."""
 
     loop: Var
-    total: Var
+    complete: Var
     dim: int
 
 
@@ -60,7 +60,7 @@ class SplitStep:
         stacks: concatenations of all loops; a total is complete after its loop.
         outvars: results of the step, over the variables of the update, inputs and literals.
         batch_dims: for variables of the loops, and inputs, the dimension of the examples.
-        own: descriptions of the statistics that each micro-batch computes for itself.
+        per_micro_batch: descriptions of the statistics that each micro-batch computes for itself.
     """
 
     traced: TracedStep
@@ -72,7 +72,7 @@ class SplitStep:
     stacks: tuple[Stack, ...]
     outvars: tuple[Atom, ...]
     batch_dims: dict[Var, int]
-    own: tuple[str, ...] = ()
+    per_micro_batch: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Var, ...]:
@@ -87,14 +87,14 @@ class SplitStep:
     @property
     def combined(self) -> list[tuple[Var, Var]]:
         """(value of one micro-batch, value of the whole batch), for accumulators and stacks."""
-        return [*((a.loop, a.total) for a in self.accumulators), *((s.loop, s.total) for s in self.stacks)]
+        return [*((a.loop, a.complete) for a in self.accumulators), *((s.loop, s.complete) for s in self.stacks)]
 
     @property
     def n_loops(self) -> int:
         return max([1, *((op.segment + 1) // 2 for op in self.ops)])
 
     @property
-    def computes_rows_again(self) -> bool:
+    def recomputes_rows(self) -> bool:
         """Whether a loop recomputes rows of an earlier one."""
         places = {(op.source, op.segment) for op in self.ops if is_loop(op.segment) and op.source >= 0}
         return len(places) > len({source for source, _ in places})

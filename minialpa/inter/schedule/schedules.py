@@ -55,7 +55,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
+class _ScheduleRule:
     """A schedule, for all sizes.
 
     Attributes:
@@ -127,19 +127,19 @@ def _alternate(forward: tuple[Pass, ...], backward: tuple[Pass, ...], n_warm_up:
     return (*forward[:n_warm_up], *(one for pair in pairs for one in pair), *backward[n_pairs:])
 
 
-_RULES: dict[str, _Rule] = {
-    "1f1b": _Rule(
+_RULES: dict[str, _ScheduleRule] = {
+    "1f1b": _ScheduleRule(
         order=_one_forward_one_backward,
         max_live=lambda stage, size: min(size.n_stages - stage, size.n_micro_batches),
     ),
-    "gpipe": _Rule(order=_gpipe, max_live=lambda stage, size: size.n_micro_batches),
-    "inference": _Rule(
+    "gpipe": _ScheduleRule(order=_gpipe, max_live=lambda stage, size: size.n_micro_batches),
+    "inference": _ScheduleRule(
         order=_inference,
         max_live=lambda stage, size: (size.n_chunks - 1) * max(map(len, _groups(size))) + 1,
         trains=False,
         interleaves=True,
     ),
-    "1f1b-interleaved": _Rule(
+    "1f1b-interleaved": _ScheduleRule(
         order=_interleaved,
         max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
         interleaves=True,
@@ -226,7 +226,7 @@ def global_order(schedule: Schedule) -> tuple[Pass, ...]:
     return tuple(one for tick in ticks(schedule) for one in tick)
 
 
-def _rule(name: str) -> _Rule:
+def _rule(name: str) -> _ScheduleRule:
     if name not in _RULES:
         raise ShardingError(f"No schedule `{name}`. Known: {', '.join(f'`{known}`' for known in schedule_names())}.")
     return _RULES[name]

@@ -30,9 +30,9 @@ def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
     Raises VerifyError if the stages wait for each other in a circle, ShardingError if the schedule is for other counts.
     """
     order = schedule or plan_schedule(plan)
-    wanted = plan_chunks(plan).size(plan.n_micro_batches)
-    if order.size != wanted:
-        raise ShardingError(f"The schedule `{order.name}` is for {order.size} and the plan is for {wanted}.")
+    required = plan_chunks(plan).size(plan.n_micro_batches)
+    if order.size != required:
+        raise ShardingError(f"The schedule `{order.name}` is for {order.size} and the plan is for {required}.")
     return _Simulation(plan, order).timeline()
 
 

@@ -104,7 +104,7 @@ class StageSearch:
                 return n
             enough = self._least[n] >= best[0] * (1 - self.space.tolerance)
             if not (enough and self._open_near(best[1], best[2])):
-                return None if enough or self.bounds.pieces.n_solved > _MOST_SOLVED else n
+                return None if enough or self.bounds.sublayers.n_solved > _MOST_SOLVED else n
 
     def _under_bounds(self, n: int, failures: dict[int, InfeasibleError]) -> StageAssignment | None:
         """The best pipeline with `n` micro-batches under the bounds; None if none fits, with the error in `failures`.
@@ -128,18 +128,18 @@ class StageSearch:
         The search goes on with other columns of the same submeshes as long as a pipeline of these takes no longer than
         `found` promises, because one run of the DP takes as long as several pieces.
         """
-        promised_s = found.seconds * (1 + self.space.tolerance / 4)
+        allowed_s = found.seconds * (1 + self.space.tolerance / 4)
         current: StageAssignment | None = found
-        while current is not None and current.seconds <= promised_s:
+        while current is not None and current.seconds <= allowed_s:
             unsolved = self.bounds.unsolved(n, current)
-            n_solved = self.bounds.pieces.n_solved
+            n_solved = self.bounds.sublayers.n_solved
             self.report("Costs of stages", n_solved, n_solved + len(unsolved))
 
             # Numbers near a good one may be better still: they come before its last costs.
             is_small = sum(one.share for one in unsolved) <= _SMALL_SHARE
             if not unsolved or (is_small and self._open_near(n, current)):
                 return bool(unsolved) or current is not found
-            self.bounds.raise_bound(n, unsolved[0].piece, unsolved[0].column)
+            self.bounds.raise_bound(n, unsolved[0].sublayer, unsolved[0].column)
             current = self.bounds.on_same_submeshes(n, found)
         return True
 
@@ -158,7 +158,7 @@ class StageSearch:
     def certificate(self) -> Certificate:
         """The bounds after `best`, without numbers of micro-batches that the search did not look at."""
         looked_at = tuple(sorted(self._open))
-        return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.pieces.n_solved)
+        return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.sublayers.n_solved)
 
     def learn(self, found: FoundPipeline, seconds: Sequence[tuple[float, float]]) -> None:
         """seconds: of stages that were solved as a whole, per micro-batch and once per step."""

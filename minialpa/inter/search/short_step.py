@@ -33,7 +33,7 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars, reading
 from minialpa.ir.op import Op
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 from minialpa.tracing.trace import TracedStep, with_leaves
 
 #: Units of a run that stay: the first three and the last one. The second one has equal neighbours: it is costed.
@@ -43,7 +43,7 @@ _THIRD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PiecedStep:
+class SublayeredStep:
     """A step in pieces, without rematerialisation: the whole step, or a short one with the group numbers of the whole
     step.
 
@@ -52,32 +52,35 @@ class PiecedStep:
     """
 
     step: TracedStep
-    piece_of_group: tuple[int, ...]
+    sublayer_of_group: tuple[int, ...]
     place: tuple[int, ...]
     kept: Mapping[int, int]
 
     @property
-    def n_pieces(self) -> int:
-        return max(self.piece_of_group, default=-1) + 1
+    def n_sublayers(self) -> int:
+        return max(self.sublayer_of_group, default=-1) + 1
 
 
-def whole_step(step: TracedStep, piece_of_group: Sequence[int]) -> PiecedStep:
+def whole_step(step: TracedStep, sublayer_of_group: Sequence[int]) -> SublayeredStep:
     """A step of which each piece is costed for itself."""
-    pieces = range(max(piece_of_group, default=-1) + 1)
-    return PiecedStep(
-        step=step, piece_of_group=tuple(piece_of_group), place=tuple(pieces), kept={piece: piece for piece in pieces}
+    sublayers = range(max(sublayer_of_group, default=-1) + 1)
+    return SublayeredStep(
+        step=step,
+        sublayer_of_group=tuple(sublayer_of_group),
+        place=tuple(sublayers),
+        kept={sublayer: sublayer for sublayer in sublayers},
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedPieces:
+class StagedSublayers:
     """A whole step that is staged with one piece on each mesh, for any number of micro-batches and any
     rematerialisation.
 
     problems: the equations of each piece. kind: for each piece, the first piece with an equal problem.
     """
 
-    whole: PiecedStep
+    whole: SublayeredStep
     staged: StagedStep
     problems: Mapping[int, MeshEquations]
     kind: Sequence[int]
@@ -91,7 +94,7 @@ class NotShortened:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RepeatedUnits:
     """Pieces first, ..., first + n_units * period - 1: units of `period` pieces, each like the unit before it."""
 
     first: int
@@ -115,9 +118,9 @@ class Run:
         return range(self.third.stop, self.last.start)
 
 
-def runs_of(kinds: Sequence[int]) -> list[Run]:
+def runs_of(kinds: Sequence[int]) -> list[RepeatedUnits]:
     """The runs with units to leave out, in order; of runs that start at one piece, the one with most to leave out."""
-    runs: list[Run] = []
+    runs: list[RepeatedUnits] = []
     start = 0
     while start < len(kinds):
         # A unit of two equal pieces leaves out no more than one of a single piece, which is looked at first.
@@ -131,14 +134,14 @@ def runs_of(kinds: Sequence[int]) -> list[Run]:
     return runs
 
 
-def _run_at(kinds: Sequence[int], start: int, period: int) -> Run:
+def _run_at(kinds: Sequence[int], start: int, period: int) -> RepeatedUnits:
     end = start + period
     while end < len(kinds) and kinds[end] == kinds[end - period]:
         end += 1
-    return Run(start, period, (end - start) // period)
+    return RepeatedUnits(start, period, (end - start) // period)
 
 
-class Model(NamedTuple):
+class StandIn(NamedTuple):
     """A piece of a unit that stands for all units of its run that are left out.
 
     n: the number of pieces that it stands for, itself included. run: the number of its run.
@@ -157,53 +160,53 @@ class Shortened:
     Attributes:
         runs_as: for each piece, the piece that stands for it; itself if it stays.
         models: the pieces of third units.
-        piece_of: the piece of each equation of the whole step, by its first result. Equations of several pieces are of
+        sublayer_of: the piece of each equation of the whole step, by its first result. Equations of several pieces are of
             the first one that stays.
     """
 
     step: TracedStep
     runs_as: tuple[int, ...]
-    models: Mapping[int, Model]
-    piece_of: Mapping[Var, int]
+    models: Mapping[int, StandIn]
+    sublayer_of: Mapping[Var, int]
 
 
 class _NotAlikeError(Exception):
     """Pieces of one kind that are not the same equations of the traced step."""
 
 
-def shortened(pieces: StagedPieces) -> PiecedStep | NotShortened:
+def shortened(sublayers: StagedSublayers) -> SublayeredStep | NotShortened:
     """The step with `_N_KEPT` units of each run."""
-    where = Where.of(pieces)
-    runs = runs_of(kinds_of(pieces, where))
+    where = Where.of(sublayers)
+    runs = runs_of(kinds_of(sublayers, where))
     if not runs:
-        return NotShortened(f"No {_N_KEPT + 1} neighbouring pieces, or groups of pieces, are alike.")
+        return NotShortened(f"No {_N_KEPT + 1} neighbouring sublayers, or groups of sublayers, are alike.")
     try:
-        return _Shortening(pieces, where, runs).pieced_step()
+        return _Shortening(sublayers, where, runs).pieced_step()
     except _NotAlikeError as error:
         return NotShortened(str(error))
 
 
-def with_models(pieces: StagedPieces, where: Where, kinds: Sequence[int]) -> Shortened | NotShortened:
+def with_models(sublayers: StagedSublayers, where: Where, kinds: Sequence[int]) -> Shortened | NotShortened:
     """The step with `_N_KEPT` units of each run, of which the third stands for the units that are left out.
 
     kinds: pieces of one kind may be in one run.
     """
     # The solver shards all units alike. A unit with one product is two, as neighbours may want alternate shardings.
-    runs = [_with_products(pieces, run) for run in runs_of(kinds)]
+    runs = [_with_products(sublayers, run) for run in runs_of(kinds)]
     runs = [run for run in runs if run.left_out]
     if not runs:
-        return NotShortened(f"No {_N_KEPT + 1} neighbouring pieces, or groups of pieces, are alike.")
+        return NotShortened(f"No {_N_KEPT + 1} neighbouring sublayers, or groups of sublayers, are alike.")
     try:
-        return _Shortening(pieces, where, runs, copies=False).shortened(where)
+        return _Shortening(sublayers, where, runs, copies=False).shortened(where)
     except _NotAlikeError as error:
         return NotShortened(str(error))
 
 
-def _with_products(pieces: StagedPieces, run: Run) -> Run:
-    origin = {op.eqn: op.origin for op in pieces.staged.split.ops}
-    eqns = (eqn for piece in run.third for eqn in pieces.problems[piece].eqns)
+def _with_products(sublayers: StagedSublayers, run: RepeatedUnits) -> RepeatedUnits:
+    origin = {op.eqn: op.origin for op in sublayers.staged.split.ops}
+    eqns = (eqn for sublayer in run.third for eqn in sublayers.problems[sublayer].eqns)
     n_products = sum(origin[eqn].direction == "forward" and has_contraction(eqn) for eqn in eqns)
-    return run if n_products > 1 else Run(run.first, 2 * run.period, run.n_units // 2)
+    return run if n_products > 1 else RepeatedUnits(run.first, 2 * run.period, run.n_units // 2)
 
 
 # ---- which pieces are alike ------------------------------------------------------------------------------------------
@@ -214,18 +217,18 @@ class Where:
     """Where the equations of the traced step run, by their numbers.
 
     Attributes:
-        of_piece: for each piece, the traced equation of each equation of its problem; None without one.
-        pieces: for each equation that runs, its pieces, in the order of the traced step.
+        of_sublayer: for each piece, the traced equation of each equation of its problem; None without one.
+        sublayers: for each equation that runs, its pieces, in the order of the traced step.
     """
 
-    of_piece: Mapping[int, Sequence[int | None]]
-    pieces: Mapping[int, AbstractSet[int]]
+    of_sublayer: Mapping[int, Sequence[int | None]]
+    sublayers: Mapping[int, AbstractSet[int]]
 
     @staticmethod
-    def of(pieces: StagedPieces) -> Where:
+    def of(sublayers: StagedSublayers) -> Where:
         # Rematerialisation keeps the variables of the equations that it does not add.
-        number = {eqn.outvars[0]: i for i, eqn in enumerate(pieces.whole.step.flat.eqns) if eqn.outvars}
-        split = pieces.staged.split
+        number = {eqn.outvars[0]: i for i, eqn in enumerate(sublayers.whole.step.flat.eqns) if eqn.outvars}
+        split = sublayers.staged.split
         source: dict[JaxprEqn, int] = {}
         for op in split.ops:
             results = split.traced.flat.eqns[op.source].outvars if op.source >= 0 else []
@@ -233,35 +236,35 @@ class Where:
                 source[op.eqn] = number[results[0]]
 
         found: dict[int, set[int]] = {}
-        for task in pieces.staged.tasks:
+        for task in sublayers.staged.tasks:
             for eqn in task.eqns:
                 if eqn in source:
                     found.setdefault(source[eqn], set()).add(task.mesh)
         return Where(
-            {piece: [source.get(eqn) for eqn in problem.eqns] for piece, problem in pieces.problems.items()},
+            {sublayer: [source.get(eqn) for eqn in problem.eqns] for sublayer, problem in sublayers.problems.items()},
             {i: found[i] for i in sorted(found)},
         )
 
 
-def kinds_of(pieces: StagedPieces, where: Where) -> list[int]:
+def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
     """For each piece, the first one like it: the same problem, which stays the same under rematerialisation.
 
     Rematerialisation goes by groups. So in pieces that are alike, the same equations run on another piece than their
     group's.
     """
-    origins, piece_of_group = pieces.whole.step.origins, pieces.whole.piece_of_group
-    astray: dict[int, list[object]] = {piece: [] for piece in pieces.whole.kept}
-    for i, found in where.pieces.items():
+    origins, sublayer_of_group = sublayers.whole.step.origins, sublayers.whole.sublayer_of_group
+    astray: dict[int, list[object]] = {sublayer: [] for sublayer in sublayers.whole.kept}
+    for i, found in where.sublayers.items():
         origin = origins[i]
         if origin.group is not None:
-            piece = piece_of_group[origin.group]
-            if found != {piece}:
-                astray[piece].append((origin.direction, "runs on", *sorted(other - piece for other in found)))
-                for other in found - {piece}:
+            sublayer = sublayer_of_group[origin.group]
+            if found != {sublayer}:
+                astray[sublayer].append((origin.direction, "runs on", *sorted(other - sublayer for other in found)))
+                for other in found - {sublayer}:
                     # Several pieces share some equations, such as masks and tables of positions.
-                    astray[other].append((origin.direction, "is of", piece - other if len(found) == 1 else i))
+                    astray[other].append((origin.direction, "is of", sublayer - other if len(found) == 1 else i))
 
-    keys = [(kind, tuple(astray[piece])) for piece, kind in enumerate(pieces.kind)]
+    keys = [(kind, tuple(astray[sublayer])) for sublayer, kind in enumerate(sublayers.kind)]
     return [keys.index(key) for key in keys]
 
 
@@ -271,26 +274,28 @@ def kinds_of(pieces: StagedPieces, where: Where) -> list[int]:
 class _Shortening:
     """One step while pieces are left out; equations are known by their numbers in the traced step."""
 
-    def __init__(self, pieces: StagedPieces, where: Where, runs: Sequence[Run], *, copies: bool = True) -> None:
+    def __init__(
+        self, sublayers: StagedSublayers, where: Where, runs: Sequence[RepeatedUnits], *, copies: bool = True
+    ) -> None:
         """copies: whether equations that stay read copies of equations of third units."""
-        self.whole, self.runs, self.copies = pieces.whole, runs, copies
-        self.eqns, self.origins = pieces.whole.step.flat.eqns, pieces.whole.step.origins
+        self.whole, self.runs, self.copies = sublayers.whole, runs, copies
+        self.eqns, self.origins = sublayers.whole.step.flat.eqns, sublayers.whole.step.origins
         self.maker = {result: i for i, eqn in enumerate(self.eqns) for result in eqn.outvars}
 
         # An equation is left out if all of its pieces are left out.
-        out = {piece for run in runs for piece in run.left_out}
-        third = {piece for run in runs for piece in run.third}
-        self.is_out = frozenset(i for i, found in where.pieces.items() if found <= out)
-        self.in_third = frozenset(i for i, found in where.pieces.items() if found <= third)
+        out = {sublayer for run in runs for sublayer in run.left_out}
+        third = {sublayer for run in runs for sublayer in run.third}
+        self.is_out = frozenset(i for i, found in where.sublayers.items() if found <= out)
+        self.in_third = frozenset(i for i, found in where.sublayers.items() if found <= third)
 
         # The problems of pieces of one kind have their equations in one order.
         self.like_third: dict[int, int] = {}
         self.like_last: dict[int, int] = {}
         for run in runs:
-            for piece in run.left_out:
-                offset = (piece - run.first) % run.period
+            for sublayer in run.left_out:
+                offset = (sublayer - run.first) % run.period
                 for like, other in ((self.like_third, run.third[offset]), (self.like_last, run.last[offset])):
-                    pairs = zip(where.of_piece[piece], where.of_piece[other], strict=True)
+                    pairs = zip(where.of_sublayer[sublayer], where.of_sublayer[other], strict=True)
                     like.update((i, j) for i, j in pairs if i in self.is_out and j is not None)
 
     # ---- stand-ins for values that are left out ---------------------------------------------------------------------
@@ -346,35 +351,35 @@ class _Shortening:
         return _with_equations(self.whole.step, self._operations(), self._inputs_left_out())
 
     def shortened(self, where: Where) -> Shortened:
-        runs_as, models = list(range(len(self.whole.place))), dict[int, Model]()
+        runs_as, models = list(range(len(self.whole.place))), dict[int, StandIn]()
         for number, run in enumerate(self.runs):
-            for piece in range(run.third.start, run.last.start):
-                runs_as[piece] = run.third[(piece - run.first) % run.period]
+            for sublayer in range(run.third.start, run.last.start):
+                runs_as[sublayer] = run.third[(sublayer - run.first) % run.period]
             n = run.n_units - _N_KEPT + 1
-            models.update((piece, Model(n, number, piece - run.period)) for piece in run.third)
+            models.update((sublayer, StandIn(n, number, sublayer - run.period)) for sublayer in run.third)
 
-        piece_of: dict[Var, int] = {}
-        for i, found in where.pieces.items():
-            stay = [piece for piece in found if runs_as[piece] == piece]
+        sublayer_of: dict[Var, int] = {}
+        for i, found in where.sublayers.items():
+            stay = [sublayer for sublayer in found if runs_as[sublayer] == sublayer]
             if self.eqns[i].outvars:
-                piece_of[self.eqns[i].outvars[0]] = min(stay or found)
-        return Shortened(step=self._short_step(), runs_as=tuple(runs_as), models=models, piece_of=piece_of)
+                sublayer_of[self.eqns[i].outvars[0]] = min(stay or found)
+        return Shortened(step=self._short_step(), runs_as=tuple(runs_as), models=models, sublayer_of=sublayer_of)
 
-    def pieced_step(self) -> PiecedStep:
-        n_pieces = len(self.whole.place)
-        costed_as, runs_in = list(range(n_pieces)), list(range(n_pieces))
+    def pieced_step(self) -> SublayeredStep:
+        n_sublayers = len(self.whole.place)
+        costed_as, runs_in = list(range(n_sublayers)), list(range(n_sublayers))
         for run in self.runs:
-            for piece in range(run.third.start, run.last.start):
-                offset = (piece - run.first) % run.period
-                costed_as[piece], runs_in[piece] = run.unit(_THIRD - 1)[offset], run.third[offset]
+            for sublayer in range(run.third.start, run.last.start):
+                offset = (sublayer - run.first) % run.period
+                costed_as[sublayer], runs_in[sublayer] = run.unit(_THIRD - 1)[offset], run.third[offset]
 
         # An equation that stays may belong to a forward group that is left out: the group is put into the third unit.
-        number = {piece: i for i, piece in enumerate(sorted(set(runs_in)))}
-        return PiecedStep(
+        number = {sublayer: i for i, sublayer in enumerate(sorted(set(runs_in)))}
+        return SublayeredStep(
             step=self._short_step(),
-            piece_of_group=tuple(number[runs_in[piece]] for piece in self.whole.piece_of_group),
-            place=tuple(number[piece] for piece in costed_as),
-            kept={number[piece]: piece for piece in sorted(set(costed_as))},
+            sublayer_of_group=tuple(number[runs_in[sublayer]] for sublayer in self.whole.sublayer_of_group),
+            place=tuple(number[sublayer] for sublayer in costed_as),
+            kept={number[sublayer]: sublayer for sublayer in sorted(set(costed_as))},
         )
 
     def _inputs_left_out(self) -> set[Var]:

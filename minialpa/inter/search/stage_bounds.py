@@ -16,10 +16,10 @@ import numpy as np
 
 from minialpa.errors import TraceError
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
-from minialpa.inter.search.piece_solver import PieceSearch, PieceSolver
-from minialpa.inter.search.stage_cost import PieceCost
+from minialpa.inter.search.stage_cost import SublayerCost
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, Start, choose_stages, step_seconds_of
 from minialpa.inter.search.stage_tables import StageTables, place_of
+from minialpa.inter.search.sublayer_solver import SublayerSearch, SublayerSolver
 from minialpa.inter.search.submeshes import MEMORY_PRICES, Candidate, Column, Space, columns_of, first_views
 from minialpa.options import Remat
 
@@ -28,7 +28,7 @@ from minialpa.options import Remat
 class Unsolved:
     """A piece in a column with bounds only. share: of the pipeline's time, with all pieces like it."""
 
-    piece: int
+    sublayer: int
     column: int
     share: float
 
@@ -38,24 +38,24 @@ class StageBounds:
     step.
     """
 
-    def __init__(self, search: PieceSearch, known: dict[str, PieceCost] | None = None) -> None:
+    def __init__(self, search: SublayerSearch, known: dict[str, SublayerCost] | None = None) -> None:
         """`known`: costs of pieces from other searches, to which this one adds."""
         self.cluster, self.space = search.cluster, search.space
         self.columns = columns_of(search.space, search.cluster, search.option)
-        self.pieces = PieceSolver(search, self.columns, {} if known is None else known)
-        self.numbers, self._base = _possible_numbers(self.pieces, search.space)
+        self.sublayers = SublayerSolver(search, self.columns, {} if known is None else known)
+        self.numbers, self._base = _possible_numbers(self.sublayers, search.space)
 
         # A border has as many bytes per step with any number of micro-batches.
-        layer_of_piece = np.array(self.pieces.layer_of_piece)
-        last_pieces = np.flatnonzero(np.diff(layer_of_piece))
-        border_bytes = np.array(self.pieces.border_bytes)[last_pieces]
+        layer_of_sublayer = np.array(self.sublayers.layer_of_sublayer)
+        last_sublayers = np.flatnonzero(np.diff(layer_of_sublayer))
+        border_bytes = np.array(self.sublayers.border_bytes)[last_sublayers]
         self.tables = {
             n: StageTables(
                 n,
                 cluster=self.cluster,
                 space=self.space,
                 columns=self.columns,
-                layer_of_piece=layer_of_piece,
+                layer_of_sublayer=layer_of_sublayer,
                 crossing_bytes=border_bytes * self._base / n,
                 is_open=first_views(
                     search.space.candidates, self.cluster.devices_per_host, (search.traced.batch_size or 1) // n
@@ -68,7 +68,7 @@ class StageBounds:
 
     # ---- costs of pieces ------------------------------------------------------------------------------------------
 
-    def raise_bound(self, n: int, piece: int, c: int) -> None:
+    def raise_bound(self, n: int, sublayer: int, c: int) -> None:
         """Raise the bounds of a piece in a column, and of pieces like it, by the cheapest means that is left."""
         column = self.columns[c]
         base = min(n, self._base)
@@ -79,7 +79,7 @@ class StageBounds:
             alike = [m for m in self.numbers if m == 1 or base > 1]
             self._raise_alone(base, column.remat, alike, columns)
         else:
-            self._solve(n, piece, column)
+            self._solve(n, sublayer, column)
 
     def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to the costs of pieces on one device of any memory, sharded perfectly.
@@ -88,18 +88,18 @@ class StageBounds:
         at least as long as one of these: it may read weights once.
         """
         self._alone.add((base, remat))
-        kinds = self.pieces.kinds(base, remat)
+        kinds = self.sublayers.kinds(base, remat)
 
         # One device of each kind: pieces that are alike cost the same on it.
-        known: dict[Candidate, dict[int, PieceCost]] = {}
+        known: dict[Candidate, dict[int, SublayerCost]] = {}
         for c in columns:
             one = Candidate((1, 1), (1,), self.space.candidates[self.columns[c].candidate].device)
             if one not in known:
-                known[one] = {kind: self.pieces.unlimited_cost(base, remat, kind, one) for kind in set(kinds)}
+                known[one] = {kind: self.sublayers.unlimited_cost(base, remat, kind, one) for kind in set(kinds)}
             for n in numbers:
                 self._raise_column(n, c, [known[one][kind] for kind in kinds], base, remat)
 
-    def _raise_column(self, n: int, c: int, alone: Sequence[PieceCost], base: int, remat: Remat) -> None:
+    def _raise_column(self, n: int, c: int, alone: Sequence[SublayerCost], base: int, remat: Remat) -> None:
         """Raise the bounds of a column by the costs of pieces on one device, with `base` micro-batches and `remat`."""
         n_devices, own, tables = self.columns.n_devices[c], self.columns[c].remat == remat, self.tables[n]
         bounds, share = tables.by_name, min(1, base / n) / n_devices
@@ -118,22 +118,22 @@ class StageBounds:
                 bounds[name][i, c] = max(bounds[name][i, c], getattr(cost, name) / n_devices)
         tables.change(np.array([c]))
 
-    def _solve(self, n: int, piece: int, column: Column) -> None:
+    def _solve(self, n: int, sublayer: int, column: Column) -> None:
         """Solve a piece, and pieces like it, in a column, or in the column at the highest price before it."""
-        kinds, tables = self.pieces.kinds(n, column.remat), self.tables[n]
-        pieces = np.array([i for i, kind in enumerate(kinds) if kind == kinds[piece]])
+        kinds, tables = self.sublayers.kinds(n, column.remat), self.tables[n]
+        sublayers = np.array([i for i, kind in enumerate(kinds) if kind == kinds[sublayer]])
         prices = [self.columns.at_price(column, price) for price in range(len(MEMORY_PRICES))]
         free, *_, highest = prices
-        fastest = self.pieces.cost(n, piece, free)
+        fastest = self.sublayers.cost(n, sublayer, free)
         if column.price == 0:
-            tables.solve(pieces, free, fastest)
-        elif tables.solved[piece, highest]:
-            tables.solve(pieces, self.columns.number[column], self.pieces.cost(n, piece, prices[column.price]))
+            tables.solve(sublayers, free, fastest)
+        elif tables.solved[sublayer, highest]:
+            tables.solve(sublayers, self.columns.number[column], self.sublayers.cost(n, sublayer, prices[column.price]))
         else:
             # The highest price shows first whether saving memory helps. The best at it and at no price is best between.
-            cost = self.pieces.cost(n, piece, highest)
+            cost = self.sublayers.cost(n, sublayer, highest)
             for c in prices[1:] if cost == fastest else (highest,):
-                tables.solve(pieces, c, cost)
+                tables.solve(sublayers, c, cost)
 
     # ---- views of submeshes ---------------------------------------------------------------------------------------
 
@@ -162,18 +162,18 @@ class StageBounds:
         users: dict[tuple[int, int], list[int]] = {}
         total_s = 0.0
         for stage in found.stages:
-            kinds = self.pieces.kinds(min(n, self._base), self.columns[stage.candidate].remat)
-            for piece, layer in enumerate(self.pieces.layer_of_piece):
+            kinds = self.sublayers.kinds(min(n, self._base), self.columns[stage.candidate].remat)
+            for sublayer, layer in enumerate(self.sublayers.layer_of_sublayer):
                 if not stage.first_layer <= layer <= stage.last_layer:
                     continue
-                total_s += float(seconds[piece, stage.candidate])
-                if not tables.solved[piece, stage.candidate] and place_of(stage) not in tables.exact:
-                    users.setdefault((kinds[piece], stage.candidate), []).append(piece)
+                total_s += float(seconds[sublayer, stage.candidate])
+                if not tables.solved[sublayer, stage.candidate] and place_of(stage) not in tables.exact:
+                    users.setdefault((kinds[sublayer], stage.candidate), []).append(sublayer)
 
         # A higher bound on the largest time changes the best pipeline most.
         out = [
-            Unsolved(pieces[0], c, len(pieces) * float(seconds[pieces[0], c]) / max(total_s, math.ulp(0.0)))
-            for (_, c), pieces in users.items()
+            Unsolved(sublayers[0], c, len(sublayers) * float(seconds[sublayers[0], c]) / max(total_s, math.ulp(0.0)))
+            for (_, c), sublayers in users.items()
         ]
         return sorted(out, key=lambda one: -one.share)
 
@@ -239,7 +239,7 @@ def _are_near(shape: Sequence[int], other: Sequence[int]) -> bool:
     return any(max(a, b) <= 2 * min(a, b) for a, b in itertools.product(*ends))
 
 
-def _possible_numbers(pieces: PieceSolver, space: Space) -> tuple[tuple[int, ...], int]:
+def _possible_numbers(sublayers: SublayerSolver, space: Space) -> tuple[tuple[int, ...], int]:
     """The numbers of micro-batches of a space and the largest micro-batches among several, by their number.
 
     Both 1 if that is there and the step cannot be split.
@@ -247,10 +247,10 @@ def _possible_numbers(pieces: PieceSolver, space: Space) -> tuple[tuple[int, ...
     # One micro-batch needs no accumulation, so its cost bounds no other.
     base = min((n for n in space.micro_batches if n > 1), default=1)
     try:
-        pieces.kinds(base, space.remats[0])
+        sublayers.kinds(base, space.remats[0])
     except TraceError:
         if 1 not in space.micro_batches:
             raise
-        pieces.kinds(1, space.remats[0])  # stages the step, for the bytes that cross its borders
+        sublayers.kinds(1, space.remats[0])  # stages the step, for the bytes that cross its borders
         return (1,), 1
     return space.micro_batches, base

@@ -49,7 +49,7 @@ _VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCost:
+class SublayerCost:
     """One piece on a mesh; bytes are per device. Several pieces in a stage add up, except pass_temp_bytes: the largest
     counts.
 
@@ -73,12 +73,12 @@ class PieceCost:
     adding_seconds: float = 0.0
 
 
-class PieceCosts:
+class SublayerCosts:
     """Costs of the pieces of a step that is staged with one piece on each mesh.
 
     place: for each piece, the mesh with its problem; several pieces may share one, see `short_step`.
     known: costs by `name`, which grow. solvers: of pieces on meshes, as far as they fit; a search has one such object
-    for all of its `PieceCosts`.
+    for all of its `SublayerCosts`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PieceCosts:
         compiler: Compiler,
         option: AutoShardingOption,
         strategy_cache: StrategyCache,
-        known: dict[str, PieceCost],
+        known: dict[str, SublayerCost],
         solvers: Recent[MeshSolver],
     ) -> None:
         self.staged, self.cluster, self.compiler = staged, cluster, compiler
@@ -111,14 +111,16 @@ class PieceCosts:
         """About the bytes of the staged step."""
         return EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
 
-    def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, price: float, limited: bool) -> PieceCost:
+    def cost(
+        self, sublayer: int, choice: Candidate, fastest: SublayerCost | None, price: float, limited: bool
+    ) -> SublayerCost:
         """A piece on a submesh, with seconds of inf if it does not fit.
 
         fastest: its sharding of least seconds; None to look for that one.
         price: the worth of keeping no value in memory, in step times of the `fastest` sharding.
         limited: whether the piece alone has to fit in memory.
         """
-        n, place = self.staged.split.n_micro_batches, self.place[piece]
+        n, place = self.staged.split.n_micro_batches, self.place[sublayer]
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
         n_live = min(n, _USUALLY_LIVE)
 
@@ -128,7 +130,7 @@ class PieceCosts:
             keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
             byte_s = price * (n * fastest.seconds + fastest.step_seconds) / keeps
 
-        def known(n_bytes: float | None) -> PieceCost:
+        def known(n_bytes: float | None) -> SublayerCost:
             name = f"{self.digests[place]} {mesh} {self.compiler.name} {self.option} {n_live} {n_bytes} {byte_s}"
             if name not in self.known:
                 self.known[name] = self._solve(place, mesh, n_bytes, kept_usages(self.staged, place, n_live), byte_s)
@@ -140,14 +142,14 @@ class PieceCosts:
 
     def _solve(
         self, place: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
-    ) -> PieceCost:
+    ) -> SublayerCost:
         staged, problem = self.staged, self.problems[place]
         limit = None if n_bytes is None else MemoryLimit(n_bytes)
         try:
             deadline = Deadline(self.option.solver_time_limit_s)
             solution = self._solver(place, mesh).solve(limit, deadline, kept, byte_s)
         except InfeasibleError:
-            return PieceCost()
+            return SublayerCost()
 
         view = ShardedView.of(mesh, self.option)
         programs = mesh_programs(staged, place, problem, solution, view)
@@ -155,22 +157,22 @@ class PieceCosts:
         moved = mesh_collectives(programs)
         times = stage_times(problem, solution, moved, mesh, staged.split.n_loops, hides=False)
         memory = mesh_memory(staged, place, programs, solution, view, compiler=self.compiler)
-        return PieceCost(
+        return SublayerCost(
             seconds=times.pass_s,
-            step_seconds=times.once_s,
+            step_seconds=times.per_step_s,
             fixed_bytes=memory.fixed_bytes,
             in_flight_bytes=memory.in_flight_bytes,
             pass_temp_bytes=memory.pass_temp_bytes - memory.left_bytes,
             left_bytes=memory.left_bytes,
             update_temp_bytes=memory.update_temp_bytes,
-            adding_seconds=sum(adding_s(one.totals_bytes, mesh) for one in moved),
+            adding_seconds=sum(adding_s(one.accumulator_bytes, mesh) for one in moved),
         )
 
     def _solver(self, place: int, mesh: LogicalMesh) -> MeshSolver:
         def make() -> MeshSolver:
             return MeshSolver(self.problems[place], mesh, self.option, self.strategy_cache)
 
-        return self._solvers.once((self._mine, place, mesh), make)
+        return self._solvers.get_or_make((self._mine, place, mesh), make)
 
 
 def border_bytes(staged: StagedStep) -> list[float]:
@@ -241,7 +243,7 @@ def _costed_params(eqn: JaxprEqn) -> dict[str, Any]:
 # ---- costs on disk ---------------------------------------------------------------------------------------------------
 
 
-def load_costs(path: str | Path | None) -> dict[str, PieceCost]:
+def load_costs(path: str | Path | None) -> dict[str, SublayerCost]:
     """The costs in a JSON file by name; empty without a file or in another version. Raises VerifyError for another
     file.
     """
@@ -256,12 +258,12 @@ def load_costs(path: str | Path | None) -> dict[str, PieceCost]:
         raise VerifyError(f"`{path}` holds no costs of pieces ({error!r}). Remove it, or name another file.") from error
 
 
-def _cost(values: Sequence[float]) -> PieceCost:
-    names = (field.name for field in dataclasses.fields(PieceCost))
-    return PieceCost(**{name: float(value) for name, value in zip(names, values, strict=True)})
+def _cost(values: Sequence[float]) -> SublayerCost:
+    names = (field.name for field in dataclasses.fields(SublayerCost))
+    return SublayerCost(**{name: float(value) for name, value in zip(names, values, strict=True)})
 
 
-def save_costs(path: str | Path | None, costs: dict[str, PieceCost]) -> None:
+def save_costs(path: str | Path | None, costs: dict[str, SublayerCost]) -> None:
     """Write costs to a file, atomically."""
     if path is None:
         return

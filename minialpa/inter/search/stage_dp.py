@@ -161,7 +161,7 @@ class _Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class _Solution:
+class _Pipeline:
     """A pipeline; the letters of the formula above. sum_s: of stage times and transfers."""
 
     stages: tuple[StageChoice, ...]
@@ -228,15 +228,15 @@ def _allowed_somewhere(seconds: Floats, step_seconds: Floats) -> Bools:
     return np.asarray((np.isfinite(seconds + step_seconds) & above).any(axis=(1, 2)), np.bool_)
 
 
-def _solution(table: StageCostTable, stages: tuple[StageChoice, ...]) -> _Solution:
+def _solution(table: StageCostTable, stages: tuple[StageChoice, ...]) -> _Pipeline:
     places = [(c.first_layer, c.last_layer, c.candidate) for c in stages]
     t = [float(table.seconds[at]) for at in places]
     step = [float(table.step_seconds[at]) for at in places]
     transfer = [float(table.transfer_seconds[c.first_layer - 1, c.first_device]) for c in stages[1:]]
-    return _Solution(stages, sum(t) + sum(transfer), max(t), max(step))
+    return _Pipeline(stages, sum(t) + sum(transfer), max(t), max(step))
 
 
-def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_Solution | None, float]:
+def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_Pipeline | None, float]:
     """A pipeline with a total at most `tolerance` of itself above the least, or None; and a lower bound on max t.
 
     Branch and bound over boxes of (max t, max step). The solution of least sum in a box beats all pipelines in it whose
@@ -286,7 +286,7 @@ def _boxes(box: _Box, waits: int, room_s: float) -> list[_Box]:
     return [_Box(tau, sigma, box.least_t)] if tau >= box.least_t and sigma >= 0 else []
 
 
-def _solve(problem: _Problem, box: _Box, cap_s: float) -> _Solution | None:
+def _solve(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | None:
     """A pipeline of least sum in a box, if that is at most `cap_s`."""
     table = problem.table
     best = _least_stages(problem, *problem.costs, box)

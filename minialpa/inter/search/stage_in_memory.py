@@ -129,7 +129,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Wanted:
+class SolveLimits:
     """The limits of a solution, and hints from other solutions.
 
     Attributes:
@@ -161,22 +161,22 @@ class Wanted:
         return self.work.within(min(limit_s, max(_LEAST_LIMIT_S, left_s)))
 
 
-def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
+def solve_in_memory(stage: Stage, limits: SolveLimits) -> SolvedStage:
     """The cheapest solution within the limit, at the prices of the solver of `stage`."""
-    limit = _limit(stage, wanted.option, wanted.moments)
+    limit = _limit(stage, limits.option, limits.moments)
     try:
-        return _within_limit(stage, wanted, limit)
+        return _within_limit(stage, limits, limit)
     except InfeasibleError as error:
-        if limit is None or not limit.usages or not wanted.in_other_ways:
+        if limit is None or not limit.usages or not limits.in_other_ways:
             raise
         is_far = isinstance(error, NothingFitsError) and error.n_bytes > _NEARLY_FITS * limit.limit_bytes
         if is_far and len(stage.problem.eqns) > _FEW_EQUATIONS:
             raise
-        found = list(_in_other_ways(stage, wanted, limit)) or list(_as_everybody_does(stage, wanted, limit))
+        found = list(_in_other_ways(stage, limits, limit)) or list(_as_everybody_does(stage, limits, limit))
         if not found:
             raise
     # The fastest, if possible with the reserve.
-    with_reserve = [one for one in found if needed(one.memory, wanted.moments) <= limit.limit_bytes]
+    with_reserve = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
     return min(with_reserve or found, key=lambda one: seconds_of(stage, one))
 
 
@@ -189,7 +189,7 @@ def seconds_of(stage: Stage, solved: SolvedStage) -> float:
     """Seconds of one step, without waiting for other stages, by the collectives of the programs."""
     split = stage.staged.split
     times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops)
-    return split.n_micro_batches * times.pass_s + times.once_s
+    return split.n_micro_batches * times.pass_s + times.per_step_s
 
 
 def uncounted(solved: SolvedStage, moments: Moments) -> float:
@@ -198,28 +198,28 @@ def uncounted(solved: SolvedStage, moments: Moments) -> float:
     return needed(solved.memory, moments) - counted if counted else 0.0
 
 
-def _in_other_ways(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[SolvedStage]:
+def _in_other_ways(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
     """Solutions within `limit` that the counted bytes of the first solves miss."""
-    option, moments = wanted.option, wanted.moments
+    option, moments = limits.option, limits.moments
     usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler, gathered=True)
     always = tuple(usage for usage in limit.usages if usage.end - usage.start == limit.n_times)
     for counted in (usages, always) if always else (usages,):
         with contextlib.suppress(InfeasibleError):
-            yield _within_limit(stage, wanted, replace(limit, usages=counted))
+            yield _within_limit(stage, limits, replace(limit, usages=counted))
 
     # Without exchanges of activations, which the graph does not count, its count is complete.
     for split in splits_of_examples(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            yield _within_limit(_under(stage, split), wanted, limit)
+            yield _within_limit(_under(stage, split), limits, limit)
 
 
-def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[SolvedStage]:
+def _as_everybody_does(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
     """Standard plans within `limit`."""
-    option = wanted.option
+    option = limits.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            solved = _solved(_under(stage, standard), None, wanted.deadline())
-            if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
+            solved = _solved(_under(stage, standard), None, limits.deadline())
+            if solved.memory.peak_bytes(limits.moments) <= limit.limit_bytes:
                 yield solved
 
 
@@ -230,20 +230,20 @@ def _under(stage: Stage, option: AutoShardingOption) -> Stage:
     return replace(stage, solver=other)
 
 
-def _within_limit(stage: Stage, wanted: Wanted, limit: MemoryLimit | None) -> SolvedStage:
+def _within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | None) -> SolvedStage:
     """The fastest solution within the limit, of solutions with different room."""
-    deadline = wanted.deadline()
+    deadline = limits.deadline()
     if limit is None or not limit.usages:
-        return _solved_or_explained(stage, wanted, limit, limit, deadline)
+        return _solved_or_explained(stage, limits, limit, limit, deadline)
 
     rooms = _Rooms(limit.limit_bytes)
-    room_bytes: float | None = rooms.first(wanted.uncounted_bytes)
+    room_bytes: float | None = rooms.first(limits.uncounted_bytes)
     found: list[SolvedStage] = []
     for _ in range(_MAX_SOLVES):
         assert room_bytes is not None
         room = replace(limit, limit_bytes=room_bytes)
         try:
-            solved = _solved_or_explained(stage, wanted, limit, room, deadline)
+            solved = _solved_or_explained(stage, limits, limit, room, deadline)
         except InfeasibleError:
             room_bytes = rooms.after_none(room_bytes)
             if room_bytes is None and not found:
@@ -251,37 +251,37 @@ def _within_limit(stage: Stage, wanted: Wanted, limit: MemoryLimit | None) -> So
         else:
             found.append(solved)
             counted = min(room_bytes, solved.sharding.counted_bytes or room_bytes)
-            room_bytes = rooms.after(room_bytes, counted, needed(solved.memory, wanted.moments))
+            room_bytes = rooms.after(room_bytes, counted, needed(solved.memory, limits.moments))
         is_over = room_bytes is None or rooms.n_after_fit >= _MAX_AFTER_FIT
-        if is_over or not _gains_from_more(stage, wanted, limit, found):
+        if is_over or not _gains_from_more(stage, limits, limit, found):
             break
-    return _fastest_within(stage, wanted, limit, found)
+    return _fastest_within(stage, limits, limit, found)
 
 
-def _fastest_within(stage: Stage, wanted: Wanted, limit: MemoryLimit, found: Sequence[SolvedStage]) -> SolvedStage:
+def _fastest_within(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]) -> SolvedStage:
     """The fastest solution that fits. Raises InfeasibleError without any."""
-    fitting = [one for one in found if needed(one.memory, wanted.moments) <= limit.limit_bytes]
+    fitting = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
     if fitting:
         return min(fitting, key=lambda one: seconds_of(stage, one))
 
     # A solution that only lacks the reserve for small buffers is good enough.
-    smallest = min(found, key=lambda one: one.memory.peak_bytes(wanted.moments))
-    if smallest.memory.peak_bytes(wanted.moments) > limit.limit_bytes:
-        raise _too_large(smallest.memory, limit, wanted.moments)
+    smallest = min(found, key=lambda one: one.memory.peak_bytes(limits.moments))
+    if smallest.memory.peak_bytes(limits.moments) > limit.limit_bytes:
+        raise _too_large(smallest.memory, limit, limits.moments)
     return smallest
 
 
-def _gains_from_more(stage: Stage, wanted: Wanted, limit: MemoryLimit, found: Sequence[SolvedStage]) -> bool:
+def _gains_from_more(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]) -> bool:
     """Whether no solution fits yet, or the memory that the fastest one leaves promises a faster step.
 
     The solution in unlimited memory predicts the gain from more room.
     """
-    fitting = [one for one in found if needed(one.memory, wanted.moments) <= limit.limit_bytes]
-    if not fitting or wanted.free is None:
+    fitting = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
+    if not fitting or limits.free is None:
         return not fitting
     best = min(fitting, key=lambda one: seconds_of(stage, one))
-    best_s, n_needed = seconds_of(stage, best), needed(best.memory, wanted.moments)
-    free_s, free_bytes = wanted.free
+    best_s, n_needed = seconds_of(stage, best), needed(best.memory, limits.moments)
+    free_s, free_bytes = limits.free
     gain_s = (best_s - free_s) * (limit.limit_bytes - n_needed) / max(1.0, free_bytes - n_needed)
     return gain_s > _LITTLE_GAIN * best_s
 
@@ -377,13 +377,13 @@ def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> Solve
 
 
 def _solved_or_explained(
-    stage: Stage, wanted: Wanted, limit: MemoryLimit | None, room: MemoryLimit | None, deadline: Deadline
+    stage: Stage, limits: SolveLimits, limit: MemoryLimit | None, room: MemoryLimit | None, deadline: Deadline
 ) -> SolvedStage:
     """`_solved`, with errors in the words of the options."""
     try:
         return _solved(stage, room, deadline.within(max(_LEAST_LIMIT_S, deadline.left_s)))
     except InfeasibleError as error:
-        raise _explained(error, stage, wanted.option, limit, is_late=deadline.is_over) from error
+        raise _explained(error, stage, limits.option, limit, is_late=deadline.is_over) from error
 
 
 def _explained(

@@ -20,10 +20,10 @@ import numpy as np
 from jax.extend.core import Var
 from numpy.typing import NDArray
 
+from minialpa.inter.staging.accumulators import added_inside, only_added
 from minialpa.inter.staging.last_pass import TaskProgram
 from minialpa.inter.staging.mesh_problem import ShardedView
 from minialpa.inter.staging.tasks import StagedStep, Task
-from minialpa.inter.staging.totals import added_inside, only_added
 from minialpa.intra.graph.memory_constraints import Usage
 from minialpa.intra.graph.problem import MeshSharding
 from minialpa.intra.memory.compiler import Compiler
@@ -31,7 +31,7 @@ from minialpa.intra.memory.liveness import LargeTensor, Lifetimes, donated_pairs
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import scan_body
 from minialpa.ir.equations import bytes_of, is_literal, operand_vars
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 from minialpa.sharding import Spec
 
 Moments = Sequence[Sequence[int]]
@@ -110,8 +110,8 @@ def mesh_memory(
     # Tasks run one after the other, so the hungriest of each kind counts.
     for one, program in _programs(programs):
         task = one.task
-        totals = range(len(task.invars), len(program.invars))
-        donated = (*donations(staged, task), *totals)
+        accumulators = range(len(task.invars), len(program.invars))
+        donated = (*donations(staged, task), *accumulators)
         memory = peak_bytes(program, donated, compiler=compiler)
         outputs = _outputs(program, donated, kept)
         gone = sum(n_of(v) * _local(v, sharding.specs, view) for v in one.summed_before)
@@ -174,7 +174,9 @@ def mesh_usages(
         usages += _made_usages(staged, task, found, kept, view, now)
         usages += _loop_usages(task, made, gathered=gathered)
         if gathered:
-            usages += (replace(one, n_copies=n_of(one.var)) for one in _gathered_usages(task, made, staged.early, now))
+            usages += (
+                replace(one, n_copies=n_of(one.var)) for one in _gathered_usages(task, made, staged.live_on_entry, now)
+            )
 
         # An argument that is not kept is sent for this task, and held while it runs.
         usages += (Usage(v, n_of(v), now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals)
@@ -196,7 +198,7 @@ def _made_usages(
     staged: StagedStep, task: Task, found: Lifetimes, kept: _Kept, view: ShardedView, now: int
 ) -> Iterator[Usage]:
     """The values that a task makes and that do not outlive it. now: the first time of the task."""
-    added = only_added(staged, added_inside(staged, task)) if view.adds_totals else set()
+    added = only_added(staged, added_inside(staged, task)) if view.adds_to_accumulators else set()
     for v, start, end, n in found.intervals:
         if v not in kept.residuals and v not in kept.fixed:
             # A value that is added to its total at once is gone before the task ends.
@@ -219,8 +221,10 @@ def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iter
                 yield Usage(inner, n_slices, time, time + 1, None if gathered else operand, if_gathered=gathered)
 
 
-def _gathered_usages(task: Task, made: Mapping[Var, int], early: Collection[Var], start: int) -> Iterator[Usage]:
-    """`early` values as products and look-ups read them. They wait for no other value, so they are gathered first.
+def _gathered_usages(
+    task: Task, made: Mapping[Var, int], live_on_entry: Collection[Var], start: int
+) -> Iterator[Usage]:
+    """`live_on_entry` values as products and look-ups read them. They wait for no other value, so they are gathered first.
 
     made: the first time of each variable in memory. start: of the task.
     """
@@ -231,7 +235,7 @@ def _gathered_usages(task: Task, made: Mapping[Var, int], early: Collection[Var]
             continue
         for v in dict.fromkeys(operand_vars(eqn)):
             # The next reader that wants it in the same spec reads the same copy.
-            if v in early and now + 1 > free_at[v]:
+            if v in live_on_entry and now + 1 > free_at[v]:
                 yield Usage(v, 1, free_at[v], now + 1, reader=eqn.outvars[0], if_gathered=True)
                 free_at[v] = now + 1
 
@@ -252,8 +256,8 @@ def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
     results = {v for v in split.outvars if not is_literal(v)}
     tasks = staged.tasks_of(task.mesh)
     later = {v for t in tasks[tasks.index(task) + 1 :] for v in t.invars}
-    once = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
-    again = once if task.per_micro_batch and split.n_micro_batches > 1 else set()  # read by the next micro-batch
+    get_or_make = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
+    again = get_or_make if task.per_micro_batch and split.n_micro_batches > 1 else set()  # read by the next micro-batch
     kept = foreign | results | later | again
     return tuple(i for i, v in enumerate(task.invars) if v not in kept)
 
@@ -270,18 +274,18 @@ def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
     fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
     tasks = staged.tasks_of(mesh)
     made = {v for task in tasks for v in task.outvars}
-    fixed.update((a.total, 1) for a in staged.split.accumulators if a.loop in made)
+    fixed.update((a.complete, 1) for a in staged.split.accumulators if a.loop in made)
     # The rows of a micro-batch wait for the rows of all others.
     for stack in staged.split.stacks:
         if stack.loop in made:
-            fixed.update({stack.loop: n, stack.total: 1})
+            fixed.update({stack.loop: n, stack.complete: 1})
 
-    once = {v for task in staged.tasks if not task.per_micro_batch for v in task.outvars}
+    get_or_make = {v for task in staged.tasks if not task.per_micro_batch for v in task.outvars}
     loop_of = {v: task.loop for task in staged.tasks if task.per_micro_batch for v in task.outvars}
     for task in tasks:
         if task.per_micro_batch:
             # Values of earlier loops stay for a whole loop, one or one for each micro-batch.
-            fixed.update((v, 1) for v in task.invars if v in once)
+            fixed.update((v, 1) for v in task.invars if v in get_or_make)
             fixed.update((v, n) for v in task.invars if loop_of.get(v, task.loop) < task.loop)
     return fixed
 

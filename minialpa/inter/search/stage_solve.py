@@ -20,8 +20,8 @@ from minialpa.inter.search.stage_cost import problem_key
 from minialpa.inter.search.stage_in_memory import (
     FreeSolution,
     SolvedStage,
+    SolveLimits,
     Stage,
-    Wanted,
     needed,
     seconds_of,
     solve_in_memory,
@@ -73,7 +73,7 @@ class StageMemoryError(InfeasibleError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Solution:
+class _SolvedStage:
     """The parts of a solved stage that are kept, without its equations. seconds: of one step, see `seconds_of`.
 
     variables: see `_variables`. bound_s: lower bound on the seconds of one step with any shardings, in unlimited memory
@@ -128,13 +128,13 @@ class StageSolver:
         """`compiler`: of the programs of the stages."""
         self.compiler, self.strategy_cache = compiler, StrategyCache()
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
-        self._solutions: dict[object, _Solution] = {}
-        self._in_memory: dict[object, list[_Solution]] = {}  # under a limit, by kind of stage
-        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
+        self._solutions: dict[object, _SolvedStage] = {}
+        self._in_memory: dict[object, list[_SolvedStage]] = {}  # under a limit, by kind of stage
+        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `SolveLimits`
         self._bounds: dict[object, float] = {}  # of kinds of stages that were too slow, see `_bound_s`
         self._work = Deadline(math.inf)  # of all solves since `begin`
         # What was solved last, and the step in whose equations it is.
-        self._last: tuple[_Solution, SolvedStage, StagedStep] | None = None
+        self._last: tuple[_SolvedStage, SolvedStage, StagedStep] | None = None
 
     def begin(self) -> None:
         """Count work anew, so that the next solves are as good as the first ones of a new planner."""
@@ -192,12 +192,12 @@ class StageSolver:
 
     def _solution(
         self, asked: _Asked, key: object, option: AutoShardingOption, free: tuple[float, float] | None
-    ) -> _Solution:
-        """The solution that is kept under `key`, or a new one. free: see `Wanted`; None in unlimited memory."""
+    ) -> _SolvedStage:
+        """The solution that is kept under `key`, or a new one. free: see `SolveLimits`; None in unlimited memory."""
         if key in self._solutions:
             return self._solutions[key]
         stage = self._stage_of(asked)
-        wanted = Wanted(
+        limits = SolveLimits(
             option=option,
             moments=asked.moments,
             n_bytes=asked.n_bytes,
@@ -207,14 +207,14 @@ class StageSolver:
             work=self._work,
         )
         try:
-            solved, bound_s = _cheapest(stage, wanted)
+            solved, bound_s = _cheapest(stage, limits)
         except NotFasterError as error:
             self._bounds[asked.kind] = error.seconds
             raise
 
         if solved.sharding.counted_bytes:
             self._uncounted[asked.kind] = uncounted(solved, asked.moments)
-        own = _Solution(
+        own = _SolvedStage(
             variables=_variables(stage.problem),
             sharding=solved.sharding,
             memory=solved.memory,
@@ -226,7 +226,7 @@ class StageSolver:
 
     def _saving_memory(
         self, asked: _Asked, free: FreeSolution, bound_s: float, slowest: SlowestStage | None
-    ) -> _Solution:
+    ) -> _SolvedStage:
         """A solution within the memory of the devices. bound_s: of the solution in unlimited memory."""
         known = self._known(asked.kind, free, asked.moments, slowest) if slowest is not None else None
         if known is not None:
@@ -239,7 +239,7 @@ class StageSolver:
         self._in_memory.setdefault(asked.kind, []).append(found)
         return found
 
-    def _known(self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage) -> _Solution | None:
+    def _known(self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage) -> _SolvedStage | None:
         """A solution for more micro-batches in flight, which fits and keeps up with the slowest stage."""
         most_s = min(slowest.seconds, free.seconds + slowest.spare_s)
         known = [
@@ -263,10 +263,10 @@ class StageSolver:
                 solver=MeshSolver(asked.problem, view.mesh, asked.option, self.strategy_cache, hidden_price=price),
             )
 
-        return self._stages.once(asked.kind, make)
+        return self._stages.get_or_make(asked.kind, make)
 
     def _rebound(
-        self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
+        self, solution: _SolvedStage, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
     ) -> SolvedStage:
         """A solution in the variables of `problem`, with the collectives of its programs."""
         if self._last is not None and self._last[0] is solution and self._last[2] is staged:
@@ -306,45 +306,45 @@ def _bound_s(stage: Stage, priced_s: float) -> float:
     return max(priced_s, stage.solver.builder.least_compute_s)
 
 
-def _cheapest(stage: Stage, wanted: Wanted) -> tuple[SolvedStage, float]:
+def _cheapest(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, float]:
     """The cheapest shardings, and `_bound_s`.
 
     At the first prices, collectives that work can hide are nearly free. If the work of the solution does not hide them,
     or if it does not fit, full prices are right. The fastest program wins. Raises NotFasterError if the bound is
-    `wanted.below_s` or more.
+    `limits.below_s` or more.
     """
 
     def at_full_prices() -> Stage:
-        return replace(stage, solver=_solver(stage, wanted, None, 1.0))
+        return replace(stage, solver=_solver(stage, limits, None, 1.0))
 
     try:
-        best = solve_in_memory(stage, wanted)
+        best = solve_in_memory(stage, limits)
     except InfeasibleError:
         if stage.solver.hidden_price == 1:
             raise
-        return solve_in_memory(at_full_prices(), wanted), 0.0
+        return solve_in_memory(at_full_prices(), limits), 0.0
 
     least_s = _bound_s(stage, best.sharding.bound_s)
-    if least_s >= wanted.below_s:
-        raise NotFasterError(least_s, wanted.below_s)
+    if least_s >= limits.below_s:
+        raise NotFasterError(least_s, limits.below_s)
     is_hidden = seconds_of(stage, best) <= (1 + _LITTLE_EXPOSED) * best.sharding.bound_s
     if is_hidden or stage.solver.hidden_price == 1:
-        fits = math.isinf(wanted.n_bytes) or needed(best.memory, wanted.moments) <= wanted.n_bytes
-        return _repriced(stage, wanted, best, least_s) if fits else best, least_s
+        fits = math.isinf(limits.n_bytes) or needed(best.memory, limits.moments) <= limits.n_bytes
+        return _repriced(stage, limits, best, least_s) if fits else best, least_s
 
     found = [best]
-    again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments), in_other_ways=False)
+    again = replace(limits, uncounted_bytes=uncounted(best, limits.moments), in_other_ways=False)
     with contextlib.suppress(InfeasibleError):  # in time
         full = at_full_prices()
-        found.append(_repriced(full, wanted, solve_in_memory(full, again), least_s))
+        found.append(_repriced(full, limits, solve_in_memory(full, again), least_s))
         counts = _starts(stage, found[-1])
         for price in _PARTLY_HIDDEN_PRICES:
-            priced = replace(stage, solver=_solver(stage, wanted, counts, price))
+            priced = replace(stage, solver=_solver(stage, limits, counts, price))
             found.append(solve_in_memory(priced, again))
     return min(found, key=lambda solved: seconds_of(stage, solved)), least_s
 
 
-def _repriced(stage: Stage, wanted: Wanted, best: SolvedStage, least_s: float) -> SolvedStage:
+def _repriced(stage: Stage, limits: SolveLimits, best: SolvedStage, least_s: float) -> SolvedStage:
     """`best`, a solution at the prices of `stage`, or a faster one at other prices of starts.
 
     The solution decides which sums start as one. The first prices let as many share each start as possible, which makes
@@ -359,8 +359,8 @@ def _repriced(stage: Stage, wanted: Wanted, best: SolvedStage, least_s: float) -
         if gain_s <= _LITTLE * seconds:
             break
         seen.add(counts)
-        solver = _solver(stage, wanted, counts, stage.solver.hidden_price)
-        again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments), in_other_ways=False)
+        solver = _solver(stage, limits, counts, stage.solver.hidden_price)
+        again = replace(limits, uncounted_bytes=uncounted(best, limits.moments), in_other_ways=False)
         try:
             other = solve_in_memory(replace(stage, solver=solver), again)
         except InfeasibleError:  # in time
@@ -371,10 +371,10 @@ def _repriced(stage: Stage, wanted: Wanted, best: SolvedStage, least_s: float) -
     return best
 
 
-def _solver(stage: Stage, wanted: Wanted, counts: StartCounts | None, hidden_price: float) -> MeshSolver:
+def _solver(stage: Stage, limits: SolveLimits, counts: StartCounts | None, hidden_price: float) -> MeshSolver:
     """A solver at other prices: of so many starts, and of collectives that work can hide."""
     mesh, cache = stage.view.mesh, stage.solver.cache
-    return MeshSolver(stage.problem, mesh, wanted.option, cache, counts, hidden_price=hidden_price)
+    return MeshSolver(stage.problem, mesh, limits.option, cache, counts, hidden_price=hidden_price)
 
 
 def _starts(stage: Stage, solved: SolvedStage) -> StartCounts:

@@ -13,13 +13,13 @@ import numpy as np
 
 from minialpa.cluster import ClusterSpec
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
-from minialpa.inter.search.stage_cost import PieceCost
+from minialpa.inter.search.stage_cost import SublayerCost
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, StageCostTable
 from minialpa.inter.search.stage_kernels import Bools, Floats, Ints, run_maxima, run_sums
 from minialpa.inter.search.stage_memory import needed_bytes
 from minialpa.inter.search.submeshes import MEMORY_PRICES, Columns, Space, preferred_seconds, skip_to, transfer_seconds
 
-NAMES = tuple(field.name for field in fields(PieceCost))
+NAMES = tuple(field.name for field in fields(SublayerCost))
 
 #: First layer, last layer, column.
 Place = tuple[int, int, int]
@@ -29,7 +29,7 @@ class StageTables:
     """Known costs of pieces for one number `n` of micro-batches, and the tables of stages.
 
     Attributes:
-        by_name: [piece, column] by the names of the fields of `PieceCost`; lower bounds until they are `solved`.
+        by_name: [piece, column] by the names of the fields of `SublayerCost`; lower bounds until they are `solved`.
         exact: seconds per micro-batch and per step of whole stages.
         misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory. A stage
             with more layers on the same submesh does not fit either, unless it has more rematerialisation.
@@ -38,7 +38,7 @@ class StageTables:
     """
 
     def __init__(
-        self, n: int, *, cluster: ClusterSpec, space: Space, columns: Columns, layer_of_piece: Ints,
+        self, n: int, *, cluster: ClusterSpec, space: Space, columns: Columns, layer_of_sublayer: Ints,
         crossing_bytes: Floats, is_open: Bools,
     ) -> None:  # fmt: skip
         """`crossing_bytes`: of one micro-batch over the border after each layer but the last."""
@@ -49,13 +49,13 @@ class StageTables:
         self.chosen: StageAssignment | None = None
         self.changed = False
 
-        pieces = (len(layer_of_piece), len(columns))
-        self.by_name = {name: np.zeros(pieces) for name in NAMES}
-        self.solved = np.zeros(pieces, np.bool_)
+        sublayers = (len(layer_of_sublayer), len(columns))
+        self.by_name = {name: np.zeros(sublayers) for name in NAMES}
+        self.solved = np.zeros(sublayers, np.bool_)
 
         # [column, i, j] each; all candidates are still to be computed.
-        self._first_pieces = np.flatnonzero(np.diff(layer_of_piece, prepend=-1))
-        n_layers = len(self._first_pieces)
+        self._first_sublayers = np.flatnonzero(np.diff(layer_of_sublayer, prepend=-1))
+        n_layers = len(self._first_sublayers)
         names = ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes")
         self._cubes = {name: np.zeros((len(columns), n_layers, n_layers)) for name in names}
         self._stale: Bools = np.ones(len(space.candidates), np.bool_)
@@ -81,11 +81,11 @@ class StageTables:
             self.changed, self.chosen = True, None  # a better pipeline may be there now
         return bool(new.any())
 
-    def solve(self, pieces: Ints, column: int, cost: PieceCost) -> None:
+    def solve(self, sublayers: Ints, column: int, cost: SublayerCost) -> None:
         """Put the cost of pieces in place of its bounds."""
         for name in NAMES:
-            self.by_name[name][pieces, column] = getattr(cost, name)
-        self.solved[pieces, column] = True
+            self.by_name[name][sublayers, column] = getattr(cost, name)
+        self.solved[sublayers, column] = True
         self.change(np.array([column]))
 
     def learn(self, place: Place, seconds: float, step_seconds: float) -> None:
@@ -123,11 +123,11 @@ class StageTables:
         cost = {name: values[:, columns] for name, values in self.by_name.items()}
 
         def sums(values: Floats) -> Floats:
-            return run_sums(np.add.reduceat(values, self._first_pieces, axis=0))
+            return run_sums(np.add.reduceat(values, self._first_sublayers, axis=0))
 
         # Sums over the pieces of each run of layers; of a pass's further bytes, the largest.
         seconds, step_seconds, in_flight = (sums(cost[k]) for k in ("seconds", "step_seconds", "in_flight_bytes"))
-        passes = run_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], self._first_pieces, axis=0))
+        passes = run_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], self._first_sublayers, axis=0))
         passes += np.where(np.isfinite(seconds), sums(cost["left_bytes"]), 0.0)
         fixed = needed_bytes(sums(cost["fixed_bytes"]), np.maximum(passes, sums(cost["update_temp_bytes"])))
 

@@ -38,7 +38,7 @@ class StageTimes:
         return sum(one.seconds for one in self.passes)
 
     @property
-    def once_s(self) -> float:
+    def per_step_s(self) -> float:
         return self.update_s + sum(self.between_s)
 
 
@@ -62,19 +62,19 @@ def stage_times(
     passes: list[PlannedPass] = []
 
     # By loop: seconds of the work after it, seconds that its last pass waits, and collectives, which may be combined.
-    once_s, waited_s = [0.0] * n_loops, [0.0] * n_loops
+    per_step_s, waited_s = [0.0] * n_loops, [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
     for one in moved:
         task, compute = one.task, sum(compute_s[eqn] for eqn in one.task.eqns)
-        behind = (task.loop or n_loops) - 1  # A prologue counts with the update.
+        after_pass = (task.loop or n_loops) - 1  # A prologue counts with the update.
         if task.kind == "prologue" or task.kind == "update":
-            once_s[behind] += compute
+            per_step_s[after_pass] += compute
             # Hidden collectives of a kind start together, and so do the others.
             groups = {True: WITH_GRADIENTS, False: _EXPOSED}
-            in_update[behind] += [each._replace(group=groups[each.can_hide], after=0) for each in one.collectives]
+            in_update[after_pass] += [each._replace(group=groups[each.can_hide], after=0) for each in one.collectives]
             continue
 
-        compute += adding_s(one.totals_bytes, mesh)
+        compute += adding_s(one.accumulator_bytes, mesh)
         exposed_s, hidden_s = _communication_s(one.collectives, mesh, compute, compute_s if hides else None)
         passes.append(
             PlannedPass(
@@ -89,11 +89,11 @@ def stage_times(
         if one.last is not None:
             # The longer wait of the last pass counts with the work once per step.
             last_s, _ = _communication_s(one.last, mesh, compute, compute_s if hides else None)
-            waited_s[behind] += max(0.0, last_s - exposed_s)
+            waited_s[after_pass] += max(0.0, last_s - exposed_s)
 
     *between, update = (
         s + waited + _communication_s(moved, mesh, s, compute_s if hides else None)[0]
-        for s, waited, moved in zip(once_s, waited_s, in_update, strict=True)
+        for s, waited, moved in zip(per_step_s, waited_s, in_update, strict=True)
     )
     return StageTimes(tuple(passes), update, tuple(between))
 

@@ -112,8 +112,8 @@ def _manual(
 def _check_layers(layers: Sequence[tuple[int, ...]], n_layers: int) -> None:
     """Raise ShardingError unless stages have all layers, each rising, in the order of their first layers."""
     starts = [ids[:1] for ids in layers]
-    once = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
-    if not once or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
+    get_or_make = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
+    if not get_or_make or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
         raise ShardingError(
             f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
         )

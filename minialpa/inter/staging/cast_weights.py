@@ -38,7 +38,7 @@ from minialpa.ir.equations import (
     with_bodies,
 )
 from minialpa.ir.op import Op
-from minialpa.rules.heavy import is_view, reads_in_place
+from minialpa.rules.expensive import is_view, reads_in_place
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.new_equations import equations_for

@@ -21,9 +21,16 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.staging.sums_in_scans import sum_gradients_in_scans, sum_totals_in_scans
+from minialpa.inter.staging.accumulators import (
+    added_inside,
+    added_up,
+    bytes_of_accumulators,
+    only_added,
+    with_accumulators,
+    with_results,
+)
+from minialpa.inter.staging.sums_in_scans import sum_accumulators_in_scans, sum_gradients_in_scans
 from minialpa.inter.staging.tasks import StagedStep, Task
-from minialpa.inter.staging.totals import added_inside, added_up, bytes_of_totals, only_added, with_results, with_totals
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
 from minialpa.ir.equations import is_gradient_marker, operand_vars
 
@@ -31,13 +38,13 @@ from minialpa.ir.equations import is_gradient_marker, operand_vars
 @dataclass(frozen=True, slots=True)
 class LastPass:
     """The program of the last run of a task in its loop, with the arguments of the other runs. Its results end with
-    `totals`, which the update sums, then `sums`, totals that are summed over devices.
+    `accumulators`, which the update sums, then `sums`, totals that are summed over devices.
 
     loops: for each scan that sums totals, the scan of the other passes.
     """
 
     program: ShardedEquations
-    totals: tuple[Var, ...]
+    accumulators: tuple[Var, ...]
     sums: tuple[Var, ...]
     loops: dict[JaxprEqn, JaxprEqn]
 
@@ -64,13 +71,13 @@ class TaskProgram:
         return _in_loops(collectives_of(self.program), self.loops)
 
     @property
-    def totals(self) -> tuple[Var, ...]:
+    def accumulators(self) -> tuple[Var, ...]:
         return self.program.invars[len(self.task.invars) :]
 
     @property
-    def totals_bytes(self) -> float:
+    def accumulator_bytes(self) -> float:
         """Per device."""
-        return bytes_of_totals(self.program, self.totals)
+        return bytes_of_accumulators(self.program, self.accumulators)
 
     @property
     def summed_before(self) -> tuple[Var, ...]:
@@ -120,7 +127,7 @@ def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqu
             last[task] = made
             moved.update(sums)
     return [
-        TaskProgram(task, _without(with_totals(program, staged, task), moved), last.get(task))
+        TaskProgram(task, _without(with_accumulators(program, staged, task), moved), last.get(task))
         for task, program in plain
     ]
 
@@ -130,7 +137,7 @@ def _sums_of(staged: StagedStep, task: Task, updates: Sequence[Task]) -> dict[Va
 
     Without totals that any other equation reads, and without sums that other meshes read or the step returns.
     """
-    totals = {one.total for one in added_inside(staged, task)}
+    accumulators = {one.complete for one in added_inside(staged, task)}
     n_tasks = Counter(v for other in staged.tasks for v in other.invars)
     elsewhere = {v for other in staged.tasks if other.mesh != task.mesh for v in other.invars}
     leaving = {*staged.split.results, *elsewhere}
@@ -138,7 +145,7 @@ def _sums_of(staged: StagedStep, task: Task, updates: Sequence[Task]) -> dict[Va
     found: dict[Var, JaxprEqn] = {}
     for update in updates:
         n_reads = Counter(v for eqn in update.eqns for v in operand_vars(eqn))
-        only_here = {v for v in totals - leaving if n_reads[v] == n_tasks[v] == 1}
+        only_here = {v for v in accumulators - leaving if n_reads[v] == n_tasks[v] == 1}
         found.update((v, eqn) for v, eqn in _markers(update) if v in only_here and eqn.outvars[0] not in leaving)
     return found
 
@@ -157,27 +164,27 @@ def _last_pass(
     if not sums:
         return None
     added = added_inside(staged, task)
-    scanned = sum_totals_in_scans(program, added, sums)
-    in_scans = {one.total for one in added if one.loop in scanned.summed}
-    made = added_up(scanned.program, [one for one in added if one.total not in in_scans])
+    scanned = sum_accumulators_in_scans(program, added, sums)
+    in_scans = {one.complete for one in added if one.loop in scanned.summed}
+    made = added_up(scanned.program, [one for one in added if one.complete not in in_scans])
 
     # Totals that scans have not summed are summed after the pass, beside other work.
     eqns, equations, specs = list(made.program.eqns), dict(made.program.equations), dict(made.program.specs)
-    for total, eqn in sums.items():
-        if total not in in_scans:
-            new = eqn.replace(invars=[made.totals[total]])
+    for accumulator, eqn in sums.items():
+        if accumulator not in in_scans:
+            new = eqn.replace(invars=[made.accumulators[accumulator]])
             eqns.append(new)
             equations[new] = equations[eqn]
-            specs[total] = program.specs[total]
+            specs[accumulator] = program.specs[accumulator]
 
-    totals = [one.total for one in added if one.total not in sums]
+    accumulators = [one.complete for one in added if one.complete not in sums]
     results = [eqn.outvars[0] for eqn in sums.values()]
-    left = [(made.totals[v], specs[v]) for v in totals] + [(v, specs[v]) for v in results]
+    left = [(made.accumulators[v], specs[v]) for v in accumulators] + [(v, specs[v]) for v in results]
     with_sums = dataclasses.replace(
         made.program,
         eqns=tuple(eqns),
         # In the order of the other passes.
-        invars=(*program.invars, *(one.total for one in added)),
+        invars=(*program.invars, *(one.complete for one in added)),
         equations=equations,
         specs=specs,
     )
@@ -185,7 +192,7 @@ def _last_pass(
     n_hidden = sum(one.can_hide for one in collectives_of(last))
     if n_hidden <= sum(one.can_hide for one in collectives_of(program)):
         return None
-    return LastPass(last, tuple(totals), tuple(results), scanned.loops)
+    return LastPass(last, tuple(accumulators), tuple(results), scanned.loops)
 
 
 def _without(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> ShardedEquations:

@@ -15,21 +15,21 @@ from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 from minialpa.plan import PlacedValue
 from minialpa.programs.program import BlockRows, LeafBlocks
 from minialpa.sharding import Spec
-from minialpa.tracing.trace import Part, TracedStep
+from minialpa.tracing.trace import LeafPart, TracedStep
 
 
-def merged_values(values: Sequence[PlacedValue], parts: Sequence[Part]) -> tuple[PlacedValue, ...]:
+def merged_values(values: Sequence[PlacedValue], parts: Sequence[LeafPart]) -> tuple[PlacedValue, ...]:
     """One value for each leaf, from one for each part; without `parts`, the values are the leaves."""
     if not parts:
         return tuple(values)
 
-    of_leaf: dict[int, list[tuple[PlacedValue, Part]]] = {}
+    of_leaf: dict[int, list[tuple[PlacedValue, LeafPart]]] = {}
     for value, part in zip(values, parts, strict=True):
         of_leaf.setdefault(part.leaf, []).append((value, part))
     return tuple(_merged(of_leaf[leaf]) for leaf in sorted(of_leaf))
 
 
-def _merged(blocks: Sequence[tuple[PlacedValue, Part]]) -> PlacedValue:
+def _merged(blocks: Sequence[tuple[PlacedValue, LeafPart]]) -> PlacedValue:
     first, part_of_first = blocks[0]
     if part_of_first.rows is None:
         return first
@@ -44,12 +44,12 @@ def _merged(blocks: Sequence[tuple[PlacedValue, Part]]) -> PlacedValue:
     )
 
 
-def values_of_parts(values: Sequence[PlacedValue], parts: Sequence[Part]) -> tuple[PlacedValue, ...]:
+def values_of_parts(values: Sequence[PlacedValue], parts: Sequence[LeafPart]) -> tuple[PlacedValue, ...]:
     """The inverse of `merged_values`."""
     return tuple(_part(values[part.leaf], part) for part in parts) if parts else tuple(values)
 
 
-def _part(value: PlacedValue, part: Part) -> PlacedValue:
+def _part(value: PlacedValue, part: LeafPart) -> PlacedValue:
     if part.rows is None:
         return value
     mine = [i for i, rows in enumerate(value.rows) if rows == part.rows]
@@ -67,7 +67,7 @@ def leaf_blocks(traced: TracedStep) -> LeafBlocks:
     return LeafBlocks(_blocks(traced.in_parts), _blocks(traced.out_parts))
 
 
-def _blocks(parts: Sequence[Part]) -> tuple[BlockRows | None, ...]:
+def _blocks(parts: Sequence[LeafPart]) -> tuple[BlockRows | None, ...]:
     rows: dict[int, tuple[tuple[int, int], ...]] = {}
     for part in parts:
         rows[part.leaf] = (*rows.get(part.leaf, ()), *((part.rows,) if part.rows else ()))

@@ -31,7 +31,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     updates = {op.eqn for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
 
     made = {v for eqn, _ in times for v in eqn.outvars}
-    total_of = {value: total for value, total in split.combined if value in made}
+    total_of = {value: accumulator for value, accumulator in split.combined if value in made}
     made.update(total_of.values())
     inputs = tuple((v, role) for v, role in _inputs(staged, tasks, mesh) if v not in made)
     known = made | {v for v, _ in inputs}
@@ -91,13 +91,13 @@ def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
     split = staged.split
     complete = set(split.results)
     complete.update(stack.loop for stack in split.stacks)
-    complete.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.total in complete)
+    complete.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.complete in complete)
 
     for task in staged.tasks:
         if task.mesh != mesh:
             read = set(task.invars)
             complete |= read
-            complete.update(a.loop for a in split.accumulators if a.total in read)
+            complete.update(a.loop for a in split.accumulators if a.complete in read)
     return frozenset(complete)
 
 
@@ -147,7 +147,7 @@ def task_programs(
     """
     tasks = staged.tasks_of(mesh)
     plain = [(task, with_narrow_moves(task_program(staged, task, specs, equations, view, results))) for task in tasks]
-    if view.adds_totals:
+    if view.adds_to_accumulators:
         return with_hidden_sums(staged, plain)
     return [TaskProgram(task, program) for task, program in plain]
 
@@ -157,7 +157,7 @@ def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
         TaskCollectives(
             task=one.task,
             collectives=one.collectives(),
-            totals_bytes=one.totals_bytes,
+            accumulator_bytes=one.accumulator_bytes,
             last=None if one.last is None else one.last.collectives(),
         )
         for one in programs
@@ -166,7 +166,7 @@ def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCollectives:
-    """The collectives of a task, each with its number in one run. totals_bytes: per device, of the totals that it adds
+    """The collectives of a task, each with its number in one run. accumulator_bytes: per device, of the totals that it adds
     to.
 
     last: the collectives of the last run in its loop; None if it is like the others.
@@ -174,7 +174,7 @@ class TaskCollectives:
 
     task: Task
     collectives: tuple[Communication, ...]
-    totals_bytes: float = 0.0
+    accumulator_bytes: float = 0.0
     last: tuple[Communication, ...] | None = None
 
 
@@ -183,20 +183,20 @@ class ShardedView:
     """The logical mesh of a stage, and its collectives: kinds that may not reshard, and kinds of sums that start
     together.
 
-    adds_totals: whether passes add their values to totals (`totals.py`) and sum gradients beside their work
+    adds_to_accumulators: whether passes add their values to totals (`accumulators.py`) and sum gradients beside their work
     (`last_pass.py`).
     """
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
-    adds_totals: bool = False
+    adds_to_accumulators: bool = False
 
     @staticmethod
     def of(mesh: LogicalMesh, option: AutoShardingOption) -> ShardedView:
         """The view under `option`."""
         combined = combined_sums(mesh, option)
-        return ShardedView(mesh, option.forbidden_collectives, combined, adds_totals=is_gpu(mesh.device))
+        return ShardedView(mesh, option.forbidden_collectives, combined, adds_to_accumulators=is_gpu(mesh.device))
 
 
 def task_program(
@@ -215,7 +215,7 @@ def task_program(
 
     # Other passes of the same micro-batch wait for a pass's values.
     of_passes = {v for other in staged.tasks if other.per_micro_batch for v in other.invars}
-    early = staged.early.difference(staged.split.batch_dims)
+    live_on_entry = staged.live_on_entry.difference(staged.split.batch_dims)
 
     return ShardedEquations(
         eqns=task.eqns,
@@ -227,7 +227,7 @@ def task_program(
         mesh=view.mesh,
         forbidden=view.forbidden,
         combined=view.combined,
-        early=early.intersection(task.invars),
-        awaited=frozenset(v for v in task.outvars if v in of_passes),
+        live_on_entry=live_on_entry.intersection(task.invars),
+        required_outputs=frozenset(v for v in task.outvars if v in of_passes),
         repeats=staged.repeats,
     )

@@ -28,7 +28,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.ir.equations import bytes_of, is_literal, operand_vars
 from minialpa.ir.op import Op
-from minialpa.rules.heavy import is_heavy
+from minialpa.rules.expensive import is_expensive
 
 ByLevel = Mapping[tuple[int, int], Sequence[JaxprEqn]]
 """(level, mesh) -> the equations of that level on that mesh, in order."""
@@ -129,7 +129,7 @@ def _floating_equations(split: SplitStep, segment: int) -> dict[Var, JaxprEqn]:
     floating: dict[Var, JaxprEqn] = {}
     for op in split.in_segment(segment):
         eqn = op.eqn
-        runs_once = is_heavy(eqn) or bool(eqn.effects) or not owned.isdisjoint(eqn.outvars)
+        runs_once = is_expensive(eqn) or bool(eqn.effects) or not owned.isdisjoint(eqn.outvars)
         if runs_once or not dependent.isdisjoint(operand_vars(eqn)):
             dependent.update(eqn.outvars)
         else:
@@ -241,9 +241,9 @@ def _note_homes(homes: dict[Var, set[int]], step: ChunkedStep, loop: LoopPlaceme
 
     for v, position in loop.position_of.items():
         homes[v].add(step.mesh_at(position))
-    for value, total in step.split.combined:
+    for value, accumulator in step.split.combined:
         if value in loop.position_of:
-            homes[total] = set(homes[value])
+            homes[accumulator] = set(homes[value])
 
 
 def _meshes_by_operands(eqns: Sequence[JaxprEqn], homes: _Meshes, inputs: frozenset[Var]) -> list[set[int]]:
@@ -262,29 +262,29 @@ def _meshes_by_operands(eqns: Sequence[JaxprEqn], homes: _Meshes, inputs: frozen
 def _later_readers(step: ChunkedStep, segment: int, homes: _Meshes) -> dict[Var, set[int]]:
     """Meshes that need a variable after `segment`: of the input that it replaces, and of its readers in loops."""
     split = step.split
-    wanted: dict[Var, set[int]] = defaultdict(set)
+    required: dict[Var, set[int]] = defaultdict(set)
     for atom, replaced in zip(split.outvars, split.traced.layouts, strict=True):
         if replaced is not None and not is_literal(atom):
-            wanted[atom] |= homes.get(split.traced.flat.invars[replaced], set())
+            required[atom] |= homes.get(split.traced.flat.invars[replaced], set())
 
     for op in split.ops:
         label = step.label_of(op)
         if label is not None and op.segment > segment and is_loop(op.segment):
             for v in operand_vars(op.eqn):
-                wanted[v].add(step.mesh_at(label))
-    return wanted
+                required[v].add(step.mesh_at(label))
+    return required
 
 
 def _meshes_by_readers(eqns: Sequence[JaxprEqn], meshes: Sequence[set[int]], later_readers: _Meshes) -> list[set[int]]:
     """`meshes`, in which an empty set becomes the meshes of all readers; mesh 0 without a reader."""
-    wanted = defaultdict(set, {v: set(readers) for v, readers in later_readers.items()})
+    required = defaultdict(set, {v: set(readers) for v, readers in later_readers.items()})
     filled: list[set[int]] = []
     # Backwards, since the readers of an equation may depend on their own readers.
     for eqn, known in zip(reversed(eqns), reversed(meshes), strict=True):
-        where = known or set[int]().union(*(wanted[v] for v in eqn.outvars)) or {0}
+        where = known or set[int]().union(*(required[v] for v in eqn.outvars)) or {0}
         filled.append(where)
         for v in operand_vars(eqn):
-            wanted[v] |= where
+            required[v] |= where
     return filled[::-1]
 
 

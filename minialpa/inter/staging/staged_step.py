@@ -82,7 +82,7 @@ def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec
     specs = {var: spec for (var, _), spec in zip(problem.inputs, stage.input_specs, strict=True)}
     for eqn, chosen in zip(problem.eqns, stage.equation_specs, strict=True):
         specs.update(zip(eqn.outvars, chosen.results, strict=True))
-    specs.update((total, specs[loop]) for loop, total in problem.equal.items())
+    specs.update((accumulator, specs[loop]) for loop, accumulator in problem.equal.items())
     return specs, stage.equation_specs
 
 

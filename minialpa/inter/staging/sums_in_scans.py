@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.split_step import Accumulator
-from minialpa.inter.staging.totals import adding
+from minialpa.inter.staging.accumulators import adding
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.ir.equations import (
@@ -56,19 +56,19 @@ class SummedInScans:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The stacked result `value` of a scan, and its sum over devices, after it is added to `total`, if there is one.
+    """The stacked result `value` of a scan, and its sum over devices, after it is added to `accumulator`, if there is one.
 
     spec: of the value and the total. specs: of the identity whose result is the sum.
     """
 
     value: Var
-    total: Var | None
+    accumulator: Var | None
     result: Var
     spec: Spec
     specs: EquationSpecs
 
 
-def sum_totals_in_scans(
+def sum_accumulators_in_scans(
     program: ShardedEquations, added: Sequence[Accumulator], markers: Mapping[Var, JaxprEqn]
 ) -> SummedInScans:
     """`program`, whose scans add to totals and sum these, if they can.
@@ -76,9 +76,9 @@ def sum_totals_in_scans(
     added: the totals, with their values in the program. markers: for totals, the equation that sums each of them.
     """
     sums = [
-        _Sum(one.loop, one.total, marker.outvars[0], program.specs[one.loop], program.equations[marker])
+        _Sum(one.loop, one.complete, marker.outvars[0], program.specs[one.loop], program.equations[marker])
         for one in added
-        if (marker := markers.get(one.total)) is not None
+        if (marker := markers.get(one.complete)) is not None
     ]
     return _rewritten(program, sums)
 
@@ -135,7 +135,7 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
         new, of_new = made
         eqns.append(new)
         equations[new], loops[new] = of_new, eqn
-        specs.update((one.total, one.spec) for one in mine if one.total is not None)
+        specs.update((one.accumulator, one.spec) for one in mine if one.accumulator is not None)
         summed.update(one.value for one in mine)
     changed = dataclasses.replace(program, eqns=tuple(eqns), specs=specs, equations=equations)
     return SummedInScans(changed if summed else program, frozenset(summed), loops)
@@ -150,9 +150,9 @@ def _sums_rows(one: _Sum) -> bool:
 
 def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tuple[JaxprEqn, EquationSpecs] | None:
     """A scan with the results of `sums`, with its specs; None if its body would not have the same equations."""
-    totals = [(one.total, one.spec) for one in sums if one.total is not None]
-    operands = [*eqn.invars, *(total for total, _ in totals)]
-    specs = [*chosen.operands, *(spec for _, spec in totals)]
+    accumulators = [(one.accumulator, one.spec) for one in sums if one.accumulator is not None]
+    operands = [*eqn.invars, *(accumulator for accumulator, _ in accumulators)]
+    specs = [*chosen.operands, *(spec for _, spec in accumulators)]
 
     # Stand-ins for operands, as one array may be several of them.
     stand_ins = [fresh_var(aval_of(atom)) for atom in operands]
@@ -194,7 +194,7 @@ def _scan(eqn: JaxprEqn, sums: Sequence[_Sum], arrays: Sequence[Any]) -> list[An
         waiting = iter(rows)
         for one in sums:
             number = eqn.outvars.index(one.value)
-            value = left[number] if one.total is None else adding(next(waiting), left[number])
+            value = left[number] if one.accumulator is None else adding(next(waiting), left[number])
             (left[number],) = gradient_p.bind(value, call=0)
         # A scan wants the types that its carry has.
         return [lax.convert_element_type(x, t) for x, t in zip(left, types, strict=False)], left[n_carry:]

@@ -97,7 +97,7 @@ class StagedStep:
         return self.split.inputs
 
     @property
-    def early(self) -> frozenset[Var]:
+    def live_on_entry(self) -> frozenset[Var]:
         """The values that are known before the first loop: the inputs, and results of prologues."""
         return frozenset((*self.inputs, *(v for task in self.tasks if task.kind == "prologue" for v in task.outvars)))
 
@@ -195,13 +195,13 @@ def _prologues(split: SplitStep, placed: Mapping[_TaskKey, Sequence[JaxprEqn]]) 
         return {}
 
     made = {v for eqn in prologue for v in eqn.outvars}
-    wanted: dict[int, set[Var]] = defaultdict(set)
+    required: dict[int, set[Var]] = defaultdict(set)
     for key, eqns in placed.items():
-        wanted[key.mesh].update(v for eqn in eqns for v in operand_vars(eqn) if v in made)
-    wanted[0].update(v for v in split.results if v in made)
+        required[key.mesh].update(v for eqn in eqns for v in operand_vars(eqn) if v in made)
+    required[0].update(v for v in split.results if v in made)
 
     copies = {}
-    for mesh, needed in wanted.items():
+    for mesh, needed in required.items():
         live = live_equations(prologue, needed)
         if any(live):
             copies[_TaskKey(PROLOGUE, 0, mesh)] = [eqn for eqn, keep in zip(prologue, live, strict=True) if keep]
@@ -214,14 +214,14 @@ def _prologues(split: SplitStep, placed: Mapping[_TaskKey, Sequence[JaxprEqn]]) 
 def _tasks(step: ChunkedStep, placement: _Placement) -> tuple[Task, ...]:
     split, keys = step.split, sorted(placement.eqns)
     reads = {key: _read_from_outside(placement.eqns[key]) for key in keys}
-    wanted = set(split.results).union(*reads.values(), (value for value, _ in split.combined))
+    required = set(split.results).union(*reads.values(), (value for value, _ in split.combined))
 
     tasks = []
     for key in keys:
         eqns, kind = placement.eqns[key], _kind(step, key)
         # Each task of a loop has its own copy of floating equations, and keeps their results.
         hidden = placement.floating if is_loop(key.segment) else frozenset[Var]()
-        left = _unique(v for eqn in eqns for v in eqn.outvars if v in wanted and v not in hidden)
+        left = _unique(v for eqn in eqns for v in eqn.outvars if v in required and v not in hidden)
         invars, outvars = _paired(split, reads[key], left)
         task = Task(
             kind=kind,
@@ -282,8 +282,8 @@ def _makers(split: SplitStep, tasks: Sequence[Task]) -> dict[Var, set[int]]:
     for task in tasks:
         for v in task.outvars:
             makers[v].add(task.mesh)
-    for value, total in split.combined:
-        makers[total] |= makers[value]
+    for value, accumulator in split.combined:
+        makers[accumulator] |= makers[value]
     return makers
 
 
@@ -341,7 +341,7 @@ def planned_transfers(staged: StagedStep) -> tuple[PlannedTransfer, ...]:
     """Bytes that passes send to passes of other meshes. A mesh gets a value once, for its first reader."""
     maker = {(v, task.mesh): task for task in staged.tasks for v in task.outvars}
     loop_of = {v: task.loop for task in staged.tasks for v in task.outvars}
-    loop_of.update({total: loop_of[value] for value, total in staged.split.combined if value in loop_of})
+    loop_of.update({accumulator: loop_of[value] for value, accumulator in staged.split.combined if value in loop_of})
 
     n_bytes: dict[tuple[PassName, PassName], float] = defaultdict(float)
     for (v, mesh), readers in remote_readers(staged).items():

@@ -100,8 +100,8 @@ def _verify_passes(staged: StagedStep, plan: Plan, mesh: int) -> None:
 
 def _verify_inputs(found: Sequence[PlacedValue], expected: Sequence[PlacedValue]) -> None:
     _verify_homes("inputs", found, expected)
-    for i, (value, wanted) in enumerate(zip(found, expected, strict=True)):
-        for j, (spec, used) in enumerate(zip(value.specs, wanted.specs, strict=True)):
+    for i, (value, required) in enumerate(zip(found, expected, strict=True)):
+        for j, (spec, used) in enumerate(zip(value.specs, required.specs, strict=True)):
             as_read = f"{used}, as stage {value.mesh_ids[j]} has it"
             require(spec == used, f"inputs[{i}].specs[{j}]", spec, as_read)
 
@@ -109,9 +109,9 @@ def _verify_inputs(found: Sequence[PlacedValue], expected: Sequence[PlacedValue]
 def _verify_homes(name: str, found: Sequence[PlacedValue], expected: Sequence[PlacedValue]) -> None:
     """Check everything but specs and paths: a step may have other names for its arguments."""
     require(len(found) == len(expected), name, f"a list of {len(found)}", f"the {len(expected)} of the step")
-    for i, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+    for i, (value, required) in enumerate(zip(found, expected, strict=True)):
         for field in ("shape", "dtype", "mesh_ids", "rows"):
-            now, then = getattr(value, field), getattr(wanted, field)
+            now, then = getattr(value, field), getattr(required, field)
             require(now == then, f"{name}[{i}].{field}", now, f"{then}, by the step and its stages")
 
 

@@ -39,18 +39,18 @@ _DEFAULT_BANDWIDTH = 1e12
 _KEPT_INPUT_WEIGHT = 1e-3
 
 
-class _Reader(NamedTuple):
+class _ReaderNode(NamedTuple):
     """A node that reads `var`.
 
     Attributes:
         node: None for a reader with one strategy.
-        wanted: the spec in which each strategy wants the variable.
+        required: the spec in which each strategy wants the variable.
         times: how often per step the variable is resharded; a fraction for one of several that are read in turn.
     """
 
     var: Var
     node: int | None
-    wanted: tuple[Spec, ...]
+    required: tuple[Spec, ...]
     times: float
 
 
@@ -101,7 +101,7 @@ class CollectedCosts:
         prices = MeshPrices(mesh, option, cache=self._cache, facts=facts, counted=counted, forbidden_s=forbidden_s)
         self._option, self._prices = option, prices
         self._adding_s = _adding_s(problem, mesh)
-        self._deferred: list[_Reader] = []  # of variables that later equations may make
+        self._deferred: list[_ReaderNode] = []  # of variables that later equations may make
         self._hidden, self._hidden_price = _hidden(problem) if hidden_price < 1 else frozenset[Var](), hidden_price
         self._plain = PlainEquations(
             mesh,
@@ -161,7 +161,7 @@ class CollectedCosts:
             else:
                 continue
             self.final[var] = final
-            self._add_edge(_Reader(var, final.node, final.specs, times=1))
+            self._add_edge(_ReaderNode(var, final.node, final.specs, times=1))
 
     # ---- equations ------------------------------------------------------------------------------------------------
 
@@ -198,8 +198,8 @@ class CollectedCosts:
     def _add_plain(self, occurrence: Occurrence) -> Record:
         record = self._plain.record(occurrence)
         self._set_results(occurrence.eqn, [Choice(record.node, specs) for specs in record.strategies.results])
-        for k, wanted in enumerate(record.strategies.operands):
-            self._connect(occurrence, k, record.node, wanted)
+        for k, required in enumerate(record.strategies.operands):
+            self._connect(occurrence, k, record.node, required)
         return record
 
     def _set_results(self, eqn: JaxprEqn, choices: Sequence[Choice]) -> None:
@@ -214,27 +214,27 @@ class CollectedCosts:
                 n_shards = np.array([spec.n_shards(self.mesh.shape) for spec in choice.specs])
                 self.costs.nodes[choice.node] += self._adding_s[var] / n_shards
 
-    def _connect(self, occurrence: Occurrence, k: int, node: int | None, wanted: tuple[Spec, ...]) -> None:
+    def _connect(self, occurrence: Occurrence, k: int, node: int | None, required: tuple[Spec, ...]) -> None:
         """Add an edge to operand `k`, and to the variables in its place in equations that are sharded alike."""
         eqn, times, _, varied = occurrence
         operand = eqn.invars[k]
         if k in varied:
-            self._deferred += [_Reader(var, node, wanted, times * part) for var, part in varied[k]]
+            self._deferred += [_ReaderNode(var, node, required, times * part) for var, part in varied[k]]
         elif not is_literal(operand):
             assert isinstance(operand, Var), operand
-            self._add_edge(_Reader(operand, node, wanted, times))
+            self._add_edge(_ReaderNode(operand, node, required, times))
 
-    def _add_edge(self, reader: _Reader) -> None:
+    def _add_edge(self, reader: _ReaderNode) -> None:
         """Raises InfeasibleError if neither end has a choice and the options forbid the resharding."""
-        var, node, wanted, times = reader
+        var, node, required, times = reader
         made = self.choices[var]
-        seconds = self._prices.of((var,)).reshard_s(shape_of(var), bytes_of(var), made.specs, wanted)
+        seconds = self._prices.of((var,)).reshard_s(shape_of(var), bytes_of(var), made.specs, required)
         if not seconds.any():
             return
 
         if made.node is None and node is None:
             if not np.isfinite(seconds).all():
-                raise InfeasibleError(forbidden_message(self._option, var, made.specs[0], wanted[0]))
+                raise InfeasibleError(forbidden_message(self._option, var, made.specs[0], required[0]))
             return
         self.costs.add_edge(made.node, node, times * seconds * (self._hidden_price if var in self._hidden else 1.0))
 
@@ -311,7 +311,7 @@ class CollectedCosts:
             carry = operands[scan.n_consts + r]
             if not is_literal(inner):
                 assert isinstance(inner, Var), inner
-                self._add_edge(_Reader(inner, carry.node, carry.specs, times=inner_times))
+                self._add_edge(_ReaderNode(inner, carry.node, carry.specs, times=inner_times))
             return carry
 
         left = _replicated(inner) if is_literal(inner) else self._choice(inner)
@@ -331,7 +331,9 @@ def _hidden(problem: MeshEquations) -> frozenset[Var]:
     found = set(hidden_values(problem.eqns, [var for var, _ in problem.inputs], weights, ()))
     found.update(problem.equal.values())  # the last pass sums them beside its work
     for scan in loop_scans(problem.eqns):
-        found |= hidden_values(scan.flat.eqns, scan.flat.invars, scan.early, scan.awaited, in_loop=True)
+        found |= hidden_values(
+            scan.flat.eqns, scan.flat.invars, scan.live_on_entry, scan.required_outputs, in_loop=True
+        )
     return frozenset(found)
 
 

@@ -29,7 +29,7 @@ class Constraint:
     def allows(self, spec: Spec) -> bool:
         """Whether an array may have `spec`, which has no partial sums."""
         pairs = enumerate(zip(spec.dims, self.spec.dims, strict=True))
-        return not spec.partial and all(dim in self.free or own == wanted for dim, (own, wanted) in pairs)
+        return not spec.partial and all(dim in self.free or own == required for dim, (own, required) in pairs)
 
 
 def constraint_of_path(

@@ -68,8 +68,8 @@ class OptionConstraints:
         if fixed is not None:
             return tuple(spec for spec in specs if fixed.allows(spec))
         if role == "received" and self.option.received_axes:
-            wanted = self._received_spec(shape_of(var))
-            return (wanted,) if wanted in specs else replicated
+            required = self._received_spec(shape_of(var))
+            return (required,) if required in specs else replicated
         if not self.option.enable_auto_sharding:
             return replicated
         if role in ("batch", "received"):
@@ -79,8 +79,8 @@ class OptionConstraints:
     def _received_spec(self, shape: tuple[int, ...]) -> Spec:
         dims: list[tuple[int, ...]] = [()] * len(shape)
         for axis, name in enumerate(self._axis_names):
-            for wanted, dim in self.option.received_axes:
-                if name == wanted and dim < len(shape) and self.mesh.shape[axis] > 1:
+            for received, dim in self.option.received_axes:
+                if name == received and dim < len(shape) and self.mesh.shape[axis] > 1:
                     dims[dim] = (*dims[dim], axis)
         return Spec(tuple(dims))
 
@@ -216,15 +216,15 @@ def _batch_option(option: AutoShardingOption) -> str:
     return text
 
 
-def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, wanted: Spec, ends: str = "") -> str:
-    """Why an array cannot be resharded from `made` to `wanted`; `ends` names the operations that make and read it."""
+def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, required: Spec, ends: str = "") -> str:
+    """Why an array cannot be resharded from `made` to `required`; `ends` names the operations that make and read it."""
     names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
     forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
     others = [f"`{name}`" for name in option.set_names if name not in names.values()]
     advice = f", or one of {', '.join(others)}" if others else ""
     return (
         f"{forbidden} cannot be kept: {dtype_name(var)}{list(shape_of(var))}{ends} is made in `{made}` and read in "
-        f"`{wanted}`. Leave that option out{advice}."
+        f"`{required}`. Leave that option out{advice}."
     )
 
 

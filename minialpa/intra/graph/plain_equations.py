@@ -24,11 +24,11 @@ from minialpa.intra.graph.option_constraints import OptionConstraints, Required
 from minialpa.intra.graph.prices import MeshPrices, VariableFacts
 from minialpa.intra.strategies.sharing import is_shared_copy
 from minialpa.intra.strategies.strategies import StrategySet
-from minialpa.intra.strategies.strategy_cache import EquationKind, StrategyCache
+from minialpa.intra.strategies.strategy_cache import StrategyCache, StrategyKey
 from minialpa.ir.equations import Atom, is_constraint, is_gradient_marker, is_literal, operand_vars, shape_of
 from minialpa.options import AutoShardingOption
+from minialpa.rules.expensive import is_contraction
 from minialpa.rules.factors import Factors
-from minialpa.rules.heavy import is_contraction
 from minialpa.rules.known_rules import is_kernel
 from minialpa.sharding import Spec
 
@@ -140,7 +140,7 @@ class PlainEquations:
 
     # ---- strategies that are given ----------------------------------------------------------------------------------
 
-    def _only_strategy(self, eqn: JaxprEqn, kind: EquationKind, *, is_given: bool) -> Record:
+    def _only_strategy(self, eqn: JaxprEqn, kind: StrategyKey, *, is_given: bool) -> Record:
         """The record of an equation with one strategy: the operands' if `is_given`, else without any split."""
         given: dict[int, tuple[Spec, ...]] = {}
         if is_given:
@@ -148,7 +148,7 @@ class PlainEquations:
             given = {k: self._cache.same(specs[:1]) for k, specs in known.items()}
         return Record(None, self._followed(eqn, kind, given, 1))
 
-    def _follow(self, occurrence: Occurrence, kind: EquationKind, lead: Sequence[int]) -> Record:
+    def _follow(self, occurrence: Occurrence, kind: StrategyKey, lead: Sequence[int]) -> Record:
         eqn = occurrence.eqn
         choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
@@ -160,14 +160,14 @@ class PlainEquations:
         return Record(node, strategies)
 
     def _followed(
-        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, tuple[Spec, ...]], n_strategies: int
+        self, eqn: JaxprEqn, kind: StrategyKey, given: Mapping[int, tuple[Spec, ...]], n_strategies: int
     ) -> StrategySet:
         allow_partial = self._not_partial.isdisjoint(eqn.outvars)
         return self._prices.of(eqn.outvars).follow(eqn, kind, given, n_strategies, allow_partial=allow_partial)
 
     # ---- strategies to choose from ----------------------------------------------------------------------------------
 
-    def _decide(self, occurrence: Occurrence, kind: EquationKind) -> Record:
+    def _decide(self, occurrence: Occurrence, kind: StrategyKey) -> Record:
         eqn = occurrence.eqn
         is_optimizer = occurrence.in_update and _is_elementwise(kind.factors)
         strategies = self._own_strategies(occurrence, kind)
@@ -193,7 +193,7 @@ class PlainEquations:
             self._optimizer_nodes.add(node)
         return Record(node, strategies)
 
-    def _own_strategies(self, occurrence: Occurrence, kind: EquationKind) -> StrategySet:
+    def _own_strategies(self, occurrence: Occurrence, kind: StrategyKey) -> StrategySet:
         eqn, factors = occurrence.eqn, kind.factors
         required = Required()
         if not is_constraint(eqn):

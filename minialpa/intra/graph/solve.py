@@ -80,7 +80,7 @@ class _Resharded(NamedTuple):
 
     var: Var
     made: Spec
-    wanted: Spec
+    required: Spec
     reader: str
 
 
@@ -107,10 +107,10 @@ def _why_infeasible(
         table = reshard_table(
             shape_of(array.var), bytes_of(array.var), mesh, option.forbidden_collectives, forbidden_s=_FORBIDDEN_S
         )
-        if table.cost(array.made, array.wanted) >= _FORBIDDEN_S:
+        if table.cost(array.made, array.required) >= _FORBIDDEN_S:
             made_by = _name_of(makers[array.var]) if array.var in makers else f"`{problem.paths.get(array.var, '')}`"
             return forbidden_message(
-                option, array.var, array.made, array.wanted, f", from {made_by} to {array.reader},"
+                option, array.var, array.made, array.required, f", from {made_by} to {array.reader},"
             )
     return None
 
@@ -125,18 +125,18 @@ def _resharded_in(
     eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]
 ) -> Iterator[_Resharded]:
     for eqn, own in zip(eqns, chosen, strict=True):
-        for operand, wanted in zip(eqn.invars, own.operands, strict=True):
+        for operand, required in zip(eqn.invars, own.operands, strict=True):
             if not is_literal(operand):
-                yield _Resharded(operand, specs[operand], wanted, _name_of(eqn))
+                yield _Resharded(operand, specs[operand], required, _name_of(eqn))
 
         if own.body:
             body = scan_body(eqn)
             assert body is not None, eqn.primitive
             inside, left = body_specs(body, own)
             yield from _resharded_in(body.flat.eqns, own.body, inside)
-            for atom, wanted in zip(body.flat.outvars, left, strict=True):
+            for atom, required in zip(body.flat.outvars, left, strict=True):
                 if not is_literal(atom):
-                    yield _Resharded(atom, inside[atom], wanted, _name_of(eqn))
+                    yield _Resharded(atom, inside[atom], required, _name_of(eqn))
 
 
 def _all_equations(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:

@@ -39,7 +39,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class BufferTimeline:
     """The buffers of a program, without its arguments.
 
     Attributes:
@@ -66,7 +66,7 @@ def timeline_of(
     inputs: Sequence[int],
     results: Sequence[int],
     pairs: Sequence[tuple[int, int]],
-) -> Timeline:
+) -> BufferTimeline:
     """The timeline of `kernels` in this order. sizes: bytes of values.
 
     pairs: (i, o) where result o takes over the buffer of input i.
@@ -81,7 +81,7 @@ def timeline_of(
     start.update((value, end[operand]) for value, operand in shared.items())
 
     n_times = len(kernels)
-    return Timeline(
+    return BufferTimeline(
         n_times=n_times,
         temporaries=tuple(Buffer(v, begin, end[v]) for v, begin in start.items() if v not in kept),
         results=tuple(Buffer(v, begin, n_times) for v, begin in start.items() if v in kept and v not in replaced),
@@ -158,7 +158,7 @@ class Units:
 
 
 def copies_of(
-    timeline: Timeline, kernels: Sequence[Kernel], inputs: Sequence[int], units: Units
+    timeline: BufferTimeline, kernels: Sequence[Kernel], inputs: Sequence[int], units: Units
 ) -> tuple[tuple[Buffer, int], ...]:
     """Buffers of the units that a model unit stands for, and their numbers, see `Repeats`.
 
@@ -262,7 +262,7 @@ class Packed:
     scratch: tuple[float, ...]
 
 
-def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> Packed:
+def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int) -> Packed:
     """The block that holds all temporaries. sizes: bytes of values."""
     # Scratch is a temporary like others, of a value without a number in the program.
     scratch = [Buffer(len(sizes) + i, time, time + 1) for i, (time, _) in enumerate(timeline.scratch)]
@@ -286,7 +286,7 @@ def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> Pa
 
 
 def _without_room(
-    timeline: Timeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
+    timeline: BufferTimeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
 ) -> list[Buffer]:
     """The `temporaries` that find no place in the buffer of a result."""
     room_bytes = np.array([aligned[own.value] for own in timeline.results])
@@ -315,7 +315,7 @@ def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
     return place == 0 or spans[place - 1][1] <= start or spans[place - 1][0] >= end
 
 
-def _blocks(timeline: Timeline, left: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
+def _blocks(timeline: BufferTimeline, left: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
     """The buffers `left`; values that share a buffer are one block."""
     first: dict[int, Buffer] = {}  # for each value, the first one in its buffer
     end: dict[int, int] = {}  # of each buffer, by its first value

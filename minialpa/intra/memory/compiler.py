@@ -22,7 +22,7 @@ from minialpa.ir.equations import Atom, bytes_of, dtype_name, shape_of, source_l
 Shape = Sequence[int]
 
 
-class Value(NamedTuple):
+class ShardValue(NamedTuple):
     """The shard of an array on one device. A tuple, as programs have very many of them.
 
     maker: its equation, or a word such as "argument" or "all-gather".
@@ -40,7 +40,7 @@ class Value(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Values:
+class ShardValues:
     """The values of a program, by number. The recorder of a compiler adds further facts.
 
     Attributes:
@@ -49,7 +49,7 @@ class Values:
     """
 
     waits_at_barriers: bool = False
-    values: list[Value] = field(default_factory=list)
+    values: list[ShardValue] = field(default_factory=list)
     origin: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -57,7 +57,7 @@ class Values:
         return [value.n_bytes for value in self.values]
 
     def value(self, n_bytes: float, shape: Shape, dtype: str, maker: JaxprEqn | str) -> int:
-        self.values.append(Value(n_bytes, tuple(shape), dtype, maker))
+        self.values.append(ShardValue(n_bytes, tuple(shape), dtype, maker))
         return len(self.values) - 1
 
     def shard(self, atom: Atom, shape: Shape, maker: JaxprEqn | str) -> int:
@@ -112,7 +112,7 @@ class Compiler:
         alignment_bytes: buffers start at multiples of this.
         address_bytes: of one entry in the table of addresses that a program with several results returns.
         reserve: most bytes beyond the model, as a part of the modelled bytes.
-        recorder: makes its recorders, each an empty program that extends `Values`.
+        recorder: makes its recorders, each an empty program that extends `ShardValues`.
         add_equation: (recorder, equation, values of its operands, shapes of its results on this device, bytes of the
             buffers of its body if it is a loop or branch) adds the equation and gives the values of its results.
         add_step: (recorder, value, step of a resharding, variable or literal of the value, shape of the mesh) adds the

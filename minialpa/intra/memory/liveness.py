@@ -17,7 +17,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.memory.buffers import pack
-from minialpa.intra.memory.compiler import Compiler, Values
+from minialpa.intra.memory.compiler import Compiler, ShardValues
 from minialpa.intra.memory.recording import record_equations, record_program
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
@@ -106,7 +106,7 @@ def _counts(program: ShardedEquations, atoms: Sequence[Atom]) -> list[int]:
     return [1 if is_literal(atom) else n_of(atom) for atom in atoms]
 
 
-def _largest(recorder: Values, present: set[int]) -> tuple[LargeTensor, ...]:
+def _largest(recorder: ShardValues, present: set[int]) -> tuple[LargeTensor, ...]:
     by_size = sorted(present, key=lambda v: -recorder.values[v].n_bytes)
     values = [recorder.values[v] for v in by_size[:_N_LARGEST]]
     return tuple(
@@ -158,7 +158,7 @@ def lifetimes(
     return Lifetimes(timeline.n_times, intervals)
 
 
-def _variables(recorder: Values, env: Mapping[Var, int]) -> dict[int, Var]:
+def _variables(recorder: ShardValues, env: Mapping[Var, int]) -> dict[int, Var]:
     """The first variable of each value; copies have the variable of their origin."""
     variable: dict[int, Var] = {}
     for v, value in env.items():

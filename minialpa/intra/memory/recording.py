@@ -18,8 +18,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from minialpa.attention.blockwise import attend, differentiate
 from minialpa.attention.operation import attention_gradient_p, attention_p
-from minialpa.intra.memory.buffers import Timeline, Units, copies_of, pack, timeline_of
-from minialpa.intra.memory.compiler import Compiler, Values
+from minialpa.intra.memory.buffers import BufferTimeline, Units, copies_of, pack, timeline_of
+from minialpa.intra.memory.compiler import Compiler, ShardValues
 from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
@@ -46,12 +46,12 @@ class Recording:
     """A program in the recorder of a compiler, with its arguments, and the values of these and of its results."""
 
     compiler: Compiler
-    recorder: Values
+    recorder: ShardValues
     arguments: Sequence[Var]
     inputs: Sequence[int]
     results: Sequence[int]
 
-    def timeline(self, pairs: Sequence[tuple[int, int]] = (), repeats: Repeats = NO_REPEATS) -> Timeline:
+    def timeline(self, pairs: Sequence[tuple[int, int]] = (), repeats: Repeats = NO_REPEATS) -> BufferTimeline:
         """The timeline of its kernels. repeats: the equations that stand for several."""
         kernels = self.compiler.kernels(self.recorder, self.inputs, self.results)
         sizes = self.recorder.sizes
@@ -132,7 +132,7 @@ def record_equations(
 def _add_equations(
     eqns: Sequence[JaxprEqn],
     env: dict[Var, int],
-    recorder: Values,
+    recorder: ShardValues,
     compiler: Compiler,
     buffers_of: Callable[[tuple[Jaxpr, ...], Compiler], tuple[float, ...]],
 ) -> None:
@@ -154,7 +154,7 @@ def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]
 
 
 def _add_function(
-    eqn: JaxprEqn, params: Mapping[str, Any], recorder: Values, operands: Sequence[int], compiler: Compiler
+    eqn: JaxprEqn, params: Mapping[str, Any], recorder: ShardValues, operands: Sequence[int], compiler: Compiler
 ) -> list[int]:
     """Add the equations of the function of a primitive, with `eqn` as their maker; the values of its results."""
     arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)

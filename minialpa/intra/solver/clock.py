@@ -100,7 +100,7 @@ class AllowedGap:
         """The allowed gap of choices of this cost."""
         return max(self.part * abs(cost), self._cost_per_s * self._work_s)
 
-    def worth_s(self, gap: float) -> float:
+    def gain_s(self, gap: float) -> float:
         """Nominal seconds of more work that may be spent to close a gap."""
         return max(FREE_S, gap / self._cost_per_s - self._work_s) if self._cost_per_s else math.inf
 

@@ -213,7 +213,7 @@ def _solve_rest(residual: Residual, best: Best, deadline: Deadline, options: Sol
     if best.choices is None:
         late, allowed = deadline.part(1 - options.reserved), best.allowed_gap.of(residual.offset)
     else:
-        late = deadline.within(min(deadline.left_s, best.allowed_gap.worth_s(best.cost - best.bound)))
+        late = deadline.within(min(deadline.left_s, best.allowed_gap.gain_s(best.cost - best.bound)))
         allowed = best.allowed_gap.of(best.cost)
     found = solve_program(residual, late, allowed)
     if found.choices is not None:

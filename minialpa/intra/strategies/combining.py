@@ -20,7 +20,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.cost import CollectiveKind, combined_kinds
 from minialpa.ir.equations import is_gradient_marker, operand_vars
 from minialpa.options import AutoShardingOption
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 
 #: The group of sums that start with the gradients.
 WITH_GRADIENTS = 0

@@ -18,7 +18,7 @@ from minialpa.intra.strategies.sharing import share_reads
 from minialpa.ir.block import Block
 from minialpa.ir.equations import is_literal, scan_counts, shape_of
 from minialpa.ir.op import Op
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import flat_body
@@ -42,12 +42,12 @@ class ScanBody:
         return self.n_consts + self.n_carry
 
     @property
-    def early(self) -> tuple[Var, ...]:
+    def live_on_entry(self) -> tuple[Var, ...]:
         """Constants and slices, which can be fetched in the iteration before."""
         return (*self.flat.constvars, *self.flat.invars[: self.n_consts], *self.flat.invars[self.n_lead :])
 
     @property
-    def awaited(self) -> tuple[Var, ...]:
+    def required_outputs(self) -> tuple[Var, ...]:
         """Carries, for which the next iteration waits."""
         return tuple(v for v in self.flat.outvars[: self.n_carry] if not is_literal(v))
 

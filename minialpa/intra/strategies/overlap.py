@@ -17,29 +17,29 @@ from collections.abc import Collection, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import operand_vars
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 
 
 def hidden_values(
     eqns: Sequence[JaxprEqn],
     invars: Sequence[Var],
-    early: Collection[Var],
-    awaited: Collection[Var],
+    live_on_entry: Collection[Var],
+    required_outputs: Collection[Var],
     *,
     in_loop: bool = False,
 ) -> frozenset[Var]:
     """The values of a program whose collectives its work can hide.
 
-    early: `invars` that are there before it starts. awaited: awaited results. in_loop: whether the program is an
+    live_on_entry: `invars` that are there before it starts. required_outputs: awaited results. in_loop: whether the program is an
     iteration of a loop, with the iterations before and after beside it. Otherwise the operands of the first
     contraction, and values made of the last one, have no work beside them.
     """
-    ahead = set(early)
+    ahead = set(live_on_entry)
     for eqn in eqns:
         if ahead.issuperset(operand_vars(eqn)) and not has_contraction(eqn):
             ahead.update(eqn.outvars)
 
-    needed = set(awaited)
+    needed = set(required_outputs)
     for eqn in reversed(eqns):
         if has_contraction(eqn) or not needed.isdisjoint(eqn.outvars):
             needed.update(operand_vars(eqn))

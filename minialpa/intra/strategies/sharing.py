@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import is_inexact, operand_vars, reading, shape_of
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.expensive import has_contraction
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.new_equations import unary_equation
 

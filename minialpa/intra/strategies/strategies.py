@@ -22,8 +22,8 @@ from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.intra.strategies.work import idle_s, work_of
 from minialpa.ir.equations import aval_of, bytes_of, shape_of
+from minialpa.rules.expensive import has_contraction
 from minialpa.rules.factors import Factors
-from minialpa.rules.heavy import has_contraction
 from minialpa.sharding import EquationSpecs, Spec
 
 

@@ -47,7 +47,7 @@ _KEY_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EquationKind:
+class StrategyKey:
     """Equations that differ only in the names of their variables, and so have equal strategies.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Memo:
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of `key`, which `make` makes the first time."""
         if key not in self._known:
             self._known[key] = make()
@@ -72,7 +72,7 @@ class _Memo:
 
     def same(self, specs: Specs) -> Specs:
         """One tuple for all that are equal to `specs`."""
-        return self.once(("specs", specs), lambda: specs)
+        return self.get_or_make(("specs", specs), lambda: specs)
 
 
 class _ShapeCandidates:
@@ -82,12 +82,10 @@ class _ShapeCandidates:
         self.shape, self._all_shapes = shape, all_shapes
         self._memo = _Memo()
 
-    def enumerate(
-        self, eqn: JaxprEqn, kind: EquationKind, options: tuple[Any, ...], *, most_splits: bool
-    ) -> Candidates:
+    def enumerate(self, eqn: JaxprEqn, kind: StrategyKey, options: tuple[Any, ...], *, most_splits: bool) -> Candidates:
         required, pending, scatter, kept = options
 
-        return self._memo.once(
+        return self._memo.get_or_make(
             ("enumerate", self._alike(kind), options, most_splits),
             lambda: self._same(
                 enumerate_candidates(
@@ -98,16 +96,16 @@ class _ShapeCandidates:
         )  # fmt: skip
 
     def follow(
-        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, allow_partial: bool
+        self, eqn: JaxprEqn, kind: StrategyKey, given: Mapping[int, Specs], n: int, *, allow_partial: bool
     ) -> Candidates:
         lead = tuple((k, ById(given[k])) for k in leads(eqn, given))
-        return self._memo.once(
+        return self._memo.get_or_make(
             ("follow", self._alike(kind), lead, n, allow_partial),
             lambda: self._same(follow_candidates(eqn, kind.factors, self.shape, given, n, allow_partial=allow_partial)),
         )
 
     def numbers(self, table: ReshardTable, specs: Specs) -> NDArray[np.int64]:
-        return self._memo.once((ById(table.number), ById(specs)), lambda: table.numbers(specs))
+        return self._memo.get_or_make((ById(table.number), ById(specs)), lambda: table.numbers(specs))
 
     def _same(self, candidates: Candidates) -> Candidates:
         """The same candidates, with specs that can be compared by identity."""
@@ -117,11 +115,11 @@ class _ShapeCandidates:
             results=tuple(map(self._all_shapes.same, candidates.results)),
         )
 
-    def _alike(self, kind: EquationKind) -> object:
+    def _alike(self, kind: StrategyKey) -> object:
         """One object for all kinds that have the same candidates."""
-        return self._memo.once(kind, lambda: self._memo.once(self._divided(kind), object))
+        return self._memo.get_or_make(kind, lambda: self._memo.get_or_make(self._divided(kind), object))
 
-    def _divided(self, kind: EquationKind) -> Hashable:
+    def _divided(self, kind: StrategyKey) -> Hashable:
         """The key of candidates: the structure of a kind, and the divisors of its sizes."""
         return (
             _structure(kind.factors), same_divisors(kind.factors.sizes, self.shape), kind.same,
@@ -149,7 +147,7 @@ class MeshStrategies:
     def enumerate(
         self,
         eqn: JaxprEqn,
-        kind: EquationKind,
+        kind: StrategyKey,
         required: Mapping[int, int | None],
         n_pending: Mapping[int, int],
         *,
@@ -170,10 +168,10 @@ class MeshStrategies:
             candidates = self._shape.enumerate(eqn, kind, options, most_splits=splits_most(eqn, self._mesh))
             return self._priced(eqn, kind, candidates)
 
-        return self._memo.once(("enumerate", kind, options), make)
+        return self._memo.get_or_make(("enumerate", kind, options), make)
 
     def follow(
-        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, allow_partial: bool = True
+        self, eqn: JaxprEqn, kind: StrategyKey, given: Mapping[int, Specs], n: int, *, allow_partial: bool = True
     ) -> StrategySet:
         """`n` strategies; number s takes each operand in `given` as its spec s, as far as the rule allows.
 
@@ -187,17 +185,17 @@ class MeshStrategies:
             return self._priced(eqn, kind, candidates)
 
         lead = tuple((k, ById(specs)) for k, specs in given.items())
-        return self._memo.once(("follow", kind, lead, n, allow_partial), make)
+        return self._memo.get_or_make(("follow", kind, lead, n, allow_partial), make)
 
-    def _priced(self, eqn: JaxprEqn, kind: EquationKind, candidates: Candidates) -> StrategySet:
+    def _priced(self, eqn: JaxprEqn, kind: StrategyKey, candidates: Candidates) -> StrategySet:
         return priced(eqn, kind.factors, self._mesh, candidates, sharing=self._sharing, gather_s=self._gather_s)
 
-    def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, wanted: Specs) -> NDArray[np.float64]:
+    def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, required: Specs) -> NDArray[np.float64]:
         def make() -> NDArray[np.float64]:
             table = reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._sharing, self._forbidden_s)
-            return table.between(self._shape.numbers(table, made), self._shape.numbers(table, wanted))
+            return table.between(self._shape.numbers(table, made), self._shape.numbers(table, required))
 
-        return self._tables.once((self, shape, n_bytes, ById(made), ById(wanted)), make)
+        return self._tables.get_or_make((self, shape, n_bytes, ById(made), ById(required)), make)
 
 
 class StrategyCache:
@@ -206,14 +204,14 @@ class StrategyCache:
     def __init__(self) -> None:
         self._memo = _Memo()
         self._tables: _Tables = Recent(_MOST_TABLE_BYTES, lambda seconds: seconds.nbytes + _KEY_BYTES)
-        self._kinds: dict[JaxprEqn, EquationKind] = {}
+        self._kinds: dict[JaxprEqn, StrategyKey] = {}
 
     def of(
         self, mesh: LogicalMesh, forbidden: tuple[str, ...], sharing: Sharing, forbidden_s: float = math.inf
     ) -> MeshStrategies:
         """The part for `mesh`; see `reshard_table` for the other arguments."""
-        shape = self._memo.once(("shape", mesh.shape), lambda: _ShapeCandidates(mesh.shape, self._memo))
-        return self._memo.once(
+        shape = self._memo.get_or_make(("shape", mesh.shape), lambda: _ShapeCandidates(mesh.shape, self._memo))
+        return self._memo.get_or_make(
             (mesh, forbidden, sharing, forbidden_s),
             lambda: MeshStrategies(mesh, forbidden, sharing, forbidden_s=forbidden_s, shape=shape, tables=self._tables),
         )
@@ -222,7 +220,7 @@ class StrategyCache:
         """One tuple for all that are equal to `specs`, for keys by identity."""
         return self._memo.same(specs)
 
-    def kind_of(self, eqn: JaxprEqn) -> EquationKind:
+    def kind_of(self, eqn: JaxprEqn) -> StrategyKey:
         found = self._kinds.get(eqn)
         if found is None:
             if len(self._kinds) >= _MOST_EQUATIONS:
@@ -230,19 +228,19 @@ class StrategyCache:
             found = self._kinds[eqn] = self._kind_of(eqn)
         return found
 
-    def _kind_of(self, eqn: JaxprEqn) -> EquationKind:
+    def _kind_of(self, eqn: JaxprEqn) -> StrategyKey:
         factors, same = factors_of(eqn).on_mesh(), same_operands(eqn)
         arrays = tuple((shape_of(atom), dtype_name(atom)) for atom in (*eqn.invars, *eqn.outvars))
         text = str(eqn.params) if is_constraint(eqn) else tuple(str(body) for body in sub_jaxprs(eqn))
         key = (eqn.primitive.name, text, arrays, same, factors.sizes, factors.flops, _structure(factors))
         shapes = tuple(map(shape_of, eqn.outvars))
-        return self._memo.once(key, lambda: EquationKind(factors, same, shapes))
+        return self._memo.get_or_make(key, lambda: StrategyKey(factors, same, shapes))
 
 
 def _structure(factors: Factors) -> Hashable:
     """All properties of factors that candidates depend on, without sizes, but with the sizes of unequal work."""
     return (
         factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked, factors.linear,
-        factors.linear_operands, factors.unaffected, factors.once, factors.positional,
+        factors.linear_operands, factors.unaffected, factors.counted_once, factors.positional,
         tuple((factor, ramp, factors.sizes[factor]) for factor, ramp in factors.ramps.items()),
     )  # fmt: skip

@@ -36,8 +36,8 @@ from minialpa.attention.cudnn import takes
 from minialpa.cluster import DeviceSpec, LogicalMesh
 from minialpa.intra.strategies.candidates import Candidates
 from minialpa.ir.equations import aval_of, bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
+from minialpa.rules.expensive import is_attention, is_contraction
 from minialpa.rules.factors import Factors
-from minialpa.rules.heavy import is_attention, is_contraction
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import Spec
 from minialpa.tracing.flattening import flat_body

@@ -41,7 +41,7 @@ class ArrayToWrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WantedArray:
+class RequestedArray:
     """An array that workers of the session read.
 
     Attributes:
@@ -138,7 +138,7 @@ def _chunk_shape(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...
 # ---- from files ------------------------------------------------------------------------------------------------------
 
 
-def read_arrays(runtime: ClusterRuntime, wanted: Sequence[WantedArray]) -> list[DistributedArray]:
+def read_arrays(runtime: ClusterRuntime, requested: Sequence[RequestedArray]) -> list[DistributedArray]:
     """Have workers read arrays from files, each the shards of its devices.
 
     Starts meshes that do not run. Raises CheckpointError if a worker cannot read its shards.
@@ -147,11 +147,11 @@ def read_arrays(runtime: ClusterRuntime, wanted: Sequence[WantedArray]) -> list[
     calls: dict[Reply, WorkerHandle] = {}
     with runtime.in_use():
         with runtime.turn():
-            shapes = dict.fromkeys(shape for array in wanted for shape, _ in array.layouts)
+            shapes = dict.fromkeys(shape for array in requested for shape, _ in array.layouts)
             runtime.meshes(dict.fromkeys((shape.first_device, math.prod(shape.logical_shape)) for shape in shapes))
 
             of_mesh: dict[MeshShape, list[ArrayToRead]] = defaultdict(list)
-            for array in wanted:
+            for array in requested:
                 number = runtime.new_number()
                 for shape, spec in array.layouts:
                     of_mesh[shape].append(

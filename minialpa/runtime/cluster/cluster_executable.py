@@ -16,8 +16,8 @@ from minialpa.programs.program import Accumulate, InputSlot, Program, Run
 from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.cluster.cluster_program import (
     ClusterProgram,
-    Move,
-    Values,
+    CopyRequest,
+    HostValues,
     WorkerShards,
     array_of,
     arrays_on_workers,
@@ -112,7 +112,7 @@ class ClusterExecutable:
         numbers = {(leaf, rows): self.session.new_number() for leaf in missing for rows in self._readers[leaf]}
 
         # The arrays that each worker keeps, and their numbers.
-        values = Values(leaves)
+        values = HostValues(leaves)
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
         for own, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
             kept = {
@@ -162,7 +162,7 @@ class ClusterExecutable:
 
     def _bring(self, leaves: Sequence[Any]) -> None:
         """Have workers send each other the arguments that the step reads on another mesh, or in another sharding."""
-        wanted: dict[tuple[int, Any, Any], Move] = {}
+        requested: dict[tuple[int, Any, Any], CopyRequest] = {}
         for own in self._program.programs:
             for slot in own.inputs:
                 array = array_of(leaves, slot)
@@ -170,10 +170,10 @@ class ClusterExecutable:
                     continue
                 copy = next((copy for copy in array.copies if copy.mesh.alive), None)
                 if copy is not None:
-                    wanted[array.number, own.shape, slot.spec] = Move(array, copy, own.shape, slot.spec)
+                    requested[array.number, own.shape, slot.spec] = CopyRequest(array, copy, own.shape, slot.spec)
 
         # If one group of workers has two shapes here, the arrays come through this process instead.
-        moves = list(wanted.values())
+        moves = list(requested.values())
         shapes = {move.copy.shape for move in moves} | {move.shape for move in moves}
         if moves and len({shape.first_device for shape in shapes}) == len(shapes):
             move_arrays(self.session, moves)

@@ -119,7 +119,7 @@ class ClusterProgram:
 
     def _arguments(self, leaves: Sequence[Any]) -> list[list[Argument]]:
         """For each worker and input, the number of an array that the worker holds, or shards."""
-        values = Values(leaves)
+        values = HostValues(leaves)
         return [
             [
                 self._argument(slot, own, of_slot[k], leaves, values)
@@ -130,7 +130,7 @@ class ClusterProgram:
         ]
 
     def _argument(
-        self, slot: InputSlot, own: MeshProgram, shards: WorkerShards, leaves: Sequence[Any], values: Values
+        self, slot: InputSlot, own: MeshProgram, shards: WorkerShards, leaves: Sequence[Any], values: HostValues
     ) -> Argument:
         array = array_of(leaves, slot)
         if array is not None and array.is_on(own.shape, slot.spec):
@@ -153,7 +153,7 @@ class ClusterProgram:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class CopyRequest:
     """An array, one of its copies, and the mesh and layout of the copy to make."""
 
     array: DistributedArray
@@ -165,7 +165,7 @@ class Move:
 _Route = tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]
 
 
-def move_arrays(runtime: ClusterRuntime, moves: Sequence[Move]) -> None:
+def move_arrays(runtime: ClusterRuntime, moves: Sequence[CopyRequest]) -> None:
     """Have workers send each other arrays, so that each array gets another copy. In a turn, on running meshes.
 
     The moves are a step of a program without functions.
@@ -208,7 +208,7 @@ def _moving_program(moves: Sequence[_Route]) -> Program:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-class Values:
+class HostValues:
     """Leaves as NumPy arrays and their shards, each converted and cut once."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:

@@ -93,14 +93,14 @@ class ClusterRuntime:
 
     # ---- meshes ---------------------------------------------------------------------------------------------------
 
-    def meshes(self, wanted: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
+    def meshes(self, requested: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
         """Running workers for each (first device, number of devices). Call it in a turn.
 
         Reuses meshes of the same devices. Ends other meshes that share a device with a new one; their arrays come to
         this process.
         """
         self.check()
-        keys = list(wanted)
+        keys = list(requested)
         missing = [key for key in keys if key not in self._meshes]
         if missing:
             self.launcher.check()

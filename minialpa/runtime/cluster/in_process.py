@@ -25,7 +25,7 @@ from minialpa.cluster import ClusterSpec
 from minialpa.errors import WorkerError
 from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded, WorkerHandle
 from minialpa.runtime.transports.mailbox import Mailbox
-from minialpa.runtime.transports.transport import Part, Piece
+from minialpa.runtime.transports.transport import ExpectedPart, Part
 from minialpa.runtime.workers.worker import Worker
 from minialpa.runtime.workers.worker_process import WorkerSettings
 
@@ -60,12 +60,12 @@ class InProcessTransport:
         self._mailbox.check()
         return self._sender.submit(self._deliver, peer, tag, parts)
 
-    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> _Arrays:
+    def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> _Arrays:
         arrays = self._mailbox.take(peer, tag, timeout_s)
         sent = [(array.shape, array.dtype) for array in arrays]
-        if sent != [(piece.shape, piece.dtype) for piece in pieces]:
+        if sent != [(part.shape, part.dtype) for part in expected]:
             raise WorkerError(
-                f"Worker {self.number} awaited {pieces} as message {tag} of worker {peer} and got {sent}. The two run "
+                f"Worker {self.number} expected {expected} as message {tag} of worker {peer} and got {sent}. The two run "
                 "different programs."
             )
         return arrays
@@ -192,9 +192,9 @@ class InProcessLauncher:
         self._devices, self._hub = tuple(devices), Hub()
         self._numbers = itertools.count()
 
-    def start_meshes(self, wanted: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
+    def start_meshes(self, requested: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
         check()
-        return [[self._start(first, n)] for first, n in wanted]
+        return [[self._start(first, n)] for first, n in requested]
 
     def _start(self, first_device: int, n_devices: int) -> WorkerHandle:
         host = first_device // self.devices_per_host

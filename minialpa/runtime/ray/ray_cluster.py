@@ -27,7 +27,7 @@ from minialpa.errors import MinialpaError
 from minialpa.runtime.cluster.launcher import CallRaised, WorkerEnded, WorkerHandle
 from minialpa.runtime.ray.ray_actors import RayActor, RayCalls, start_actor
 from minialpa.runtime.ray.ray_connection import answers, connect, each_answers, fault_of_head
-from minialpa.runtime.ray.reservation import Wanted, n_available, reserve
+from minialpa.runtime.ray.reservation import HostRequest, n_available, reserve
 from minialpa.runtime.workers.failures import Failure, Fault, Status, call_raised, died, lost_host, worker_error
 from minialpa.runtime.workers.worker_process import WorkerSettings
 
@@ -41,7 +41,7 @@ _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SessionRequest:
     """The request of a session to Ray. None leaves a value to the cluster.
 
     Without `num_hosts`, a session gets all hosts; without `devices_per_host`, as many as every host has. A worker waits
@@ -66,7 +66,7 @@ class RayCluster(RayCalls):
         hosts: in the order of their addresses.
     """
 
-    def __init__(self, request: Request, before: RayCluster | None = None) -> None:
+    def __init__(self, request: SessionRequest, before: RayCluster | None = None) -> None:
         """Reserve exactly the request; or, after the hosts of `before`, as much of it as there is."""
         self.request = request
         self.timeout_s = request.timeout_s
@@ -76,7 +76,7 @@ class RayCluster(RayCalls):
         try:
             self.head = ray.get_runtime_context().gcs_address
             self.check()
-            reservation = reserve(before.wanted_again() if before else _wanted(request))
+            reservation = reserve(before.same_hosts() if before else _requested_hosts(request))
         except BaseException:
             if self.owns_ray:
                 ray.shutdown()
@@ -111,10 +111,10 @@ class RayCluster(RayCalls):
             if self.owns_ray:
                 ray.shutdown()
 
-    def wanted_again(self) -> Wanted:
+    def same_hosts(self) -> HostRequest:
         """The request of a session that follows this one."""
         held = frozenset(host.node_id for host in self.hosts)
-        return replace(_wanted(self.request), resource=self._resource, held=held)
+        return replace(_requested_hosts(self.request), resource=self._resource, held=held)
 
     def available_hosts(self) -> int:
         """How many hosts `restarted` would reserve now; 0 if the head does not answer, or has forgotten this process.
@@ -124,7 +124,7 @@ class RayCluster(RayCalls):
         if self._released and self.owns_cluster:
             return 1  # A cluster that is started anew on this machine.
         if ray.is_initialized():
-            return 0 if fault_of_head(self.head) is not None else n_available(self.wanted_again())
+            return 0 if fault_of_head(self.head) is not None else n_available(self.same_hosts())
 
         if not answers(self.head):
             return 0
@@ -133,7 +133,7 @@ class RayCluster(RayCalls):
         except MinialpaError:  # `restart` raises it
             return 0
         try:
-            return n_available(self.wanted_again())
+            return n_available(self.same_hosts())
         finally:
             ray.shutdown()
 
@@ -326,5 +326,5 @@ def _memory_fraction(env: Mapping[str, str]) -> float:
         raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {text!r}.") from None
 
 
-def _wanted(request: Request) -> Wanted:
-    return Wanted(num_hosts=request.num_hosts, devices_per_host=request.devices_per_host)
+def _requested_hosts(request: SessionRequest) -> HostRequest:
+    return HostRequest(num_hosts=request.num_hosts, devices_per_host=request.devices_per_host)

@@ -131,7 +131,7 @@ def ip_key(ip: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class HostRequest:
     """The hosts that a session requests. None stands for all hosts, and for as many devices as every host has.
 
     A restarted session gives the `resource` that counted the devices of the session before, and the `NodeID`s that it
@@ -171,16 +171,16 @@ class Reservation:
         return tuple(sorted(hosts, key=lambda host: (ip_key(host.ip), host.node_id)))
 
 
-def n_available(wanted: Wanted) -> int:
-    n_nodes = len(_usable(nodes_that_answer(_QUICK_PROBE_S), wanted))
-    return n_nodes if wanted.num_hosts is None else min(wanted.num_hosts, n_nodes)
+def n_available(requested: HostRequest) -> int:
+    n_nodes = len(_usable(nodes_that_answer(_QUICK_PROBE_S), requested))
+    return n_nodes if requested.num_hosts is None else min(requested.num_hosts, n_nodes)
 
 
-def reserve(wanted: Wanted) -> Reservation:
+def reserve(requested: HostRequest) -> Reservation:
     """Reserve hosts, as soon as they are free."""
     deadline = time.monotonic() + _RESERVE_TIMEOUT_S
     while True:
-        choice = _choose_again(wanted) if wanted.resource else _choose_first(wanted)
+        choice = _choose_again(requested) if requested.resource else _choose_first(requested)
         bundle = {choice.resource: choice.resource_per_device * choice.devices_per_host}
         group = placement_group(
             [dict(bundle) for _ in choice.nodes],
@@ -206,41 +206,41 @@ def reserve(wanted: Wanted) -> Reservation:
             )
 
 
-def _choose_first(wanted: Wanted) -> NodeChoice:
-    return choose_nodes(nodes_that_answer(_PROBE_S), wanted.num_hosts, wanted.devices_per_host)
+def _choose_first(requested: HostRequest) -> NodeChoice:
+    return choose_nodes(nodes_that_answer(_PROBE_S), requested.num_hosts, requested.devices_per_host)
 
 
-def _choose_again(wanted: Wanted) -> NodeChoice:
+def _choose_again(requested: HostRequest) -> NodeChoice:
     """The nodes for a restarted session, once the nodes of the ended session are free, or after some seconds."""
     nodes = nodes_that_answer(_PROBE_S)
     deadline = time.monotonic() + _FREE_TIMEOUT_S
-    usable = _usable(nodes, wanted)
-    free = _free(nodes, wanted)
+    usable = _usable(nodes, requested)
+    free = _free(nodes, requested)
     while len(free) < len(usable) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        free = _free(nodes, wanted)
+        free = _free(nodes, requested)
 
     if not free:
-        devices = f"{wanted.devices_per_host or 'all of its'} `{wanted.resource}`"
+        devices = f"{requested.devices_per_host or 'all of its'} `{requested.resource}`"
         raise MinialpaError(
             f"No host of the Ray cluster answers and has {devices} free. Start nodes, or wait for other programs to "
             "end, until `minialpa.available_hosts()` is not 0; then call `minialpa.restart()`."
         )
-    n_hosts = len(free) if wanted.num_hosts is None else min(wanted.num_hosts, len(free))
-    return choose_nodes(free, n_hosts, wanted.devices_per_host)
+    n_hosts = len(free) if requested.num_hosts is None else min(requested.num_hosts, len(free))
+    return choose_nodes(free, n_hosts, requested.devices_per_host)
 
 
-def _usable(nodes: Sequence[Mapping[str, Any]], wanted: Wanted) -> list[Mapping[str, Any]]:
+def _usable(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
     """The nodes that are free, or will be when the session that holds them has ended."""
-    assert wanted.resource is not None
+    assert requested.resource is not None
     return nodes_to_restart_on(
         nodes,
-        resource=wanted.resource,
-        devices_per_host=wanted.devices_per_host,
+        resource=requested.resource,
+        devices_per_host=requested.devices_per_host,
         available=available_resources(),
-        held=wanted.held,
+        held=requested.held,
     )
 
 
-def _free(nodes: Sequence[Mapping[str, Any]], wanted: Wanted) -> list[Mapping[str, Any]]:
-    return _usable(nodes, replace(wanted, held=frozenset()))
+def _free(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
+    return _usable(nodes, replace(requested, held=frozenset()))

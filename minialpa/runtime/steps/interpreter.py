@@ -125,8 +125,8 @@ class Interpreter:
         match instruction:
             case Run(function, inputs):
                 return [inputs[k] for k in self.callees[function].donated]
-            case Accumulate(_, totals):
-                return totals
+            case Accumulate(_, accumulators):
+                return accumulators
         return ()
 
     # ---- traced steps ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import numpy as np
 from minialpa.errors import WorkerError
 from minialpa.runtime.transports.handshake import shut
 from minialpa.runtime.transports.mailbox import Mailbox, ProtocolError, ReceivedBytes
-from minialpa.runtime.transports.transport import ALIGNMENT, Bytes, Part, Piece, lay_out
+from minialpa.runtime.transports.transport import ALIGNMENT, Bytes, ExpectedPart, Part, lay_out
 
 QUICK_BYTES = 128 << 10
 """The caller itself writes messages up to this size."""
@@ -53,7 +53,7 @@ _MAGIC = 0xA1FA
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _QueuedSend:
+class _QueuedMessage:
     """A message to be sent.
 
     Attributes:
@@ -80,7 +80,7 @@ class Channel:
         # whole and in order.
         self._lock = threading.Lock()
         self._n_unfinished = 0
-        self._queue: SimpleQueue[_QueuedSend | None] = SimpleQueue()
+        self._queue: SimpleQueue[_QueuedMessage | None] = SimpleQueue()
 
         _tune(sock)
         self._threads = [
@@ -94,7 +94,7 @@ class Channel:
         """See `Transport.send`. The future fails with a WorkerError that names the message and the peer."""
         sent: Future[None] = Future()
         sent.set_running_or_notify_cancel()
-        send = _QueuedSend(tag, tuple(parts), sent)
+        send = _QueuedMessage(tag, tuple(parts), sent)
         with self._lock:
             is_quick = not self._n_unfinished and _is_quick(parts)
             left = self._write_quickly(send) if is_quick else send
@@ -133,13 +133,13 @@ class Channel:
             with contextlib.suppress(OSError):
                 self._socket.sendall(_FRAME.pack(_MAGIC, FrameKind.GOODBYE, 0, 0, 0))
 
-    def _write(self, send: _QueuedSend) -> None:
+    def _write(self, send: _QueuedMessage) -> None:
         with self._reporting(send):
             for data in _encoded(send) if send.rest is None else (send.rest,):
                 self._socket.sendall(data)
             send.sent.set_result(None)
 
-    def _write_quickly(self, send: _QueuedSend) -> _QueuedSend | None:
+    def _write_quickly(self, send: _QueuedMessage) -> _QueuedMessage | None:
         with self._reporting(send):
             data = b"".join(_encoded(send))
             try:
@@ -152,7 +152,7 @@ class Channel:
         return None
 
     @contextlib.contextmanager
-    def _reporting(self, send: _QueuedSend) -> Iterator[None]:
+    def _reporting(self, send: _QueuedMessage) -> Iterator[None]:
         try:
             self._mailbox.check()
             yield
@@ -211,13 +211,13 @@ class Channel:
             view = view[n_received:]
 
 
-def _encoded(send: _QueuedSend) -> Iterator[bytes | memoryview]:
+def _encoded(send: _QueuedMessage) -> Iterator[bytes | memoryview]:
     """The frame of a message and its bytes, with zeros between parts up to the next offset.
 
     Waits until the arrays are ready.
     """
     arrays = [_view(part) for part in send.parts]
-    layout = lay_out(tuple(Piece(array.shape, array.dtype) for array in arrays))
+    layout = lay_out(tuple(ExpectedPart(array.shape, array.dtype) for array in arrays))
     yield _FRAME.pack(_MAGIC, FrameKind.MESSAGE, layout.digest, send.tag, layout.size_bytes)
     end = 0
     for offset, array in zip(layout.offsets, arrays, strict=True):

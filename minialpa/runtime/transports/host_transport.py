@@ -21,7 +21,7 @@ from minialpa.errors import WorkerError
 from minialpa.runtime.transports.channel import Channel
 from minialpa.runtime.transports.handshake import Address, Listener, connect
 from minialpa.runtime.transports.mailbox import Mailbox, ReceivedBytes
-from minialpa.runtime.transports.transport import Part, Piece, lay_out
+from minialpa.runtime.transports.transport import ExpectedPart, Part, lay_out
 
 #: Seconds that `close` waits for sends under way.
 _FLUSH_S = 2.0
@@ -74,18 +74,20 @@ class HostTransport:
         self.mailbox.check()
         return self._channel(peer).send(tag, parts)
 
-    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[np.ndarray[Any, Any]]:
+    def receive(
+        self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float
+    ) -> list[np.ndarray[Any, Any]]:
         """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and share the memory of the message."""
         message = self.take(peer, tag, timeout_s)
-        layout = lay_out(tuple(pieces))
+        layout = lay_out(tuple(expected))
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
             raise WorkerError(
-                f"Worker {self.number} awaited {layout.size_bytes} bytes as message {tag} of worker {peer}, {pieces}, "
+                f"Worker {self.number} expected {layout.size_bytes} bytes as message {tag} of worker {peer}, {expected}, "
                 f"and got {message.payload.size} bytes with another layout. The two run different programs."
             )
         return [
-            message.payload[offset : offset + piece.size_bytes].view(piece.dtype).reshape(piece.shape)
-            for offset, piece in zip(layout.offsets, pieces, strict=True)
+            message.payload[offset : offset + part.size_bytes].view(part.dtype).reshape(part.shape)
+            for offset, part in zip(layout.offsets, expected, strict=True)
         ]
 
     def take(self, peer: int, tag: int, timeout_s: float | None) -> ReceivedBytes:

@@ -34,7 +34,7 @@ import numpy as np
 from minialpa.errors import WorkerError
 from minialpa.runtime.transports.host_transport import HostTransport
 from minialpa.runtime.transports.mailbox import Mailbox
-from minialpa.runtime.transports.transport import Part, Piece
+from minialpa.runtime.transports.transport import ExpectedPart, Part
 from minialpa.support.private_jax import memory_of
 
 #: Seconds to wait for the peer while a communicator is made.
@@ -119,14 +119,14 @@ class NcclTransport:
         self._queues[peer].put(_QueuedSend(tag, arrays, links, sent))
         return sent
 
-    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[jax.Array]:
-        """See `Transport.receive`. The arrays are on the devices of `pieces`, and their values have arrived."""
+    def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> list[jax.Array]:
+        """See `Transport.receive`. The arrays are on the devices of `expected`, and their values have arrived."""
         arrays = self._mailbox.take(peer, tag, timeout_s)
         got = [(array.shape, str(array.dtype), self._device_of(array)) for array in arrays]
-        expected = [(piece.shape, str(piece.dtype), piece.device) for piece in pieces]
-        if got != expected:
+        asked = [(part.shape, str(part.dtype), part.device) for part in expected]
+        if got != asked:
             raise WorkerError(
-                f"Worker {self._number} awaited {expected} (shape, dtype, device) as message {tag} of worker {peer}, "
+                f"Worker {self._number} expected {asked} (shape, dtype, device) as message {tag} of worker {peer}, "
                 f"and got {got}. The two run different programs."
             )
         return arrays

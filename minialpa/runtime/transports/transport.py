@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ExpectedPart:
     """The part that a receiver expects, with the device that receives it, as in `Part`."""
 
     shape: tuple[int, ...]
@@ -67,10 +67,10 @@ class Transport(Protocol):
         """
         ...
 
-    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[Any]:
+    def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> list[Any]:
         """Wait for a message and return its parts, in the order in which they were sent.
 
-        Raises WorkerError if it does not come within `timeout_s` seconds or does not match `pieces`.
+        Raises WorkerError if it does not come within `timeout_s` seconds or does not match `expected`.
         """
         ...
 
@@ -94,13 +94,13 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)  # All steps have the same messages, and the name of a dtype takes long to make.
-def lay_out(pieces: tuple[Piece, ...]) -> Layout:
+def lay_out(expected: tuple[ExpectedPart, ...]) -> Layout:
     """The pieces one after the other, each aligned. Sender and receiver compute the same layout for the same pieces."""
     offsets = []
     end = 0
-    for piece in pieces:
+    for part in expected:
         start = -(-end // ALIGNMENT) * ALIGNMENT
         offsets.append(start)
-        end = start + piece.size_bytes
-    words = ";".join(f"{piece.shape}{piece.dtype}" for piece in pieces)
+        end = start + part.size_bytes
+    words = ";".join(f"{part.shape}{part.dtype}" for part in expected)
     return Layout(tuple(offsets), end, zlib.crc32(words.encode()))

@@ -20,7 +20,7 @@ from minialpa.programs.mesh_program import ArrayType, MeshProgram, Message, Plac
 from minialpa.programs.resharding import Box
 from minialpa.runtime.steps.interpreter import Action, Buffers
 from minialpa.runtime.steps.step_trace import FUNCTIONS, StepTrace
-from minialpa.runtime.transports.transport import Part, Piece, Transport
+from minialpa.runtime.transports.transport import ExpectedPart, Part, Transport
 
 #: The track of a timeline that shows the thread that issues instructions.
 INSTRUCTIONS = "instructions"
@@ -138,8 +138,8 @@ class Exchange:
         self, number: int, message: Message, dtype: np.dtype[Any], arrived: dict[int, list[tuple[Box, Any]]]
     ) -> None:
         first = min(self._local)
-        pieces = [Piece(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
-        arrays = self._transport.receive(message.source, self._tag(number), pieces, self._timeout_s)
+        expected = [ExpectedPart(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
+        arrays = self._transport.receive(message.source, self._tag(number), expected, self._timeout_s)
         for move, array in zip(message.moves, arrays, strict=True):
             for device in move.targets:
                 # A transport between GPUs gives arrays on the first of them.

@@ -191,8 +191,8 @@ def _written(instruction: Any) -> tuple[int, ...]:
     match instruction:
         case Run(_, _, outputs):
             return tuple(outputs)
-        case Accumulate(_, totals, _):
-            return tuple(totals)
+        case Accumulate(_, accumulators, _):
+            return tuple(accumulators)
         case Receive(target, _) | Relayout(_, target, _):
             return (target,)
     return ()

@@ -175,7 +175,7 @@ def test_a_value_of_the_micro_batch_is_asked_for(loss: Callable[..., Any], share
     split = split_micro_batches(trace(step, _params(), _batch()), 4)
     expected = jax.jit(_training(of_parts))(_params(), _batch())
     assert_allclose(run_split(split, (_params(), _batch())), expected, rtol=1e-4, atol=1e-6)
-    assert all("`per_micro_batch` at" in found for found in split.own) and split.own
+    assert all("`per_micro_batch` at" in found for found in split.per_micro_batch) and split.per_micro_batch
 
 
 def test_an_integer_of_the_micro_batch_is_refused() -> None:
@@ -299,7 +299,7 @@ def test_sums_of_narrow_floats_over_micro_batches_are_float32(dtype: Any) -> Non
 
     w, x = jnp.zeros(D), jnp.full((64, D), 1 / 8, dtype)
     split = split_micro_batches(trace(step, w, x), 64)
-    assert [str(aval_of(one.total).dtype) for one in split.accumulators] == ["float32"]
+    assert [str(aval_of(one.complete).dtype) for one in split.accumulators] == ["float32"]
     np.testing.assert_array_equal(np.asarray(run_split(split, (w, x))[1], np.float32), 1.0)
 
 

@@ -34,8 +34,10 @@ def _split_of(step: Parted, args: Any, is_own: bool) -> SplitStep:
     The serial run sees parts of the batch one by one if micro-batches have statistics of their own.
     """
     split = split_micro_batches(trace(step(1), *args), N)
-    assert (len(split.own) > 0) == is_own
-    assert all(re.match(r"mean and variance of float32 \(batch, \d\) at .*\.py:\d+", text) for text in split.own)
+    assert (len(split.per_micro_batch) > 0) == is_own
+    assert all(
+        re.match(r"mean and variance of float32 \(batch, \d\) at .*\.py:\d+", text) for text in split.per_micro_batch
+    )
     assert_allclose(run_split(split, args), jax.jit(step(N if is_own else 1))(*args), rtol=1e-4, atol=2e-5)
     return split
 
@@ -85,14 +87,14 @@ def test_a_normalisation_may_be_cut_by_a_stage() -> None:
 )
 def test_both_statistics_are_averaged_in_the_state(variance: str, averages: tuple[str, str], is_own: bool) -> None:
     step, args = _drawn(_model(BatchNorm(variance, averages)))
-    assert (len(split_micro_batches(trace(step(1), *args), N).own) > 0) == is_own
+    assert (len(split_micro_batches(trace(step(1), *args), N).per_micro_batch) > 0) == is_own
 
 
 def test_standardised_data_is_that_of_the_whole_batch_beside_a_normalisation() -> None:
     """Also with running averages; its totals are known before the first loop."""
     step, args = _drawn(_model(data="averaged"))
     split = _split_of(step, args, is_own=True)
-    assert len(split.own) == 1 and split.n_loops == 1
+    assert len(split.per_micro_batch) == 1 and split.n_loops == 1
 
 
 # ---- how a normalisation is written ---------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def _training(normalise: Normalise = _batch_norm) -> Parted:
 
 def _is_own(normalise: Normalise) -> bool:
     """Whether a step over micro-batches has statistics of the micro-batch."""
-    return len(split_micro_batches(trace(_training(normalise)(1), _state(), _batch()), N).own) > 0
+    return len(split_micro_batches(trace(_training(normalise)(1), _state(), _batch()), N).per_micro_batch) > 0
 
 
 #: Ways to write a mean over examples, or nearly one, and whether a micro-batch takes its own.

@@ -26,12 +26,12 @@ from minialpa import (
     models,
 )
 from minialpa.inter.context import compiler_of
-from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_layers, pieces_of
+from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_layers, sublayers_of
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.search.joint_search import StageSearch
-from minialpa.inter.search.piece_solver import PieceSearch
 from minialpa.inter.search.stage_bounds import StageBounds
-from minialpa.inter.search.stage_cost import PieceCosts, load_costs
+from minialpa.inter.search.stage_cost import SublayerCosts, load_costs
+from minialpa.inter.search.sublayer_solver import SublayerSearch
 from minialpa.inter.search.submeshes import Space, candidates, first_views, may_start, skip_to, transfer_seconds
 from minialpa.options import Remat
 from minialpa.plan import verify_plan
@@ -65,7 +65,7 @@ def bounds_of(
         use_all_devices=False,
         tolerance=0.01,
     )
-    search = PieceSearch(
+    search = SublayerSearch(
         traced=traced,
         layer_of_group=layers,
         cluster=cluster,
@@ -87,16 +87,16 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     seconds = {}
     for n in full.numbers:
         for c in range(len(full.columns)):
-            for piece in range(full.pieces.n_pieces):
-                while not full.tables[n].solved[piece, c]:
-                    full.raise_bound(n, piece, c)
+            for sublayer in range(full.sublayers.n_sublayers):
+                while not full.tables[n].solved[sublayer, c]:
+                    full.raise_bound(n, sublayer, c)
         try:
             seconds[n] = full.choose(n).seconds
         except minialpa.InfeasibleError:
             seconds[n] = np.inf
     least = min(seconds.values())
     assert least * (1 - 1e-9) <= found.seconds <= least * 1.02
-    assert lazy.pieces.n_solved == certificate.n_costs < full.pieces.n_solved
+    assert lazy.sublayers.n_solved == certificate.n_costs < full.sublayers.n_solved
     bound_s = certificate.bound_s
     assert found.seconds * 0.98 <= bound_s <= min(seconds[n] for n in certificate.n_micro_batches) * (1 + 1e-9)
 
@@ -111,7 +111,7 @@ def test_views_near_the_first_ones_lead_to_the_best_of_all(memory_bytes: float) 
         assert every.open_all_views(n) and not every.open_all_views(n)
     found = [StageSearch(bounds, lambda what, done, total: None).best() for bounds in (few, every)]
     assert found[0].seconds <= found[1].seconds * 1.02
-    assert few.pieces.n_solved <= every.pieces.n_solved
+    assert few.sublayers.n_solved <= every.sublayers.n_solved
 
 
 def test_a_step_that_fits_in_a_late_view_alone_is_planned() -> None:
@@ -197,9 +197,9 @@ def test_layers_are_the_blocks_of_a_model_and_its_head() -> None:
     traced = traced_model("gpt", n_layers=8, hidden=64, vocab_size=6400)
     assert natural_layers(traced) == 17  # two for each block, to have at least 16
     layers = assign_layers(traced, AutoLayerOption(layer_num=4))
-    pieces, layer_of_piece = pieces_of(traced, layers)
-    assert sorted(set(pieces)) == list(range(len(layer_of_piece))) and len(layer_of_piece) >= 17
-    assert [layer_of_piece[piece] for piece in pieces] == list(layers)
+    sublayers, layer_of_sublayer = sublayers_of(traced, layers)
+    assert sorted(set(sublayers)) == list(range(len(layer_of_sublayer))) and len(layer_of_sublayer) >= 17
+    assert [layer_of_sublayer[sublayer] for sublayer in sublayers] == list(layers)
 
 
 def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
@@ -241,7 +241,7 @@ def test_costs_on_disk_are_used_again_and_change_nothing(tmp_path: Path, monkeyp
     def refuse(*args: Any) -> Any:
         raise AssertionError("solves again")
 
-    monkeypatch.setattr(PieceCosts, "_solve", refuse)
+    monkeypatch.setattr(SublayerCosts, "_solve", refuse)
     assert plan_step(traced, V100, method.options()) == first
     path.write_text("[]")
     with pytest.raises(VerifyError, match="holds no costs of pieces"):

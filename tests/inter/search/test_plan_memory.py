@@ -12,8 +12,8 @@ import minialpa
 from benchmarks.planning import planned, traced_step
 from benchmarks.recurrent import recogniser_step
 from minialpa import AutoLayerOption, AutoParallel, AutoStageOption, ClusterSpec
-from minialpa.inter.search import piece_solver, stage_solve
-from minialpa.inter.search.stage_cost import PieceCosts
+from minialpa.inter.search import stage_solve, sublayer_solver
+from minialpa.inter.search.stage_cost import SublayerCosts
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.tracing.trace import TracedStep
 
@@ -53,12 +53,12 @@ def test_without_room_a_search_keeps_one_solver_and_one_staged_step_and_finds_th
     expected = planned(traced, CPUS, METHOD)
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
-            (piece_solver, "_MOST_STAGED_BYTES"),
-            (piece_solver, "_MOST_SOLVER_BYTES"),
+            (sublayer_solver, "_MOST_STAGED_BYTES"),
+            (sublayer_solver, "_MOST_SOLVER_BYTES"),
             (stage_solve, "_MOST_SOLVER_BYTES"),
         ):
             patch.setattr(module, name, 0)
-        builders, staged = Alive(patch, GraphBuilder), Alive(patch, PieceCosts)
+        builders, staged = Alive(patch, GraphBuilder), Alive(patch, SublayerCosts)
         found = planned(traced, CPUS, METHOD)
     assert found == expected
     assert builders.made > 12 and staged.made > 1, (builders.made, staged.made)

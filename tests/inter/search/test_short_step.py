@@ -19,12 +19,12 @@ from minialpa import AutoLayerOption, AutoShardingOption, AutoStageOption, Clust
 from minialpa.errors import TraceError
 from minialpa.inter.context import compiler_of
 from minialpa.inter.layers.forward import assign_layers
-from minialpa.inter.search import piece_solver
+from minialpa.inter.search import sublayer_solver
 from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
-from minialpa.inter.search.piece_solver import PieceSearch, PieceSolver
-from minialpa.inter.search.short_step import NotShortened, PiecedStep, runs_of
+from minialpa.inter.search.short_step import NotShortened, SublayeredStep, runs_of
 from minialpa.inter.search.stage_bounds import StageBounds
-from minialpa.inter.search.stage_cost import PieceCosts
+from minialpa.inter.search.stage_cost import SublayerCosts
+from minialpa.inter.search.sublayer_solver import SublayerSearch, SublayerSolver
 from minialpa.inter.search.submeshes import Candidate, Space, candidates, columns_of
 from minialpa.options import Remat
 from minialpa.tracing.trace import TracedStep
@@ -36,7 +36,7 @@ N_LAYERS, WIDTH = 10, 16
 WAYS: tuple[tuple[int, Remat], ...] = ((2, "none"), (1, "dots"), (4, "full"), (2, "dots"), (1, "none"))
 
 
-def search_of(traced: TracedStep, n_layers: int) -> PieceSearch:
+def search_of(traced: TracedStep, n_layers: int) -> SublayerSearch:
     space = Space(
         micro_batches=(1, 2, 4),
         remats=("none", "dots", "full"),
@@ -45,7 +45,7 @@ def search_of(traced: TracedStep, n_layers: int) -> PieceSearch:
         use_all_devices=False,
         tolerance=0.01,
     )
-    return PieceSearch(
+    return SublayerSearch(
         traced=traced,
         layer_of_group=assign_layers(traced, AutoLayerOption(layer_num=n_layers)),
         cluster=V100,
@@ -55,21 +55,21 @@ def search_of(traced: TracedStep, n_layers: int) -> PieceSearch:
     )
 
 
-def solver_of(traced: TracedStep, n_layers: int) -> PieceSolver:
+def solver_of(traced: TracedStep, n_layers: int) -> SublayerSolver:
     search = search_of(traced, n_layers)
-    return PieceSolver(search, columns_of(search.space, V100, search.option), {})
+    return SublayerSolver(search, columns_of(search.space, V100, search.option), {})
 
 
-def of_whole(solver: PieceSolver, n: int, remat: Remat) -> PieceCosts:
-    """The pieces of the whole step: what a search would see if it staged nothing else."""
+def of_whole(solver: SublayerSolver, n: int, remat: Remat) -> SublayerCosts:
+    """The sublayers of the whole step: what a search would see if it staged nothing else."""
     return solver._costs_of(solver._whole, n, remat)
 
 
-def assert_same_problems(solver: PieceSolver) -> None:
+def assert_same_problems(solver: SublayerSolver) -> None:
     for n, remat in WAYS:
-        found, expected = solver._pieces(n, remat), of_whole(solver, n, remat)
-        digests = [[pieces.digests[place] for place in pieces.place] for pieces in (found, expected)]
-        wrong = [piece for piece, (a, b) in enumerate(zip(*digests, strict=True)) if a != b]
+        found, expected = solver._sublayers(n, remat), of_whole(solver, n, remat)
+        digests = [[sublayers.digests[place] for place in sublayers.place] for sublayers in (found, expected)]
+        wrong = [sublayer for sublayer, (a, b) in enumerate(zip(*digests, strict=True)) if a != b]
         assert not wrong, (n, remat, wrong)
         assert found.kind == expected.kind
 
@@ -154,9 +154,9 @@ SHORT = {
 }
 
 
-def short_of(solver: PieceSolver) -> PiecedStep | NotShortened | None:
+def short_of(solver: SublayerSolver) -> SublayeredStep | NotShortened | None:
     for n, remat in WAYS[:2]:
-        solver._pieces(n, remat)
+        solver._sublayers(n, remat)
     return solver.short
 
 
@@ -165,44 +165,44 @@ def test_a_short_step_has_the_problems_of_the_whole_step(name: str) -> None:
     case = SHORT[name]
     solver = solver_of(case.make(), case.n_layers)
     short = short_of(solver)
-    assert isinstance(short, PiecedStep), short
-    assert short.n_pieces < solver.n_pieces
+    assert isinstance(short, SublayeredStep), short
+    assert short.n_sublayers < solver.n_sublayers
     assert len(short.step.flat.eqns) < len(solver._whole.step.flat.eqns)
     assert_same_problems(solver)
 
 
 def test_what_cannot_be_shortened_is_staged_as_a_whole() -> None:
-    """The last pieces are equal problems, and unlike each other as soon as something is computed again."""
+    """The last sublayers are equal problems, and unlike each other as soon as something is computed again."""
     solver = solver_of(trained(decayed), N_LAYERS)
     short = short_of(solver)
-    assert isinstance(short, NotShortened) and "No 5 neighbouring pieces" in short.reason, short
+    assert isinstance(short, NotShortened) and "No 5 neighbouring sublayers" in short.reason, short
     assert_same_problems(solver)
 
 
 def test_pieces_of_one_kind_cost_the_same() -> None:
     """Although they read other keys."""
-    pieces = of_whole(solver_of(with_dropout(), N_LAYERS), 2, "dots")
+    sublayers = of_whole(solver_of(with_dropout(), N_LAYERS), 2, "dots")
     for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
-        for piece, kind in enumerate(pieces.kind):
+        for sublayer, kind in enumerate(sublayers.kind):
             costs = []
-            for one in (piece, kind):
-                pieces.known = {}
-                costs.append(pieces.cost(one, candidate, None, 0.0, limited=True))
-            assert costs[0] == costs[1], (piece, kind, candidate)
+            for one in (sublayer, kind):
+                sublayers.known = {}
+                costs.append(sublayers.cost(one, candidate, None, 0.0, limited=True))
+            assert costs[0] == costs[1], (sublayer, kind, candidate)
 
 
 def test_a_search_finds_the_same_with_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     search = search_of(trained(plain, clipped()), N_LAYERS)
 
-    def found() -> tuple[FoundPipeline, PieceSolver]:
+    def found() -> tuple[FoundPipeline, SublayerSolver]:
         bounds = StageBounds(search)
-        return StageSearch(bounds, lambda what, done, total: None).best(), bounds.pieces
+        return StageSearch(bounds, lambda what, done, total: None).best(), bounds.sublayers
 
-    with_short, pieces = found()
-    assert isinstance(pieces.short, PiecedStep)
-    monkeypatch.setattr(piece_solver, "shortened", lambda pieces: NotShortened("by the test"))
-    without, pieces = found()
-    assert pieces.short == NotShortened("by the test")
+    with_short, sublayers = found()
+    assert isinstance(sublayers.short, SublayeredStep)
+    monkeypatch.setattr(sublayer_solver, "shortened", lambda sublayers: NotShortened("by the test"))
+    without, sublayers = found()
+    assert sublayers.short == NotShortened("by the test")
     assert with_short == without
 
 
@@ -210,30 +210,30 @@ def test_a_search_finds_the_same_with_short_steps(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_short_step_with_another_problem_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver, shortened = solver_of(trained(plain), N_LAYERS), piece_solver.shortened
+    solver, shortened = solver_of(trained(plain), N_LAYERS), sublayer_solver.shortened
 
-    def costed_wrongly(pieces: Any) -> PiecedStep:
-        short = shortened(pieces)
-        assert isinstance(short, PiecedStep)
-        # The first piece, which differs from all others, as the second one.
+    def costed_wrongly(sublayers: Any) -> SublayeredStep:
+        short = shortened(sublayers)
+        assert isinstance(short, SublayeredStep)
+        # The first sublayer, which differs from all others, as the second one.
         return dataclasses.replace(short, kept={**short.kept, 0: short.kept[1]})
 
-    monkeypatch.setattr(piece_solver, "shortened", costed_wrongly)
+    monkeypatch.setattr(sublayer_solver, "shortened", costed_wrongly)
     assert short_of(solver) == NotShortened("Piece 1 is another problem in the short step.")
     assert_same_problems(solver)
 
 
 def test_a_short_step_that_cannot_be_split_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver, staged = solver_of(trained(plain), N_LAYERS), piece_solver.stage_step
+    solver, staged = solver_of(trained(plain), N_LAYERS), sublayer_solver.stage_step
 
     def refuses_short_steps(step: TracedStep, n: int, *args: Any) -> Any:
-        if n == 4 and isinstance(solver.short, PiecedStep):
+        if n == 4 and isinstance(solver.short, SublayeredStep):
             raise TraceError("by the test")
         return staged(step, n, *args)
 
-    monkeypatch.setattr(piece_solver, "stage_step", refuses_short_steps)
-    assert isinstance(short_of(solver), PiecedStep)
-    assert solver._pieces(4, "none").kind == of_whole(solver, 4, "none").kind
+    monkeypatch.setattr(sublayer_solver, "stage_step", refuses_short_steps)
+    assert isinstance(short_of(solver), SublayeredStep)
+    assert solver._sublayers(4, "none").kind == of_whole(solver, 4, "none").kind
     assert solver.short == NotShortened("by the test")
 
 

@@ -23,13 +23,13 @@ def check_bounds(bounds: StageBounds, seed: int, n_columns: int) -> None:
     all_columns = [(n, c) for n in bounds.numbers for c in range(len(bounds.columns))]
     for n, c in rng.sample(all_columns, min(n_columns, len(all_columns))):
         tables = bounds.tables[n]
-        for piece in range(bounds.pieces.n_pieces):
-            before = {name: values[piece, c] for name, values in tables.by_name.items()}
-            while not tables.solved[piece, c]:
-                before = {name: values[piece, c] for name, values in tables.by_name.items()}
-                bounds.raise_bound(n, piece, c)
+        for sublayer in range(bounds.sublayers.n_sublayers):
+            before = {name: values[sublayer, c] for name, values in tables.by_name.items()}
+            while not tables.solved[sublayer, c]:
+                before = {name: values[sublayer, c] for name, values in tables.by_name.items()}
+                bounds.raise_bound(n, sublayer, c)
             for name, value in before.items():
-                assert value <= tables.by_name[name][piece, c] * (1 + 1e-9), (name, n, piece, bounds.columns[c])
+                assert value <= tables.by_name[name][sublayer, c] * (1 + 1e-9), (name, n, sublayer, bounds.columns[c])
 
 
 def test_bounds_are_at_most_the_costs() -> None:
@@ -50,8 +50,8 @@ def test_tables_that_are_kept_are_those_that_are_made_anew() -> None:
     rng = random.Random(0)
     for _ in range(6):
         c = rng.randrange(len(bounds.columns))
-        piece = rng.randrange(bounds.pieces.n_pieces)
-        bounds.raise_bound(8, piece, c)
+        sublayer = rng.randrange(bounds.sublayers.n_sublayers)
+        bounds.raise_bound(8, sublayer, c)
         found = bounds.choose(8)
         bounds.tables[8].learn(place_of(found.stages[0]), 1e-3 * rng.random(), 1e-4)
         bounds.tables[8].exclude(place_of(found.stages[-1]), 1)
@@ -85,7 +85,7 @@ def test_a_search_that_starts_from_a_pipeline_finds_no_worse_one_than_another() 
         found = bounds.choose(8)
         for one in bounds.unsolved(8, found)[:1] or []:
             for each in (bounds, anew):
-                each.raise_bound(8, one.piece, one.column)
+                each.raise_bound(8, one.sublayer, one.column)
         anew.tables[8].chosen = None
         bounds.tables[8].changed |= rng.random() < 0.5
         first, second = bounds.choose(8).seconds, anew.choose(8).seconds

@@ -153,7 +153,7 @@ def test_the_limit_counts_what_a_pass_holds_while_its_results_only_add_to_totals
     case = models.build("mlp", batch_size=64, hidden=64, n_layers=4)
     traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
     staged = stage_step(traced, 4, (), (0,))
-    view = ShardedView(LogicalMesh((4,)), adds_totals=True)
+    view = ShardedView(LogicalMesh((4,)), adds_to_accumulators=True)
     usages = mesh_usages(staged, 0, ((1,),), view, compiler=XLA_GPU)
     made = {v for task in staged.tasks if task.per_micro_batch for eqn in task.eqns for v in eqn.outvars}
     assert sum(bytes_of(usage.var) for usage in usages if usage.var in made) > 4 * 16 * 64 * 4

@@ -47,8 +47,8 @@ def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place() -> N
     assert len(runs) == 4
     for one, following in itertools.pairwise(runs):
         given = {following.inputs[k] for k in program.functions[number].donated}
-        totals = set(one.outputs) & set(following.inputs)
-        assert totals and totals <= given
+        accumulators = set(one.outputs) & set(following.inputs)
+        assert accumulators and accumulators <= given
 
 
 def test_values_that_are_no_sums_are_combined_apart() -> None:

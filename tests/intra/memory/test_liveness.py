@@ -20,7 +20,7 @@ from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.inter.search.stage_memory import donations
 from minialpa.inter.staging.mesh_problem import ShardedView, mesh_equations, task_program
 from minialpa.inter.staging.staged_step import bind_specs, final_specs, realise
-from minialpa.intra.memory.buffers import Buffer, Timeline, pack
+from minialpa.intra.memory.buffers import Buffer, BufferTimeline, pack
 from minialpa.intra.memory.liveness import ProgramMemory, lifetimes, peak_bytes
 from minialpa.intra.memory.xla.model import XLA_CPU
 from minialpa.plan import Plan
@@ -169,7 +169,7 @@ def test_a_block_holds_what_is_alive_and_never_more_than_all(buffers: list[tuple
     sizes = [40.0 * size for size, _, _ in buffers]
     slots = [64.0 * math.ceil(size / 64) for size in sizes]
     spans = tuple(Buffer(v, start, start + length) for v, (_, start, length) in enumerate(buffers))
-    timeline = Timeline(n_times=20, temporaries=spans, results=(), scratch=(), shared={})
+    timeline = BufferTimeline(n_times=20, temporaries=spans, results=(), scratch=(), shared={})
     packed = pack(timeline, sizes, alignment_bytes=64)
     at_once = [sum(slots[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
     assert sum(slots[v] for v in packed.values) == max(at_once) <= packed.n_bytes <= sum(slots)

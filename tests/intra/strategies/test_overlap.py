@@ -24,7 +24,7 @@ def test_weights_come_ahead_and_gradients_behind() -> None:
     flat, _ = trace_flat(step, *shapes)
     w, v, x = flat.invars
     out, result = flat.outvars
-    hidden = hidden_values(flat.eqns, flat.invars, early=(w, v), awaited=(out,))
+    hidden = hidden_values(flat.eqns, flat.invars, live_on_entry=(w, v), required_outputs=(out,))
 
     made = {eqn.primitive.name: eqn.outvars[0] for eqn in flat.eqns}
     products = [eqn.outvars[0] for eqn in flat.eqns if eqn.primitive.name == "dot_general"]
@@ -39,8 +39,10 @@ def test_the_first_and_the_last_product_have_no_work_beside_them_but_in_loops() 
 
     flat, _ = trace_flat(step, *[jax.ShapeDtypeStruct((4, 4), jnp.float32)] * 2)
     w, _ = flat.invars
-    assert not hidden_values(flat.eqns, flat.invars, early=(w,), awaited=())
-    assert {w, *flat.outvars} <= hidden_values(flat.eqns, flat.invars, early=(w,), awaited=(), in_loop=True)
+    assert not hidden_values(flat.eqns, flat.invars, live_on_entry=(w,), required_outputs=())
+    assert {w, *flat.outvars} <= hidden_values(
+        flat.eqns, flat.invars, live_on_entry=(w,), required_outputs=(), in_loop=True
+    )
 
 
 def test_gpus_hide_what_cpus_wait_for() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import JaxprEqn
 
-from minialpa.attention.operation import Attention, attention_p
+from minialpa.attention.operation import AttentionKind, attention_p
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.intra.strategies.work import blockwise_s, has_kernel, waste, work_of
 from minialpa.rules.known_rules import factors_of
@@ -23,7 +23,7 @@ def _equation(dtype: Any, *, batch: int = 4, biases: int = 0) -> JaxprEqn:
     query = jax.ShapeDtypeStruct((batch, length, 16, 1, 64), dtype)
     key = jax.ShapeDtypeStruct((batch, length, 16, 64), dtype)
     bias = jax.ShapeDtypeStruct((1, 16, 1, length, length), dtype)
-    kind = Attention(scale=0.125, n_biases=biases)
+    kind = AttentionKind(scale=0.125, n_biases=biases)
     jaxpr = jax.make_jaxpr(lambda *args: attention_p.bind(*args, kind=kind))(query, key, key, *[bias] * biases)
     eqn: JaxprEqn
     (eqn,) = jaxpr.jaxpr.eqns

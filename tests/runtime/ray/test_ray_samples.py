@@ -88,10 +88,10 @@ def test_each_host_reads_its_rows_and_a_lost_one_is_a_worker_error(cluster: Clus
         params = expected = PARAMS
         with loader(read, parallel) as given:
             for k, found in enumerate(given):
-                wanted = batch(k * BATCH, (k + 1) * BATCH)
+                requested = batch(k * BATCH, (k + 1) * BATCH)
                 params, _ = parallel(params, found)
-                expected, _ = step(expected, wanted)
-                assert_allclose(found, wanted, rtol=0, atol=0)
+                expected, _ = step(expected, requested)
+                assert_allclose(found, requested, rtol=0, atol=0)
         assert_allclose(params, expected, rtol=1e-3, atol=1e-5)
 
         # Two workers: the rows of each, of all batches except the first, which this process reads and sends.

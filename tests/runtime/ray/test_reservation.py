@@ -13,7 +13,7 @@ import ray
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.runtime.ray import reservation
 from minialpa.runtime.ray.ray_connection import nodes_that_answer
-from minialpa.runtime.ray.reservation import CPU_DEVICE, Wanted, choose_nodes, nodes_to_restart_on
+from minialpa.runtime.ray.reservation import CPU_DEVICE, HostRequest, choose_nodes, nodes_to_restart_on
 
 pytestmark = pytest.mark.ray
 
@@ -73,9 +73,9 @@ def test_a_session_starts_again_on_nodes_that_are_free_or_that_it_held() -> None
 
 def test_a_session_with_more_virtual_devices_than_cpus_starts_again_on_their_nodes() -> None:
     cpus = [node("10.0.0.1", CPU=2)]
-    for free, wanted in ((2.0, cpus), (1.0, [])):
+    for free, requested in ((2.0, cpus), (1.0, [])):
         available = {"node-10.0.0.1": {"CPU": free}}
-        assert nodes_to_restart_on(cpus, resource="CPU", devices_per_host=6, available=available) == wanted
+        assert nodes_to_restart_on(cpus, resource="CPU", devices_per_host=6, available=available) == requested
 
 
 # ---- waiting for nodes -----------------------------------------------------------------------------------------------
@@ -95,20 +95,20 @@ def available(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mapping[str, float]]
     return free
 
 
-def _chosen(wanted: Wanted) -> list[str]:
-    return [node["NodeID"] for node in reservation._choose_again(wanted).nodes]
+def _chosen(requested: HostRequest) -> list[str]:
+    return [node["NodeID"] for node in reservation._choose_again(requested).nodes]
 
 
-def _wanted(num_hosts: int | None, *held: str) -> Wanted:
-    return Wanted(num_hosts=num_hosts, devices_per_host=None, resource=CPU_DEVICE, held=frozenset(held))
+def _wanted(num_hosts: int | None, *held: str) -> HostRequest:
+    return HostRequest(num_hosts=num_hosts, devices_per_host=None, resource=CPU_DEVICE, held=frozenset(held))
 
 
 def test_the_nodes_of_the_ended_session_are_waited_for(available: dict[str, Mapping[str, float]]) -> None:
     available["n3"] = {CPU_DEVICE: 2.0}
-    wanted = _wanted(None, "n1")
-    assert reservation.n_available(wanted) == 2
+    requested = _wanted(None, "n1")
+    assert reservation.n_available(requested) == 2
     threading.Timer(0.1, lambda: available.update(n1={CPU_DEVICE: 2.0})).start()
-    assert _chosen(wanted) == ["n1", "n3"]
+    assert _chosen(requested) == ["n1", "n3"]
 
 
 def test_nodes_that_do_not_become_free_are_left_out(available: dict[str, Mapping[str, float]]) -> None:

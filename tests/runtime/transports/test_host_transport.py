@@ -29,7 +29,7 @@ from minialpa.errors import WorkerError
 from minialpa.runtime.transports import handshake, host_transport
 from minialpa.runtime.transports.channel import QUICK_BYTES
 from minialpa.runtime.transports.host_transport import HostTransport
-from minialpa.runtime.transports.transport import ALIGNMENT, Part, Piece, Transport
+from minialpa.runtime.transports.transport import ALIGNMENT, ExpectedPart, Part, Transport
 from tests.runtime.threads import Threads, at_once, run_threads
 from tests.runtime.transports.peers import (
     SECRET,
@@ -71,13 +71,13 @@ def peer() -> Iterator[Peer]:
 _tags = iter(range(1 << 32, 1 << 62))
 
 
-def pieces_of(arrays: list[np.ndarray[Any, Any]]) -> list[Piece]:
-    return [Piece(array.shape, array.dtype) for array in arrays]
+def expected_parts(arrays: list[np.ndarray[Any, Any]]) -> list[ExpectedPart]:
+    return [ExpectedPart(array.shape, array.dtype) for array in arrays]
 
 
-def send_back(transport: Transport, tag: int, pieces: list[Piece]) -> None:
+def send_back(transport: Transport, tag: int, expected_parts: list[ExpectedPart]) -> None:
     """What the peer does with a message: return its parts in one of the same tag."""
-    transport.send(0, tag, [Part(array) for array in transport.receive(0, tag, pieces, TIMEOUT_S)])
+    transport.send(0, tag, [Part(array) for array in transport.receive(0, tag, expected_parts, TIMEOUT_S)])
 
 
 # What arrives
@@ -108,9 +108,9 @@ def test_every_part_arrives_bit_by_bit(peer: Peer, sent: list[Part]) -> None:
     expected = [np.asarray(part.array)[() if part.index is None else part.index] for part in sent]
     expected = [np.asarray(array) for array in expected]
     tag = next(_tags)
-    peer.start(send_back, tag, pieces_of(expected))
+    peer.start(send_back, tag, expected_parts(expected))
     peer.mine.send(1, tag, sent).result(TIMEOUT_S)
-    received = peer.mine.receive(1, tag, pieces_of(expected), TIMEOUT_S)
+    received = peer.mine.receive(1, tag, expected_parts(expected), TIMEOUT_S)
     peer.result()
     for array, other in zip(received, expected, strict=True):
         assert (array.shape, array.dtype, array.tobytes()) == (other.shape, other.dtype, other.tobytes())
@@ -124,9 +124,9 @@ def test_messages_can_be_received_in_any_order(peer: Peer) -> None:
         peer.mine.send(1, tag, [Part(arrays[tag])])
     shuffled = random.Random(0).sample(tags, len(tags))
     for tag in shuffled:
-        peer.call(send_back, tag, pieces_of([arrays[tag]]))
+        peer.call(send_back, tag, expected_parts([arrays[tag]]))
     for tag in reversed(shuffled):
-        (array,) = peer.mine.receive(1, tag, pieces_of([arrays[tag]]), TIMEOUT_S)
+        (array,) = peer.mine.receive(1, tag, expected_parts([arrays[tag]]), TIMEOUT_S)
         assert np.array_equal(array, arrays[tag])
 
 
@@ -145,8 +145,8 @@ def test_messages_from_several_threads_that_no_socket_holds_arrive_whole(peer: P
     finally:
         os.kill(peer.process.pid, signal.SIGCONT)
     for tag, array in arrays.items():
-        peer.call(send_back, tag, pieces_of([array]))
-        (back,) = peer.mine.receive(1, tag, pieces_of([array]), TIMEOUT_S)
+        peer.call(send_back, tag, expected_parts([array]))
+        (back,) = peer.mine.receive(1, tag, expected_parts([array]), TIMEOUT_S)
         assert np.array_equal(back, array)
 
 
@@ -154,7 +154,7 @@ def test_another_layout_than_was_sent_is_an_error(peer: Peer) -> None:
     tag = next(_tags)
     peer.mine.send(1, tag, [Part(np.zeros((2, 3), np.float32))])
     with pytest.raises(WorkerError, match=rf"awaited 24 bytes as message {tag} of worker 0.*another layout"):
-        peer.call(send_back, tag, [Piece((3, 2), np.dtype(np.float32))])
+        peer.call(send_back, tag, [ExpectedPart((3, 2), np.dtype(np.float32))])
 
 
 # Memory
@@ -162,9 +162,9 @@ def test_another_layout_than_was_sent_is_an_error(peer: Peer) -> None:
 
 def ping_pong(peer: Peer, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     tag = next(_tags)
-    peer.start(send_back, tag, pieces_of([array]))
+    peer.start(send_back, tag, expected_parts([array]))
     peer.mine.send(1, tag, [Part(array)])
-    (back,) = peer.mine.receive(1, tag, pieces_of([array]), TIMEOUT_S)
+    (back,) = peer.mine.receive(1, tag, expected_parts([array]), TIMEOUT_S)
     peer.result()
     return back
 
@@ -177,8 +177,8 @@ def test_an_array_may_be_donated_when_it_is_sent(peer: Peer) -> None:
         peer.mine.send(1, tag, [Part(x)]).result(TIMEOUT_S)
         x = add(x)
     for i, tag in enumerate(tags):
-        peer.call(send_back, tag, [Piece(x.shape, x.dtype)])
-        (back,) = peer.mine.receive(1, tag, [Piece(x.shape, x.dtype)], TIMEOUT_S)
+        peer.call(send_back, tag, [ExpectedPart(x.shape, x.dtype)])
+        (back,) = peer.mine.receive(1, tag, [ExpectedPart(x.shape, x.dtype)], TIMEOUT_S)
         assert np.all(back == i)
 
 
@@ -199,10 +199,10 @@ def test_neither_end_keeps_what_was_sent(peer: Peer) -> None:
 def test_a_message_that_does_not_come_is_an_error_that_says_what_did(peer: Peer) -> None:
     tag = next(_tags)
     peer.mine.send(1, tag, [Part(np.zeros(3))])
-    peer.call(send_back, tag, [Piece((3,), np.dtype(np.float64))])
+    peer.call(send_back, tag, [ExpectedPart((3,), np.dtype(np.float64))])
     peer.mine.take(1, tag, TIMEOUT_S)
     peer.mine.send(1, tag, [Part(np.zeros(3))])
-    peer.call(send_back, tag, [Piece((3,), np.dtype(np.float64))])
+    peer.call(send_back, tag, [ExpectedPart((3,), np.dtype(np.float64))])
     with pytest.raises(WorkerError, match=r"message 17 of worker 1, which did not come within 0\.2 s.*There are 1 "):
         peer.mine.receive(1, 17, [], timeout_s=0.2)
     peer.mine.take(1, tag, TIMEOUT_S)
@@ -267,7 +267,7 @@ def test_close_leaves_no_thread_and_no_descriptor() -> None:
     for i, j in pairs:
         transports[i].send(j, i, [Part(np.full(1 << 20, i, np.uint8))])
     for i, j in pairs:
-        kept += transports[i].receive(j, j, [Piece((1 << 20,), BYTES)], TIMEOUT_S)
+        kept += transports[i].receive(j, j, [ExpectedPart((1 << 20,), BYTES)], TIMEOUT_S)
     for transport in transports:
         transport.close()
     assert set(threading.enumerate()) == threads and open_descriptors() == descriptors
@@ -283,7 +283,7 @@ def test_what_was_sent_before_goodbye_can_be_received() -> None:
     a, b = connected(2)
     a.send(1, 3, [Part(np.arange(9))])
     a.close()
-    (array,) = b.receive(0, 3, [Piece((9,), np.dtype(int))], TIMEOUT_S)
+    (array,) = b.receive(0, 3, [ExpectedPart((9,), np.dtype(int))], TIMEOUT_S)
     assert np.array_equal(array, np.arange(9))
     with pytest.raises(WorkerError, match="message 4 of worker 0, which has closed its transport"):
         b.receive(0, 4, [], TIMEOUT_S)
@@ -327,7 +327,7 @@ def test_strangers_do_no_harm_and_keep_nobody_waiting() -> None:
     assert not connect_all(transports)
     assert time.monotonic() - begun_s < handshake.HANDSHAKE_S / 2
     transports[0].send(1, 0, [Part(np.arange(3))])
-    assert transports[1].receive(0, 0, [Piece((3,), np.dtype(int))], TIMEOUT_S)[0].tolist() == [0, 1, 2]
+    assert transports[1].receive(0, 0, [ExpectedPart((3,), np.dtype(int))], TIMEOUT_S)[0].tolist() == [0, 1, 2]
     for open_socket in (*transports, *strangers):
         open_socket.close()
 

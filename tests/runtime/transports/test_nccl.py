@@ -18,7 +18,7 @@ from minialpa.errors import WorkerError
 from minialpa.runtime.transports import nccl
 from minialpa.runtime.transports.host_transport import HostTransport
 from minialpa.runtime.transports.nccl import DeviceLink, NcclTransport
-from minialpa.runtime.transports.transport import Part, Piece
+from minialpa.runtime.transports.transport import ExpectedPart, Part
 from tests.runtime.threads import at_once
 from tests.runtime.transports import one_process_nccl
 from tests.runtime.transports.peers import SECRET, TIMEOUT_S
@@ -67,8 +67,8 @@ def test_parts_arrive_bit_by_bit_on_their_devices(workers: list[NcclTransport]) 
     parts = [Part(x, device=1), Part(x, cut, device=0), Part(y, device=1), Part(empty), Part(x[0, 0], device=1)]
     workers[0].send(1, 7, parts).result(TIMEOUT_S)
     expected = [np.asarray(part.array if part.index is None else part.array[part.index]) for part in parts]
-    pieces = [Piece(e.shape, e.dtype, part.device) for e, part in zip(expected, parts, strict=True)]
-    for array, other, part in zip(workers[1].receive(0, 7, pieces, TIMEOUT_S), expected, parts, strict=True):
+    expected_parts = [ExpectedPart(e.shape, e.dtype, part.device) for e, part in zip(expected, parts, strict=True)]
+    for array, other, part in zip(workers[1].receive(0, 7, expected_parts, TIMEOUT_S), expected, parts, strict=True):
         assert array.devices() == {jax.devices()[N_DEVICES + part.device]}
         assert (array.shape, array.dtype) == (other.shape, other.dtype)
         assert np.asarray(array).tobytes() == other.tobytes()
@@ -84,8 +84,8 @@ def test_everybody_may_send_to_everybody_first_and_receive_in_any_order(workers:
             array = place(np.full(100 + tag, me * 1000 + tag, np.float32), me, tag % 2)
             workers[me].send(peer, tag, [Part(array, device=tag // 2 % 2)])
         for peer, tag in rng.sample(messages, len(messages)):
-            piece = Piece((100 + tag,), np.dtype(np.float32), tag // 2 % 2)
-            (array,) = workers[me].receive(peer, tag, [piece], TIMEOUT_S)
+            one = ExpectedPart((100 + tag,), np.dtype(np.float32), tag // 2 % 2)
+            (array,) = workers[me].receive(peer, tag, [one], TIMEOUT_S)
             assert np.all(np.asarray(array) == peer * 1000 + tag)
 
     at_once([lambda me=me: work(me) for me in range(3)])
@@ -93,18 +93,22 @@ def test_everybody_may_send_to_everybody_first_and_receive_in_any_order(workers:
 
 def test_what_arrives_may_be_donated(workers: list[NcclTransport]) -> None:
     workers[2].send(0, 1, [Part(place(np.arange(5000.0, dtype=np.float32), 2, 0))])
-    (array,) = workers[0].receive(2, 1, [Piece((5000,), np.dtype(np.float32))], TIMEOUT_S)
+    (array,) = workers[0].receive(2, 1, [ExpectedPart((5000,), np.dtype(np.float32))], TIMEOUT_S)
     pointer = array.unsafe_buffer_pointer()
     result = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)(array)
     assert result.unsafe_buffer_pointer() == pointer and float(result[-1]) == 5000
 
 
 def test_another_shape_dtype_or_device_is_an_error(workers: list[NcclTransport]) -> None:
-    wrong = [Piece((3,), np.dtype("f4")), Piece((2,), np.dtype("i4")), Piece((2,), np.dtype("f4"), 1)]
-    for tag, piece in enumerate(wrong):
+    wrong = [
+        ExpectedPart((3,), np.dtype("f4")),
+        ExpectedPart((2,), np.dtype("i4")),
+        ExpectedPart((2,), np.dtype("f4"), 1),
+    ]
+    for tag, one in enumerate(wrong):
         workers[0].send(1, tag, [Part(place(np.zeros(2, np.float32), 0, 0))])
         with pytest.raises(WorkerError, match=rf"as message {tag} of worker 0, and got \[\(\(2,\), 'float32', 0\)\]"):
-            workers[1].receive(0, tag, [piece], TIMEOUT_S)
+            workers[1].receive(0, tag, [one], TIMEOUT_S)
 
 
 def test_a_link_that_was_not_made_is_an_error(workers: list[NcclTransport]) -> None:
@@ -156,4 +160,4 @@ def test_a_peer_that_leaves_is_named(workers: list[NcclTransport]) -> None:
     with pytest.raises(WorkerError, match="message 9 of worker 1, which has closed its transport"):
         workers[0].receive(1, 9, [], TIMEOUT_S)
     workers[0].send(2, 1, [Part(place(np.ones(2, np.float32), 0, 0))])
-    assert workers[2].receive(0, 1, [Piece((2,), np.dtype(np.float32))], TIMEOUT_S)[0].sum() == 2
+    assert workers[2].receive(0, 1, [ExpectedPart((2,), np.dtype(np.float32))], TIMEOUT_S)[0].sum() == 2

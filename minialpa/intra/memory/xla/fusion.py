@@ -40,7 +40,7 @@ def fused(graph: Graph) -> list[Kernel]:
             not _may_join(graph, producer, reader) or (stored[reader] and operations[reader].kind == "view")
             for reader in readers
         )
-        if is_kept or not chains.is_worth_joining(producer, len(joined)):
+        if is_kept or not chains.joining_pays(producer, len(joined)):
             stored[producer], joined = True, frozenset([producer])
         kernels[producer] = joined
     return _kernels_of(graph, stored, [() if s else r for s, r in zip(stored, graph.readers, strict=True)])
@@ -106,7 +106,7 @@ class _Chains:
         is_alone = self._graph.n_users(producer) == 1 and _may_join(self._graph, producer, reader)
         return op.kind == "fill" or is_alone
 
-    def is_worth_joining(self, producer: int, n_kernels: int) -> bool:
+    def joining_pays(self, producer: int, n_kernels: int) -> bool:
         """Whether `n_kernels` kernels that compute the operation cost no more than storing its result."""
         op, sizes = self._graph.operations[producer], self._graph.sizes
         if op.kind in ("fill", "view"):
@@ -149,8 +149,8 @@ class Graph:
     def __init__(self, operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> None:
         self.operations, self.sizes = operations, sizes
         self.maker = makers_of(operations)
-        wanted = set(results)
-        self.is_result = [any(v in wanted for v in op.writes) for op in operations]
+        required = set(results)
+        self.is_result = [any(v in required for v in op.writes) for op in operations]
         self.live = _live(operations, results)
         self._n_readers: Counter[int] | None = None
         self.readers: list[list[int]] = [[] for _ in operations]

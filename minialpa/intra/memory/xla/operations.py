@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.memory.compiler import Values
+from minialpa.intra.memory.compiler import ShardValues
 
 #: loop: elementwise operations, changes of layout, slices, reductions. view: the same bytes in another shape. fill:
 #: without operands, as an iota. own: always a kernel of its own.
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Recorder(Values):
+class Recorder(ShardValues):
     """Collects values and operations. An operation is added after the makers of its operands.
 
     Attributes:

@@ -98,11 +98,11 @@ def _groups(operations: Sequence[Operation], results: Sequence[int], values: Seq
     """Runs, in postorder, of operations that write `values` and do not depend on each other."""
     maker = makers_of(operations)
     below = _dependencies(operations, maker)
-    wanted = {maker[value] for value in values if value in maker}
+    required = {maker[value] for value in values if value in maker}
 
     groups: list[list[int]] = []
     for number in _postorder(operations, maker, results):
-        if number not in wanted:
+        if number not in required:
             continue
         if groups and not any(below[number] >> member & 1 for member in groups[-1]):
             groups[-1].append(number)

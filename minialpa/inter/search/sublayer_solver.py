@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
-from minialpa.inter.layers.forward import pieces_of
+from minialpa.inter.layers.forward import sublayers_of
 from minialpa.inter.layers.remat import rematerialise
-from minialpa.inter.search.short_step import NotShortened, PiecedStep, StagedPieces, shortened, whole_step
-from minialpa.inter.search.stage_cost import PieceCost, PieceCosts, border_bytes
+from minialpa.inter.search.short_step import NotShortened, StagedSublayers, SublayeredStep, shortened, whole_step
+from minialpa.inter.search.stage_cost import SublayerCost, SublayerCosts, border_bytes
 from minialpa.inter.search.submeshes import MEMORY_PRICES, Candidate, Columns, Space
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.solve import MeshSolver
@@ -31,7 +31,7 @@ _MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceSearch:
+class SublayerSearch:
     """The step and the space of a search. All solvers share the `strategy_cache`."""
 
     traced: TracedStep
@@ -43,33 +43,33 @@ class PieceSearch:
     strategy_cache: StrategyCache = field(default_factory=StrategyCache)
 
 
-class PieceSolver:
+class SublayerSolver:
     """Solves a piece when its cost is first asked for.
 
     Attributes:
-        layer_of_piece: the layer of each piece.
+        layer_of_sublayer: the layer of each piece.
         border_bytes: see `border_bytes`, in the step as it was staged first; empty before that.
         short: the step without most of its repeated pieces, or why it is not used; None before it is asked for.
     """
 
-    def __init__(self, search: PieceSearch, columns: Columns, known: dict[str, PieceCost]) -> None:
+    def __init__(self, search: SublayerSearch, columns: Columns, known: dict[str, SublayerCost]) -> None:
         """`known`: costs of pieces from other searches, to which this one adds."""
         self._search, self._columns, self._known = search, columns, known
-        piece_of_group, self.layer_of_piece = pieces_of(search.traced, search.layer_of_group)
-        self._whole = whole_step(search.traced, piece_of_group)
+        sublayer_of_group, self.layer_of_sublayer = sublayers_of(search.traced, search.layer_of_group)
+        self._whole = whole_step(search.traced, sublayer_of_group)
         self.border_bytes: tuple[float, ...] = ()
-        self.short: PiecedStep | NotShortened | None = None
+        self.short: SublayeredStep | NotShortened | None = None
 
         self._first: tuple[int, Remat] | None = None  # as which the whole step was staged
         self._steps: dict[tuple[bool, Remat], TracedStep] = {}  # the short step, or the whole one
         self._kinds: dict[tuple[int, Remat], tuple[int, ...]] = {}
-        self._solved: dict[tuple[int, int, int], PieceCost] = {}
-        self._staged: Recent[PieceCosts] = Recent(_MOST_STAGED_BYTES, lambda costs: costs.n_bytes)
+        self._solved: dict[tuple[int, int, int], SublayerCost] = {}
+        self._staged: Recent[SublayerCosts] = Recent(_MOST_STAGED_BYTES, lambda costs: costs.n_bytes)
         self._solvers: Recent[MeshSolver] = Recent(_MOST_SOLVER_BYTES, lambda solver: solver.n_bytes)
 
     @property
-    def n_pieces(self) -> int:
-        return len(self.layer_of_piece)
+    def n_sublayers(self) -> int:
+        return len(self.layer_of_sublayer)
 
     @property
     def n_solved(self) -> int:
@@ -79,50 +79,50 @@ class PieceSolver:
         """For each piece, the first like it. Raises TraceError if the step cannot be split into `n` micro-batches."""
         # Remembered when the staged step is gone.
         if (n, remat) not in self._kinds:
-            self._kinds[n, remat] = self._pieces(n, remat).kind
+            self._kinds[n, remat] = self._sublayers(n, remat).kind
         return self._kinds[n, remat]
 
-    def unlimited_cost(self, n: int, remat: Remat, piece: int, candidate: Candidate) -> PieceCost:
+    def unlimited_cost(self, n: int, remat: Remat, sublayer: int, candidate: Candidate) -> SublayerCost:
         """The least cost of a piece on a submesh of any memory. It does not count as solved."""
-        return self._pieces(n, remat).cost(piece, candidate, None, 0.0, limited=False)
+        return self._sublayers(n, remat).cost(sublayer, candidate, None, 0.0, limited=False)
 
-    def cost(self, n: int, piece: int, c: int) -> PieceCost:
+    def cost(self, n: int, sublayer: int, c: int) -> SublayerCost:
         """The cost of a piece in column `c`, within the memory of its devices. Pieces that are alike share one cost."""
         column = self._columns[c]
-        kind = self.kinds(n, column.remat)[piece]
+        kind = self.kinds(n, column.remat)[sublayer]
         key = (n, kind, c)
         if key not in self._solved:
             free = self._columns.at_price(column, 0)
-            fastest = None if c == free else self.cost(n, piece, free)
+            fastest = None if c == free else self.cost(n, sublayer, free)
 
             # What does not fit at all does not fit at any price of memory.
             if fastest is not None and math.isinf(fastest.seconds):
                 self._solved[key] = fastest
             else:
                 candidate, price = self._search.space.candidates[column.candidate], MEMORY_PRICES[column.price]
-                pieces = self._pieces(n, column.remat)
-                self._solved[key] = pieces.cost(kind, candidate, fastest, price, limited=True)
+                sublayers = self._sublayers(n, column.remat)
+                self._solved[key] = sublayers.cost(kind, candidate, fastest, price, limited=True)
         return self._solved[key]
 
     # ---- staged steps ---------------------------------------------------------------------------------------------
 
-    def _pieces(self, n: int, remat: Remat) -> PieceCosts:
-        return self._staged.once((n, remat), lambda: self._staged_pieces(n, remat))
+    def _sublayers(self, n: int, remat: Remat) -> SublayerCosts:
+        return self._staged.get_or_make((n, remat), lambda: self._staged_sublayers(n, remat))
 
-    def _staged_pieces(self, n: int, remat: Remat) -> PieceCosts:
+    def _staged_sublayers(self, n: int, remat: Remat) -> SublayerCosts:
         """The pieces of the whole step at the first call and for its arguments; the pieces of the short step for all
         others.
         """
         if self._first is None:
-            pieces = self._costs_of(self._whole, n, remat)
-            self._first, self.border_bytes = (n, remat), tuple(border_bytes(pieces.staged))
-            return pieces
+            sublayers = self._costs_of(self._whole, n, remat)
+            self._first, self.border_bytes = (n, remat), tuple(border_bytes(sublayers.staged))
+            return sublayers
 
         if self._first == (n, remat):
             return self._costs_of(self._whole, n, remat)
         if self.short is None:
             self.short = self._shortened(*self._first)
-        if isinstance(self.short, PiecedStep):
+        if isinstance(self.short, SublayeredStep):
             try:
                 return self._costs_of(self.short, n, remat)
             except TraceError as error:
@@ -130,11 +130,13 @@ class PieceSolver:
                 self.short = NotShortened(str(error))
         return self._costs_of(self._whole, n, remat)
 
-    def _shortened(self, n: int, remat: Remat) -> PiecedStep | NotShortened:
+    def _shortened(self, n: int, remat: Remat) -> SublayeredStep | NotShortened:
         """The short step, if it has the problems of the whole one when both are staged for `n` and `remat`."""
-        pieces = self._pieces(n, remat)
+        sublayers = self._sublayers(n, remat)
         short = shortened(
-            StagedPieces(whole=self._whole, staged=pieces.staged, problems=pieces.problems, kind=pieces.kind)
+            StagedSublayers(
+                whole=self._whole, staged=sublayers.staged, problems=sublayers.problems, kind=sublayers.kind
+            )
         )
         if isinstance(short, NotShortened):
             return short
@@ -143,18 +145,20 @@ class PieceSolver:
             found = self._costs_of(short, n, remat)
         except TraceError as error:
             return NotShortened(str(error))
-        for place, piece in short.kept.items():
-            if found.digests[place] != pieces.digests[piece]:
-                return NotShortened(f"Piece {piece} is another problem in the short step.")
+        for place, sublayer in short.kept.items():
+            if found.digests[place] != sublayers.digests[sublayer]:
+                return NotShortened(f"Piece {sublayer} is another problem in the short step.")
         return short
 
-    def _costs_of(self, pieced: PiecedStep, n: int, remat: Remat) -> PieceCosts:
-        search, key = self._search, (pieced is self._whole, remat)
+    def _costs_of(self, sublayered: SublayeredStep, n: int, remat: Remat) -> SublayerCosts:
+        search, key = self._search, (sublayered is self._whole, remat)
         if key not in self._steps:
-            self._steps[key] = rematerialise(pieced.step, pieced.piece_of_group, (remat,) * pieced.n_pieces)
-        return PieceCosts(
-            stage_step(self._steps[key], n, pieced.piece_of_group, range(pieced.n_pieces)),
-            place=pieced.place,
+            self._steps[key] = rematerialise(
+                sublayered.step, sublayered.sublayer_of_group, (remat,) * sublayered.n_sublayers
+            )
+        return SublayerCosts(
+            stage_step(self._steps[key], n, sublayered.sublayer_of_group, range(sublayered.n_sublayers)),
+            place=sublayered.place,
             cluster=search.cluster,
             compiler=search.compiler,
             option=search.option,

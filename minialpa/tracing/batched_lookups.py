@@ -23,7 +23,7 @@ from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, called, is_call, shape_of, with_bodies, with_called
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.affine import At
-from minialpa.tracing.affine_programs import Outside, Program, inputs_of_scan, inside
+from minialpa.tracing.affine_programs import AffineProgram, Outside, inputs_of_scan, inside
 from minialpa.tracing.new_equations import equations_for
 from minialpa.tracing.values import producers_of
 
@@ -47,13 +47,13 @@ _GATHER_FIELDS = _Fields("collapsed_slice_dims", "start_index_map", "start_indic
 _SCATTER_FIELDS = _Fields("inserted_window_dims", "scatter_dims_to_operand_dims", "scatter_indices_batching_dims")
 
 
-def with_own_positions(flat: Block) -> Block:
+def with_batched_lookups(flat: Block) -> Block:
     """The program with batch dimensions in gathers and scatters at the own position."""
-    program = Program(producers_of(flat), dict(zip(flat.constvars, flat.consts, strict=True)))
+    program = AffineProgram(producers_of(flat), dict(zip(flat.constvars, flat.consts, strict=True)))
     return flat.with_each_written_as([_rewritten(eqn, program) for eqn in flat.eqns])
 
 
-def _rewritten(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
+def _rewritten(eqn: JaxprEqn, program: AffineProgram) -> list[JaxprEqn]:
     """The equations in place of `eqn`, an equation of `program`."""
     name = eqn.primitive.name
     if name == "gather":
@@ -70,7 +70,7 @@ def _rewritten(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
 # ---- loops and branches ----------------------------------------------------------------------------------------------
 
 
-def _bodies(eqn: JaxprEqn, program: Program) -> dict[str, Any]:
+def _bodies(eqn: JaxprEqn, program: AffineProgram) -> dict[str, Any]:
     """The parameters of control flow that hold programs, rewritten."""
     params = eqn.params
     if eqn.primitive.name == "cond":
@@ -96,7 +96,7 @@ def _bodies(eqn: JaxprEqn, program: Program) -> dict[str, Any]:
 
 
 def _body(
-    closed: Any, around: Program, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
+    closed: Any, around: AffineProgram, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> Any:
     """A jaxpr with its equations rewritten; the same object without a change. Arguments as in `inside`."""
     jaxpr = getattr(closed, "jaxpr", closed)
@@ -112,7 +112,7 @@ def _body(
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _BatchIndex:
     """A component of the index vectors, for `operand_dim`, is the position along `index_dim` of the indices."""
 
     component: int
@@ -120,13 +120,13 @@ class _Own:
     index_dim: int
 
 
-def _own_components(
-    eqn: JaxprEqn, program: Program, places: Sequence[int], single: Sequence[int], taken: Sequence[int]
-) -> list[_Own]:
+def _batch_components(
+    eqn: JaxprEqn, program: AffineProgram, places: Sequence[int], single: Sequence[int], taken: Sequence[int]
+) -> list[_BatchIndex]:
     """The components of the index vectors that can become batch dimensions; arguments as in `_Fields`."""
     shape, indices = shape_of(eqn.invars[0]), eqn.invars[1]
     index_shape = shape_of(indices)
-    found: list[_Own] = []
+    found: list[_BatchIndex] = []
     for component, operand_dim in enumerate(places):
         if operand_dim not in single or shape[operand_dim] == 1:
             continue
@@ -136,15 +136,15 @@ def _own_components(
             continue
         # All positions are then in bounds, under every mode.
         if index_shape[index_dim] == shape[operand_dim]:
-            found.append(_Own(component, operand_dim, index_dim))
+            found.append(_BatchIndex(component, operand_dim, index_dim))
     return found
 
 
-def _with_batch_dims(eqn: JaxprEqn, program: Program, fields: _Fields) -> list[JaxprEqn]:
+def _with_batch_dims(eqn: JaxprEqn, program: AffineProgram, fields: _Fields) -> list[JaxprEqn]:
     """A gather or scatter with its own positions as batch dimensions, and the equations of its indices."""
     numbers = eqn.params["dimension_numbers"]
     single, places, taken = (getattr(numbers, name) for name in fields)
-    own = _own_components(eqn, program, places, single, taken)
+    own = _batch_components(eqn, program, places, single, taken)
     if not own:
         return [eqn]
 
@@ -163,7 +163,7 @@ def _with_batch_dims(eqn: JaxprEqn, program: Program, fields: _Fields) -> list[J
     return _with_indices(eqn, own, numbers._replace(**changed))
 
 
-def _with_indices(eqn: JaxprEqn, own: Sequence[_Own], numbers: Any) -> list[JaxprEqn]:
+def _with_indices(eqn: JaxprEqn, own: Sequence[_BatchIndex], numbers: Any) -> list[JaxprEqn]:
     """The equation with these dimension numbers, on indices without the own positions."""
     indices = eqn.invars[1]
     last = len(shape_of(indices)) - 1

@@ -21,7 +21,7 @@ from minialpa import (
     Plan,
     ShardParallel,
 )
-from minialpa.inter import worth
+from minialpa.inter import search_payoff
 from minialpa.inter.context import PlanningContext, compiler_of
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.methods import Method
@@ -57,7 +57,7 @@ def asked(traced: TracedStep, method: AutoParallel | PipeshardParallel, cluster:
         logical_mesh=None,
         report=lambda what, done, total: None,
     )
-    return worth.is_worth_searching(context, options.layers, options.stages)
+    return search_payoff.search_pays(context, options.layers, options.stages)
 
 
 def on(steps: float, **options: Any) -> AutoParallel:
@@ -79,7 +79,7 @@ def test_a_search_pays_from_so_many_steps_on_as_take_as_long(width: int) -> None
     traced = mlp(width)
     n = len(traced.flat.eqns)
     flops_s = 2 * 4 * width**3 * 3 * 4 / 5e10  # two backward products for each forward one but the first
-    turn = worth.SEARCH_S_PER_EQUATION * n / flops_s
+    turn = search_payoff.SEARCH_S_PER_EQUATION * n / flops_s
     assert asked(traced, on(4 * turn))
     assert not asked(traced, on(turn / 20))
     assert asked(traced, on(math.inf)) and not asked(traced, on(0))
@@ -91,7 +91,7 @@ def test_a_short_step_is_planned_as_one_stage_and_a_long_one_is_searched_at_once
     short, long = mlp(16), mlp(4096)
     plan = planned(short, CLUSTER, AutoParallel())
     assert not searched(plan) and len(plan.stages) == 1
-    monkeypatch.setattr(worth, "plan_without_search", lambda *_: pytest.fail("planned without a search"))
+    monkeypatch.setattr(search_payoff, "plan_without_search", lambda *_: pytest.fail("planned without a search"))
     assert searched(planned(short, CLUSTER, AutoParallel(stage_option=ALWAYS)))
     assert searched(planned(long, CLUSTER, AutoParallel()))
 
@@ -127,7 +127,7 @@ def test_what_is_planned_well_enough_without_a_search_is_not_searched(factor: fl
     plan = planned(traced, CLUSTER, on(0))
     flops_s = 2 * 4 * 64**3 * 3 * 4 / 5e10
     saved_s = plan.cost.total_s - flops_s / CLUSTER.n_devices
-    turn = worth.SEARCH_S_PER_EQUATION * len(traced.flat.eqns) / saved_s
+    turn = search_payoff.SEARCH_S_PER_EQUATION * len(traced.flat.eqns) / saved_s
     assert asked(traced, on(factor * turn))
     found = planned(traced, CLUSTER, on(factor * turn))
     assert searched(found) == (factor > 1) and (searched(found) or found == plan)
@@ -142,7 +142,7 @@ def test_equal_stages_without_a_search_repay_their_programs(preset: str) -> None
     found = planned(traced, cluster, PipeshardParallel(num_micro_batches=4, layer_option=layers, stage_option=stages))
 
     expected_s = single_s = planned(traced, cluster, ShardParallel(num_micro_batches=4)).cost.total_s
-    compile_s = worth._COMPILE_S_PER_EQUATION * worth.n_equations(traced.flat.eqns)
+    compile_s = search_payoff._COMPILE_S_PER_EQUATION * search_payoff.n_equations(traced.flat.eqns)
     for p in (2, 4, 8):
         equal = PipeshardParallel(
             num_micro_batches=4, layer_option=AutoLayerOption(layer_num=p), stage_option="uniform"

@@ -203,7 +203,7 @@ def test_counters_and_sums_are_combined() -> None:
     assert _notation(MAPPED) == "[A b], [c D] -> [c b]"
     assert _notation(SUMMED) == "[], [a B] -> [], [a C] sum(a)"
     (eqn,) = _loops(SUMMED)
-    assert factors_of(eqn).once == {(0, 0)}
+    assert factors_of(eqn).counted_once == {(0, 0)}
 
 
 # ---- linear solves --------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 
 from minialpa.ir.equations import sub_jaxprs
+from minialpa.tracing.batched_lookups import with_batched_lookups
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flattening import trace_flat
-from minialpa.tracing.own_positions import with_own_positions
 
 B, T, H = 4, 6, 3
 X = np.round(np.random.default_rng(0).normal(size=(B, T, H)) * 9).astype(np.float32)
@@ -42,7 +42,7 @@ def _kinds(eqns: Any) -> list[tuple[str, tuple[int, ...]]]:
 def _both(fun: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
     """The gathers and scatters, before and after; checks that the results are equal."""
     flat, _ = trace_flat(fun, *args)
-    new = with_own_positions(flat)
+    new = with_batched_lookups(flat)
     run = jax.jit(lambda *xs: (eval_flat(flat, xs), eval_flat(new, xs)))
     expected, computed = run(*jax.tree.leaves(args))
     for one, other in zip(expected, computed, strict=True):

@@ -4,7 +4,7 @@ A search takes seconds, and at best it saves all the time of a step. If it takes
 `AutoStageOption.planned_steps` steps, the planner does not search:
 
     search_s = SEARCH_S_PER_EQUATION * n_equations
-    step_s * planned_steps <= search_s                                   -> is_worth_searching
+    step_s * planned_steps <= search_s                                   -> search_pays
 
 where step_s is the time of the step on one device by the cost model. A slightly longer step is planned without a search
 first. No plan beats devices that share the work perfectly, so a plan near that is the answer:
@@ -60,7 +60,7 @@ _EQUAL_STAGES, _PER_STAGE = (2, 4, 8), 4
 _LITTLE_LONGER = 10
 
 
-def is_worth_searching(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
+def search_pays(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
     """Whether a search may save more than it takes, or the user asks for decisions that only a search makes."""
     run_s = one_device_s(context) * _planned_steps(context, auto)
     return _needs_search(context, layers, auto) or run_s > _search_s(context)
@@ -81,7 +81,7 @@ def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Pla
     except (InfeasibleError, TraceError):
         return None
     saved_s = plan.cost.total_s - step_s / context.cluster.n_devices
-    pays = is_worth_searching(context, layers, auto) and saved_s * n_steps > search_s
+    pays = search_pays(context, layers, auto) and saved_s * n_steps > search_s
     return None if pays else plan
 
 

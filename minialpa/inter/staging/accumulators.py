@@ -41,7 +41,7 @@ def only_added(staged: StagedStep, added: Sequence[Accumulator]) -> set[Var]:
     return {a.loop for a in added if a.loop not in read}
 
 
-def with_totals(program: ShardedEquations, staged: StagedStep, task: Task) -> ShardedEquations:
+def with_accumulators(program: ShardedEquations, staged: StagedStep, task: Task) -> ShardedEquations:
     """The program of `task`, with additions to its totals if it has any.
 
     Its arguments end with the totals so far, and its results with the new ones.
@@ -50,7 +50,7 @@ def with_totals(program: ShardedEquations, staged: StagedStep, task: Task) -> Sh
     if not added:
         return program
     made = added_up(program, added)
-    left = [(total, made.program.specs[old]) for old, total in made.totals.items()]
+    left = [(accumulator, made.program.specs[old]) for old, accumulator in made.accumulators.items()]
     return with_results(made.program, left, only_added(staged, added))
 
 
@@ -60,23 +60,23 @@ class Added:
 
     Attributes:
         program: the program; its arguments end with the totals so far.
-        totals: for each total so far, the variable of the new one.
+        accumulators: for each total so far, the variable of the new one.
     """
 
     program: ShardedEquations
-    totals: dict[Var, Atom]
+    accumulators: dict[Var, Atom]
 
 
 def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
     """`program`, followed by additions of its values to totals."""
-    eqns, totals = list(program.eqns), dict[Var, Atom]()
+    eqns, accumulators = list(program.eqns), dict[Var, Atom]()
     specs, equations, maker = dict(program.specs), dict(program.equations), EquationMaker()
     adds: dict[Var, JaxprEqn] = {}
 
     for one in added:
-        spec, dtype = specs[one.loop], dtype_name(one.total)
-        new, (totals[one.total],) = maker.compute(("add", dtype), adding, one.total, one.loop)
-        specs[one.total] = spec
+        spec, dtype = specs[one.loop], dtype_name(one.complete)
+        new, (accumulators[one.complete],) = maker.compute(("add", dtype), adding, one.complete, one.loop)
+        specs[one.complete] = spec
         for eqn in new:
             operands = (spec,) * len(eqn.invars)
             equations[eqn] = EquationSpecs(operands, (spec,), (spec,))
@@ -84,12 +84,12 @@ def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
         eqns += new
         adds.update((one.loop, eqn) for eqn in new[-1:])
 
-    invars = (*program.invars, *(one.total for one in added))
+    invars = (*program.invars, *(one.complete for one in added))
     repeats = program.repeats.with_readers(adds) if program.repeats.equations else program.repeats
     made = dataclasses.replace(
         program, eqns=tuple(eqns), invars=invars, specs=specs, equations=equations, repeats=repeats
     )
-    return Added(made, totals)
+    return Added(made, accumulators)
 
 
 def with_results(
@@ -101,11 +101,11 @@ def with_results(
     return dataclasses.replace(program, outvars=outvars, out_specs=out_specs)
 
 
-def adding(total: jax.Array, value: jax.Array) -> jax.Array:
-    return total + value.astype(total.dtype)
+def adding(accumulator: jax.Array, value: jax.Array) -> jax.Array:
+    return accumulator + value.astype(accumulator.dtype)
 
 
-def bytes_of_totals(program: ShardedEquations, totals: Sequence[Var]) -> float:
+def bytes_of_accumulators(program: ShardedEquations, accumulators: Sequence[Var]) -> float:
     """Per device."""
     n_of, shape = program.repeats.n_variables, program.mesh.shape
-    return sum(n_of(v) * bytes_of(v) / program.specs[v].n_shards(shape) for v in totals)
+    return sum(n_of(v) * bytes_of(v) / program.specs[v].n_shards(shape) for v in accumulators)

@@ -15,7 +15,7 @@ _CONTRACTIONS = frozenset(
 #: Operations that a product reads through: it reads their operand in another order.
 _VIEWS = frozenset(("reshape", "squeeze", "transpose"))
 #: Operations that run once, not for each equation or task that reads their results.
-_HEAVY = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}
+_EXPENSIVE = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}
 
 
 def is_contraction(eqn: JaxprEqn) -> bool:
@@ -32,9 +32,9 @@ def has_contraction(eqn: JaxprEqn) -> bool:
     return is_contraction(eqn) or any(has_contraction(inner) for body in sub_jaxprs(eqn) for inner in body.eqns)
 
 
-def is_heavy(eqn: JaxprEqn) -> bool:
+def is_expensive(eqn: JaxprEqn) -> bool:
     """Whether an equation is too expensive to run once for each equation or task that reads its results."""
-    return eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn))
+    return eqn.primitive.name in _EXPENSIVE or bool(sub_jaxprs(eqn))
 
 
 def is_view(eqn: JaxprEqn) -> bool:

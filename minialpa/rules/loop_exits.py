@@ -1,7 +1,7 @@
 """Endings: the carries of a loop that stay constant after a condition of its test is false.
 
 A loop over a batch by hand, `while any(active): x = where(active, step(x), x)`, runs until the last example has ended.
-A shard may end earlier if the iterations that it skips would not change its carries. `endings` proves that by
+A shard may end earlier if the iterations that it skips would not change its carries. `loop_exits` proves that by
 structure: it gives equal computations in test and body equal numbers, and evaluates the body with
 
     any(p) is false           -> p is false for each element
@@ -20,11 +20,11 @@ import numpy as np
 
 from minialpa.ir.block import Block
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
-from minialpa.tracing.values import Values, producers_of
+from minialpa.tracing.values import ValueNumbering, producers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class LoopExit:
     """Facts about every iteration that begins with a false condition.
 
     Attributes:
@@ -50,19 +50,19 @@ def conditions(test: Block) -> list[Atom]:
     return found
 
 
-def endings(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> dict[Atom, Ending]:
+def loop_exits(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> dict[Atom, LoopExit]:
     """The ending of each condition of a loop.
 
     n_carries: number of carries, the last inputs of `test` and of `body`.
     equal: the number of the first input that is the same array, for each constant of the test and input of the body.
     """
-    values = Values()
+    values = ValueNumbering()
     n_own = len(test.invars) - n_carries
     for k, var in enumerate((*test.invars[:n_own], *body.invars)):
         values.name(var, ("input", equal[k]))
     values.run(test)
 
-    found: dict[Atom, Ending] = {}
+    found: dict[Atom, LoopExit] = {}
     for condition in dict.fromkeys(conditions(test)):
         if is_literal(condition):
             continue
@@ -72,7 +72,7 @@ def endings(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> d
         carries = body.invars[len(body.invars) - n_carries :]
         pairs = enumerate(zip(carries, body.outvars, strict=True))
         read = _inputs_of(condition, test)
-        found[condition] = Ending(
+        found[condition] = LoopExit(
             kept=frozenset(i for i, (old, new) in pairs if inside.are_equal(old, new)),
             read=frozenset(i for i, carry in enumerate(carries) if carry in read),
         )
