@@ -5,7 +5,7 @@
     python -m benchmarks.plan_memory --rows rows.json      goes on where it was interrupted
 
 The steps: the corpus of `benchmarks.corpus`, networks for speech with and without loops, the largest models of Alpa's
-evaluation on its clusters of 64 devices, and all models of docs/models.md. Tracing is part of what is measured.
+evaluation on its clusters of 64 devices, and all models of benchmarks/models.md. Tracing is part of what is measured.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _of_model(name: str, batch_size: int) -> ShapedStep:
 
 
 def _of_packages(cluster: ClusterSpec) -> list[Subject]:
-    """The models of docs/models.md whose step takes a state and a batch, as nearly all do."""
+    """The models of benchmarks/models.md whose step takes a state and a batch, as nearly all do."""
     from benchmarks.models.all_models import MODELS
 
     return [Subject(name, cluster, ("automatic",), partial(_of_package, name)) for name in MODELS]

@@ -76,47 +76,46 @@ _MESHES = ((4,), (2, 2))
 ENTRIES = (
     Entry(
         "DataParallel",
-        "All devices split the examples. Parameters and optimizer state are replicated. Once per step, gradients are "
-        "all-reduced: as many bytes as the parameters have. Besides, only the loss is communicated.",
+        "All devices split the examples. Parameters and optimizer state are replicated. Gradients are all-reduced once "
+        "per step: as many bytes as the parameters have. The only other communication is the loss.",
         lambda n, shape: DataParallel(LogicalMesh(shape), n),
         _MESHES,
     ),
     Entry(
         "Zero2Parallel",
-        "All devices split the examples. Parameters are replicated between steps; each device holds its part of the "
-        "optimizer state and updates its part of the parameters. Once per step, gradients are reduce-scattered and the "
-        "new parameters are all-gathered: as many bytes as `DataParallel` sends, and the state is never gathered. With "
-        "several micro-batches, each device first adds up the gradients of its own examples, for all parameters.",
+        "All devices split the examples. Parameters are replicated between steps. Each device holds its part of the "
+        "optimizer state and updates its part of the parameters. Once per step, gradients are reduce-scattered and "
+        "parameters all-gathered: as many bytes as `DataParallel` sends. The state is never gathered. With several "
+        "micro-batches, each device first adds up the gradients of its own examples, for all parameters.",
         lambda n, shape: Zero2Parallel(LogicalMesh(shape), n),
         _MESHES,
     ),
     Entry(
         "Zero3Parallel",
-        "As `Zero2Parallel`, but parameters are sharded between steps, too. Every micro-batch gathers the parameters "
-        "that it reads, once for its forward and backward pass together; nothing is gathered after the update. "
-        "Gradients are reduce-scattered once per step. `AutoShardingOption(force_zero_stage_3=True)` is the same.",
+        "As `Zero2Parallel`, but parameters are also sharded between steps. Every micro-batch gathers the parameters "
+        "that it reads, once for its forward and backward pass together. New parameters are not gathered. Gradients "
+        "are reduce-scattered once per step. `AutoShardingOption(force_zero_stage_3=True)` is the same.",
         lambda n, shape: Zero3Parallel(LogicalMesh(shape), n),
         _MESHES,
     ),
     Entry(
         "ShardParallel",
-        "The shardings with the shortest predicted step: the planner may split examples, parameters, both or neither, "
-        "and the sizes decide what is communicated. Options of `AutoShardingOption` narrow the choice.",
+        "The shardings with the shortest predicted step. The planner may split examples, parameters, both or neither; "
+        "the sizes determine the communication. Options of `AutoShardingOption` narrow the choice.",
         lambda n, shape: ShardParallel(LogicalMesh(shape), n, logical_shape=shape),
         _MESHES,
     ),
     Entry(
         "get_3d_parallel_method",
-        "Data, operator and pipeline parallelism of the given degrees, which are in the mesh column. Only the first "
-        "degree splits the examples, so if it is 1, every device has all of them. The devices of a stage split the "
-        "optimizer state.",
+        "Data, operator and pipeline parallelism of the degrees in the mesh column. Only the first degree splits the "
+        "examples: if it is 1, every device has all examples. The devices of a stage split the optimizer state.",
         _three_degrees,
         ((4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2)),
     ),
     Entry(
         "PipeshardParallel",
-        "Two stages on half of the devices each, which are in the mesh column; each is sharded as by `ShardParallel`. "
-        "Bytes are those of the stage that communicates most, without what stages send each other.",
+        "Two stages, each on half of the devices (the mesh column) and sharded as by `ShardParallel`. Bytes are for "
+        "the stage that communicates most, without transfers between stages.",
         _pipeline,
         ((2,),),
     ),
@@ -124,26 +123,26 @@ ENTRIES = (
 
 _HEAD = f"""# Methods
 
-What the name of each method promises, and what its compiled programs do. `tests/methods_doc.py` made this page with jax
+The guarantee of each method, and the behaviour of its compiled programs. `tests/methods_doc.py` made this page with jax
 {jax.__version__}, and the tests check it.
 
 The model has two dense layers of {HIDDEN} x {HIDDEN} with biases, {{parameters:,}} bytes of parameters in all.
 A batch has {BATCH} examples, and there are {N_DEVICES} devices.
 
-In the first table of each method, a cell has the bytes of the arrays that the collectives of one step work on: those
-that an all-reduce (AR) or a reduce-scatter (RS) sums, an all-gather (AG) gathers, or an all-to-all (A2A) exchanges. In
-a ring of k devices each device sends (k - 1) / k of these bytes, and for an all-reduce twice as much. Four bytes are
-the loss. *n* is the number of micro-batches. In the second table, a cell has the bytes of parameters + the bytes of
-optimizer state that a device holds between steps, without arrays of one element.
+The first table of each method has the bytes of the arrays that the collectives of one step work on: an all-reduce (AR)
+or reduce-scatter (RS) sums them, an all-gather (AG) gathers them, an all-to-all (A2A) exchanges them. In a ring of k
+devices each device sends (k - 1) / k of these bytes, for an all-reduce twice as much. Four bytes are the loss. *n* is
+the number of micro-batches. The second table has the bytes of parameters + the bytes of optimizer state that a device
+holds between steps, without arrays of one element.
 
-Adafactor keeps sums over rows and columns of squared gradients instead of full arrays. If parameters are sharded, the
-update also sums and gathers these vectors, {{factored:,}} bytes each way, and sums a few scalars.
+Adafactor keeps sums over rows and columns of squared gradients instead of full arrays. If the optimizer state is
+sharded, the update also sums and gathers these vectors, {{factored:,}} bytes each way, and sums a few scalars.
 
-An update inside `lax.cond`, as in `optax.apply_if_finite` or `optax.MultiSteps`, is one operation, of which a mesh axis
-splits one dimension. The rest of the state is gathered for it, with a warning that names the operation.
+An update inside `lax.cond` (`optax.apply_if_finite`, `optax.MultiSteps`) is one operation, and a mesh axis splits one
+dimension of it. The rest of the state is gathered, with a warning that names the operation.
 
-`AutoParallel`, the default of `parallelize`, is not in the tables: it also chooses the devices, the stages, the meshes
-and n, and leaves a model as small as this one on one device.
+`AutoParallel`, the default of `parallelize`, is not in the tables: it also chooses devices, stages, meshes and n, and
+leaves a model as small as this on one device.
 """
 
 
@@ -215,7 +214,7 @@ def measured(entry: Entry, shape: tuple[int, ...], n: int, optimizer: str) -> tu
     found = traffic(executable)
     moved = ", ".join(f"{_LETTERS[kind]} {found[kind]:,}" for kind in _LETTERS if found.get(kind))
     parameters, state = held(executable)
-    return moved or "none", f"{parameters:,} + {state:,}"
+    return moved or "0", f"{parameters:,} + {state:,}"
 
 
 def promise_of(entry: Entry) -> str:

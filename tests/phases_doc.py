@@ -16,12 +16,11 @@ PATH = Path(__file__).parents[1] / "docs" / "a-step-in-phases.md"
 
 _HEAD = f"""# A step in phases
 
-What the planner makes of a training step, phase by phase. The text of each phase is what `minialpa plan MODEL --dump`
-writes; a test makes this page (jax {jax.__version__}) and compares.
+This page shows a training step after each phase of planning, in the text of `minialpa plan MODEL --dump`. A test makes
+the page (jax {jax.__version__}) and compares.
 
-The step trains a network of two layers with AdamW on four GPUs. The first two run the first layer, the other two the
-second one. A batch of 8,192 examples is cut into 2 micro-batches, and both layers compute their activations again in
-the backward pass.
+The step trains two layers with AdamW on four GPUs: two GPUs run the first layer, and two the second. The 8,192 examples
+of a batch form 2 micro-batches, and both layers recompute their activations in the backward pass.
 
 ```python
 def train_step(state, batch):
@@ -36,26 +35,27 @@ def train_step(state, batch):
     return (optax.apply_updates(params, updates), opt_state), value
 ```
 
-`f32[8,16]` is the type of a value and `%12` the result of operation 12. Further columns are facts that the phase has
-found.
+`f32[8,16]` is the type of a value, and `%12` the result of operation 12. Further columns are results of the phase.
 """
 
-#: What each phase does, and what to look at.
 _SENTENCES = {
-    "trace": "The Python function becomes one list of operations on the whole batch, without calls and marks. Each "
-    "operation knows the part of the step that it is from, and the forward operation whose derivative it is.",
-    "layers": "Each forward operation gets a layer, and its derivatives belong to the same one; the update has none. "
-    "Here the boundary in the model separates the layers; by default the planner clusters operations by their cost.",
-    "rematerialise": "Before the backward pass of a layer, copies of its forward operations compute again what it "
-    "reads. An `optimization_barrier` keeps the compiler from merging the copies with the originals.",
-    "microbatch": "Operations on examples run once for each micro-batch, on its rows; the update runs once, "
-    "afterwards. Gradients are sums over the micro-batches, since each mean divides by the number of all examples.",
-    "stages": "Operations become tasks: the forward pass and the backward pass of each stage, and its update. What a "
-    "task leaves for a task of another mesh is sent there.",
-    "shardings": "Each value has a spec on its mesh: `S0,R` splits dimension 0 over mesh axis 0, `R` splits nothing. "
-    "`+P0` is a value whose devices hold summands, so that an all-reduce has to follow where it is read whole.",
-    "instructions": "The runtime executes this list, which names buffers by number, once per step. The order is that "
-    "of the schedule 1F1B: the last stage begins the backward pass of a micro-batch as soon as its forward pass ends.",
+    "trace": "Tracing turns the Python function into one list of operations on the whole batch, with calls inlined and "
+    "marks removed. `forward 2` numbers a part of the model, and `backward 2` its derivative: `%12` to `%14` "
+    "differentiate the product `%3`. From `%19` on, operations have no part, because they belong to the optimizer.",
+    "layers": "Forward operations receive layers, by the boundary in `loss` or, by default, by a clustering of costs. "
+    "A derivative joins its forward operation: `%16` joins `%1` in layer 0. The update has no layer.",
+    "rematerialise": "The backward pass of a layer recomputes activations from its inputs: `%12` to `%14` copy `%3`, "
+    "`%4` and `%6`. The `optimization_barrier` `%11` keeps the compiler from merging copies and originals.",
+    "microbatch": "The list becomes a loop over 2 micro-batches, with 4,096 rows of the batch each, and an update that "
+    "runs once. The loss still divides by 8.388608e+06, the elements of the whole batch, so the sum of `%24` over the "
+    "micro-batches is the gradient of the whole batch. The update reads such sums.",
+    "stages": "Each stage becomes tasks on its mesh: forward, backward and update. Compare `leaves` with `reads` to "
+    "find the values that cross meshes: the activations `%1` go to mesh 1, and their cotangent `%17` comes back.",
+    "shardings": "The solver gives each value a spec on its mesh: `S0,R` splits dimension 0 over mesh axis 0, and `R` "
+    "replicates. `+P0` is a partial sum, such as the loss `%5`, which an all-reduce completes for a full read. Mesh 0 "
+    "splits the columns of `w1`; mesh 1 splits the examples, and the optimizer state of `w2`.",
+    "instructions": "The runtime executes this list once per step, over numbered buffers. The schedule is 1F1B: "
+    "`backward1` of one micro-batch precedes `forward1` of the next. `zeros1` makes an accumulator for the passes.",
 }
 
 

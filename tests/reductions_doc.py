@@ -27,21 +27,21 @@ _HEAD = f"""\
 # Reductions
 
 A reduction over the examples of a batch is computed in parts, by micro-batches, devices or stages, and the parts are
-combined. The result has the dtype and the value that `jax.jit` of the same step gives. `tests/reductions_doc.py` made
-the table below with jax {jax.__version__}, and the tests check it.
+combined. The result has the dtype and the value of `jax.jit` of the same step. `tests/reductions_doc.py` made the table
+below with jax {jax.__version__}, and the tests check it.
 
 - Integers wrap around in their dtype, and bitwise reductions stay bitwise.
-- A NaN wins in a maximum or minimum, and infinities stay.
+- A maximum or minimum with a NaN is NaN, and infinities stay.
 - Floats are added in another order. Sums of 16-bit floats over micro-batches are accumulated in float32 and rounded
   once, as `jnp.sum` does with a whole batch. Devices add in the dtype of the partial results.
-- The sign of zero may be lost where devices add: -0 becomes 0 in a sum over devices, and where it is looked up in a
-  table whose rows are on several devices.
-- What has no parts along the examples (sort, cumsum, argmax, a function of the user in `lax.reduce`, the maximum of
-  complex numbers) runs once, on all rows.
+- The sign of zero may be lost where devices add: -0 becomes 0 in a sum over devices, and in a lookup in a table whose
+  rows are on several devices.
+- Operations without parts along the examples run once, on all rows: sort, cumsum, argmax, a function of the user in
+  `lax.reduce`, the maximum of complex numbers.
 
-The table has each reduction over {N} examples under four methods: `ShardParallel(num_micro_batches=4)` on one device,
+Each reduction runs over {N} examples under four methods: `ShardParallel(num_micro_batches=4)` on one device,
 `DataParallel` on four devices, `Zero3Parallel` on two, and `PipeshardParallel` with two stages and two micro-batches.
-The dtypes are those that `jax.jit` takes, with `jax_enable_x64`; *equal* holds for all of them.
+The dtypes are all that `jax.jit` accepts, with `jax_enable_x64`; *equal* holds for all of them.
 
 """
 

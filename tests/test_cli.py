@@ -177,7 +177,7 @@ def test_a_method_is_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     error = capsys.readouterr().err
     assert "was made for another model or batch than `bert`: argument" in error and "on_stale" not in error
     assert main(["plan", "mlp", "--cluster", path]) == 1
-    assert "plan.json`: This is a plan, and no cluster description" in capsys.readouterr().err
+    assert "plan.json`: This is a plan, not a cluster description" in capsys.readouterr().err
 
 
 def test_a_reader_who_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

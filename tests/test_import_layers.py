@@ -23,8 +23,8 @@ import minialpa
 PACKAGE = Path(__file__).parents[1] / "minialpa"
 ARCHITECTURE = PACKAGE.parent / "ARCHITECTURE.md"
 
-#: Packages that hold rooms. All others are one room each.
-HOUSES = ("inter", "intra", "intra.memory", "runtime")
+#: Packages whose sub-packages count by themselves. All others count as one.
+NESTED = ("inter", "intra", "intra.memory", "runtime")
 #: What a user starts, or sees in front of the machinery.
 FRONT = {"__main__", "__init__", "cli", "compat", "data", "demo", "models", "testing", "training", "util"}
 #: Methods that call what stands above their class, for users.
@@ -48,8 +48,8 @@ class Import:
         return self.module.split(".")[0]
 
     @property
-    def room(self) -> str:
-        return _room(self.module)
+    def package(self) -> str:
+        return _package_of(self.module)
 
     @property
     def inner(self) -> str | None:
@@ -58,17 +58,17 @@ class Import:
         return None if parts[0] != "minialpa" else parts[1] if len(parts) > 1 else "__init__"
 
     @property
-    def inner_room(self) -> str | None:
-        """The room of the target, None for other packages."""
-        return None if self.inner is None else _room(self.target.partition(".")[2] or "__init__")
+    def inner_package(self) -> str | None:
+        """The package of the target, None outside of minialpa."""
+        return None if self.inner is None else _package_of(self.target.partition(".")[2] or "__init__")
 
 
-def _room(module: str) -> str:
-    """The room of a module, or of a name in one; both dotted, below the package."""
-    room, *inside = module.split(".")
-    while room in HOUSES and inside and PACKAGE.joinpath(*room.split("."), inside[0]).is_dir():
-        room = f"{room}.{inside.pop(0)}"
-    return room
+def _package_of(module: str) -> str:
+    """The package of a module, or of a name in one; both dotted, below minialpa."""
+    package, *inside = module.split(".")
+    while package in NESTED and inside and PACKAGE.joinpath(*package.split("."), inside[0]).is_dir():
+        package = f"{package}.{inside.pop(0)}"
+    return package
 
 
 def _targets(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -106,27 +106,27 @@ def _imports_of(path: Path) -> Iterator[Import]:
 
 
 @dataclass(frozen=True)
-class Room:
-    """A line of the picture in ARCHITECTURE.md.
+class Package:
+    """A line of the table in ARCHITECTURE.md.
 
     Attributes:
-        floor: it may import rooms of lower floors.
-        stands_on: what it imports, without what another of these imports, directly or further down.
+        level: it may import packages of lower levels.
+        imports: its direct imports, without imports that another one of them implies.
     """
 
-    floor: int
-    stands_on: tuple[str, ...]
+    level: int
+    imports: tuple[str, ...]
 
 
-def _picture() -> dict[str, Room]:
-    """The rooms by name, as ARCHITECTURE.md draws them. A line without a number is on the floor of the line above."""
-    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Rooms")[2]
-    floor, rooms = -1, {}
+def _table() -> dict[str, Package]:
+    """The packages by name, as ARCHITECTURE.md lists them. Without a number, a line has the level of the line above."""
+    section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Packages")[2]
+    level, packages = -1, {}
     for line in section.split("```")[1].strip("\n").splitlines():
-        number, name, stands_on = re.fullmatch(r"(..)  (\S+) {2,}(\S+(?: \S+)*) {2,}\S.*", line).groups()  # type: ignore[union-attr]
-        floor = int(number) if number.strip() else floor
-        rooms[name] = Room(floor, tuple(stands_on.split(", ")) if stands_on != "-" else ())
-    return rooms
+        number, name, imports = re.fullmatch(r"(..)  (\S+) {2,}(\S+(?: \S+)*) {2,}\S.*", line).groups()  # type: ignore[union-attr]
+        level = int(number) if number.strip() else level
+        packages[name] = Package(level, tuple(imports.split(", ")) if imports != "-" else ())
+    return packages
 
 
 @functools.cache
@@ -135,26 +135,30 @@ def _imports() -> list[Import]:
     return [i for path in sorted(PACKAGE.rglob("*.py")) for i in _imports_of(path)]
 
 
-ROOMS = _picture()
+PACKAGES = _table()
 
 
 def _lines(found: list[Import]) -> list[str]:
     return [f"{i.module} imports {i.target}" for i in found]
 
 
-def test_every_room_is_in_the_picture() -> None:
-    rooms = {_room(".".join(path.relative_to(PACKAGE).with_suffix("").parts)) for path in PACKAGE.rglob("*.py")}
-    assert rooms - ROOMS.keys() == FRONT
-    assert not ROOMS.keys() - rooms
-    floors = [room.floor for room in ROOMS.values()]
-    assert floors == sorted(floors, reverse=True), "it is drawn from the top down"
+def test_every_package_is_in_the_table() -> None:
+    packages = {
+        _package_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts)) for path in PACKAGE.rglob("*.py")
+    }
+    assert packages - PACKAGES.keys() == FRONT
+    assert not PACKAGES.keys() - packages
+    levels = [package.level for package in PACKAGES.values()]
+    assert levels == sorted(levels, reverse=True), "it is drawn from the top down"
 
 
-def test_the_picture_has_the_arrows_of_the_imports() -> None:
-    arrows = {(i.room, i.inner_room) for i in _imports() if i.room != i.inner_room}
-    house = nx.DiGraph((a, b) for a, b in arrows if a in ROOMS and b in ROOMS)
+def test_the_table_has_the_imports_of_the_code() -> None:
+    arrows = {(i.package, i.inner_package) for i in _imports() if i.package != i.inner_package}
+    house = nx.DiGraph((a, b) for a, b in arrows if a in PACKAGES and b in PACKAGES)
     reduced = nx.transitive_reduction(house)
-    assert {name: set(room.stands_on) for name, room in ROOMS.items()} == {name: set(reduced[name]) for name in ROOMS}
+    assert {name: set(package.imports) for name, package in PACKAGES.items()} == {
+        name: set(reduced[name]) for name in PACKAGES
+    }
 
 
 def test_architecture_names_files_that_exist() -> None:
@@ -166,9 +170,9 @@ def test_architecture_names_files_that_exist() -> None:
 def test_imports_point_down() -> None:
     wrong = []
     for i in _imports():
-        if i.room not in ROOMS or i.inner_room in (None, i.room) or (i.module, i.target) in SHORTHANDS:
+        if i.package not in PACKAGES or i.inner_package in (None, i.package) or (i.module, i.target) in SHORTHANDS:
             continue
-        if i.inner_room not in ROOMS or ROOMS[i.inner_room].floor >= ROOMS[i.room].floor:
+        if i.inner_package not in PACKAGES or PACKAGES[i.inner_package].level >= PACKAGES[i.package].level:
             wrong.append(i)
     assert not _lines(wrong)
 
@@ -184,7 +188,7 @@ def test_every_package_says_what_it_may_import() -> None:
 
 def test_modules_of_one_package_do_not_import_each_other_in_a_circle() -> None:
     """Nor by imports inside of functions, which hide a circle and do not break it."""
-    inner = [i for i in _imports() if i.inner is not None and (not i.lazy or i.room == i.inner_room)]
+    inner = [i for i in _imports() if i.inner is not None and (not i.lazy or i.package == i.inner_package)]
     modules = nx.DiGraph((f"minialpa.{i.module}", i.target) for i in inner)
     assert next(nx.simple_cycles(modules), None) is None
 

@@ -66,6 +66,19 @@ def test_the_examples_of_a_page_run_one_after_the_other(
         assert [one.parts for one in checked] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "design").glob("*.md")), ids=lambda page: page.stem)
+def test_the_examples_of_a_design_page_print_the_output_on_it(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A block in python may be followed by a block with its output."""
+    blocks = re.findall(r"```python\n(.*?)```(?:\n+```\n(.*?)```)?", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    names: dict[str, Any] = {"__name__": "script"}
+    for example, output in blocks:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            exec(compile(example, str(page), "exec"), names)
+        printed = capsys.readouterr().out
+        assert not output or printed == output
+
+
 def test_the_examples_of_micro_batches_run() -> None:
     path = DOCS / "micro_batches.md"
     for example in examples_of(path):

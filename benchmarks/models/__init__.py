@@ -1,10 +1,10 @@
-"""Models of many packages, trained by minialpa and by `jax.jit`: the table of docs/models.md.
+"""Models of many packages, trained by minialpa and by `jax.jit`: the table of benchmarks/models.md.
 
-catalogue    what a row is, and the methods
+catalogue    the type of a model, and the methods
 plain frameworks hugging_face science      the models, each a function
-row          trains one model under its methods, and compares; prints JSON
-processes    trains models in processes of their own, several at a time
-results      a file of rows, with which an interrupted run goes on
+row          trains one model with each of its methods, compares, and prints JSON
+processes    trains models in separate processes, several at a time
+results      a file of rows, from which an interrupted run continues
 page         the page from the rows
 table        the command: all models, and the page
 """
@@ -16,8 +16,8 @@ from benchmarks.registry import Rows, Size, benchmark
 
 @benchmark("models")
 def models(size: Size) -> Rows:
-    """Models of other packages: three training steps against those of one device, by method."""
-    # Imported here, because the list of benchmarks does without.
+    """Models of other packages: three training steps of each method, compared with one device."""
+    # Imported here, because the list of benchmarks does not need the models.
     from benchmarks.models.all_models import MODELS
     from benchmarks.models.catalogue import PIPE_2, SHARD_2
     from benchmarks.models.processes import train

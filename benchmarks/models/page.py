@@ -1,4 +1,4 @@
-"""The page docs/models.md from the rows of the models."""
+"""Writes the page benchmarks/models.md from the rows of the models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.models.common import N_EXAMPLES, N_STEPS
 from benchmarks.models.comparison import ROUNDINGS
 from benchmarks.registry import Rows
 
-#: How the page writes each outcome of a row, in the order in which it counts them.
+#: The text of each outcome of a row, in the order of the counts on the page.
 _OUTCOMES = {
     "equal": "equal",
     "wrong": "**wrong**",
@@ -27,33 +27,33 @@ _OUTCOMES = {
 
 
 def page(rows: Rows) -> str:
-    """docs/models.md. The rows are those of one run."""
+    """benchmarks/models.md, from the rows of one run."""
     counts = Counter(row["outcome"] for row in rows)
-    told = ", ".join(f"{counts[outcome]} {_OUTCOMES[outcome].strip('*')}" for outcome in _OUTCOMES if counts[outcome])
+    by_outcome = [f"{counts[outcome]} {text.strip('*')}" for outcome, text in _OUTCOMES.items() if counts[outcome]]
     return f"""# Models of other packages
 
-Each training step runs {N_STEPS} times under minialpa on {N_DEVICES} virtual devices of a CPU, and {N_STEPS} times
-under `jax.jit` on one device; the rows say how far the results differ. The models are small, their data is synthetic,
-and a batch has {N_EXAMPLES} examples. The code is in [benchmarks/models](../benchmarks/models).
+The table compares training under minialpa with training under `jax.jit` on one device. Each step runs {N_STEPS} times
+under minialpa, on {N_DEVICES} virtual devices of a CPU, and {N_STEPS} times under `jax.jit`. The models are small,
+their data is synthetic, and a batch has {N_EXAMPLES} examples. The code is in [benchmarks/models](models).
 
-`python -m benchmarks.models.table --results rows.json --write docs/models.md` makes this page, in an environment with
-the packages of the extra `table`. An interrupted run goes on when the command is given again; all rows are of one
-version of minialpa, here with jax {jax.__version__}.
+`python -m benchmarks.models.table --results rows.json --write benchmarks/models.md` makes this page, in an environment
+with the packages of the extra `table`. If a run is interrupted, the same command continues it. All rows come from one
+version of minialpa, with jax {jax.__version__}.
 
-{len(rows)} rows ({_models(len(MODELS) - len(_missing(rows)))}): {told}.
+{len(rows)} rows ({_models(len(MODELS) - len(_missing(rows)))}): {", ".join(by_outcome)}.
 
-*Difference* is how far minialpa's results are from those of one device: for each array of the state, the 2-norm of the
-difference, divided by that of the array's update over all steps (for losses, by that of the losses); the column shows
-the median over the arrays of floats. *Rounding* is the same number for runs on one device among themselves: on inputs
-that are rounded differently, and by a compiler that does not optimise. A row is equal if every array by itself differs
-by at most {ROUNDINGS:.0f} times its own rounding and a few last places of its dtype (benchmarks/models/comparison.py),
-and if integers are the same.
+*Difference* is the 2-norm of the difference between both runs, divided by the 2-norm of the update over all steps. It
+is computed for each array of the state, and for the losses, where the divisor is the 2-norm of the losses; the column
+has the median over the arrays of floats. *Rounding* is the same number between runs on one device: with inputs that
+are rounded differently, and with a compiler that does not optimise. A row is equal if each array of floats differs by
+at most {ROUNDINGS:.0f} times its own rounding plus a few last places of its dtype (benchmarks/models/comparison.py),
+and if all integers are equal.
 
 {_without_rows(rows)}{_table(row for row in rows if row["outcome"] != "not run")}{_refusals(rows)}"""
 
 
 def _missing(rows: Rows) -> list[str]:
-    """The models that have no rows."""
+    """The models without a row."""
     found = {row["name"] for row in rows}
     return [name for name in MODELS if name not in found]
 
@@ -63,12 +63,12 @@ def _models(n: int) -> str:
 
 
 def _without_rows(rows: Rows) -> str:
-    """The models that are missing, if the run was interrupted or was of some of them."""
+    """A paragraph that lists the models without a row; empty for a complete run."""
     missing = _missing(rows)
     if not missing:
         return ""
-    told = f"{len(missing)} models have not been run for this page: {', '.join(f'`{name}`' for name in missing)}."
-    return textwrap.fill(told, 120, break_long_words=False, break_on_hyphens=False) + "\n\n"
+    text = f"{len(missing)} models have no rows on this page: {', '.join(f'`{name}`' for name in missing)}."
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n\n"
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> str:
@@ -81,12 +81,12 @@ def _table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _refusals(rows: Rows) -> str:
-    """What the errors say, one for each row that is not equal."""
-    told = [row for row in rows if row["outcome"] != "equal"]
-    if not told:
+    """A section with the message of each row that is not equal; empty if all rows are equal."""
+    unequal = [row for row in rows if row["outcome"] != "equal"]
+    if not unequal:
         return ""
-    lines = ["## What is not equal", "", "| model | method | outcome | what is said |", "|---|---|---|---|"]
-    for row in told:
+    lines = ["## Rows that are not equal", "", "| model | method | outcome | message |", "|---|---|---|---|"]
+    for row in unequal:
         detail = row["detail"].replace("|", "\\|").replace("\n", " ").replace(str(Path.cwd()) + "/", "")
         lines.append(
             f"| {row['model']} ({row['package']}) | {row['method']} | {_OUTCOMES[row['outcome']]} | {detail} |"

@@ -1,11 +1,11 @@
-"""Trains all models, in processes of their own, and writes the table of docs/models.md.
+"""Trains all models in separate processes and writes the table of benchmarks/models.md.
 
-All of them, in 10 to 20 minutes on 2 quiet cores; the same command goes on where a run was interrupted:
-    python -m benchmarks.models.table --processes 2 --results /tmp/rows.json --write docs/models.md
-Some of them:
+All models, in 10 to 20 minutes on 2 quiet cores; the same command continues an interrupted run:
+    python -m benchmarks.models.table --processes 2 --results /tmp/rows.json --write benchmarks/models.md
+Some models:
     python -m benchmarks.models.table mlp gan
-The page of what is done so far, without training anything:
-    python -m benchmarks.models.table --seconds 0 --results /tmp/rows.json --write docs/models.md
+The page of the rows so far, without training:
+    python -m benchmarks.models.table --seconds 0 --results /tmp/rows.json --write benchmarks/models.md
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.models.table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="models; none for all of them")
-    parser.add_argument("--processes", type=int, default=2, help="processes at a time")
-    parser.add_argument("--results", type=Path, help="a file of rows: models that it holds are not trained again")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no model begins after so many seconds")
-    parser.add_argument("--write", type=Path, help="a file for the page")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models; all models without a name")
+    parser.add_argument("--processes", type=int, default=2, help="number of parallel processes")
+    parser.add_argument("--results", type=Path, help="a file of rows; models with rows in it are not trained")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="seconds after which no model starts")
+    parser.add_argument("--write", type=Path, help="the file of the page")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.names) - MODELS.keys()):
         parser.error(f"no model is called {', '.join(unknown)}")

@@ -17,19 +17,19 @@ from tests.rules.rule_programs import PROGRAMS, equations
 PATH = Path(__file__).parents[2] / "docs" / "rules.md"
 _HEAD = f"""# Rules
 
-What may be split in each operation. `tests/rules/rules_doc.py` made this page from `minialpa/rules/*.py` with
-jax {jax.__version__}.
+The dimensions of each operation that may be split. `tests/rules/rules_doc.py` made this page from
+`minialpa/rules/*.py` with jax {jax.__version__}.
 
-Letters are the factors of one equation: a mesh axis that splits a factor splits every dimension that has it. A small
-letter may be split, a capital letter may not. A capital letter with a prime, `A'`, may be split over devices, whose
-shards then know their position, but neither inside a loop nor over micro-batches. `sum(b)` means that splitting `b`,
-which the result lacks, leaves partial sums; `max(b)` and others likewise. `(a b)` is one dimension made of two factors,
-the first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in each
-iteration.
+Letters are the factors of one equation: a mesh axis that splits a factor splits every dimension with this factor. A
+small letter may be split, a capital letter may not. `A'`, a capital letter with a prime, may be split over devices,
+whose shards then know their position, but not inside a loop or over micro-batches. `sum(b)` means that splitting `b`,
+which the result lacks, leaves partial sums; `max(b)` and the others are similar. `(a b)` is one dimension of two
+factors, the first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in
+each iteration.
 
-The rows of `pallas_call`, `custom_partitioning`, `ffi_call` and `minialpa_function` are examples: these have factors by
-their kernels, see [kernels.md](kernels.md). Every device computes primitives that are not listed in full, with one
-warning that names them.
+The rows of `pallas_call`, `custom_partitioning`, `ffi_call` and `minialpa_function` are examples: their factors depend
+on the kernel, see [kernels.md](kernels.md). Every device computes unlisted primitives in full, with one warning that
+names them.
 
 | primitive | an equation |
 |---|---|
