@@ -1,7 +1,7 @@
 """The plans that Alpa's authors stored for their models on p3.16xlarge hosts, as data.
 
 Source: alpa-projects/alpa, benchmark/alpa/suite_auto_gpt.py, suite_auto_moe.py and suite_wresnet.py, `perf_test_suite`
-and `perf_test_auto_suite`. All were found with gradients reduce-scattered and with every layer computed again.
+and `perf_test_auto_suite`. Alpa found all plans with reduce-scattered gradients and with every layer recomputed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from minialpa import AutoLayerOption, AutoShardingOption, ManualStageOption, Pip
 
 @dataclass(frozen=True, slots=True)
 class StoredStage:
-    """`n_layers` layers on (hosts, devices). splits_batch: mesh axis 0, and no other, splits the examples."""
+    """`n_layers` layers on a submesh of (hosts, devices).
+
+    splits_batch: whether mesh axis 0, and no other axis, splits the examples.
+    """
 
     n_layers: int
     submesh: tuple[int, int]
@@ -24,7 +27,7 @@ class StoredStage:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """The plan of one model (a name that `models.build` knows) on `n_devices` devices."""
+    """The plan of `model`, a name that `models.build` takes, on `n_devices` devices."""
 
     model: str
     n_devices: int
@@ -33,7 +36,7 @@ class StoredPlan:
     stages: tuple[StoredStage, ...]
 
     def method(self, memory_limit_bytes: float | None = None) -> PipeshardParallel:
-        """The method that decides as the plan does, for devices of their memory or of another."""
+        """The method that forces these decisions. memory_limit_bytes: per device; None for the cluster's memory."""
         ends = [sum(stage.n_layers for stage in self.stages[: k + 1]) for k in range(len(self.stages))]
         forced: dict[str, Any] = {"force_batch_dim_to_mesh_dim": 0}
         stages = ManualStageOption(
@@ -57,7 +60,7 @@ def _stage(n_layers: int, n_devices: int, logical_shape: tuple[int, int], splits
 
 
 def _resnet_13b() -> tuple[StoredStage, ...]:
-    """Stages of eight devices on axis 0, and stages of eight on axis 1, whose batch is whole."""
+    """Alternate stages with eight devices on axis 0, and with eight on axis 1 and a whole batch."""
     n_layers = (4, 4, 4, 4, 4, 4, 5, 4)
     outer, inner = ((8, 1), False), ((1, 8), True)
     kinds = (outer, inner, outer, inner, outer, outer, inner, outer)
@@ -93,5 +96,5 @@ STORED = (
     StoredPlan("wresnet-13b", 64, 1520, 38, _resnet_13b()),
 )  # fmt: skip
 
-#: In place of a stored plan, to see that everything runs.
+#: A plan for tests, in place of a stored one.
 TINY = StoredPlan("gpt", 2, 16, 4, (_stage(1, 1, (1, 1), True),) * 2)

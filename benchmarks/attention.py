@@ -1,4 +1,4 @@
-"""Attention in plain jax, block by block, next to the same with all scores at once: time, and memory of temporaries."""
+"""Attention in plain jax, block by block and with all scores at once: seconds, and memory of temporaries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _row(t: int, name: str, repeats: int) -> dict[str, Any]:
 
     def blocks(operands: Sequence[Any], out_bar: Any) -> Any:
         out, logsumexp = attention_p.bind(*operands, kind=kind)
-        params: Any = {"kind": kind, "dtypes": ("float32",) * 3, "wants_bias": ()}
+        params: Any = {"kind": kind, "dtypes": ("float32",) * 3, "with_bias_gradient": ()}
         return attention_gradient_p.bind(*operands[:3], out, logsumexp, out_bar, *operands[3:], **params)
 
     def at_once(operands: Sequence[Any], out_bar: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What a call costs beyond `jax.jit`'s own: steps that do next to nothing, on states of many kinds.
+"""Microseconds of a call beyond the same call of `jax.jit`: tiny steps, on states of many kinds.
 
-Beside each step stands `jax.jit` of the function that the plan has made of it, with the same pytrees, shardings and
-donation, so that devices do the same; what is no array is left out of these pytrees, and modules of flax.nnx are the
-states that `nnx.split` gives. A step in micro-batches is several functions, and stands beside `jax.jit` of the step as
-a whole. Both run in turns, in several rounds; a round gives the median of each. The figures are those of the round with
-the least of each, since what else runs on the machine only adds to them.
+The reference is `jax.jit` of the function that the plan makes of the step, with the same pytrees, shardings and
+donation, so that devices do the same work. Its pytrees have only arrays; a module of flax.nnx becomes the state that
+`nnx.split` returns. A step in micro-batches is several functions, and its reference is `jax.jit` of the whole step.
+Both run in turns, in several rounds, and a round has a median of each. The smallest median counts, because other work
+on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -74,12 +74,11 @@ def _row(
 
 
 def _medians(calls: dict[str, Callable[[], Any]], size: Size) -> dict[str, list[float]]:
-    """Microseconds of a call of each loop, in every round."""
-    # Every round is a measurement of its own, and the machine is quiet in some of them.
+    """Microseconds of a call of each loop: the median of every round."""
     rounds, repeats = (16, 30) if size == "full" else (1, 2)
     medians: dict[str, list[float]] = {name: [] for name in calls}
     with warnings.catch_warnings():
-        # That libraries donate arrays which no result can take over.
+        # Libraries donate arrays whose memory no result can reuse, and jax warns.
         warnings.simplefilter("ignore")
         for _ in range(rounds):
             for name, seconds in interleaved(calls, repeats=repeats).items():
@@ -88,7 +87,7 @@ def _medians(calls: dict[str, Callable[[], Any]], size: Size) -> dict[str, list[
 
 
 def _loop(step: Callable[..., Any], kind: Kind, batch: Any) -> Callable[[], Any]:
-    """A call that trains one step further."""
+    """A call that runs one training step and keeps the new state."""
     state = kind.state
 
     def train() -> Any:
@@ -101,7 +100,7 @@ def _loop(step: Callable[..., Any], kind: Kind, batch: Any) -> Callable[[], Any]
 
 
 def _jit_loop(executable: Executable, shardings: Any, kind: Kind, batch: Any) -> Callable[[], Any]:
-    """The same loop by `jax.jit`, of the arrays in the arguments."""
+    """The same loop under `jax.jit`, with only the arrays of the arguments."""
     call = minialpa.parallelize(kind.step)._parameters.bind((*kind.state, batch, *kind.others), {})
     arrays = jax.tree.unflatten(call.tree[0], call.leaves)
     n_state = len(kind.state)
@@ -119,7 +118,7 @@ def _jit_loop(executable: Executable, shardings: Any, kind: Kind, batch: Any) ->
         )
     else:
         jitted = jax.jit(kind.step, donate_argnums=range(n_state))
-    # A step of nnx modules returns their new values, and then its result.
+    # A step of nnx modules returns (new values of the modules, result).
     next_state = (lambda _, result: result[0]) if call.graph is not None else kind.next_state
 
     def train() -> Any:
@@ -132,7 +131,7 @@ def _jit_loop(executable: Executable, shardings: Any, kind: Kind, batch: Any) ->
 
 
 def _whole_function(executable: Executable, run: Run) -> Callable[..., Any]:
-    """The one function of a program, of the step's arguments."""
+    """The only function of a program, as a function of the step's arguments."""
     leaf_of = {slot.buffer: slot.leaf for slot in executable.program.inputs}
     places = _places(executable, run)
 
@@ -145,5 +144,5 @@ def _whole_function(executable: Executable, run: Run) -> Callable[..., Any]:
 
 
 def _places(executable: Executable, run: Run) -> list[int]:
-    """Where each result of the step is among the results of the one function of its program."""
+    """For each result of the step, its position among the results of the program's only function."""
     return [run.outputs.index(slot.buffers[0]) for slot in executable.program.outputs]

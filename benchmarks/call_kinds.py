@@ -1,6 +1,6 @@
-"""The kinds of states and arguments whose calls `call` times: for each a step, its arguments and how a loop goes on.
+"""The states and arguments whose calls `call` times: a step, its arguments, and the next state of a loop for each kind.
 
-All of them do next to nothing on about as many leaves. No kind needs a library that is not installed with the tests.
+All steps are tiny and have about the same number of leaves. They need only libraries that the tests install.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A training step and a loop of it.
+    """A training step and its loop.
 
     Attributes:
         step: the step, which `minialpa.parallelize` takes.
         state: the first argument, or a tuple of the first arguments.
-        others: arguments behind the batch.
-        next_state: the state of the next call, of a state and the result of a call with it.
-        options: of `minialpa.parallelize`.
-        own_jit: how the state's library compiles such a step, if not by `jax.jit`.
+        others: the arguments after the batch.
+        next_state: maps a state, and the result of a call with this state, to the state of the next call.
+        options: options of `minialpa.parallelize`.
+        own_jit: how the state's library compiles such a step; None for `jax.jit`.
     """
 
     step: Callable[..., Any]
@@ -46,7 +46,7 @@ class Kind:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class State:
-    """A training state as a pytree of the user's own.
+    """A training state as a user-defined pytree.
 
     Attributes:
         step: the number of steps so far.
@@ -60,8 +60,6 @@ class State:
 
 
 class Params(NamedTuple):
-    """Parameters with names."""
-
     layers: tuple[Any, ...]
 
 
@@ -155,8 +153,6 @@ def equinox_modules(n_layers: int) -> Kind:
 
 
 class Net(nnx.Module):
-    """Layers of flax.nnx."""
-
     def __init__(self, n_layers: int) -> None:
         rngs = nnx.Rngs(0)
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(n_layers)])

@@ -1,10 +1,10 @@
-"""Checkpoints: bytes per second of saving, next to `numpy.save`, and a training step while a checkpoint is written.
+"""Bytes per second of saving a checkpoint, next to `numpy.save`, and a training step while a checkpoint is written.
 
-Steps are measured on devices that are this machine's cores, with which the threads that save compete, and on devices
-that leave them idle, as accelerators do: there, the loop sleeps behind each of many small steps.
+Steps run on two kinds of devices: the cores of this machine, for which the saving threads compete, and devices that
+leave the cores idle, as accelerators do. The second kind is a loop that sleeps after each of many small steps.
 
-orbax waits until files are on the disk, so `numpy.save` is measured with `os.fsync`, too. Everything runs in turns, and
-ratios are medians of those of neighbouring runs, so that other work on the machine cancels out.
+orbax waits until files are on the disk, so `numpy.save` is also measured with `os.fsync`. All measurements run in
+turns, and a ratio is the median of the ratios of neighbouring runs, so that other work on the machine cancels out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def checkpoint(size: Size) -> Rows:
 
 
 def _row(hidden: int, size: Size) -> dict[str, Any]:
-    """Of a state of 48 `hidden`^2 bytes in about 200 shards."""
+    """A state of 48 `hidden`^2 bytes in about 200 shards."""
     model = models.build("mlp", hidden=hidden, batch_size=64)
     step = minialpa.parallelize(model.train_step(minialpa.value_and_grad), method=minialpa.Zero3Parallel())
     batch = model.make_batch(0, model.batch_size)
@@ -71,13 +71,13 @@ def _row(hidden: int, size: Size) -> dict[str, Any]:
 
 
 def _settled_seconds(call: Any) -> tuple[float, float]:
-    """As `_seconds`, when the disk has all that was written before."""
+    """As `_seconds`, after the disk has received all earlier writes."""
     os.sync()
     return _seconds(call)
 
 
 def _seconds(call: Any) -> tuple[float, float]:
-    """Seconds of the clock, and those of all processors for this process."""
+    """(wall-clock seconds, CPU seconds of this process)."""
     start, start_cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - start, time.process_time() - start_cpu
@@ -93,7 +93,7 @@ def _numpy_save(root: Path, state: Any, *, sync: bool) -> None:
 
 
 def _steps(step: Any, state: Any, batch: Any, folder: Path, n_steps: int) -> dict[str, float]:
-    """Steps without and with a save under way, on the cores and beside them, and the call of `save`."""
+    """Steps without and with a save in progress, on the cores and beside idle cores, and the call of `save`."""
     add = jax.jit(lambda x: x + 1)
 
     def on_the_cores() -> None:

@@ -1,8 +1,7 @@
 """Hill climbing over the choices of a plan: a start and the neighbours of a choice in, the best choice found out.
 
-Neighbours are tried in order, and the first that is better is the next centre. A choice costs seconds of planning, so
-a climb ends after `most` of them at the latest. Of two choices that do not fit in memory, that which needs less is
-better.
+The climb tries neighbours in order and moves to the first better one. A choice costs seconds of planning, so a climb
+ends after at most `most` choices. Of two choices that do not fit in memory, the one that needs fewer bytes is better.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ Choice = TypeVar("Choice", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one way to plan gave: `plan`, or why there is none; bytes per device that it needs, where memory is why."""
+    """The result of one call of the planner: `plan`, or the reason `failure`.
+
+    needed_bytes: bytes per device that a plan needs; 0 unless memory is the reason.
+    """
 
     label: str
     plan: Plan | None
@@ -33,20 +35,19 @@ class Outcome:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The smaller, the better."""
+        """Sort key: the smallest is the best."""
         return self.seconds, 0.0 if self.plan else self.needed_bytes or math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Climb:
-    """The best outcome of several, and how many there were."""
+    """The best of `n_solved` outcomes."""
 
     best: Outcome
     n_solved: int
 
 
 def outcome(label: str, solve: Callable[[], Plan]) -> Outcome:
-    """The outcome of one call of the planner."""
     try:
         return Outcome(label, solve())
     except MinialpaError as error:

@@ -1,4 +1,4 @@
-"""Figures of compiled programs for the benchmarks: HLO text in; collectives as accelerators run them, and work, out."""
+"""Figures of compiled programs: HLO text in; collectives in the form that accelerators run, and operations, out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOVES = ("bitcast", "copy", "reshape", "transpose")
 
 
 def collectives(text: str) -> tuple[HloCollective, ...]:
-    """The collectives of a program, as accelerators run them.
+    """The collectives of a program, in the form that accelerators run.
 
     An all-reduce counts as a reduce-scatter if every device reads only a slice of the result: XLA's CPU compiler does
     not fuse the all-reduce with the slices.
@@ -33,7 +33,7 @@ def collectives(text: str) -> tuple[HloCollective, ...]:
 def mesh_axes(groups: Groups, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
     """The axes of a row-major mesh that these groups run over, as few as possible: () for groups of one device.
 
-    None if the groups are not those of any set of axes.
+    None if no set of axes has these groups.
     """
     wanted = {frozenset(group) for group in groups}
     for n_axes in range(len(mesh_shape) + 1):
@@ -64,9 +64,9 @@ def flops(text: str) -> float:
 def _scattered(
     one: HloCollective, instruction: Instruction, computation: Computation, module: Module
 ) -> Iterator[HloCollective]:
-    """An all-reduce with the arrays of which each device reads only a slice taken out, as a reduce-scatter.
+    """An all-reduce as two collectives: arrays of which each device reads only a slice become a reduce-scatter.
 
-    A slice is an n-th of the array for groups of n devices; which device reads which slice is not checked.
+    A slice is 1/n of the array for groups of n devices. The match between devices and slices is not checked.
     """
     if one.kind != "all-reduce" or (group_size := len(one.groups[0])) == 1:
         yield one

@@ -1,7 +1,7 @@
-"""The models that plans are judged on: name, builder and sizes of each. Steps are compiled for these and never run.
+"""The models for judging plans: name, builder and sizes of each. Steps are compiled for these and never run.
 
-Two regimes: `wide` models have few examples and large layers, where splitting operators pays; the others have many
-examples and small layers, where splitting examples does.
+There are two regimes. `wide` models have few examples and large layers, where it pays to split operators. The others
+have many examples and small layers, where it pays to split examples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What issuing instructions costs: a pipeline of 4 stages whose tasks do next to nothing, on 4 devices of this process.
+"""Microseconds to issue an instruction: a pipeline of 4 stages with almost empty tasks, on 4 devices of this process.
 
-Beside it stands a loop written by hand, of as many calls of one jitted function and as many `device_put`s.
+The reference is a hand-written loop with the same number of calls of one jitted function and of `device_put`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N_STAGES = 4
 
 @benchmark("dispatch")
 def dispatch(size: Size) -> Rows:
-    """A pipeline of tiny tasks: microseconds for each instruction, next to a bare loop of as many tasks."""
+    """A pipeline of tiny tasks: microseconds for each instruction, next to a bare loop with as many tasks."""
     n_micro_batches = 16 if size == "full" else 4
     case = models.build("mlp", batch_size=4 * n_micro_batches, hidden=8)
     method = minialpa.PipeshardParallel(

@@ -1,14 +1,14 @@
 """Time to the first steps: models of other packages under minialpa, beside `jax.jit` on one device.
 
-Each row is a fresh process that builds one model of `benchmarks.models` and then traces, plans, compiles and runs its
-step three times. What `jax.jit` takes for it is measured in the same kind of process, with the state donated; the ways
-take turns, as often as `--runs` says, and the fastest run counts, as other work on the machine only adds. Seconds are
-those of all processors, but for `wall_s`. Imports and the model's own initialisation are not in them; memory is that of
-the whole process at its peak.
+Each row is a fresh process that builds one model of `benchmarks.models`, then traces, plans and compiles its step and
+runs it three times. `jax.jit` runs in the same kind of process, with a donated state. The ways take turns, `--runs`
+times, and the fastest run counts, because other work on the machine only adds time. Seconds are CPU seconds of all
+threads; only `wall_s` is wall-clock time. They leave out imports and the initialisation of the model. Memory is the
+peak of the whole process.
 
     python -m benchmarks.first_step                      the models below under each way, in about half an hour
     python -m benchmarks.first_step bert vit --way none  some of them
-    python -m benchmarks.first_step --json rows.json     the rows as a file, too; those that it holds are not run again
+    python -m benchmarks.first_step --json rows.json     also write the rows to a file; rows of the file do not run
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from minialpa.support.files import write_text
 N_DEVICES, N_STEPS = 8, 3
 PLAIN = "jax.jit"
 WAYS = ("sharded", "pipelined", "none")
-#: Models of many packages: what is scanned, attentions of all kinds, convolutions, loops, graphs, science.
+#: Models of many packages: scanned layers, attentions of all kinds, convolutions, loops, graphs, science.
 MODELS = [
     "linen_scan", "linen_vit", "linen_resnet", "linen_seq2seq", "linen_diffusion", "nnx_mlp",
     "nnx_transformer", "equinox_cnn", "neural_ode", "haiku_resnet", "haiku_lstm",
@@ -44,7 +44,7 @@ MODELS = [
     "clip", "whisper", "diffusers_unet", "graph_network", "real_nvp", "penzai_transformer",
     "haliax_network", "mamba", "equimo_vit",
 ]  # fmt: skip
-#: What is timed by itself; the rest of the calls is the steps.
+#: Phases with their own times; the rest of the calls is the steps.
 PHASES = ("trace_s", "plan_s", "compile_s")
 
 
@@ -57,7 +57,7 @@ def first_step(size: Size) -> Rows:
 
 
 def rows(names: Sequence[str], ways: Sequence[str], n_runs: int) -> Iterator[dict[str, Any]]:
-    """The rows of each model, of `jax.jit` and of each way, as they are done."""
+    """The rows of each model, for `jax.jit` and for each way, in order of completion."""
     for name in names:
         runs: dict[str, list[dict[str, float]]] = {way: [] for way in (PLAIN, *ways)}
         for i in range(n_runs):
@@ -83,10 +83,10 @@ def _rows_of(name: str, runs: Mapping[str, Sequence[dict[str, float]]]) -> Rows:
 
 
 def _in_process(name: str, way: str) -> dict[str, float]:
-    """What `measured` gives in a fresh process."""
+    """`measured` in a fresh process."""
     environment = os.environ | {"USE_TF": "0", "USE_TORCH": "0", "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.first_step", name, "--measure", way]
-    # minialpa may be a checkout, of which nothing is compiled yet: Python keeps what the first process compiles.
+    # minialpa may be a fresh checkout without byte code: Python keeps the byte code of the first process.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -96,13 +96,13 @@ def _in_process(name: str, way: str) -> dict[str, float]:
 
 
 def measured(name: str, way: str) -> dict[str, float]:
-    """Seconds of the phases and of all of them together, and megabytes of this process at its peak."""
+    """Seconds of the phases and of all phases together, and the peak memory of this process in MB."""
     from benchmarks.models.all_models import MODELS as known
 
     # Packages rely on what jax allows by default.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         training = known[name].build()
-        # The step may donate what it is given, and a model may share arrays with its optimizer.
+        # The step may donate its arguments, and a model may share arrays with its optimizer.
         state = jax.tree.map(lambda x: jax.numpy.copy(x) if isinstance(x, jax.Array) else x, training.state)
         jax.block_until_ready((state, training.batches))
 
@@ -145,7 +145,7 @@ def _run_steps(step: Callable[..., Any], training: Any, state: Any) -> None:
 
 
 def _timed(seconds: dict[str, float], phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which adds the seconds of its calls to those of the phase."""
+    """The function, with the seconds of its calls added to `seconds[phase]`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         start_s = time.process_time()

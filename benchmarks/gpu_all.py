@@ -2,18 +2,18 @@
 
     python -m benchmarks.gpu_all --minutes 8 [--out FOLDER] [--only steps rates ...] [--cpu]
 
-Each part runs in processes of its own and ends with its share of the minutes. It appends a row of results to
-FOLDER/PART.jsonl as soon as it has one, and FOLDER/gpu.md is written anew after each part, so that a run that is cut
-off leaves what it has measured. The parts:
+Each part runs in its own processes and ends after its share of the minutes. It appends a row of results to
+FOLDER/PART.jsonl as soon as the row is complete, and FOLDER/gpu.md is rewritten after each part. So an interrupted run
+keeps all its measurements. The parts:
 
-    steps       training steps of six models: seconds and memory as planned and as measured
-    compiled    the same steps, as XLA for GPUs estimates them; runs on the processor, beside all other parts
+    steps       training steps of six models: planned and measured seconds and memory
+    compiled    the same steps, as XLA for GPUs estimates them; runs on the CPU, beside all other parts
     rates       matrix products and kernels that move bytes, beside the cost model and beside constants fitted to them
     attention   cuDNN's kernel beside the program in blocks
     nccl        the transport's NCCL with one rank: every dtype, and the bandwidth to itself
     numeric     models trained for three steps, beside `jax.jit`
 
-`--cpu` runs tiny sizes on the CPU, which shows that the parts work.
+`--cpu` runs tiny sizes on the CPU, to check that the parts work.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _N_RUNS = 10
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """rows: makes the rows, one after the other. share: of the minutes. heading: on the page."""
+    """rows: yields the rows. share: of the minutes. heading: on the page."""
 
     rows: Callable[[Setting], Iterator[Row]]
     share: float
@@ -84,11 +84,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a part runs.
+    """The device and the deadline of a part.
 
     Attributes:
         device: the GPU, or a CPU with `--cpu`.
-        cluster: its description, by which steps are planned.
+        cluster: its description, for which steps are planned.
         is_tiny: whether sizes are tiny.
         end: the time of `time.monotonic` after which no row begins.
     """
@@ -122,7 +122,7 @@ def _steps(setting: Setting) -> Iterator[Row]:
         first_s = time.perf_counter() - start
         cost = executable.get_parallel_plan().cost
         measured_s = statistics.median(executable.profile_with_dummy_inputs(_N_RUNS))
-        # The peak of the process: that of a larger model hides that of a smaller one after it.
+        # The peak of the process: the peak of a larger model hides the peak of a smaller model after it.
         peak = (setting.device.memory_stats() or {}).get("peak_bytes_in_use")
         yield {
             "model": name,
@@ -203,7 +203,7 @@ def _attention(setting: Setting) -> Iterator[Row]:
 
 
 def _attention_row(t: int, name: str, kind: AttentionKind, *, is_tiny: bool) -> Row:
-    """Forward and backward pass of an attention of 64 features; errors are relative to the largest of the result."""
+    """Forward and backward pass of an attention of 64 features; errors are relative to the largest result."""
     b, heads = (1, 2) if is_tiny else (max(1, 16384 // t), 16)
     rng = np.random.default_rng(0)
     shapes = (b, t, heads, 1, 64), (b, t, heads, 64), (b, t, heads, 64), (b, t, heads, 1, 64)
@@ -215,7 +215,7 @@ def _attention_row(t: int, name: str, kind: AttentionKind, *, is_tiny: bool) -> 
         def run(query: Any, key: Any, value: Any, out_bar: Any, *positions: Any) -> Any:
             out, logsumexp = way.attend(query, key, value, *positions, kind=kind)
             operands = (query, key, value, out, logsumexp, out_bar, *positions)
-            return out, way.differentiate(*operands, kind=kind, dtypes=("bfloat16",) * 3, wants_bias=())
+            return out, way.differentiate(*operands, kind=kind, dtypes=("bfloat16",) * 3, with_bias_gradient=())
 
         return functools.partial(run, query, key, value, out_bar, *positions)
 
@@ -261,7 +261,7 @@ PARTS: dict[str, Part] = {
 
 
 def run_part(name: str, out: Path, seconds: float, *, cpu: bool) -> None:
-    """Run a part in this process; its rows are appended to its file one by one."""
+    """Run a part in this process and append its rows to its file one by one."""
     end = time.monotonic() + seconds
     device = one_device(cpu or name == "compiled")
     if device is None:
@@ -280,7 +280,7 @@ def run_part(name: str, out: Path, seconds: float, *, cpu: bool) -> None:
 
 
 def run_parts(names: Sequence[str], out: Path, minutes: float, *, cpu: bool) -> None:
-    """Run parts, each within its share of the minutes, and write the page after each."""
+    """Run parts, each within its share of the minutes, and write the page after each part."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
     shares = sum(PARTS[name].share for name in names if name != "compiled") or 1.0
@@ -302,7 +302,7 @@ def _started(name: str, out: Path, seconds: float, *, cpu: bool) -> subprocess.P
 
 
 def _ended(name: str, process: subprocess.Popen[bytes], seconds: float, out: Path) -> None:
-    """Wait until a part ends; what it is still doing when its time is over is cut off."""
+    """Wait until a part ends, and kill it when its time is over."""
     try:
         code = process.wait(seconds)
         note = "" if code == 0 else f"ended with exit code {code}"
@@ -317,7 +317,7 @@ def _ended(name: str, process: subprocess.Popen[bytes], seconds: float, out: Pat
 
 
 def page(out: Path) -> str:
-    """The rows of all parts that have any, as a page."""
+    """The page: a table for each part that has rows."""
     described = out / "cluster.json"
     of = ClusterSpec.from_json(described.read_text()).device.name if described.exists() else "?"
     text = [f"# One GPU beside the planner: {of}, jax {jax.__version__}"]

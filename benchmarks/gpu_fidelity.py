@@ -1,4 +1,4 @@
-"""Plans beside what XLA for GPUs compiles, on a machine without a GPU: collectives and memory of their programs.
+"""Plans beside programs that XLA compiles for GPUs, on a machine without a GPU: collectives and memory.
 
     python -m benchmarks.gpu_fidelity --cache FOLDER [--only NAME ...] [--json FILE]
 
@@ -7,15 +7,15 @@ Each case is a model of realistic width and few layers, a method and a cluster. 
     bytes_error   = sum |compiled - predicted| / max(sum compiled, sum predicted)   over kinds of collectives
     memory_error  = (predicted - compiled) / compiled                                of the program alone
 
-All programs take the arguments of their whole stage, so `memory_error` is that of the bytes which a GPU needs while the
-program runs. Where a GPU has room, XLA starts kernels early so that they run beside collectives, and needs more for it.
-A program that needs more than predicted is therefore compiled once more, for a GPU with just the memory predicted:
+All programs take the arguments of their whole stage, so `memory_error` is about all bytes that a GPU needs while the
+program runs. If a GPU has free memory, XLA starts kernels early so that they run beside collectives, and the program
+needs more memory. So a program that needs more than predicted is compiled a second time, for a GPU with exactly the
+predicted memory:
 
     tight_error    = (predicted - compiled for that GPU) / compiled for that GPU
 
-Seconds of a step are compared with XLA's estimates of kernels, which `xla_gpu.kernels` corrects where they cannot be
-right.
-Compiled programs are kept in the folder: the first run takes half an hour on two cores, the next one two minutes.
+Seconds of a step are compared with XLA's estimates of kernels. `xla_gpu.kernels` corrects estimates that cannot be
+right. The folder keeps compiled programs: the first run takes half an hour on two cores, the next one two minutes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from minialpa.xla_gpu.targets import target_of
 from minialpa.xla_gpu.timeline import timeline
 from minialpa.xla_gpu.worker import CompileRequest, GpuProgram
 
-#: The part of a GPU's memory that XLA lets the schedule of a program use: 95 % of 80 %.
+#: The fraction of a GPU's memory that the schedule of a program may use in XLA: 95 % of 80 %.
 _SCHEDULED_PART = 0.8 * 0.95
 
 
@@ -65,9 +65,9 @@ class GpuCase:
     """A model on a cluster under a method.
 
     Attributes:
-        model: of `minialpa.models`.
-        sizes: what its builder takes.
-        method: by its name in `_METHODS`.
+        model: a name of `minialpa.models`.
+        sizes: arguments of its builder.
+        method: its name in `_METHODS`.
         hosts: (hosts, GPUs of each).
         gpu: preset of the cluster.
     """
@@ -188,18 +188,18 @@ _TINY = GpuCase(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramRow:
-    """One program of a plan, as predicted and as compiled.
+    """One program of a plan, predicted and compiled.
 
     Attributes:
         case: name of the case.
         program: name of the program.
-        predicted: bytes of collectives by kind, of one run.
+        predicted: bytes of collectives by kind, for one run.
         compiled: the same, in the compiled program.
-        predicted_bytes: of a device while it runs.
+        predicted_bytes: bytes that a device needs while the program runs.
         compiled_bytes: the same, by XLA.
-        temporary_bytes: predicted and compiled, without arguments and results.
-        tight_bytes: by XLA for a GPU with as much memory as predicted; `compiled_bytes` if that is not more.
-        seconds: predicted and by XLA's estimates, of all runs of it in a step.
+        temporary_bytes: (predicted, compiled), without arguments and results.
+        tight_bytes: by XLA for a GPU with the predicted memory; `compiled_bytes` if XLA does not need more.
+        seconds: (predicted, by XLA's estimates), for all runs of the program in a step.
     """
 
     case: str
@@ -228,7 +228,7 @@ class ProgramRow:
 
     @property
     def same_kinds(self) -> bool:
-        """Of kinds with a thousandth of the bytes: scalars, such as a loss, are summed along with something else."""
+        """Kinds with at least a thousandth of the bytes count: XLA sums scalars, such as a loss, with other arrays."""
         most = max(sum(self.predicted.values()), sum(self.compiled.values()))
         of = [{kind for kind, n in made.items() if n > most / 1000} for made in (self.predicted, self.compiled)]
         return of[0] == of[1]
@@ -236,7 +236,7 @@ class ProgramRow:
 
 @benchmark("gpu_fidelity")
 def gpu_fidelity(size: Size) -> Rows:
-    """Collectives and memory that plans predict, next to those of programs that XLA compiled for GPUs."""
+    """Predicted collectives and memory of plans, next to programs that XLA compiles for GPUs."""
     found = [row for case in (CASES if size == "full" else (_TINY,)) for row in rows_of(case, None)]
     return [*map(_columns, found), summary(found)]
 
@@ -286,7 +286,7 @@ def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Equal runs of a task in a step: the function that they call, its program, and how many there are."""
+    """Equal runs of a task in a step: the function, its program, and the number of runs."""
 
     task: Task
     name: str
@@ -295,7 +295,7 @@ class _Runs:
 
 
 def _runs(step: PlannedStep) -> Iterator[_Runs]:
-    """The programs of a step, with those of last passes."""
+    """The programs of a step, with the programs of last passes."""
     for one in step.programs:
         n = step.plan.n_micro_batches if one.task.per_micro_batch else 1
         yield _Runs(one.task, one.task.name, one.program, n - (one.last is not None))
@@ -306,7 +306,7 @@ def _runs(step: PlannedStep) -> Iterator[_Runs]:
 def _seconds(runs: _Runs, plan: Plan, made: GpuProgram) -> tuple[float, float]:
     """Seconds of all runs of a program in a step: predicted, and by XLA's estimates of its kernels.
 
-    Collectives take what the links of the plan let them take; what of them is hidden is as scheduled.
+    Collectives take the time that the links of the plan give. XLA's schedule decides how much of it is hidden.
     """
     task, stage = runs.task, plan.stages[runs.task.mesh]
     seconds_of = functools.cache(lambda one: hlo.seconds([dataclasses.replace(one, times=1)], stage.mesh))
@@ -318,7 +318,7 @@ def _seconds(runs: _Runs, plan: Plan, made: GpuProgram) -> tuple[float, float]:
 
 
 def _cluster(case: GpuCase) -> ClusterSpec:
-    """With products as fast as each by itself: that is what XLA estimates."""
+    """A cluster on which each product runs at the speed of a single product, as in XLA's estimates."""
     cluster = ClusterSpec.preset(case.gpu, num_hosts=case.hosts[0], devices_per_host=case.hosts[1])  # type: ignore[arg-type]
     assert cluster.device.kernels is not None, case
     kernels = dataclasses.replace(cluster.device.kernels, sustained=1.0)
@@ -326,7 +326,7 @@ def _cluster(case: GpuCase) -> ClusterSpec:
 
 
 def _without_room(request: CompileRequest, n_bytes: float) -> CompileRequest:
-    """The same for a GPU on which XLA may schedule the program in `n_bytes`."""
+    """The same request for a GPU on which XLA may schedule the program in `n_bytes`."""
     target = dataclasses.replace(request.target, memory_bytes=int(n_bytes / _SCHEDULED_PART))
     return dataclasses.replace(request, target=target)
 
@@ -359,7 +359,7 @@ def summary(found: Sequence[ProgramRow]) -> dict[str, Any]:
 
 
 def _step_errors(found: Sequence[ProgramRow]) -> list[float]:
-    """(predicted - estimated) / estimated seconds of the step of each case."""
+    """(predicted - estimated) / estimated seconds of the step, for each case."""
     steps = defaultdict[str, list[ProgramRow]](list)
     for row in found:
         steps[row.case].append(row)

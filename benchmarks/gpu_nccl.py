@@ -49,7 +49,7 @@ def main() -> int:
         return 0
     nccl_version = cupy.cuda.nccl.get_version()
     print(f"CuPy {cupy.__version__}, NCCL {nccl_version}, jax {jax.__version__}, {n_gpus} GPUs", flush=True)
-    # Each part has processes of its own, since jax takes most of the memory of the GPUs that it sees.
+    # Each part has its own processes, because jax takes most of the memory of all visible GPUs.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(table(pool.apply(one_gpu)), flush=True)
     if n_gpus < 2:
@@ -87,7 +87,7 @@ def one_gpu() -> Rows:
             start = time.perf_counter()
             exchange([(end, x)], [(end, y)])
             times.append(time.perf_counter() - start)
-            # A kernel of jax reads what NCCL wrote, and then takes its memory over.
+            # A kernel of jax reads the array that NCCL wrote, and then reuses its memory.
             x = jax.jit(lambda y: y + jnp.float32(1), donate_argnums=0)(y)
             assert float(x[0]) == i + 1 and y.is_deleted()
         rows.append(_row("to itself", n_bytes, statistics.median(times)))
@@ -120,7 +120,7 @@ def check_equal(actual: jax.Array, expected: jax.Array) -> None:
 
 
 def two_gpus() -> Rows:
-    """Two workers with a GPU each: every dtype and shape there and back, times, and the death of one."""
+    """Two workers with a GPU each: every dtype and shape in both directions, times, and the death of one worker."""
     secret = secrets.token_bytes(32)
     context = multiprocessing.get_context("spawn")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
@@ -173,7 +173,7 @@ def _measure(transport: NcclTransport, pipe: Connection) -> None:
         times.setdefault(x.nbytes, []).append((time.perf_counter() - start) / 2)
         check_equal(back, x)
     pipe.send([_row("between two GPUs", size, statistics.median(times[size])) for size in (1024, *SIZES)])
-    # The other one is killed while this one waits for it, with a message under way that it will not receive.
+    # The other worker is killed while this worker waits for it, with a message in flight that it will not receive.
     transport.send(1, 1 << 40, [Part(jnp.zeros(1 << 28, jnp.uint8))])
     try:
         transport.receive(1, 1 << 41, [], TIMEOUT_S)

@@ -2,8 +2,8 @@
 
 python -m benchmarks.gpu_numeric [--cpu] [MODEL ...]
 
-An error is max |a - b| / max |b| over one array; the row has the largest of all metrics, and of all parameters. Models
-with BatchNorm normalise within a micro-batch, so they run without micro-batches only.
+An error is max |a - b| / max |b| over one array; the row has the largest over all metrics, and over all parameters.
+Models with BatchNorm normalise within a micro-batch, so they run only without micro-batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def one_device(cpu: bool) -> jax.Device | None:
-    """The first GPU, or with `cpu` the first CPU device; None, with a line that says so, where there is no GPU."""
+    """The first GPU, or with `cpu` the first CPU device. Without a GPU, prints a line and returns None."""
     if cpu:
         jax.config.update("jax_platforms", "cpu")
         return jax.devices()[0]
@@ -67,7 +67,7 @@ def _row(case: models.ModelCase, label: str, method: Any) -> dict[str, Any]:
     expected_step = jax.jit(case.train_step(jax.value_and_grad))
     actual_step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
     expected = actual = case.init(jax.random.key(0))
-    # The first call of `actual_step` may take over the memory of its state.
+    # The first call of `actual_step` may donate its state.
     actual = jax.tree.map(lambda x: x.copy(), actual)
     metrics_error = 0.0
     for i in range(N_STEPS):
@@ -84,7 +84,7 @@ def _row(case: models.ModelCase, label: str, method: Any) -> dict[str, Any]:
 
 
 def _error(actual: Any, expected: Any) -> float:
-    """Largest max |a - b| / max |b| of the arrays of two trees."""
+    """Largest max |a - b| / max |b| over the arrays of two trees."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

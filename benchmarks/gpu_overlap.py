@@ -1,19 +1,19 @@
-"""What steps on GPUs wait for, by XLA for GPUs: as they are planned, and with plain programs for each micro-batch.
+"""Exposed communication of steps on GPUs, by XLA for GPUs: as planned, and with plain programs for each micro-batch.
 
     python -m benchmarks.gpu_overlap [--only PART ...] [--cache FOLDER] [--write PAGE]
 
-Each case is planned and compiled twice. `before`: passes cast weights and leave gradients, other programs add these to
-totals and the update sums them over devices, and XLA schedules as it does by default. `after`: weights may be cast and
-gathered once (`inter/staging/cast_weights.py`), passes add to totals and the last one sums them
-(`inter/staging/last_pass.py`), with the options of XLA that the plan sets. From the compiled texts come
+Each case is planned and compiled twice. `before`: passes cast weights and return gradients, other programs add these to
+accumulators, the update sums them over devices, and XLA schedules by its defaults. `after`: weights may be cast and
+gathered once (`inter/staging/cast_weights.py`), passes add to accumulators and the last pass sums them
+(`inter/staging/last_pass.py`), with the XLA options of the plan. Columns, from the compiled texts:
 
-    exposed_ms     of a step: collectives that no kernel runs beside, at the plan's links
-    hidden         of the bytes of collectives, the part beside which kernels run long enough
-    with_work      of the bytes of collectives, the part beside which any kernel runs at all
-    moved_gb       of a step: arguments and results of all programs, which they read or write at least once
+    exposed_ms     per step: collectives without a kernel beside them, at the plan's links
+    hidden         fraction of the bytes of collectives beside which kernels run long enough
+    with_work      fraction of the bytes of collectives beside which any kernel runs
+    moved_gb       per step: arguments and results of all programs, each read or written at least once
 
-`planned_hidden` is the part of the seconds of collectives that the plan says the passes of all micro-batches hide. It
-leaves out what the last pass alone hides.
+`planned_hidden` is the fraction of the seconds of collectives that the passes of all micro-batches hide, by the plan.
+It leaves out the seconds that only the last pass hides.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Case:
     """A model on H100s.
 
     Attributes:
-        name: of the case.
-        model: of `minialpa.models`.
-        sizes: what its builder takes.
+        name: name of the case.
+        model: a name of `minialpa.models`.
+        sizes: arguments of its builder.
         n_hosts: hosts of 8 GPUs.
-        method: how it is split.
+        method: how the step is split.
     """
 
     name: str
@@ -86,13 +86,13 @@ def _cases() -> Iterator[Case]:
 
 @benchmark("gpu_overlap")
 def gpu_overlap(size: Size) -> Rows:
-    """What compiled programs wait for, with sums in the update and in last passes."""
+    """Communication that compiled programs expose, with sums in the update and in last passes."""
     tiny = Case("gpt, tiny", "gpt", _TINY, 1, Zero2Parallel(num_micro_batches=2))
     return [row for case in (_cases() if size == "full" else (tiny,)) for row in rows_of(case, None)]
 
 
 def rows_of(case: Case, cache: Path | None) -> list[dict[str, Any]]:
-    """A row for the case before, and one for after."""
+    """The rows `before` and `after` of a case."""
     cluster = ClusterSpec.preset("h100", num_hosts=case.n_hosts)
     built = minialpa.models.build(case.model, **case.sizes)
     traced = traced_step(built.train_step(minialpa.value_and_grad), *arguments(built))
@@ -107,7 +107,7 @@ def rows_of(case: Case, cache: Path | None) -> list[dict[str, Any]]:
 
 
 def _with_sums_in_the_update(plan: Plan) -> Plan:
-    """The same plan for devices whose passes neither add to totals nor sum them, without options of the compiler."""
+    """The same plan for devices whose passes neither add to accumulators nor sum them, without compiler options."""
     device = dataclasses.replace(plan.cluster.device, name="cpu")
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device), compiler_options=())
 
@@ -121,7 +121,7 @@ def _programs(traced: TracedStep, plan: Plan, cluster: ClusterSpec) -> MeshProgr
 
 
 def _columns(traced: TracedStep, compiled: Plan, plan: Plan, cache: Path | None) -> dict[str, Any]:
-    """Of the programs of `compiled`, beside what `plan` says of them."""
+    """Columns from the programs of `compiled`, and the predictions of `plan`."""
     (stage,), device = plan.stages, plan.cluster.device
     program = _programs(traced, compiled, plan.cluster)
     target = target_of(device.name)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_products [--fit] [--json FILE]
 
-The products are those of transformers: of tokens with weights, whole and split over 2 to 8 devices, their gradients,
-the logits, and those of attention heads. Each is compiled for an H100, on a machine without a GPU, and XLA writes into
-the program what its tables say, of each product by itself: `KernelRates.sustained` does not count here. `--fit` prints
-the efficiency and the exposed bytes that come closest.
+The products are the ones of transformers: tokens with weights, whole and split over 2 to 8 devices, their gradients,
+logits, and attention heads. Each is compiled for an H100, on a machine without a GPU, and XLA writes the time from its
+tables into the program. These times are for each product by itself, so `KernelRates.sustained` does not count. `--fit`
+prints the efficiency and the exposed bytes with the least error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Product(NamedTuple):
 
 
 def products() -> list[Product]:
-    """The products that are compared, without doubles."""
+    """The products to compare, without duplicates."""
     found = []
     for dtype, tokens, hidden in itertools.product(
         ("bfloat16", "float32"), (2048, 8192, 32768), (1024, 2048, 4096, 8192)
@@ -106,7 +106,7 @@ def _request(product: Product) -> CompileRequest:
 
 
 def predicted_seconds(chosen: Sequence[Product], device: DeviceSpec) -> NDArray[np.float64]:
-    """Seconds by the planner's formula, of each product by itself."""
+    """Seconds by the planner's formula, for each product by itself."""
     rate = {"float32": "tensorfloat32"}
     if device.kernels is not None:
         device = dataclasses.replace(device, kernels=dataclasses.replace(device.kernels, sustained=1.0))

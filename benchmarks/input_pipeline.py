@@ -1,11 +1,12 @@
-"""What reading batches costs a training loop: a source that takes 80 % of a step's time, read by a `DataLoader`.
+"""Cost of reading batches in a training loop: a source that takes 80 % of a step's time, read by a `DataLoader`.
 
-The claim is about a source that sleeps, as one does that waits for disks or for other processes, and steps on devices
-that leave the cores of the host alone, as GPUs do: a step from the loader takes at most 1.05 of a step on batches that
-are on the devices already. The first case stands for such devices: the loop sleeps behind a small step.
+The claim: a step with batches of the loader takes at most 1.05 times as long as a step with batches that are on the
+devices already. It holds for a source that sleeps, as a source does while it waits for disks or other processes, and
+for devices that leave the cores of the host free, as GPUs do. The first case imitates such devices: the loop sleeps
+after a small step.
 
-In the other cases the devices are the cores themselves. What laying a batch out costs, the column beside the step, then
-adds to it, and so does every second of a source that computes.
+In the other cases the devices are the cores themselves. A step then also takes the seconds to lay out a batch, which
+have a column, and all seconds of a source that computes.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from benchmarks.timing import interleaved
 from minialpa import models
 
 N_BATCHES = 8
-#: Seconds of the source for each batch, as a part of the seconds of a step.
+#: Seconds of the source for each batch, as a fraction of the seconds of a step.
 SOURCE_PART = 0.8
 N_TURNS = 7
 
-#: What is compared: where the batches of the steps come from.
+#: The compared origins of the batches.
 THERE, SLEEPING, COMPUTING, IN_LOOP = "there", "loader, source sleeps", "loader, source computes", "source in the loop"
 
 
 @benchmark("input_pipeline")
 def input_pipeline(size: Size) -> Rows:
-    """Seconds of a step that reads its batch, from a loader and by itself, next to a batch that is there already."""
+    """Seconds of a step that reads its batch, from a loader and by itself, next to a batch on the devices."""
     is_full = size == "full"
     case = models.build("mlp", batch_size=256 if is_full else 16, hidden=512 if is_full else 8)
     small = models.build("mlp", batch_size=256 if is_full else 16, hidden=256 if is_full else 8)
@@ -53,7 +54,7 @@ def input_pipeline(size: Size) -> Rows:
 
 
 def _rows(name: str, step: Any, case: Any, *, device_s: float, repeats: int) -> Rows:
-    """device_s: how long a device other than the cores would go on with the step."""
+    """device_s: seconds by which a device other than the cores would continue with the step."""
     batches = [case.make_batch(i, case.batch_size) for i in range(N_BATCHES)]
     seconds, source_s = _seconds(step, case, batches, device_s=device_s, repeats=repeats)
     place_s = statistics.median(interleaved({"": lambda: _place(step, batches[0])}, repeats)[""])
@@ -73,7 +74,7 @@ def _rows(name: str, step: Any, case: Any, *, device_s: float, repeats: int) -> 
 def _seconds(
     step: Any, case: Any, batches: list[Any], *, device_s: float, repeats: int
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a step in each turn, by where the batches come from; and those of the source for a batch."""
+    """Seconds of a step in each turn, by the origin of the batches; and seconds of the source for a batch."""
     states = {how: case.init(jax.random.key(0)) for how in (THERE, SLEEPING, COMPUTING, IN_LOOP)}
     step.get_executable(states[THERE], batches[0])
     placed = [step.place_batch(batch) for batch in batches]
@@ -103,8 +104,8 @@ def _seconds(
             COMPUTING: open_loaders.enter_context(minialpa.DataLoader(lambda: source(_compute), step)),
             IN_LOOP: source(time.sleep),
         }
-        # In turns of many steps: in turns of one, the loader would read ahead while the others run. The source follows
-        # the speed of the machine, which other work on it changes.
+        # A turn has many steps: with one step, the loader would read ahead while the others run. The speed of the
+        # source follows the speed of the machine, which other work changes.
         for _ in range(N_TURNS):
             for how in states:
                 times = interleaved({how: run(how, given[how])}, repeats, warm_up=4)[how]
@@ -116,7 +117,7 @@ def _seconds(
 
 
 def _compute(seconds: float) -> None:
-    """Work on one core for a time, as decoding does: most of it outside of Python's lock."""
+    """Work on one core for a time, as decoding does, mostly without the global interpreter lock."""
     values = np.ones(1 << 14)
     end = time.thread_time() + seconds
     while time.thread_time() < end:

@@ -1,18 +1,18 @@
-"""What `AutoParallel` finds against plans that others would make, for the models and clusters of Alpa's evaluation.
+"""Plans of `AutoParallel` against plans of other methods, for the models and clusters of Alpa's evaluation.
 
-python -m benchmarks.inter_plans gpt-1.3b 4 [--solves 8]     one model on its number of devices, told as it goes
+python -m benchmarks.inter_plans gpt-1.3b 4 [--solves 8]     one model on its number of devices, with progress
 python -m benchmarks.inter_plans --list
 
-Nothing runs: all plans are priced by the same cost model, so a ratio auto / other above 1 says that the search has
-missed something in its own terms. The others:
+The steps do not run. The same cost model prices all plans, so a ratio auto / other above 1 shows that the search has
+missed a plan that is better by its own prices. The others:
 
-    alpa    the plan that Alpa's authors stored (`alpa_plans`); where it does not fit, without a limit of memory as well
+    alpa    the plan that Alpa's authors stored (`alpa_plans`); if it does not fit, also without a memory limit
     hand    data, operator and pipeline parallelism by hand: (dp, tp) stages of equal layers, examples split over dp
     zero3   parameters, gradients and optimizer state sharded over all devices, no pipeline
     equal   equal stages on equal submeshes, with the micro-batches of auto
 
-The last three are the best of up to `solves` choices each (zero3: of half as many), found by hill climbing, with and
-without rematerialisation of every block.
+Hill climbing finds the last three: the best of up to `solves` choices each (zero3: half as many), with and without
+rematerialisation of every block.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from minialpa.options import Remat
 from minialpa.tracing.trace import TracedStep
 
 PRESET = "v100-p3.16xlarge"
-#: Choices of each kind of baseline that are solved at most.
+#: Most solved choices of each kind of baseline.
 SOLVES = 16
 _ZERO3 = AutoShardingOption(force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
-#: Rematerialisation, the thriftiest first.
+#: Rematerialisation, the least memory first.
 _REMATS: tuple[Remat, ...] = ("full", "dots", "none")
 
 Tell = Callable[[str], None]
@@ -51,7 +51,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One step to plan, for one cluster; `solves` choices per baseline, each told to `tell`."""
+    """One step to plan, for one cluster; `solves` choices per baseline, each reported by `tell`."""
 
     traced: TracedStep
     cluster: ClusterSpec
@@ -73,14 +73,13 @@ class Setting:
 
 @benchmark("inter_plans")
 def inter_plans(size: Size) -> Rows:
-    """Seconds of a step that AutoParallel predicts, against Alpa's stored plans and those of simpler methods."""
+    """Seconds of a step that AutoParallel predicts, against Alpa's stored plans and plans of simpler methods."""
     if size == "tiny":
         return [row(TINY, solves=2)]
     return [row(stored) for stored in STORED]
 
 
 def row(stored: StoredPlan, solves: int = SOLVES, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """One line of the table."""
     case = minialpa.models.build(stored.model, batch_size=stored.batch_size)
     start = time.perf_counter()
     traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
@@ -120,7 +119,7 @@ def _auto_cells(auto: Outcome, cluster: ClusterSpec) -> dict[str, Any]:
 
 
 def _stages(plan: Plan) -> str:
-    """Layers on a logical shape for each stage, like ones together: `2 x (12 on 2x2)`."""
+    """Layers and logical shape of each stage; equal neighbours are one entry, such as `2 x (12 on 2x2)`."""
     texts = [f"({len(stage.layers) or 'all'} on {'x'.join(map(str, stage.logical_shape))})" for stage in plan.stages]
     runs: list[tuple[str, int]] = []
     for text in texts:
@@ -144,7 +143,7 @@ def _cells(name: str, other: Climb, auto: Outcome) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """A plan by hand. examples: of a micro-batch on each of `dp` parts."""
+    """A plan by hand. examples: of a micro-batch on each of the `dp` groups of devices."""
 
     dp: int
     tp: int
@@ -175,9 +174,9 @@ def _possible(at: Degrees, setting: Setting) -> bool:
 
 
 def _near_degrees(at: Degrees) -> Iterator[Degrees]:
-    """Other rematerialisation, one degree twice as large and another half, more examples or fewer.
+    """Other rematerialisation, one degree doubled and another halved, more examples or fewer.
 
-    What keeps more fits with few examples, if at all.
+    A plan that recomputes less needs more memory, so such a plan starts with few examples.
     """
     other: Remat = "full" if at.remat == "none" else "none"
     yield dataclasses.replace(at, remat=other, examples=1 if other == "none" else at.examples)
@@ -193,15 +192,15 @@ def _by_hand(at: Degrees, setting: Setting) -> Outcome:
     n = setting.batch_size // (at.dp * at.examples)
     method = get_3d_parallel_method(n, at.dp, at.tp, at.pp, False, devices=setting.cluster)
     assert isinstance(method, PipeshardParallel), method
-    # Every block is a layer, so that each is computed again by itself.
+    # Every block is a layer, so that each is recomputed by itself.
     method = dataclasses.replace(method, layer_option=AutoLayerOption(remat=at.remat))
     return setting.solve(f"dp {at.dp} tp {at.tp} pp {at.pp}, {n} micro-batches, remat {at.remat}", method)
 
 
 def zero3(setting: Setting) -> Climb:
-    """ZeRO-3 over all devices, in one line and, across hosts, with hosts as the outer axis.
+    """ZeRO-3 over all devices as one mesh axis and, across hosts, as two axes with hosts outside.
 
-    One stage of a pipeline of length one is the same as `Zero3Parallel`, and may be computed again block by block.
+    A pipeline of one stage equals `Zero3Parallel`, and it can recompute block by block.
     """
     hosts, per_host = setting.cluster.num_hosts, setting.cluster.devices_per_host
     shapes: list[tuple[int, ...]] = [(hosts * per_host,)] + ([(hosts, per_host)] if hosts > 1 else [])
@@ -234,7 +233,7 @@ def zero3(setting: Setting) -> Climb:
 
 
 def equal(setting: Setting, auto: Plan) -> Climb:
-    """Equal layers per stage on equal submeshes; as many micro-batches as auto has."""
+    """Equal layers per stage on equal submeshes, with the number of micro-batches of auto."""
     n, most_layers = setting.n_devices, natural_layers(setting.traced)
     counts = [p for p in range(1, n + 1) if n % p == 0 and p <= most_layers]
     shapes = {p: logical_shapes(submesh_of(n // p, setting.cluster), "all") for p in counts}

@@ -2,11 +2,11 @@
 
     python -m benchmarks.iopddl asplos-2025-iopddl-G.json.gz ... [--time-limit-s 120]
 
-`room` is the part of the usage limit that the peak leaves, and `cpu_s` are seconds of the processor, as is the limit.
+`slack` is the fraction of the usage limit above the peak. `cpu_s` and the limit are CPU seconds.
 [iopddl.md](iopddl.md) has results.
 
-The registered benchmark solves a random instance, so that it needs no download; `IOPDDL_INSTANCES`, paths separated by
-`:`, gives the full size instances of the contest.
+The registered benchmark solves a random instance, so it needs no download. `IOPDDL_INSTANCES`, paths separated by `:`,
+names the contest's instances for the full size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from minialpa.intra.solver.solve import CostGraph, Edge
 
 @benchmark("iopddl")
 def iopddl(size: Size) -> Rows:
-    """Choosing strategies: cost, proven gap and seconds, on random instances or those of the contest."""
+    """Choosing strategies: cost, proven gap and seconds, on random instances or the contest's instances."""
     if size == "tiny":
         return [_row("random", random_instance(0, n_nodes=12), 10.0)]
     paths = [Path(path) for path in os.environ.get("IOPDDL_INSTANCES", "").split(os.pathsep) if path]
@@ -41,7 +41,7 @@ def iopddl(size: Size) -> Rows:
 
 
 def random_instance(seed: int, n_nodes: int) -> CostGraph:
-    """A chain with shortcuts whose nodes have 2 to 8 strategies. Cheap ones use much; the limit lets about half in."""
+    """A chain with shortcuts; nodes have 2 to 8 strategies. Cheap ones use much, and about half fit under the limit."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(2, 9, n_nodes)
     costs = tuple(rng.integers(0, 100, n).astype(np.float64) for n in sizes)
@@ -59,7 +59,7 @@ def random_instance(seed: int, n_nodes: int) -> CostGraph:
 
 
 def usages_of_nodes(usages: Sequence[Any], intervals: Sequence[tuple[int, int]]) -> tuple[NodeUsage, ...]:
-    """One usage for each node in turn."""
+    """A usage for each node in turn."""
     return tuple(zip(range(len(usages)), intervals, usages, strict=True))
 
 
@@ -90,7 +90,7 @@ def _row(name: str, graph: CostGraph, time_limit_s: float) -> dict[str, Any]:
         "cost": f"{solution.cost:.10g}",
         "bound": f"{solution.lower_bound:.10g}",
         "gap": solution.gap,
-        "room": None if graph.usage_limit is None else 1 - graph.peak_usage(solution.choices) / graph.usage_limit,
+        "slack": None if graph.usage_limit is None else 1 - graph.peak_usage(solution.choices) / graph.usage_limit,
         "fits": graph.fits(solution.choices),
         "cpu_s": time.process_time() - start,
         "solve_s": time.perf_counter() - start_wall_s,

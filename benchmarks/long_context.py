@@ -1,20 +1,20 @@
-"""Plans for Llama 3 at long context on H100s: what `AutoParallel` finds, and what experts use, priced alike.
+"""Plans for Llama 3 at long context on H100s: `AutoParallel` and the methods of experts, with the same prices.
 
 python -m benchmarks.long_context llama-3-8b 64 8192 [--methods auto fsdp ...]     one setting, a line for each method
 python -m benchmarks.long_context --list                                           the settings
 
-Steps are planned and priced, not run. Attention is one operation, whatever the model writes (`recognise`), and the loss
-is computed for 1024 positions at a time. Seconds are those of the cost model, which takes the rates of devices and
-links from their data sheets and lets nothing overlap. The methods:
+Steps are planned and priced, not run. Attention is one operation (`recognise`) in all models, and the loss is computed
+for 1024 positions at a time. Seconds come from the cost model, with rates of devices and links from data sheets and
+without overlap. The methods:
 
     auto        `AutoParallel`: stages, submeshes, shardings, micro-batches and rematerialisation are chosen
     fsdp        parameters, gradients and optimizer state sharded over all devices, one example per device at a time
     hsdp        the same, but parameters are sharded in each host and replicated between hosts
     dp_tp       examples split between hosts, operators split in each host
-    fsdp_dots   as fsdp, and hsdp_dots as hsdp, but only what is no result of a contraction is computed again
+    fsdp_dots   fsdp that keeps the results of contractions and recomputes all other values; hsdp_dots likewise
 
-Those without `auto` are what published runs of these models use: one `lax.scan` over blocks, each of which the backward
-pass computes again. `auto` and the last two see a Python loop over blocks, and the planner says what is computed again.
+Published runs of these models use fsdp, hsdp and dp_tp: one `lax.scan` over blocks, and the backward pass recomputes
+each block. `auto` and the last two see a Python loop over blocks, and the planner chooses the recomputed values.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from minialpa.methods import Method
 from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
-#: Tokens of a batch, and those where that would be too few examples for the devices.
+#: Tokens of a batch, and tokens for settings in which the first number gives too few examples for the devices.
 _TOKENS, _MANY_TOKENS = 2**22, 2**24
-#: Positions whose logits are there at once: those of 32,768 would be 17 GB in float32 for each example.
+#: Positions whose logits are in memory at once: 32,768 positions would need 17 GB in float32 for each example.
 _CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model of `minialpa.models` on H100s. arguments: what differs from the published size."""
+    """A model of `minialpa.models` on H100s. arguments: differences from the published size."""
 
     model: str
     n_devices: int
@@ -58,7 +58,7 @@ class Setting:
         return few if few >= self.n_devices else _MANY_TOKENS // self.seq_len
 
     def traced(self, *, in_scan: bool) -> TracedStep:
-        """in_scan: whether the blocks are one scan, and computed again."""
+        """in_scan: whether the blocks are one scan, and recomputed."""
         sizes = {
             "seq_len": self.seq_len,
             "batch_size": self.batch_size,
@@ -95,7 +95,7 @@ class _Way:
 def _one_stage(setting: Setting, option: AutoShardingOption, examples_over: int, remat: bool) -> Method:
     """One stage under `option`, with one example for each of `examples_over` groups of devices in a micro-batch.
 
-    remat: whether the planner has all but contractions computed again. A pipeline of one stage may do that.
+    remat: whether the planner recomputes all values except contractions. A pipeline of one stage may do that.
     """
     n = setting.n_devices
     shape = (n,) if n <= PER_HOST else (n // PER_HOST, PER_HOST)
@@ -114,7 +114,7 @@ def _fsdp(setting: Setting, remat: bool = False) -> Method:
 
 def _hsdp(setting: Setting, remat: bool = False) -> Method:
     in_host = {"*.params*": PartitionSpec("y")}
-    if not remat:  # the first dimension of stacked weights is that of the layers
+    if not remat:  # the first dimension of stacked weights is the layer
         in_host = {"*.params['blocks']*": PartitionSpec(None, "y"), **in_host}
     option = AutoShardingOption(fixed_specs=in_host, force_data_parallel=True, prefer_reduce_scatter=True)
     return _one_stage(setting, option, setting.n_devices, remat)
@@ -133,7 +133,7 @@ _WAYS = {
     "fsdp_dots": _Way(lambda setting: _fsdp(setting, remat=True), in_scan=False),
     "hsdp_dots": _Way(lambda setting: _hsdp(setting, remat=True), in_scan=False),
 }
-#: Those that need several hosts.
+#: Methods that need several hosts.
 _BETWEEN_HOSTS = ("hsdp", "dp_tp", "hsdp_dots")
 METHODS = tuple(_WAYS)
 

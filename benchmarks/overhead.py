@@ -1,6 +1,6 @@
 """A step of `ShardParallel` on one device against the same step under `jax.jit` with the same donation.
 
-The tiny steps do next to nothing, so that `overhead_us` is what a call costs beyond `jax.jit`'s own.
+The steps are tiny, so that `overhead_us` is the time of a call beyond `jax.jit`.
 """
 
 from __future__ import annotations

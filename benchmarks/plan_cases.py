@@ -1,10 +1,10 @@
-"""The plans of many models, methods and meshes as JSON files, to see which of them a change of the planner changes.
+"""The plans of many models, methods and meshes as JSON files, to find the plans that a change of the planner changes.
 
-python -m benchmarks.plan_cases write FOLDER [PART OF A NAME ...]     plans every case, or those that are named
-python -m benchmarks.plan_cases compare OLD_FOLDER NEW_FOLDER        says what differs; exit status 1 if anything does
+python -m benchmarks.plan_cases write FOLDER [PART OF A NAME ...]     plans every case, or the named cases
+python -m benchmarks.plan_cases compare OLD_FOLDER NEW_FOLDER        prints differences; exit status 1 if there are any
 
-Write with the planner before the change and with the one after it. Only the public interface of minialpa is used, so
-that one version of this file serves both.
+Run `write` with the planner before the change and with the planner after it. This file uses only the public interface
+of minialpa, so that one version of it serves both.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def _layers(n: int, remat: Any = False) -> AutoLayerOption:
     return AutoLayerOption(n, remat=remat)
 
 
-#: Methods that every model of the corpus is planned by.
+#: Methods for every model of the corpus.
 _ALWAYS: dict[str, tuple[ClusterSpec, Method]] = {
     "shard": (_one_host(), ShardParallel()),
     "shard in 4, two hosts": (_two_hosts(), ShardParallel(num_micro_batches=4, logical_shape=(2, 4))),
     "pipeline": (_one_host(4), PipeshardParallel(num_micro_batches=4, layer_option=_layers(4), stage_option="auto")),
 }
-#: Published sizes, with fewer examples where the batch is large, and how they are planned.
+#: Published sizes, with fewer examples where the batch is large, and their methods.
 _LARGE: tuple[tuple[Case, ClusterSpec, Method], ...] = (
     (
         Case("gpt-1.3b", "gpt-1.3b", (("batch_size", 64),)),
@@ -122,7 +122,7 @@ _LARGE: tuple[tuple[Case, ClusterSpec, Method], ...] = (
         ),
     ),
 )
-#: Methods that some are planned by.
+#: Methods for some models of the corpus.
 _SOME: dict[str, dict[str, tuple[ClusterSpec, Method]]] = {
     "mlp": {
         "data": (_two_hosts(), DataParallel()),
@@ -194,7 +194,7 @@ def plan_cases() -> list[PlanCase]:
 
 
 def write(folder: Path, parts: list[str]) -> None:
-    """The plan of each case whose name has one of `parts` in it, or of all cases, to a file of its name."""
+    """Write the plan of each case whose name contains one of `parts`, or of all cases, to a file of its name."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in plan_cases():
         if parts and not any(part in case.name for part in parts):
@@ -210,7 +210,7 @@ def write(folder: Path, parts: list[str]) -> None:
 
 
 def compare(old: Path, new: Path) -> bool:
-    """Whether two folders have the same plans; prints what differs."""
+    """Whether two folders have the same plans; prints the differences."""
     names = sorted({path.name for folder in (old, new) for path in folder.glob("*.json")})
     same = 0
     for name in names:
@@ -225,7 +225,7 @@ def compare(old: Path, new: Path) -> bool:
 
 
 def _is_same(old: Path, new: Path) -> bool:
-    """Whether two files have the same plan. Older files do not name the batch."""
+    """Whether two files have the same plan. Older files have no name of the batch."""
     if old.read_bytes() == new.read_bytes():
         return True
     first, second = Plan.load(old), Plan.load(new)

@@ -1,10 +1,10 @@
-"""What plans predict against what XLA compiles: collectives by kind and mesh axes, and bytes per device.
+"""Predictions of plans against programs that XLA compiles: collectives by kind and mesh axes, and bytes per device.
 
     bytes_error   = sum |compiled - predicted| / max(sum compiled, sum predicted)   over (kind, axes)
     memory_error  = |predicted - compiled| / compiled                               the worst stage
 
-A compiled all-reduce of which each device only reads a slice is read as a reduce-scatter or not, whichever is nearer: a
-plan may mean either.
+A compiled all-reduce of which each device only reads a slice counts as an all-reduce or as a reduce-scatter, by the
+smaller error, because a plan may mean either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.stderr import captured_stderr
 from minialpa import LogicalMesh, hlo
 
-#: What a collective is filed under: its kind, and the axes of the mesh or, for other groups, None.
+#: Kind of a collective, and the axes of the mesh; None for groups of no set of axes.
 Key = tuple[str, tuple[int, ...] | None]
 TOLERANCE = 0.02
 _SHAPES = ((4,), (8,), (2, 4))
@@ -62,11 +62,11 @@ class Fidelity:
 
 @benchmark("plan_fidelity")
 def plan_fidelity(size: Size) -> Rows:
-    """Collectives and memory that plans predict, next to those of the compiled programs, and how many agree."""
+    """Collectives and memory that plans predict, next to the compiled programs, and how many agree."""
     rows, found = [], []
     for case in cases(size):
         for shape in _SHAPES if size == "full" else ((4,),):
-            # Methods other than the first differ in no new way on further meshes.
+            # On further meshes, one method is enough.
             methods = list(_METHODS) if shape == (8,) else ["shard"]
             for method in methods:
                 one = fidelity(case, LogicalMesh(shape), method)
@@ -76,7 +76,6 @@ def plan_fidelity(size: Size) -> Rows:
 
 
 def fidelity(case: Case, mesh: LogicalMesh, method: str) -> Fidelity:
-    """Plan and compile one step."""
     built = case.build()
     step = minialpa.parallelize(
         built.train_step(minialpa.value_and_grad), method=_METHODS[method](devices=mesh), plan_cache=None
@@ -104,7 +103,7 @@ def fidelity(case: Case, mesh: LogicalMesh, method: str) -> Fidelity:
 
 
 def compiled_bytes(found: Sequence[hlo.HloCollective], mesh: LogicalMesh) -> dict[Key, float]:
-    """Bytes by kind and axes. Collectives of groups of one are none."""
+    """Bytes by kind and axes, without collectives in groups of one device."""
     total: defaultdict[Key, float] = defaultdict(float)
     for one in found:
         axes = None if one.kind == "collective-permute" else compiled_figures.mesh_axes(one.groups, mesh.shape)
@@ -114,13 +113,13 @@ def compiled_bytes(found: Sequence[hlo.HloCollective], mesh: LogicalMesh) -> dic
 
 
 def difference(predicted: dict[Key, float], compiled: dict[Key, float]) -> float:
-    """`bytes_error`, see the head of the file."""
+    """`bytes_error` of the module."""
     wrong = sum(abs(predicted.get(key, 0) - compiled.get(key, 0)) for key in predicted | compiled)
     return wrong / max(sum(predicted.values()), sum(compiled.values()), 1)
 
 
 def _kinds(found: dict[Key, float]) -> set[str]:
-    """Kinds that carry a thousandth of the bytes: scalars, such as a loss, are summed along with something else."""
+    """Kinds with at least a thousandth of the bytes: XLA sums scalars, such as a loss, with other arrays."""
     total = sum(found.values())
     return {kind for (kind, _), n_bytes in found.items() if n_bytes > total / 1000}
 
@@ -143,7 +142,7 @@ def _columns(one: Fidelity) -> dict[str, Any]:
 
 
 def _wrong(one: Fidelity) -> list[str]:
-    """The largest differences, as `all-reduce (0,) 1.2 -> 2.4`, predicted and compiled megabytes."""
+    """The largest differences, such as `all-reduce (0,) 1.2 -> 2.4`: predicted and compiled megabytes."""
     total = max(sum(one.predicted.values()), sum(one.compiled.values()))
     pairs = {key: (one.predicted.get(key, 0.0), one.compiled.get(key, 0.0)) for key in one.predicted | one.compiled}
     worst = sorted(pairs, key=lambda key: -abs(pairs[key][0] - pairs[key][1]))

@@ -1,11 +1,11 @@
-"""What planning takes of the machine: the most memory, and seconds, of each step and method in a process of its own.
+"""Peak memory and seconds of planning, for each step and method in its own process.
 
     python -m benchmarks.plan_memory                       all steps, in some hours; needs the extra `table`
-    python -m benchmarks.plan_memory --only moe-70b        those whose names begin so
-    python -m benchmarks.plan_memory --rows rows.json      goes on where it was interrupted
+    python -m benchmarks.plan_memory --only moe-70b        steps whose names begin so
+    python -m benchmarks.plan_memory --rows rows.json      continues an interrupted run
 
 The steps: the corpus of `benchmarks.corpus`, networks for speech with and without loops, the largest models of Alpa's
-evaluation on its clusters of 64 devices, and all models of benchmarks/models.md. Tracing is part of what is measured.
+evaluation on its clusters of 64 devices, and all models of benchmarks/models.md. The measured seconds include tracing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from minialpa import AutoLayerOption, AutoParallel, ClusterSpec, PipeshardParall
 from minialpa.methods import Method
 from minialpa.support.files import write_text
 
-#: For planning, of which the process without any step to plan has a few hundred megabytes.
+#: Memory limit of a planning process. Without a step to plan, it has a few hundred megabytes.
 MOST_GB = 4.0
-#: Of Alpa's evaluation, those that need most memory.
+#: The models of Alpa's evaluation that need most memory.
 _LARGE = ("gpt-39b", "moe-70b", "wresnet-13b")
 _PACKAGES = {"USE_TF": "0", "USE_TORCH": "0", "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
 
@@ -48,10 +48,10 @@ class Subject:
     """One step to plan by some methods.
 
     Attributes:
-        name: of the model.
-        cluster: what to plan for.
+        name: name of the model.
+        cluster: the cluster to plan for.
         ways: names of methods, see `method`.
-        make: the step, its state and its batch; shapes will do for both.
+        make: returns the step, its state and its batch, as arrays or as shapes.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Subject:
 
 
 def method(way: str, cluster: ClusterSpec) -> Method:
-    """All that is chosen for the user; stages with two micro-batches; no pipeline."""
+    """`automatic` chooses all options; `stages` has two micro-batches; `shard` has no pipeline."""
     methods: dict[str, Callable[[], Method]] = {
         "automatic": lambda: AutoParallel(devices=cluster),
         "stages": lambda: PipeshardParallel(
@@ -76,7 +76,6 @@ def method(way: str, cluster: ClusterSpec) -> Method:
 
 
 def subjects(size: Size) -> list[Subject]:
-    """What is measured."""
     ways = ("automatic", "stages", "shard") if size == "full" else ("shard",)
     host = cluster_of("a100-80gb", 8)
     small = [Subject(case.name, host, ways, partial(_of_corpus, case)) for case in cases(size)]
@@ -90,7 +89,7 @@ def _of_corpus(case: Case) -> ShapedStep:
 
 
 def _recognisers(size: Size) -> dict[str, dict[str, Any]]:
-    """By name; those with "loop" have no scan over frames, and 11,000 and 32,000 equations at full size."""
+    """Sizes by name. The ones with "loop" have no scan over frames, and 11,000 and 32,000 equations at full size."""
     if size == "tiny":
         return {
             "recogniser, tiny loop": {"n_frames": 2, "n_layers": 1, "hidden": 16, "n_features": 8, "unrolled": True}
@@ -127,7 +126,7 @@ def _of_model(name: str, batch_size: int) -> ShapedStep:
 
 
 def _of_packages(cluster: ClusterSpec) -> list[Subject]:
-    """The models of benchmarks/models.md whose step takes a state and a batch, as nearly all do."""
+    """The models of benchmarks/models.md whose step takes a state and a batch, which is nearly all."""
     from benchmarks.models.all_models import MODELS
 
     return [Subject(name, cluster, ("automatic",), partial(_of_package, name)) for name in MODELS]
@@ -145,12 +144,12 @@ def _of_package(name: str) -> ShapedStep:
 
 @benchmark("plan_memory")
 def plan_memory(size: Size) -> Rows:
-    """The most memory and the seconds of planning, by model and method, each in a process of its own."""
+    """Peak memory and seconds of planning, by model and method, each in its own process."""
     return list(measured(subjects(size), []))
 
 
 def measured(chosen: Sequence[Subject], known: Rows) -> Iterator[dict[str, Any]]:
-    """The rows of all methods of each subject, as they are done; those that are known are not measured again."""
+    """The rows of all methods of each subject, in order of completion; known rows are not measured."""
     rows = {(row["model"], row["method"]): row for row in known}
     for subject in chosen:
         for way in subject.ways:
@@ -158,7 +157,7 @@ def measured(chosen: Sequence[Subject], known: Rows) -> Iterator[dict[str, Any]]
 
 
 def _in_process(name: str, way: str) -> dict[str, Any]:
-    """What `row` gives in a fresh process, or the last line of its error."""
+    """The result of `row` in a fresh process, or the last line of its error."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_memory", "--measure", name, way]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | _PACKAGES, check=False)
     if done.returncode:
@@ -168,7 +167,7 @@ def _in_process(name: str, way: str) -> dict[str, Any]:
 
 
 def row(name: str, way: str) -> dict[str, Any]:
-    """Plan one model here and say what this process took for it."""
+    """Plan one model in this process; returns its seconds and peak memory."""
     known = {subject.name: subject for size in ("full", "tiny") for subject in subjects(size)}
     subject = known[name]
     with ExitStack() as stack:

@@ -3,7 +3,7 @@
 python -m benchmarks.plan_published gpt-1.3b llama-3-8b      some rows; `--flax` for the same GPT written with flax
 python -m benchmarks.plan_published gpt-2.6b --by-name       and the best method by name beside each plan
 
-Every row is planned in a process of its own on one core. No device is used.
+Every row is planned in its own process on one core. No device is used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model (a name that `models.build` knows, with other sizes) on devices. n_micro_batches: None for
-    `AutoParallel`, which chooses it."""
+    """A model (a name that `models.build` takes, with other sizes) on devices.
+
+    n_micro_batches: None for `AutoParallel`, which chooses the number.
+    """
 
     model: str
     preset: str
@@ -74,7 +76,7 @@ def plan_published(size: Size) -> Rows:
 
 
 def measured(row: Row, *, flax: bool = False, by_name: bool = False) -> dict[str, Any]:
-    """A line of the table, made by a process of its own."""
+    """A row of the table, from a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_cells, (row, flax, by_name))
 
@@ -132,7 +134,7 @@ def _own(row: Row) -> TracedStep:
 
 
 def _flax_gpt(row: Row) -> TracedStep:
-    """A GPT of the sizes of `row`, as flax users write it: float32 weights, float16 compute, adamw."""
+    """A GPT with the sizes of `row`, in the style of flax users: float32 weights, float16 compute, adamw."""
     import flax.linen as nn
     import optax
     from flax.training.train_state import TrainState

@@ -1,18 +1,19 @@
-"""The planner's plans against what experts write by hand: seconds of communication, and bytes per device.
+"""The planner's plans against hand-written recipes of experts: seconds of communication, and bytes per device.
 
 Both are compiled, and the collectives of both are read from the compiled programs and priced on the same mesh:
 
     uniform     all links alike
     two-level   two halves; links between them have a tenth of the bandwidth of links inside
 
-Each under three limits of memory, which the recipes have to keep, too:
+Each has three memory limits, which also hold for the recipes:
 
-    loose       none
+    loose       no limit
     middle      halfway between the recipe that needs least memory and the plan without a limit
     tight       3 % more than the recipe that needs least memory
 
-Compute is not priced: plan and recipe should both split every large matrix product over all devices. `flops_ratio`
-shows whether they do: floating point operations of each device in products and convolutions, plan over recipe.
+Compute has no price, because plan and recipe should both split every large matrix product over all devices.
+`flops_ratio` shows whether they do: floating point operations of each device in products and convolutions, plan over
+recipe.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from benchmarks.registry import Rows, Size, benchmark
 from minialpa import AutoShardingOption, LogicalMesh, ShardParallel
 from minialpa.errors import InfeasibleError
 
-#: A tight limit, as a part of what the recipe with the least memory needs.
+#: A tight limit, as a multiple of the memory of the recipe with the least memory.
 _TIGHT = 1.03
-#: The middle limit leaves at least this part of it.
+#: In the middle limit, the memory of the plan without a limit counts as at least this multiple.
 _MIDDLE = 1.1
 
 
@@ -46,7 +47,7 @@ class Links:
 
 
 def links_of(n_devices: int) -> tuple[Links, Links]:
-    """Uniform and two-level links. One axis over two levels crosses the slow link, so it has its price."""
+    """Uniform and two-level links. One axis over two levels crosses the slow link and has its price."""
     halves = (2, n_devices // 2)
     line, two = LogicalMesh((n_devices,)), LogicalMesh(halves)  # by default, inner links are ten times as fast
     (fast_s, fast), (slow_s, slow) = ((mesh.alpha[0], mesh.beta[0]) for mesh in (line, two))
@@ -85,7 +86,7 @@ def _rows(case: Case, links: Links) -> Rows:
 def _compared(
     found: tuple[Measured, bool] | None, recipes: tuple[Measured, ...], limit: float | None, links: Links
 ) -> dict[str, Any]:
-    """The plan beside the recipe that communicates least of those that keep the limit."""
+    """The plan beside the fitting recipe with the least communication."""
     fitting = [recipe for recipe in recipes if limit is None or recipe.memory_bytes <= limit]
     best = min(fitting, key=lambda recipe: recipe.communication_s(links.price))
     best_s = best.communication_s(links.price)
@@ -113,9 +114,9 @@ def _measured(case: Case, n_devices: int) -> tuple[Measured, ...]:
 
 
 def _measure_plan(case: Case, links: Links, limit: float | None) -> tuple[Measured, bool] | None:
-    """The plan of the logical mesh for which the planner predicts the least, compiled, and whether it is proven.
+    """The compiled plan of the logical mesh with the least predicted seconds, and whether the plan is proven.
 
-    None if no plan keeps the limit.
+    None if no plan fits the limit.
     """
     built = case.build()
     args = arguments(built)

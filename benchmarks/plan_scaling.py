@@ -1,4 +1,4 @@
-"""How planning time grows: with layers, with devices, and with layers that are all different. No device is used.
+"""Planning time against layers, devices, and distinct layers. No device is used.
 
 python -m benchmarks.plan_scaling layers 8 16          some sizes of one of `layers`, `devices`, `widths`
 """
@@ -23,7 +23,7 @@ from minialpa.models import build
 from minialpa.tracing.trace import TracedStep
 
 PRESET = "h100"
-#: What grows, to the sizes of the full benchmark.
+#: The sizes of each axis in the full benchmark.
 AXES: dict[str, tuple[int, ...]] = {
     "layers": (8, 16, 32, 64, 128),
     "devices": (8, 64, 256, 1024),
@@ -41,7 +41,7 @@ def plan_scaling(size: Size) -> Rows:
 
 
 def row(axis: str, n: int, size: Size = "full") -> dict[str, Any]:
-    """One line of the table: `n` layers, devices or distinct layers, and everything else the same along an axis."""
+    """A row of the table: `n` layers, devices or distinct layers; all else is constant along an axis."""
     full = size == "full"
     n_devices = n if axis == "devices" else 64 if full else 2
     n_blocks = n if axis == "layers" else _BLOCKS if full else 2
@@ -68,7 +68,7 @@ def _planned_cells(traced: TracedStep, cluster: ClusterSpec) -> dict[str, Any]:
 
 
 def _gpt(n_blocks: int, full: bool) -> TracedStep:
-    """A GPT of blocks that are all alike."""
+    """A GPT with equal blocks."""
     sizes: dict[str, Any] = {"n_layers": n_blocks}
     if full:
         sizes |= {"hidden": 4096, "n_heads": 32, "batch_size": 1024, "seq_len": 1024, "vocab_size": 51200}

@@ -1,4 +1,4 @@
-"""How long it takes to trace and plan a step. Arguments are abstract and meshes are logical: no device is used."""
+"""Seconds to trace and plan a step. Arguments are abstract and meshes are logical: no device is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning by hand, for benchmarks that time it or plan one step in many ways: a model is traced once, then planned."""
+"""Planning for benchmarks that time it or plan one step in many ways: a model is traced once, then planned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PER_HOST = 8
 
 
 def traced_step(step: Callable[..., Any], state: Any, batch: Any, *, recognises: bool = True) -> TracedStep:
-    """`step(state, batch)` as `parallelize` traces it. Arguments may be shapes. recognises: its attentions."""
+    """`step(state, batch)`, traced as in `parallelize`. Arguments may be shapes.
+
+    recognises: whether attentions become one operation.
+    """
     args = (state, batch)
     leaves, tree = jax.tree.flatten(args)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
@@ -39,7 +42,7 @@ def traced_step(step: Callable[..., Any], state: Any, batch: Any, *, recognises:
 
 
 def planned(traced: TracedStep, cluster: ClusterSpec, method: Method) -> Plan:
-    """The plan of `method` for `cluster`. Raises what planning raises."""
+    """The plan of `method` for `cluster`. Raises all errors of planning."""
     with collection_paused():
         return plan_step(traced, cluster, method.options())
 
@@ -52,5 +55,5 @@ def cluster_of(preset: Any, n_devices: int) -> ClusterSpec:
 
 
 def peak_rss_gb() -> float:
-    """The most memory that this process has had so far."""
+    """The peak resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB.

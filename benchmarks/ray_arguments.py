@@ -1,7 +1,7 @@
-"""What it costs to get a batch of NumPy arrays to the workers of two meshes on Ray, as arguments of a step.
+"""Time to get a batch of NumPy arrays to the workers of two meshes on Ray, as arguments of a step.
 
-One batch is cut between the meshes, and one is read whole by both. Beside them, in the same run: a copy of as many
-bytes in this process, `ray.put` of them, and the step with a batch of a few rows.
+One batch is cut between the meshes, and both meshes read another one whole. The same run has a copy with the same
+number of bytes in this process, `ray.put` of these bytes, and the step with a batch of a few rows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def ray_arguments(size: Size) -> Rows:
 def _measure(
     calls: Mapping[str, Callable[[], Any]], runtime: Any, repeats: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds until each call returns, and until what it started has ended."""
+    """Median seconds until each call returns, and until the started work has ended."""
     driver: dict[str, list[float]] = {name: [] for name in calls}
     total: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(3 + repeats):
@@ -72,7 +72,7 @@ def _measure(
 
 
 def _training(batch: Any) -> Callable[[], Any]:
-    """A call that starts a step which reads every number of `batch` and computes next to nothing."""
+    """A call that starts a step which reads every number of `batch` and has almost no other work."""
 
     def train_step(params: Any, batch: Any) -> Any:
         def loss(p: Any) -> Any:

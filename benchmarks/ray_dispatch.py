@@ -1,14 +1,14 @@
-"""How close a pipeline of two stages comes to its schedule, in one process and on Ray, a core for each stage.
+"""A pipeline of two stages against its schedule, in one process and on Ray, with a core for each stage.
 
-The bound is the program's instructions on a clock: each function takes what it took by itself, meshes do one thing at a
-time, and transfers and everything else take nothing. The bound in place is the same clock with what each call of a
-function took in the very step that it is compared with: functions next to each other share caches and memory, and the
-machine may be busy with other things. Functions of microseconds take there what it costs to start them, so that it says
-something of longer ones only. Beside it are the times of calls that do nothing.
+The bound is the program's instructions on a clock. Each function takes its time of a run alone, a mesh does one thing
+at a time, and transfers and all other work take no time. The bound in place is the same clock with the time of each
+call in the measured step, because neighbouring functions share caches and memory, and the machine may be busy. These
+times include the start of a function, so the bound in place is useful only for functions longer than microseconds.
+Beside it are the times of empty calls.
 
-The long functions scan over small layers: XLA would have larger products computed by the threads of all devices of a
-process, so that in one process a function by itself, and one whose neighbour waits, had two cores.
-The compiler's threads are counted when jax starts, so this runs in a process of its own.
+The long functions scan over small layers, because XLA computes larger products on the threads of all devices of a
+process. In one process, a function alone, or a function whose neighbour waits, would then have two cores.
+The compiler's threads are counted when jax starts, so this runs in a separate process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minialpa.programs.program import Accumulate, Program, Run, Transfer, reads
 from minialpa.runtime.steps.step_trace import TaskTime
 
 N_STAGES = 2
-#: Turns before those that count: memory of Ray's object store that was never used takes twenty times as long to write.
+#: Turns before the counted ones: unused memory of Ray's object store takes twenty times as long to write.
 N_WARM_UP = 4
 
 
@@ -76,7 +76,7 @@ def _train_step(stages: list[Any], batch: Any) -> Any:
 
 
 class _Case:
-    """One model: its step in this process, and, once there is a session, on Ray."""
+    """One model: its step in this process and, after a session starts, on Ray."""
 
     def __init__(self, hidden: int, n_layers: int, rows: int, n_micro_batches: int, repeats: int) -> None:
         self.name, self.repeats = f"{n_layers} layers of {hidden}", repeats
@@ -95,7 +95,7 @@ class _Case:
         executables = {"in-process": self.in_process, "ray": self._executable()}
         steps = {name: self._training(executable) for name, executable in executables.items()}
         seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in executables}
-        # In turns, and the functions in between: the machine may be busy with other things, now less and now more.
+        # In turns, with the functions in between, because other work on the machine varies.
         for i in range(N_WARM_UP + self.repeats):
             for name, executable in executables.items():
                 found = {kind: value for step in steps[name] for kind, value in step().items()}
@@ -131,11 +131,13 @@ class _Case:
         return step.get_executable(self.state, self.batch)
 
     def _training(self, executable: Any) -> list[Callable[[], Mapping[str, float]]]:
-        """Calls that train further and say how many seconds a step took.
+        """Calls that run training steps and return seconds of a step.
 
-        waited for: one step, to its end. loss read: one step, to its loss as a number. ahead: four steps, of which each
-        is started without waiting for the one before. traced: one step whose functions are timed, to its end. timeline:
-        from the first thing that a worker did in it to the last one; the rest is the call and its arguments.
+        waited for: one step, to its end.
+        loss read: one step, to its loss as a number.
+        ahead: four steps, each started without waiting for the step before.
+        traced: one step whose functions are timed, to its end.
+        timeline: from the first event of a worker in the step to the last; the rest is the call and its arguments.
         """
         leaves = executable.place(jax.tree.leaves((self.state, self.batch)))
         n_state = len(jax.tree.leaves(self.state))
@@ -171,13 +173,13 @@ class _Case:
 
 
 def bound_alone_s(program: Program, seconds: Sequence[float]) -> float:
-    """The bound of a step whose functions take `seconds`, each call the same."""
+    """The bound of a step whose functions take `seconds`, equal for all calls."""
     calls = [(i, x.function) for i, x in enumerate(program.instructions) if isinstance(x, Run | Accumulate)]
     return bound_s(program, {i: seconds[function] for i, function in calls})
 
 
 def bound_in_place_s(program: Program, tasks: Iterable[TaskTime]) -> float:
-    """The bound of a step whose calls take what they took in a timeline; on several hosts, what the slowest took."""
+    """The bound of a step whose calls take their times in a timeline; on several hosts, the time of the slowest."""
     seconds: dict[int, float] = defaultdict(float)
     for task in tasks:
         if task.instruction is not None:
@@ -186,8 +188,10 @@ def bound_in_place_s(program: Program, tasks: Iterable[TaskTime]) -> float:
 
 
 def bound_s(program: Program, seconds: Mapping[int, float]) -> float:
-    """Seconds of a step whose calls of functions take `seconds`, by their instruction, and nothing else takes any: the
-    end of the last mesh."""
+    """Seconds of a step to the end of the last mesh.
+
+    seconds: time of each function call, by its instruction; all other instructions take no time.
+    """
     free = [0.0] * len(program.meshes)
     ready: dict[int, float] = {}
     for i, instruction in enumerate(program.instructions):
@@ -203,7 +207,7 @@ def bound_s(program: Program, seconds: Mapping[int, float]) -> float:
 
 
 def _calls(actor: Any, repeats: int) -> dict[str, Any]:
-    """The time of a call of a worker that does nothing."""
+    """The time of an empty call of a worker."""
     import ray
 
     seconds = []

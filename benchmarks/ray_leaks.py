@@ -1,8 +1,8 @@
-"""What a session on Ray holds, step after step: memory, arrays, descriptors, threads and Ray objects of each process.
+"""Resources that a session on Ray holds, step after step: memory, arrays, descriptors, threads and Ray objects.
 
-Every step takes a new batch and its metrics are fetched. In between, results are dropped unread, and calls are made
-that fail. Batches and results are large enough that one that stays behind in each step is seen. Beside them, bare Ray
-actors make as many calls with as many bytes, without minialpa or jax: what Ray itself holds.
+Every step takes a new batch, and its metrics are fetched. In between, results are dropped unread, and some calls fail.
+Batches and results are large, so that one leak per step is visible. As a reference, bare Ray actors make the same
+number of calls with the same bytes, without minialpa or jax: this is the memory that Ray itself holds.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from minialpa.errors import MinialpaError
 N_MESHES = 2
 WARM_UP = 50
 _STORE = "object_store_memory"
-#: Of the batch of a step, 256 KiB of which go to each mesh; and of each array of the state.
+#: Bytes of the batch of a step, 256 KiB of which go to each mesh; and of each array of the state.
 BATCH_BYTES, STATE_BYTES = 512 << 10, 64 << 10
 
 
 @benchmark("ray_leaks")
 def ray_leaks(size: Size) -> Rows:
-    """1,000 steps on two meshes: what driver and workers hold after 50 of them, and later."""
+    """1,000 steps on two meshes: resources of driver and workers after 50 steps, and later."""
     import ray
 
     n_steps = 1000 if size == "full" else 10
     found: dict[tuple[str, str], dict[str, Any]] = {}
     with ray_session(N_MESHES) as runtime:
         bare, n_bare = _bare_driver(), 1
-        ray.get(bare.run.remote(1))  # connects, here and there
+        ray.get(bare.run.remote(1))  # connects the driver and the actors
         for step, held in steps(runtime, WARM_UP if size == "full" else 5, n_steps, every=250):
             pids, n_bare = ray.get(bare.run.remote(step - n_bare)), step
             for process, counts in (held | {name: process_usage(pid) for name, pid in pids.items()}).items():
@@ -51,7 +51,7 @@ def ray_leaks(size: Size) -> Rows:
 
 
 def steps(runtime: Any, warm_up: int, n_steps: int, every: int) -> Iterator[tuple[int, dict[str, dict[str, int]]]]:
-    """Train for `n_steps` steps; after `warm_up`, `warm_up + every`, ... of them, and the last, what processes hold."""
+    """Train for `n_steps` steps; yields (step, resources of all processes) from `warm_up` on, `every` steps."""
     step = minialpa.parallelize(
         _train_step,
         method=minialpa.PipeshardParallel(
@@ -68,7 +68,7 @@ def steps(runtime: Any, warm_up: int, n_steps: int, every: int) -> Iterator[tupl
         batch = {name: np.full((rows, width), i, np.float32) for name in "xy"}
         used = params
         params, metrics = step(params, batch)
-        float(metrics["loss"])  # and nobody asks for the other one
+        float(metrics["loss"])  # the other metric stays unread
         if i % 10 == 5:
             for bad in ((used, batch), (params, {**batch, "y": batch["y"][:, :3]})):  # used up; of a wrong shape
                 _fail(step, *bad)
@@ -98,10 +98,10 @@ def _fail(step: Any, *args: Any) -> None:
 
 
 def _bare_driver() -> Any:
-    """An actor that calls others as the driver does its workers; `run` makes a number of steps and tells their pids."""
+    """An actor that calls others as the driver calls its workers; `run` makes a number of steps and returns pids."""
     import ray
 
-    # Classes of a function travel by value, so these processes import nothing of ours.
+    # Ray pickles local classes by value, so these processes do not import minialpa.
     class Worker:
         def step(self, batch: Any) -> int:
             return os.getpid()
@@ -124,7 +124,7 @@ def _bare_driver() -> Any:
 
 
 def usage_of_all(runtime: Any) -> dict[str, dict[str, int]]:
-    """What this process and each worker hold, by name; this one with the objects of Ray that it refers to."""
+    """Resources of this process and each worker, by name; for this process also the Ray objects that it refers to."""
     import ray
     from ray._private.worker import global_worker
 
@@ -148,9 +148,9 @@ def process_usage(pid: int) -> dict[str, int]:
     """Memory, descriptors and threads of a process of this machine (Linux).
 
     - private_bytes: resident memory of this process alone, without mapped files.
-    - shmem_bytes: the part of the shared memory of Ray's object store that the process has touched. Ray places each
-      object elsewhere in its store until it has used all of it. So this grows for hundreds of steps, though the machine
-      uses no more memory.
+    - shmem_bytes: the touched part of the shared memory of Ray's object store. Ray puts each object at a new place in
+      its store until it has used the whole store. So this number grows for hundreds of steps, although the machine uses
+      no more memory.
     - threads: without the pool of Ray's gRPC, which grows and shrinks by itself.
     """
     root = Path(f"/proc/{pid}")

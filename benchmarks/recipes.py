@@ -1,4 +1,4 @@
-"""What an expert writes by hand with `jax.jit` and shardings: a model in, the known recipes that apply to it out.
+"""Shardings that an expert writes by hand with `jax.jit`: a model in, the known recipes that apply to it out.
 
     dp       examples split, parameters whole
     fsdp     examples split; parameters and optimizer state split on their largest dimension that divides
@@ -8,7 +8,7 @@
     2d, 2d+sp   dp over the outer axis of the mesh and tp or tp+sp over the inner one
     ep       dp with the experts of MoE layers split over the same devices (GShard, arXiv:2006.16668)
 
-XLA's partitioner does the rest. Optimizer state lies as its parameter does.
+XLA's partitioner does the rest. Optimizer state has the sharding of its parameter.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 class Recipe:
     """A mesh of `data` x `model` devices: examples are split over the first axis, layers over the second one.
 
-    fsdp: parameters split over the first axis, too. sequence: the residual stream split over the second axis.
-    experts: experts split over the first axis.
+    fsdp: parameters are also split over the first axis.
+    sequence: the residual stream is split over the second axis.
+    experts: experts are split over the first axis.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Measured:
 
 
 def recipes_for(case: Case, n_devices: int) -> Iterator[Recipe]:
-    """The recipes that apply: heads and examples divide evenly, and the model has what is split."""
+    """The recipes that apply: heads and examples divide evenly, and the model has the parts that the recipe splits."""
     batch_size = case.build().batch_size
 
     def splits(model: int) -> bool:
@@ -119,7 +120,7 @@ def measure(case: Case, recipe: Recipe) -> Measured:
 
 
 def compile_step(case: Case, recipe: Recipe) -> Any:
-    """The training step, laid out as the recipe says and compiled by `jax.jit`. It donates its state."""
+    """The training step with the recipe's shardings, compiled by `jax.jit`. It donates its state."""
     built, mesh = case.build(), recipe.mesh()
     state, batch = arguments(built)
     examples = NamedSharding(mesh, P("data"))
@@ -140,22 +141,22 @@ def compile_step(case: Case, recipe: Recipe) -> Any:
 
 
 def memory_bytes(compiled: Any) -> int:
-    """Bytes per device: arguments, results and temporaries, less what results take over from arguments."""
+    """Bytes per device: arguments, results and temporaries, less the donated memory that results reuse."""
     stats = compiled.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     return int(total - stats.alias_size_in_bytes)
 
 
-# ---- where parameters lie --------------------------------------------------------------------------------------------
+# ---- shardings of parameters -----------------------------------------------------------------------------------------
 
 
 def _path(keys: Any) -> str:
-    """`params/block_0/out/kernel` for the keys of a leaf, of whatever kinds they are."""
+    """`params/block_0/out/kernel` for the keys of a leaf, of any kind of container."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys)
 
 
 def state_layout(case: Case, recipe: Recipe, state: Any, mesh: Mesh) -> Any:
-    """A sharding for each leaf of the state; one whose path ends like a parameter's, and of its shape, follows it."""
+    """A sharding for each leaf of the state: a parameter's, if path ending and shape are equal to the parameter's."""
     parameters = {
         _path(keys): (leaf.shape, parameter_spec(case, recipe, _path(keys), leaf.shape))
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state.params)
@@ -173,7 +174,7 @@ def state_layout(case: Case, recipe: Recipe, state: Any, mesh: Mesh) -> Any:
 
 
 def parameter_spec(case: Case, recipe: Recipe, path: str, shape: tuple[int, ...]) -> P:
-    """How the recipe splits the parameter at `path`, such as `block_0/feed_forward/up/kernel`."""
+    """The recipe's spec of the parameter at `path`, such as `block_0/feed_forward/up/kernel`."""
     axes: list[str | None] = [None] * len(shape)
     dim = _tensor_dim(case, recipe.model, path) if recipe.model > 1 else None
     if dim is not None and shape[dim] % recipe.model == 0:
@@ -194,7 +195,7 @@ def _tensor_dim(case: Case, n_devices: int, path: str) -> int | None:
     return next((dim for pattern, dim in _SPLIT[case.model] if re.search(pattern, path)), None)
 
 
-# ---- where activations lie -------------------------------------------------------------------------------------------
+# ---- shardings of activations ----------------------------------------------------------------------------------------
 
 
 def _pin_layers(
@@ -202,7 +203,7 @@ def _pin_layers(
 ) -> Any:
     """Pin the results of layers: features or heads split after a column-parallel one, [b s m] or [b s h d].
 
-    After row-parallel layers, norms and blocks flows the residual stream: whole, or split along s.
+    The results of row-parallel layers, norms and blocks are the residual stream: whole, or split along s.
     """
     out = call(*args, **kwargs)
     module = context.module
@@ -218,7 +219,7 @@ def _pin_layers(
 
 
 def _pin_experts(mesh: Mesh, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    """Pin what is laid out by experts, [e g c ...], to their devices, and by groups where tokens come and go.
+    """Pin values [e g c ...] to devices by experts, and by groups before and after the expert layer.
 
     The two pins at either end make an all-to-all. Only the einsums of the layer make such values, so they are wrapped.
     """

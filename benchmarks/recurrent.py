@@ -1,6 +1,6 @@
-"""A recogniser of speech: a convolution, a bidirectional recurrent encoder and a CTC loss. As shapes, to be planned.
+"""A speech recogniser as shapes, for planning: a convolution, a bidirectional recurrent encoder and a CTC loss.
 
-The encoder is a scan over frames, or a loop that is `unrolled`: tens of thousands of equations that differ in little.
+The encoder is a scan over frames, or a loop that is `unrolled`: tens of thousands of almost equal equations.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _CASES: dict[str, Run] = {}
 
 
 def benchmark(name: str) -> Callable[[Run], Run]:
-    """Register a function under `name`. `tiny` shows in seconds that it runs; the numbers of `full` mean something."""
+    """Register a function under `name`. Size `tiny` checks in seconds that it runs; `full` gives meaningful numbers."""
 
     def register(run: Run) -> Run:
         if name in _CASES:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(rows: Rows) -> str:
-    """The rows in columns, in the order in which the columns first occur."""
+    """The rows in columns, in the order of their first occurrence."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [columns, *([_text(row.get(column, "")) for column in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

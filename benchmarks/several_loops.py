@@ -1,8 +1,9 @@
-"""Steps that go through their micro-batches more than once, on one device: seconds and bytes, predicted and measured.
+"""Steps that run through their micro-batches more than once, on one device: predicted and measured seconds and bytes.
 
-Of each step the full batch in one, and parts of it; where a second loop reads rows of the first, once with these kept,
-as planned, and once with too little memory for that, so that they are computed again. Ratios are to the step under
-`jax.jit`, which runs in turns with the others. `beside_mb`: of the largest compiled program, without the parameters.
+Each step runs with the full batch as one micro-batch, and with several. If a second loop reads per-example values of
+the first, there are two runs: one keeps them, as planned, and one has too little memory and recomputes them. Ratios are
+to the step under `jax.jit`, which runs in turns with the others. `beside_mb` is the memory of the largest compiled
+program, without the parameters.
 """
 
 from __future__ import annotations
@@ -97,11 +98,11 @@ def _call(fun: Any, args: Any) -> Callable[[], Any]:
 
 
 def _methods(step: Step, args: Any, n: int) -> dict[str, ShardParallel]:
-    """As planned, and without the memory that keeping rows takes."""
+    """As planned, and without the memory to keep per-example values."""
     device, name = jax.devices()[:1], f"{n} micro-batches"
     found = {name: ShardParallel(device, n)}
     plan = minialpa.parallelize(step, method=found[name], donate_argnums=()).plan(*args)
-    if plan.keeps_rows:
+    if plan.keeps_activations:
         option = AutoShardingOption(memory_limit_bytes=0.9 * max(plan.cost.peak_bytes))
         found[f"{name}, less memory"] = ShardParallel(device, n, option)
     return found
@@ -113,7 +114,7 @@ def _row(fun: Any, args: Any, seconds: float, serial_s: float) -> dict[str, Any]
     compiled = executable.get_total_allocation_size()
     return {
         "loops": plan.n_loops,
-        "rows_kept": plan.keeps_rows,
+        "rows_kept": plan.keeps_activations,
         "predicted_ms": 1e3 * plan.cost.total_s,
         "measured_ms": 1e3 * seconds,
         "over_jit": seconds / serial_s,

@@ -1,4 +1,4 @@
-"""What native code prints to standard error. XLA reports there what it could not partition well."""
+"""Captures standard error of native code. XLA reports there the arrays that it could not partition well."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Captured:
 
     @property
     def rematerialised(self) -> int:
-        """How often XLA's partitioner gathered a whole array because it saw no other way between two shardings."""
+        """The number of arrays that XLA's partitioner gathered whole, without another way between two shardings."""
         return self.text.lower().count("involuntary full rematerialization")
 
 
 @contextmanager
 def captured_stderr() -> Iterator[Captured]:
-    """Turns file descriptor 2 into a file. What was printed is passed on only if the block raises."""
+    """Turns file descriptor 2 into a file. The text is passed on only if the block raises."""
     captured = Captured()
     sys.stderr.flush()
     saved = os.dup(2)

@@ -1,4 +1,4 @@
-"""Timing on a machine that is busy with other things, too: alternate what is compared, and keep every time."""
+"""Timing on a machine with other work: compared calls alternate, and every time is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds of each of `repeats` runs of each call, until its results are ready. The order turns round every time."""
+    """Seconds of each of `repeats` runs of each call, until its results are ready. The order reverses every time."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for i in range(warm_up + repeats):
@@ -23,7 +23,7 @@ def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int, warm_up
 
 
 def training(step: Any, state: Any, batch: Any) -> Callable[[], Any]:
-    """A call that trains one step further on its own copy of `state`."""
+    """A call that runs one more training step on its own copy of `state`."""
     state = jax.tree.map(lambda x: x.copy(), state)
 
     def train() -> Any:

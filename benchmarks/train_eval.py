@@ -1,8 +1,8 @@
-"""What it costs to alternate training and evaluation on a Ray cluster: a small GPT in two stages, a worker for each.
+"""Time to alternate training and evaluation on a Ray cluster: a small GPT in two stages, a worker for each.
 
-The evaluation is planned where the training step keeps the state, with `FollowParallel` and without: so it starts no
-workers and moves no state. Seconds are medians; the pairs (train, evaluate) and the steps of either alone are measured
-in turns in one run, each behind a call of its own kind that does not count.
+With `FollowParallel` and without it, the evaluation is planned for the placements of the training state. So it starts
+no workers and moves no state. Seconds are medians. The pairs (train, evaluate) and the steps of either alone run in
+turns, each after a call of the same kind that does not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ N_STAGES = 2
 
 @benchmark("ray_train_eval")
 def ray_train_eval(size: Size) -> Rows:
-    """Training and evaluation in turns on Ray, next to both alone: seconds, and workers that were started."""
+    """Training and evaluation in turns on Ray, next to both alone: seconds, and the number of started workers."""
     sizes = {"hidden": 16} if size == "tiny" else {"hidden": 128, "n_layers": 4, "seq_len": 64}
     case = models.build("gpt", batch_size=8, **sizes)
     with ray_session(N_STAGES) as runtime:

@@ -1,9 +1,9 @@
 """Arrays from a device of one process to a device of another, next to `device_put` between two devices of one process.
 
-One at a time: an array goes there and back, ready on a device at both ends; half of that is its time, and the threads
-that take part have slept before. Streamed: many are sent without waiting, each is put on a device of the other process,
-and the last one comes back; beside it as many `device_put`s are issued before any is waited for.
-Between processes of one machine, the bytes go over TCP on the loopback interface.
+One at a time: an array goes to the other process and back, ready on a device at both ends; half of the time counts. The
+threads that take part sleep before. Streamed: many arrays are sent without waiting, each is put on a device of the
+other process, and the last one comes back. The reference issues the same number of `device_put` before it waits for
+any. Between processes of one machine, the bytes go over TCP on the loopback interface.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minialpa.runtime.transports.host_transport import HostTransport
 from minialpa.runtime.transports.transport import ExpectedPart, Part
 
 _TIMEOUT_S = 60.0
-#: Sent behind an array: whether others follow before anything comes back.
+#: Sent after an array: whether other arrays follow before the reply.
 _MORE, _LAST = np.zeros(1, np.uint8), np.ones(1, np.uint8)
 
 
@@ -73,7 +73,7 @@ def _seconds_each(send: _Send, x: jax.Array, target: jax.Device, n: int, repeats
 
 @contextmanager
 def _peer() -> Iterator[_Send]:
-    """A function that sends an array to another process n times and puts what comes back once on a device."""
+    """A function that sends an array to another process n times and puts the reply once on a device."""
     secret = secrets.token_bytes(32)
     mine = HostTransport(secret, 0)
     context = multiprocessing.get_context("spawn")
@@ -102,7 +102,7 @@ def _peer() -> Iterator[_Send]:
 
 
 def _put_all(secret: bytes, pipe: Connection) -> None:
-    """The other process: puts what it gets on its device, and sends the last of each call back."""
+    """The other process: puts each received array on its device, and sends the last array of each call back."""
     jax.config.update("jax_platforms", "cpu")
     mine = HostTransport(secret, 1)
     pipe.send(mine.address)

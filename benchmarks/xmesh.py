@@ -1,7 +1,7 @@
-"""What reshardings between two meshes send, and how long they take: each way, the one taken, and one without thought.
+"""Bytes and seconds of reshardings between two meshes: each strategy, the chosen one, and a naive one.
 
-Seconds are predicted, on hosts of eight devices with one link each. In the one without thought every device gets its
-parts for itself, from the first device that has them.
+Seconds are predicted, on hosts of eight devices with one link each. In the naive strategy, every device fetches its
+parts separately, from the first device that has them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _row(
 
 
 def _crossing_bytes(resharding: Resharding, cluster: ClusterSpec) -> int:
-    """Bytes of all moves from host to host. What the target mesh gathers is not among them."""
+    """Bytes of all moves from host to host, without the gathers on the target mesh."""
     per_host = cluster.devices_per_host
     crossing = [move for move in resharding.moves if move.source // per_host != move.targets[0] // per_host]
     return sum(n_elements(move.box) for move in crossing) * resharding.item_bytes

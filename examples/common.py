@@ -1,4 +1,4 @@
-"""What the examples share: their flags, the call of `minialpa.train`, synthetic data, and where metrics go."""
+"""Common parts of the examples: flags, the call of `minialpa.train`, synthetic data, and files of metrics."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Batch = dict[str, np.ndarray[Any, Any]]
 def flag_parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of all examples; an example adds its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="of the whole run, with those of earlier starts")
-    parser.add_argument("--folder", type=Path, help="checkpoints and metrics; a run goes on from the last checkpoint")
+    parser.add_argument("--steps", type=int, default=100, help="steps of the whole run, including earlier starts")
+    parser.add_argument("--folder", type=Path, help="checkpoints and metrics; a run continues from the last checkpoint")
     parser.add_argument("--save-every", type=int, default=10, metavar="N", help="steps from one checkpoint to the next")
     parser.add_argument("--stages", type=int, default=0, help="pipeline stages; 0 leaves everything to the planner")
     parser.add_argument("--ray", action="store_true", help="run on the hosts of a Ray cluster, or start one here")
-    parser.add_argument("--hosts", type=int, metavar="N", help="with --ray: on so many of its hosts; else on all")
+    parser.add_argument("--hosts", type=int, metavar="N", help="with --ray: the number of its hosts; all by default")
     parser.add_argument("--profile", action="store_true", help="write a timeline of a step to FOLDER/trace.json")
     parser.add_argument("--tensorboard", action="store_true", help="write the metrics to FOLDER/tensorboard, too")
     return parser
 
 
 def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Read the flags, and start the session that they ask for."""
+    """Read the flags, and start the session that they describe."""
     flags = parser.parse_args(argv)
     if flags.folder is None and (flags.profile or flags.tensorboard):
         parser.error("--profile and --tensorboard write to the folder: add --folder FOLDER")
@@ -51,7 +51,7 @@ def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 
 def method_of(flags: argparse.Namespace) -> minialpa.AutoParallel | minialpa.PipeshardParallel:
-    """All decisions left to the planner, or a pipeline of so many stages."""
+    """The planner decides everything, or a pipeline of `--stages` stages."""
     if flags.stages == 0:
         return minialpa.AutoParallel()
     return minialpa.PipeshardParallel(
@@ -64,7 +64,7 @@ def method_of(flags: argparse.Namespace) -> minialpa.AutoParallel | minialpa.Pip
 def train(
     flags: argparse.Namespace, step: Any, create_state: Any, batches: Any, **options: Any
 ) -> minialpa.TrainingResult:
-    """Train as the flags say. options: others of `minialpa.train`."""
+    """Train with the flags. options: further options of `minialpa.train`."""
     with Reports(flags) as report:
         result = minialpa.train(
             step,
@@ -115,7 +115,7 @@ def pictures(size: int, n_classes: int, batch_size: int, *, seed: int = 1) -> It
 class Reports:
     """The `report` of `minialpa.train`: a progress bar, and files in the folder if there is one.
 
-    metrics.csv has the metrics of each step and evaluation.csv those of each evaluation.
+    metrics.csv has the metrics of each step, and evaluation.csv the metrics of each evaluation.
     """
 
     def __init__(self, flags: argparse.Namespace) -> None:
@@ -130,7 +130,7 @@ class Reports:
                     files.append(TensorBoard(flags.folder / "tensorboard" / name))
 
     def __call__(self, done: minialpa.StepReport) -> None:
-        # Planning has a bar of its own, which is gone when the first step is done.
+        # Planning has its own bar, which disappears when the first step is done.
         self._bar.start()
         self._bar.update(self._task, completed=done.n_steps)
         if done.n_steps % 10 == 0 or done.evaluation is not None:
@@ -149,9 +149,9 @@ class Reports:
 
 
 class CsvFile:
-    """A file with a line for each step, which is that of a run without losses.
+    """A file with a line for each step, equal to the file of a run without interruptions.
 
-    A step that is done again, from a checkpoint on, takes the place of its line and of all behind it.
+    When a run repeats a step after a checkpoint, the new line replaces the line of this step and all later lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -175,7 +175,7 @@ class CsvFile:
 
 
 class TensorBoard:
-    """Event files for TensorBoard, which leaves out what was written of a step that is done again."""
+    """Event files for TensorBoard, which drops the events of repeated steps."""
 
     def __init__(self, folder: Path) -> None:
         try:

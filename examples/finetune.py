@@ -3,8 +3,8 @@
     python -m pip install "transformers<5"
     python examples/finetune.py --model gpt2 --folder run
 
-transformers 5 has no Flax models any more, so this needs version 4. `--model` is a folder that `save_pretrained` of any
-causal language model wrote, or that `huggingface-cli download` made. `run/model` is one, too, when the run is done.
+transformers 5 has no Flax models, so this needs version 4. `--model` is a folder that `save_pretrained` of any causal
+language model or `huggingface-cli download` wrote. After the run, `run/model` is such a folder, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         loss, grads = minialpa.value_and_grad(loss_of)(state.params)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
-    # `train` goes on from the checkpoint of step 0, and each device reads its own part of it.
+    # `train` continues from the checkpoint of step 0, and each device reads only its part of it.
     if not flags.checkpoints.exists():
         with jax.default_device(jax.devices("cpu")[0]):
             minialpa.save_checkpoint(flags.checkpoints, state_of(pretrained), step=0)

@@ -3,8 +3,8 @@
     python examples/generate.py                # two pipeline stages on the local devices
     python examples/generate.py --ray          # the hosts of a Ray cluster
 
-`generate` is one call that loops over all tokens; `next_token` is one call for each token, which takes over the memory
-of the cache. Neither names a method: their arguments are where `train_step` keeps the parameters, so they run there.
+`generate` is one call that loops over all tokens. `next_token` is one call for each token, which donates the cache.
+Neither names a method: their arguments are on the meshes of `train_step`, so they run there.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def prefill(params: Any, cache: list[Cache], prompt: jax.Array) -> tuple[jax.Arr
 
 
 def next_token(params: Any, cache: list[Cache], token: jax.Array, position: jax.Array) -> tuple[jax.Array, list[Cache]]:
-    """The token [n 1] behind `token`, which is at `position`."""
+    """The token [n 1] after `token`, which is at `position`."""
     logits, cache = apply(params, cache, token, position)
     return logits.argmax(-1).astype(jnp.int32), cache
 
 
 def generate(params: Any, cache: list[Cache], prompt: jax.Array) -> jax.Array:
-    """All tokens [n LENGTH - length] behind a prompt [n length]."""
+    """All tokens [n LENGTH - length] after a prompt [n length]."""
     first, cache = prefill(params, cache, prompt)
 
     def one(carry: Any, position: jax.Array) -> tuple[Any, jax.Array]:
@@ -127,10 +127,10 @@ def main(steps: int = 60) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, An
             print(f"step {i}: loss {float(loss):.4f}")
 
     prompt = batch["tokens"][:4, :6]
-    # A cache is a state, and no examples of which micro-batches are cut.
+    # A cache is a state, not a batch that micro-batches cut.
     at_once = minialpa.parallelize(generate, batch_argnums=())(params, empty_cache(4), prompt)
 
-    # Each call takes over the memory of the cache that it gets.
+    # Each call donates its cache.
     start = minialpa.parallelize(prefill, batch_argnums=())
     go_on = minialpa.parallelize(next_token, donate_argnums=(1,))
     token, cache = start(params, empty_cache(4), prompt)

@@ -2,7 +2,7 @@
 
     python examples/train_equinox.py --folder run
 
-The state holds the module itself. Its activation functions and other leaves that are no arrays are part of the program.
+The state holds the module itself. Activation functions and other leaves that are not arrays are part of the program.
 """
 
 from __future__ import annotations

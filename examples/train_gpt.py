@@ -4,7 +4,7 @@
     python examples/train_gpt.py --folder run --stages 2            # two pipeline stages
     python examples/train_gpt.py --folder run --ray --hosts 4       # four hosts of a Ray cluster
 
-Run it again with the same folder and more `--steps`, under any of these, and it goes on from the last checkpoint.
+A second run with the same folder and more `--steps`, with any of these flags, continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
     step = minialpa.parallelize(train_step, method=common.method_of(flags))
-    # It reads the state where the training step keeps it.
+    # It reads the state on the devices of the training step.
     evaluate = minialpa.parallelize(evaluation_step, method=minialpa.FollowParallel(step))
     common.train(
         flags,

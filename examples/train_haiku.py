@@ -2,7 +2,7 @@
 
     python examples/train_haiku.py --folder run
 
-The key for dropout is part of the state, so that a run that goes on draws the numbers that it would have drawn.
+The key for dropout is part of the state, so that a continued run draws the same numbers as a run without interruption.
 """
 
 from __future__ import annotations

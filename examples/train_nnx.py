@@ -2,8 +2,8 @@
 
     python examples/train_nnx.py --folder run
 
-A step of nnx changes its model and optimizer in place. For checkpoints they have to be values, so the state is what
-they hold, and the step makes them of it: `nnx.merge` at its beginning, `nnx.state` at its end.
+A step of nnx changes its model and optimizer in place. Checkpoints need values, so the state is the arrays of both. The
+step makes the objects from the state with `nnx.merge` and returns a new state with `nnx.state`.
 """
 
 from __future__ import annotations

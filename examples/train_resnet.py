@@ -3,7 +3,7 @@
     python examples/train_resnet.py --folder run
 
 With `--stages` there are four micro-batches, and BatchNorm normalises each of them by itself: see
-docs/micro_batches.md. So its losses differ a little from those of the whole batch.
+docs/micro_batches.md. So its losses differ a little from the losses of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Arrays whose data other processes hold, and copies of arrays that the caller may change.
+"""`RemoteArray`, an array whose data other processes hold; `own_copy`, a copy that the caller cannot change.
 
 A `RemoteArray` knows its shape and dtype, which is enough to plan a call, and fetches its value when it is read.
-`own_copy` copies what a NumPy array holds now.
 """
 
 from __future__ import annotations
@@ -13,23 +12,22 @@ import jax
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-#: What jax's arrays have besides operators, and a remote array computes of its value in NumPy.
+#: Attributes of jax's arrays that a remote array computes from its value in NumPy.
 _COMPUTED_HERE = frozenset({
     *("T", "all", "any", "argmax", "argmin", "astype", "conj", "cumsum", "flatten", "imag", "max", "mean", "min"),
     *("prod", "ravel", "real", "reshape", "round", "squeeze", "std", "sum", "swapaxes", "take", "transpose", "var"),
 })  # fmt: skip
-#: Bytes. On CPUs, jax uses a NumPy array in place, without a copy, if its address is a multiple of this.
+#: On CPUs, jax uses a NumPy array without a copy if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
-#: Bytes that are copied twice in less time than it takes to find an address that spares the second copy.
+#: Up to here, a second copy by jax is faster than the search for an aligned address.
 _SMALL_BYTES = 1 << 16
 
 
 def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A copy that nobody else can change, of the same class and dtype, in C order.
+    """A copy of the same class and dtype, in C order, which no other code can change.
 
-    jax may read a NumPy array after the call that takes it has returned, and on CPUs it may use the memory in place for
-    as long as the jax array lives; `may_alias=False` prevents neither. It uses this copy in place and does not copy it
-    again, unless it is small.
+    jax may read a NumPy array after the call that takes it has returned. On CPUs it may use the memory in place for as
+    long as the jax array lives; `may_alias=False` prevents neither. jax uses this copy in place, unless it is small.
     """
     if array.nbytes <= _SMALL_BYTES:
         return array.copy()
@@ -41,15 +39,14 @@ def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class RemoteArray(NDArrayOperatorsMixin):
-    """An array whose data is elsewhere. NumPy functions, operators, methods such as `mean`, `float` and `jnp.asarray`
-    fetch it.
+    """An array whose data is elsewhere. NumPy functions, operators, `float`, `jnp.asarray` and methods fetch it.
 
-    Functions of jax take only jax's own arrays: give them `jnp.asarray(x)`, or parallelize what calls them.
+    Functions of jax accept only jax's arrays: pass `jnp.asarray(x)`, or parallelize the function that calls them.
 
     Attributes:
         shape: shape of the whole array.
         dtype: dtype of the whole array.
-        weak_type: whether jax promotes it to the dtypes of other operands, as it does Python's numbers.
+        weak_type: whether jax promotes it to the dtypes of other operands, like Python numbers.
     """
 
     shape: tuple[int, ...]
@@ -61,17 +58,16 @@ class RemoteArray(NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def fetch_once(self) -> Any:
-        """The value, as `_fetch` gives it, of which the array keeps no copy in this process."""
+        """The value. Unlike `_fetch`, keeps no copy in this process."""
         return self._fetch()
 
     @classmethod
     def _fetch_all(cls, arrays: Sequence[Any]) -> None:
-        """Fetch the values of several arrays of this class at once."""
         for array in arrays:
             array._fetch()
 
     def block_until_ready(self) -> RemoteArray:
-        """Wait until the value is computed. Raises the error that kept it from being computed."""
+        """Wait until the value is computed. Raises the error that prevented its computation."""
         raise NotImplementedError
 
     def is_deleted(self) -> bool:
@@ -80,7 +76,7 @@ class RemoteArray(NDArrayOperatorsMixin):
 
     @property
     def stored_as(self) -> tuple[Any, ...]:
-        """The arrays that hold the data: this one, or those that it is made of."""
+        """The arrays that hold the data: this array, or the arrays that it consists of."""
         return (self,)
 
     @property
@@ -101,7 +97,7 @@ class RemoteArray(NDArrayOperatorsMixin):
         return np.array(self._fetch(), dtype=dtype, copy=copy)
 
     def _keys(self, dtype: Any) -> Any:
-        """Typed keys, which NumPy has no arrays of. So `jax.device_get` returns keys, as it does for jax's own."""
+        """NumPy has no arrays of typed keys, so `jax.device_get` returns keys, as for jax's arrays."""
         if dtype is not None:
             raise TypeError(f"Keys cannot be converted to {dtype}. `jax.random.key_data` gives the integers in them.")
         return self._fetch()
@@ -116,8 +112,8 @@ class RemoteArray(NDArrayOperatorsMixin):
     @property
     def at(self) -> Any:
         raise AttributeError(
-            f"A `{type(self).__name__}` has no attribute `at`: its data is elsewhere. `jax.device_get(x)` brings it to "
-            "this process, and a parallelized function computes where it is."
+            f"A `{type(self).__name__}` has no attribute `at`: its data is in other processes. `jax.device_get(x)` "
+            "fetches it, and a parallelized function computes on it there."
         )
 
     def __len__(self) -> int:
@@ -129,7 +125,7 @@ class RemoteArray(NDArrayOperatorsMixin):
         return self._fetch()[index]
 
     def __iter__(self) -> Iterator[Any]:
-        # By index it would never end: arrays of jax, such as those of keys, take an index beyond the last for the last.
+        # Iteration by index would never end: arrays of jax clamp an index beyond the end.
         return iter(self._fetch())
 
     def __float__(self) -> float:
@@ -166,15 +162,15 @@ def _of_value(name: str) -> property:
     return property(lambda array: getattr(array._fetch(), name), doc=f"`{name}` of the value in NumPy.")
 
 
-# Properties, and no `__getattr__`: every call of a step asks arrays for attributes that they do not have.
+# Properties instead of `__getattr__`, because every call of a step looks up attributes that arrays lack.
 for _name in _COMPUTED_HERE:
     setattr(RemoteArray, _name, _of_value(_name))
 
 
 def prefetch(tree: Any) -> None:
-    """Fetch the values of all remote arrays of a pytree at once, so that reading them later does not wait for each.
+    """Fetch the values of all remote arrays of a pytree together, so that later reads do not wait one by one.
 
-    Other leaves are left alone. Raises WorkerError if a value was lost or donated.
+    Raises WorkerError if a value was lost or donated.
     """
     by_class: dict[type[RemoteArray], list[RemoteArray]] = {}
     for leaf in jax.tree.leaves(tree):

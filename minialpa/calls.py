@@ -1,7 +1,6 @@
-"""The arguments of a call: which of them are static, the leaves of the others, their names, and a key for the program.
+"""A call of a step: binds its arguments (`Parameters.bind` -> `Call`), and rebuilds them from leaves (`rebuild`).
 
-`Parameters` describes a step's signature and binds arguments to it; the result is a `Call`. `rebuild` is the inverse.
-Both are values that any thread may use. Mistakes of the user are TraceErrors that name the argument.
+Any thread may use a `Parameters` or a `Call`. Mistakes of the user raise TraceErrors that name the argument.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from minialpa.support.private_jax import ArrayImpl, UsersMesh, current_settings,
 from minialpa.tracing.arguments import leaf_type
 from minialpa.tracing.placements import host_kind
 
-#: Types that stand for an array if only its shape and dtype matter.
+#: Types that describe an array without its data.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
 Argnames = str | Iterable[str]
@@ -46,16 +45,16 @@ class Call:
     """The arguments of one call.
 
     Attributes:
-        leaves: The leaves of all arguments that are not static.
-        tree: The pytree of these arguments, and their positions or names.
-        static: The position or name, and the value, of each static argument.
-        n_args: The number of positional arguments.
-        has_static: Whether the pytree holds functions, each in a `StaticLeaf`.
-        settings: The settings of jax when the call was made, see `current_settings`.
-        mesh: The mesh of the user that was set then.
-        graph: The structure of the modules of flax.nnx among the arguments, whose values are leaves; None without any.
-        modules: These modules, which are the caller's and get new values after the step.
-        given: The arguments that are not static, as the caller gave them, if there are modules among them.
+        leaves: the leaves of all arguments that are not static.
+        tree: the pytree of these arguments, and their positions or names.
+        static: the position or name, and the value, of each static argument.
+        n_args: the number of positional arguments.
+        settings: the settings of jax at the call, see `current_settings`.
+        mesh: the mesh of the user at the call.
+        has_static: whether the pytree holds functions, each in a `StaticLeaf`.
+        graph: the structure of the flax.nnx modules among the arguments, whose values are leaves; None without any.
+        modules: these modules, which get new values after the step.
+        given: all non-static arguments as the caller passed them, if there are modules among them.
     """
 
     leaves: list[Any]
@@ -71,11 +70,11 @@ class Call:
 
     @property
     def static_types(self) -> tuple[type, ...]:
-        """The types of the static arguments: 1, True and 1.0 are equal, and a step computes other things with each."""
+        """1, True and 1.0 are equal, but a step may compute different results from them."""
         return tuple(type(value) for _, value in self.static)
 
     def key(self) -> Hashable:
-        """Equal for two calls if one program serves both: all but the values of leaves."""
+        """Equal for two calls if one program serves both: everything except the values of leaves."""
         return (
             self.tree,
             self.static,
@@ -88,11 +87,11 @@ class Call:
 
 
 class Parameters:
-    """The parameters of a step, and which of them are static, donated or hold examples.
+    """The parameters of a step.
 
     Attributes:
-        donate: The numbers of the arguments whose memory the results may reuse, or "auto".
-        batch: The numbers of the arguments that hold examples, or "auto".
+        donate: the numbers of the arguments whose memory the results may reuse, or "auto".
+        batch: the numbers of the arguments that hold examples, or "auto".
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Parameters:
         self.batch = self._argnums("batch", batch, ())
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with these arguments. Raises TraceError if a static one has no hash."""
+        """The call with these arguments. Raises TraceError if a static argument has no hash."""
         args, kwargs = self.as_positional(args, kwargs)
 
         static: list[tuple[int | str, Hashable]] = []
@@ -126,7 +125,7 @@ class Parameters:
             else:
                 dynamic[name] = value
 
-        # What few steps have costs the others no more than a look.
+        # Only calls after an import of flax.nnx look for modules.
         graph: GraphArguments | None = None
         modules: tuple[Any, ...] = ()
         with_modules: tuple[Any, ...] = ()
@@ -173,10 +172,9 @@ class Parameters:
         return {path: f"{found.dtype}{list(found.shape)}" for path, found in types}
 
     def positions_in_call(self, key: Any, values: Mapping[int, Any]) -> dict[int, slice] | None:
-        """Where calls with the key `key` have the leaves of some arguments, among all of their leaves.
+        """For each argument in `values`, by number, the slice of its leaves in calls with the key `key`.
 
-        values: arguments by their numbers. None if such calls do not have these arguments, or have them with another
-        structure, shape or dtype.
+        None if such calls lack one of these arguments, or have it with another structure, shape or dtype.
         """
         (tree, names), *_, leaf_keys = key
         positions: dict[int, slice] = {}
@@ -192,13 +190,13 @@ class Parameters:
         return positions if len(positions) == len(values) else None
 
     def number(self, name: int | str) -> int:
-        """The number of an argument: the place of its name in the signature, or -1 if it is not there."""
+        """The position of a name in the signature, or -1 if the signature lacks it."""
         if isinstance(name, int):
             return name
         return self._names.index(name) if name in self._names else -1
 
     def as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with keywords at their positions, so that numbers mean the same however a call is written."""
+        """The arguments with keywords at their positions, so that numbers mean the same in all spellings of a call."""
         if self._signature is None or not kwargs:
             return args, kwargs
         unknown = [name for name in kwargs if name not in self._names]
@@ -209,21 +207,20 @@ class Parameters:
         return bound.args, bound.kwargs
 
     def _is_static(self, name: int | str, value: Any) -> bool:
-        """Whether an argument is static. With "auto", a leaf that is no number is."""
+        """With "auto", an argument is static if it is a leaf and not a number."""
         if self._static != "auto":
             return self.number(name) in self._static
         return jax.tree_util.all_leaves([value]) and not is_numeric(value)
 
     def label(self, name: int | str) -> str:
-        """The name of an argument for messages."""
         if isinstance(name, str):
             return name
         return self._names[name] if name < len(self._names) else f"args[{name}]"
 
     def _argnums(self, option: str, value: Argnums, names: Argnames) -> tuple[int, ...] | Literal["auto"]:
-        """The argument numbers as a tuple. Negative ones count from the last parameter, as in jax.
+        """The argument numbers, from 0. Negative numbers in `value` count from the last parameter, as in jax.
 
-        option: the option's name, without "_argnums".
+        option: the name of the option, without "_argnums".
         """
         named = [self._number_of(option, name) for name in ((names,) if isinstance(names, str) else names)]
         if isinstance(value, str) and value == "auto":
@@ -258,8 +255,8 @@ def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def are_alive(leaves: Sequence[Any]) -> bool:
-    """Whether a program may run on these leaves: none was deleted, and none is traced or only a shape."""
-    # Mostly jax's own arrays, and a few others behind them.
+    """Whether a program may run on these leaves: no leaf is deleted, traced, or only a shape."""
+    # Fast for the usual case: most leaves are arrays of jax.
     others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
     arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
     return not any(map(ArrayImpl.is_deleted, arrays)) and all(map(_is_alive, others))
@@ -272,10 +269,10 @@ def _is_alive(leaf: Any) -> bool:
 
 
 def leaf_types(leaves: Sequence[Any]) -> list[Any]:
-    """Equal only for leaves of the same classes whose keys are equal, under the same settings of jax; fast to compare,
-    since arrays of one type mostly share an object.
+    """Equal only for leaves of equal classes and keys, under the same settings of jax.
 
-    A bool of NumPy has the key of an array without dimensions, and as a whole argument it is static.
+    Comparing is fast, since arrays of one type mostly share an object. A NumPy bool has the key of an array without
+    dimensions, but as a whole argument it is static.
     """
     return [leaf.aval if type(leaf) is ArrayImpl else (type(leaf), *_other_type(leaf)) for leaf in leaves]
 
@@ -285,15 +282,14 @@ def _other_type(leaf: Any) -> tuple[Any, ...]:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
-    """A leaf's shape, dtype and weak type, on which dtypes of results depend, and whether it is in host memory.
-
-    For others, their Python type.
+    """Shape, dtype, weak type (dtypes of results depend on it), and memory kind in host memory; else the Python
+    type.
     """
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | Shape | RemoteArray):
         kind = (leaf.shape, _canonical(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
         return kind if host_kind(leaf) is None else (*kind, host_kind(leaf))
-    # A step count that starts as a Python int is returned as a weakly typed array of the default integer type. Both
-    # have the same key, so that the second call finds the program of the first.
+    # A step count that starts as a Python int returns as a weakly typed array. With one key for both, the second call
+    # finds the program of the first.
     if type(leaf) in (int, float, complex):
         return ((), _canonical(np.dtype(type(leaf))), True)
     return (type(leaf),)
@@ -307,7 +303,7 @@ def _canonical(dtype: Any) -> Any:
 
 
 def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of `call`, with `leaves` in the place of its own."""
+    """The positional and keyword arguments of `call`, with `leaves` as its leaves."""
     tree, names = call.tree
     dynamic = jax.tree.unflatten(tree, leaves)
     values = dict(zip(names, show_static(dynamic) if call.has_static else dynamic, strict=True))
@@ -319,13 +315,13 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
 
 
 def _named_as(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets messages of jax name `fun` and its line in the place of a function of leaves, if `fun` has them."""
+    """Makes jax's messages name `fun` and its line instead of a function of leaves, if `fun` has a name."""
 
     def named(flat_fun: Any) -> Any:
         if not inspect.isroutine(fun):
             return flat_fun
         functools.update_wrapper(flat_fun, fun)
-        # Else jax would take the parameters of `fun` for names of leaves.
+        # Otherwise jax would take the parameters of `fun` for names of leaves.
         flat_fun.__signature__ = inspect.Signature([inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)])
         return flat_fun
 
@@ -333,7 +329,7 @@ def _named_as(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
 
 
 def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
-    """`fun` as a function of the leaves of `call`; see `shown` for its results."""
+    """`fun` as a function of the leaves of `call`. `shown` rebuilds its result."""
 
     @_named_as(fun)
     def flat_fun(*leaves: Any) -> Any:
@@ -349,16 +345,16 @@ def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if call.graph is None:
             return hide_static(result)
         modules = tuple(args[name] if isinstance(name, int) else kwargs[name] for name in in_graph)
-        # The new state comes first, as results that replace an argument are looked for in order.
+        # First, since `find_aliases` searches results in order.
         return call.graph.values_of(modules), hide_static(result)
 
     return flat_fun
 
 
 def shown(tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
-    """Makes the result of a function from what `on_leaves` returns: its leaves, whose pytree is `tree`.
+    """A function from the result leaves of `on_leaves`, whose pytree is `tree`, to the result.
 
-    If the call has modules, this is a pair of their new values and the result.
+    If the call has modules, the result is a pair: their new values, and the result of the step.
     """
     template, shown_tree, positions = with_static(tree)
     if len(positions) == len(template):
@@ -374,9 +370,10 @@ def shown(tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether a value is an array, would be one in `jnp.asarray`, or is a number.
+    """Whether a value is a number, an array, or an array after `jnp.asarray`.
 
-    A bool is neither, so that flags are static by default."""
+    A bool is not, so flags are static by default.
+    """
     if isinstance(value, bool | np.bool_):
         return False
     arrays = jax.Array | Shape | np.ndarray | np.generic | RemoteArray
@@ -384,19 +381,18 @@ def is_numeric(value: Any) -> bool:
 
 
 def _hashable(name: str, value: Any) -> Hashable:
-    """`value`, or a TraceError if it has no hash."""
     try:
         hash(value)
     except TypeError as error:
         raise TraceError(
-            f"Argument `{name}` is static and must be hashable; got a {type(value).__name__}. Pass a tuple, a string "
-            "or another value with a hash, or arrays in a pytree."
+            f"Argument `{name}` is static and must be hashable; got a {type(value).__name__}. Pass a hashable value "
+            "such as a tuple or a string, or arrays in a pytree."
         ) from error
     assert isinstance(value, Hashable)
     return value
 
 
 def is_train_state(value: Any) -> bool:
-    """Whether a value has the attributes of a flax TrainState. Asks no code of the value, which may raise anything."""
+    """Whether a value has the attributes of a flax TrainState. Runs no code of the value, which may raise any error."""
     names = ("params", "opt_state", "apply_gradients")
     return all(inspect.getattr_static(value, name, None) is not None for name in names)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minialpa.methods import Method
     from minialpa.plan.check import PlanCheck
 
-#: What `module:function` has to be.
+#: The contract of `module:function`.
 _CONTRACT = (
     "The function returns `(step, state, batch)`: the training step for one device and its arguments, arrays or "
     "`jax.ShapeDtypeStruct`s; or `(step, (state, batch))`. `--batch-size N` calls the function with `batch_size=N`."
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, so that a full disk or a closed pipe is an error of this command
         return status
     except KeyboardInterrupt:
-        return 130  # as shells have it
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        return 130  # the status of shells after an interrupt
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         _drop_output()
         return 1
     except OSError as error:
@@ -70,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(message: str) -> int:
-    """Print why the command failed; returns its exit status."""
     print(f"minialpa: {message}", file=sys.stderr)
     return 1
 
@@ -89,9 +88,8 @@ def _positive(text: str) -> int:
 
 
 def _number(text: str) -> int:
-    """A number that is not negative."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not positive" if text[:1] == "-" else f"{text} is no number")
+        raise argparse.ArgumentTypeError(f"{text} is not positive" if text[:1] == "-" else f"{text} is not a number")
     return int(text)
 
 
@@ -111,10 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="plan a model for a cluster; needs no device")
     plan.add_argument("model", help=f"a model such as `gpt` or `gpt-1.3b`, or `module:function`. {_CONTRACT}")
     plan.add_argument("--cluster", default="a100-80gb", help="a preset, or a JSON file of a ClusterSpec")
-    plan.add_argument("--num-hosts", type=_positive, default=None, help="of a preset; default 1")
-    plan.add_argument("--devices-per-host", type=_positive, default=None, help="of a preset; default 8")
+    plan.add_argument("--num-hosts", type=_positive, default=None, help="hosts of a preset; default 1")
+    plan.add_argument("--devices-per-host", type=_positive, default=None, help="devices of a host; default 8")
     plan.add_argument("--method", choices=_METHODS, default=_METHODS[0], help=f"default {_METHODS[0]}, a search")
-    plan.add_argument("--batch-size", type=_positive, default=None, help="default: that of the model")
+    plan.add_argument("--batch-size", type=_positive, default=None, help="examples in a batch; default: the model's")
     plan.add_argument(
         "--micro-batches", type=_number, default=0, help="a divisor of the batch; 0 (default) leaves it to the method"
     )
@@ -125,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "--effort",
         choices=get_args(PlanningEffort),
         default=None,
-        help="the time that planning may take; default balanced",
+        help="how long planning may take; default balanced",
     )
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
     plan.add_argument(
@@ -145,9 +143,9 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="compile a saved plan for its GPU, and compare; needs no GPU")
     check.add_argument("plan", type=Path, metavar="PLAN.json")
-    check.add_argument("model", help="the model that it was made for, as in `minialpa plan`")
+    check.add_argument("model", help="the model of the plan, as in `minialpa plan`")
     check.add_argument("--target", default=None, help="a GPU such as `h100`, or a JSON file; default: the plan's")
-    check.add_argument("--batch-size", type=_positive, default=None, help="default: that of the plan")
+    check.add_argument("--batch-size", type=_positive, default=None, help="examples in a batch; default: the plan's")
     check.add_argument("--cache", type=Path, default=None, metavar="FOLDER", help="keep compiled programs here")
     check.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the comparison to this file")
     check.set_defaults(run=_check)
@@ -229,7 +227,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _method(args: argparse.Namespace, cluster: ClusterSpec) -> Method:
-    """The method by its name, with the options that the user has given."""
     import minialpa
 
     options: dict[str, Any] = {"devices": cluster}
@@ -237,7 +234,7 @@ def _method(args: argparse.Namespace, cluster: ClusterSpec) -> Method:
         options["num_micro_batches"] = args.micro_batches
     if args.layers:
         if args.method not in ("AutoParallel", "PipeshardParallel"):
-            raise MinialpaError(f"--layers is for pipelines, and {args.method} makes none. Leave it out.")
+            raise MinialpaError(f"--layers is for pipelines, and {args.method} makes no pipeline. Leave it out.")
         is_search = args.method == "AutoParallel"
         options["layer_option"] = minialpa.AutoLayerOption(args.layers, remat="auto" if is_search else "none")
     made: Method = getattr(minialpa, args.method)(**options)
@@ -245,7 +242,6 @@ def _method(args: argparse.Namespace, cluster: ClusterSpec) -> Method:
 
 
 def _print_phases(phases: Mapping[str, str], dump: str | None, diff: Sequence[str] | None) -> None:
-    """Print a phase, or what differs between two; or write all to a folder."""
     if dump == "all":
         folder = Path("phases")
         folder.mkdir(exist_ok=True)
@@ -304,7 +300,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _check_folder(path: Path) -> None:
-    """Told before minutes of work, not after them."""
+    """Raise MinialpaError for a path that cannot be written, before minutes of work."""
     if not path.parent.is_dir():
         raise MinialpaError(f"There is no folder `{path.parent}` to write `{path.name}` to.")
     if path.is_dir():
@@ -339,17 +335,14 @@ def _load_plan(path: Path) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _NamedStep:
-    """A step and its arguments, which may be `jax.ShapeDtypeStruct`s."""
-
     step: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 def _load(name: str, batch_size: int | None, planned_size: int | None = None) -> _NamedStep:
-    """A model of `minialpa.models`, or what `module:function` returns.
+    """A model of `minialpa.models`, or the result of `module:function`.
 
-    batch_size: what the user has asked for.
-    planned_size: the batch size of a saved plan, for models that take one.
+    batch_size: from the command line. planned_size: from a saved plan.
     """
     import jax
 
@@ -371,7 +364,7 @@ def _load(name: str, batch_size: int | None, planned_size: int | None = None) ->
 
 
 def _users_model(name: str, batch_size: int | None, planned_size: int | None) -> _NamedStep:
-    """What `module:function` returns. Raises MinialpaError, with the place, if it or the step fails."""
+    """The result of `module:function`. Raises MinialpaError, with the place, if it or the step fails."""
     import minialpa
     from minialpa.api.parallelized import ParallelizedFunc
 
@@ -397,7 +390,7 @@ def _users_model(name: str, batch_size: int | None, planned_size: int | None) ->
 def _size_option(
     name: str, make: Callable[..., Any], batch_size: int | None, planned_size: int | None
 ) -> dict[str, int]:
-    """The batch size, if the user's function takes one. Raises MinialpaError if it needs anything else."""
+    """The batch size, if the user's function takes it. Raises MinialpaError if it needs anything else."""
     with _users_code(f"`{name}`"):
         parameters = inspect.signature(make).parameters.values()
     options = {}
@@ -416,7 +409,7 @@ def _size_option(
 
 @contextmanager
 def _users_code(what: str) -> Iterator[None]:
-    """Raises the errors of a user's code as MinialpaErrors that name the last line outside of libraries."""
+    """Raise errors of a user's code as MinialpaErrors that name the last line outside of libraries."""
     try:
         yield
     except MinialpaError:
@@ -424,15 +417,15 @@ def _users_code(what: str) -> Iterator[None]:
     except Exception as error:
         libraries = (str(Path(__file__).parent), sys.base_prefix, "<")
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
-        own = [f for f in frames if "site-packages" not in f.filename]
-        place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        user_frames = [f for f in frames if "site-packages" not in f.filename]
+        place = f" at {user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
         if isinstance(error, SyntaxError):
             place = f" at {error.filename}:{error.lineno}"
         raise MinialpaError(f"{what} failed{place}: {type(error).__name__}: {error}") from error
 
 
 def _find_function(name: str) -> Callable[..., Any]:
-    """The function of `module:function`; the module is in the current folder or installed."""
+    """The module is in the current folder or installed."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise MinialpaError(f"`{name}` is no `module:function`. {_CONTRACT}")
@@ -459,7 +452,7 @@ def _find_function(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-#: Packages whose versions `minialpa doctor` prints, besides cupy, which has a name for each version of CUDA.
+#: Packages whose versions `doctor` prints, besides cupy, whose name depends on the version of CUDA.
 _PACKAGES = ("minialpa", "jax", "jaxlib", "numpy", "pulp", "highspy", "flax", "optax", "ray")
 
 
@@ -487,14 +480,14 @@ def _version(package: str) -> str:
 
 
 def _print_devices() -> bool:
-    """Print the devices that jax finds and what the planner takes them for; returns whether there are any."""
+    """Print jax's devices and their description for the planner. Returns whether there are any."""
     import jax
 
     from minialpa.session import describe_devices
 
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:  # the platform that jax was told to use does not work
+    except RuntimeError as error:  # the requested platform does not work
         print(f"{'devices':14} do not work: {error}")
         return False
     print(f"{'devices':14} {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")

@@ -1,7 +1,11 @@
-"""What a plan is made for: devices, links, the cluster that they form, and logical meshes over a part of it.
+"""Rates of devices and links in, seconds of kernels and collectives out: the cluster that a plan is made for.
 
-All times are in seconds and all sizes in bytes. Collectives follow the alpha-beta model: `alpha` seconds to start,
-`beta` seconds for each byte that leaves a device (Thakur et al., 2005; Alpa, OSDI'22, section 4.1).
+Times are in seconds and sizes in bytes. Collectives follow the alpha-beta model: `alpha` seconds to start, `beta`
+seconds per byte that leaves a device (Thakur et al., 2005; Alpa, OSDI'22, section 4.1).
+
+    cluster = ClusterSpec.preset("h100", num_hosts=2)        # 2 x 8 GPUs
+    mesh = cluster.logical_mesh((2, 8), (4, 4))              # both hosts, viewed as 4 x 4
+    mesh.all_reduce_s(1e9, axes=(1,))                        # to sum 1 GB in each row of 4 GPUs
 """
 
 from __future__ import annotations
@@ -11,43 +15,44 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from minialpa.errors import ShardingError
 
-#: Of what `ClusterSpec.to_json` writes.
+#: Version of the JSON of `ClusterSpec.to_json`.
 _VERSION = 1
 PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "cpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRates:
-    """How close kernels come to the rates of a device. The defaults are the roofline.
+    """How close kernels come to the peak flop/s and the memory bandwidth of a device.
 
     seconds of a matrix product = launch_s + flops / (sustained product_efficiency peak)
                                 + exposed_bytes bytes / bandwidth
-    seconds of an attention     = launch_s + flops / (attention_efficiency peak)
-    seconds of another operation = written bytes / (memory_efficiency bandwidth)
+    seconds of an attention     = launch_s + max(flops / (attention_efficiency peak), bytes / bandwidth)
+    seconds of another kernel   = max(flops / peak, bytes / (memory_efficiency bandwidth))
+
+    All attributes except `launch_s` are fractions.
 
     Attributes:
-        product_efficiency: the part of the peak rate at which large products compute, each by itself.
-        exposed_bytes: the part of what a product reads and writes that does not move while it computes.
-        memory_efficiency: what other operations write, each by itself, as a part of what the memory could move in
-            their time; more than 1 where compilers fuse most of them, so that their results are not written at all.
-        launch_s: seconds in which a product does not compute yet, or no longer.
-        attention_efficiency: the part of the peak rate at which fused attention computes.
-        sustained: the part of the rate of products that is left when many follow each other, under the power limit.
-        overlap: the part of a program's work beside which it can run collectives; 0 where streams wait for each other.
+        product_efficiency: rate of one large product.
+        exposed_bytes: part of the bytes of a product that moves while it does not compute.
+        memory_efficiency: more than 1 if the compiler fuses most operations, whose results are then never written.
+        launch_s: seconds at the start and end of a product without arithmetic.
+        attention_efficiency: rate of fused attention.
+        sustained: rate of products that follow each other under the power limit, relative to one product.
+        overlap: part of the seconds of work in which collectives can run; 0 where streams wait for each other.
     """
 
     product_efficiency: float
     exposed_bytes: float
     memory_efficiency: float
     launch_s: float
-    attention_efficiency: float = field(default=1.0, metadata={"may_be_missing": True})
-    sustained: float = field(default=1.0, metadata={"may_be_missing": True})
-    overlap: float = field(default=1.0, metadata={"may_be_missing": True})
+    attention_efficiency: float = 1.0
+    sustained: float = 1.0
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         parts = (self.product_efficiency, self.memory_efficiency, self.attention_efficiency, self.sustained)
@@ -60,13 +65,9 @@ class DeviceSpec:
     """One accelerator.
 
     Attributes:
-        name: name of the device, such as "h100".
-        peak_flops: (name of a dtype, floating point operations per second) for each dtype; "tensorfloat32" is the rate
-            of products of float32 in the precision that jax uses by default.
-        memory_bytes: memory of the device.
-        memory_bandwidth: bytes per second that the device reads from its memory.
-        kernels: how close kernels come to these rates; None for the roofline, where each takes as long as its
-            arithmetic or its bytes, whichever is longer.
+        peak_flops: (dtype name, flop/s); "tensorfloat32" is the rate of float32 products in jax's default precision.
+        memory_bandwidth: bytes per second.
+        kernels: `None` for the roofline: max(flops / peak, bytes / bandwidth).
         n_processors: streaming multiprocessors of a GPU, which compute the tiles of a product in rounds; 0 if unknown.
     """
 
@@ -74,8 +75,8 @@ class DeviceSpec:
     peak_flops: tuple[tuple[str, float], ...]
     memory_bytes: float
     memory_bandwidth: float
-    kernels: KernelRates | None = field(default=None, metadata={"may_be_missing": True})
-    n_processors: int = field(default=0, metadata={"may_be_missing": True})
+    kernels: KernelRates | None = None
+    n_processors: int = 0
 
     def __post_init__(self) -> None:
         if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:
@@ -84,51 +85,44 @@ class DeviceSpec:
             )
 
     def flops_per_s(self, dtype: str) -> float:
-        """Peak rate for `dtype`; a dtype that is not listed runs at the float32 rate, or the slowest one."""
+        """Peak rate for `dtype`. An unlisted dtype has the float32 rate, or the slowest."""
         table = dict(self.peak_flops)
         return table.get(dtype, table.get("float32", min(table.values())))
 
     def product_s(self, flops: float, n_bytes: float, dtype: str) -> float:
-        """Seconds of a matrix product, besides `launch_s`, that reads and writes `n_bytes`."""
+        """Seconds of a matrix product, without `launch_s`. n_bytes: bytes that it reads and writes."""
         computing_s, memory_s = self.computing_s(flops, dtype), n_bytes / self.memory_bandwidth
         if self.kernels is None:
             return max(computing_s, memory_s)
         return computing_s + memory_s * self.kernels.exposed_bytes
 
     def computing_s(self, flops: float, dtype: str) -> float:
-        """Seconds of the arithmetic of a matrix product on processors none of which is idle."""
+        """Seconds of the arithmetic of a matrix product, with all processors busy."""
         efficiency = 1.0 if self.kernels is None else self.kernels.product_efficiency * self.kernels.sustained
         return flops / (efficiency * self.flops_per_s(dtype))
 
     def attention_s(self, flops: float, n_bytes: float, dtype: str) -> float:
-        """Seconds of an attention in one kernel, besides `launch_s`, that reads and writes `n_bytes`."""
+        """Seconds of a fused attention, without `launch_s`. n_bytes: bytes that it reads and writes."""
         efficiency = 1.0 if self.kernels is None else self.kernels.attention_efficiency
         return max(flops / (efficiency * self.flops_per_s(dtype)), n_bytes / self.memory_bandwidth)
 
     def kernel_s(self, flops: float, n_bytes: float, dtype: str) -> float:
-        """Seconds of any other kernel that reads and writes `n_bytes`."""
+        """Seconds of any other kernel. The planner passes the written bytes."""
         efficiency = 1.0 if self.kernels is None else self.kernels.memory_efficiency
         return max(flops / self.flops_per_s(dtype), n_bytes / (efficiency * self.memory_bandwidth))
 
     @property
     def overlap(self) -> float:
-        """The part of a program's work beside which it can run collectives."""
         return 1.0 if self.kernels is None else self.kernels.overlap
 
     @property
     def launch_s(self) -> float:
-        """Seconds that each product takes, however small it is."""
         return 0.0 if self.kernels is None else self.kernels.launch_s
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """A link between two devices.
-
-    Attributes:
-        alpha_s: seconds to start a transfer.
-        beta_s_per_byte: seconds per byte after that.
-    """
+    """A link between two devices: n bytes take alpha_s + n * beta_s_per_byte seconds."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -154,10 +148,10 @@ def _device(
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
-    """Products are fitted to XLA's tables of an H100, as other GPUs have none (see `benchmarks.gpu_products`).
+    """Rates with constants of products that fit XLA's tables of an H100, the only GPU with tables.
 
-    The first two arguments are those with which published runs are predicted well (see `benchmarks.published_runs`),
-    rounded. The efficiency of attention is that of cuDNN's kernel, chosen by hand: few of these runs use it.
+    See `benchmarks.gpu_products`. `sustained` and `memory_efficiency` are fitted to published runs
+    (`benchmarks.published_runs`). `attention_efficiency`, of cuDNN's kernel, is chosen by hand, as few runs use it.
     """
     return KernelRates(
         product_efficiency=0.87,
@@ -169,7 +163,7 @@ def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: f
     )
 
 
-#: Of GPUs of each generation. Nobody has published enough runs of V100s and B200s: they have their neighbours' figures.
+#: Rates by GPU generation. V100s and B200s, with few published runs, have the rates of a neighbouring generation.
 _AMPERE_KERNELS = _kernels(sustained=0.98, memory_efficiency=1.35, attention_efficiency=0.5)
 _HOPPER_KERNELS = _kernels(sustained=0.74, memory_efficiency=1.9, attention_efficiency=0.4)
 
@@ -181,8 +175,8 @@ _BLACKWELL = {"float32": 75, "tensorfloat32": 1125, "float16": 2250, "bfloat16":
     ("float8_e4m3fn", "float8_e5m2"), 4500
 )
 
-#: Device, link inside a host, link between hosts; from the vendors' data sheets, with dense rates. The figures for CPUs
-#: are round ones for a virtual device, which has a part of a processor.
+#: Device, link inside a host, link between hosts, from the vendors' data sheets, with dense rates. The figures for CPUs
+#: are rough: a virtual device has a part of a processor.
 _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     "v100-p3.16xlarge": (
         _device("v100", 16, 0.9e12, _AMPERE_KERNELS, 80, float32=15.7, float16=125, bfloat16=15.7),
@@ -225,10 +219,10 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     ),
 }
 
-#: Hosts of these presets have a network adapter for each device; the link between hosts in `_PRESETS` is one of them.
+#: Presets of hosts with one network adapter per device. Their link between hosts in `_PRESETS` is one adapter.
 _ADAPTER_FOR_EACH = frozenset({"a100-40gb", "a100-80gb", "h100", "h200", "b200"})
 
-#: (regular expression for the name that jax or Ray has for a GPU, its preset); the first one that matches counts.
+#: (regular expression for the name of a GPU in jax or Ray, its preset); the first match counts.
 _GPU_KINDS: tuple[tuple[str, PresetName], ...] = (
     (r"\bb200\b", "b200"),
     (r"\bh200\b", "h200"),
@@ -240,33 +234,33 @@ _GPU_KINDS: tuple[tuple[str, PresetName], ...] = (
 
 
 def gpu_preset(kind: str) -> PresetName:
-    """The preset of a GPU, by the name that jax or Ray has for it. If there is none, warns and returns a V100's."""
+    """The preset of a GPU, by its name in jax or Ray. Warns about an unknown GPU, which gets the preset of a V100."""
     found = next((preset for pattern, preset in _GPU_KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
     if found is None:
         warnings.warn(
-            f"minialpa has no figures for the GPU {kind!r} and plans as if it were a V100. Give its own: "
-            "`devices=ClusterSpec(...)` of the method.",
+            f"minialpa has no rates for the GPU {kind!r} and plans as if it were a V100. Pass its rates as "
+            "`devices=ClusterSpec(...)` to the method.",
             stacklevel=2,
         )
     return found or "v100-p3.16xlarge"
 
 
-#: Default `alpha` of a logical mesh, outer axis first: seconds to start a transfer, rounded from `_PRESETS`.
+#: Default `alpha` of a logical mesh, outer axis first: seconds, rounded from `_PRESETS`.
 _DEFAULT_ALPHA = (1e-5, 5e-6)
-#: Default `beta`, outer axis first: seconds per byte of the network and of NVLink, as those of A100s in `_PRESETS`.
+#: Default `beta`, outer axis first: seconds per byte of the network and of NVLink of A100s.
 _DEFAULT_BETA = (1 / 25e9, 1 / 250e9)
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalMesh:
-    """A 1-D or 2-D view of a group of devices.
+    """A 1-D or 2-D view of a group of devices, with prices of collectives along its axes.
 
     Attributes:
         shape: devices along each axis. Axis 0, the outer one, crosses hosts if there are several; axis 1 is faster.
         alpha: seconds to start a collective along each axis.
         beta: seconds per byte along each axis.
-        device: what the mesh is made of. With None compute has no price: the planner compares communication alone, and
-            splits matrix products and convolutions over all devices as far as it can.
+        device: the kind of all devices. With `None`, compute has no price, and the planner splits matrix products and
+            convolutions over all devices as far as it can.
     """
 
     shape: tuple[int, ...]
@@ -290,21 +284,21 @@ class LogicalMesh:
         return math.prod(self.shape)
 
     def all_gather_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds until each device of the group holds all `n_bytes` (size of the gathered result)."""
+        """Seconds of an all-gather. n_bytes: of the gathered result."""
         return sum(
             self._linear_s(axis, n_bytes / math.prod(self._lengths(inner)))
             for axis, inner in self._outer_to_inner(axes)
         )
 
     def reduce_scatter_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds to sum buffers of `n_bytes` over the group and leave one shard on each device."""
+        """Seconds of a reduce-scatter. n_bytes: of the operand on each device, as in the other collectives."""
         return self.all_gather_s(n_bytes, axes)
 
     def all_reduce_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds to sum buffers of `n_bytes` over the group.
+        """Seconds of an all-reduce.
 
-        Over two axes there are three phases, each with a start: a reduce-scatter along the inner axis, an all-reduce of
-        the shards along the outer one, and an all-gather along the inner one.
+        Two axes take three phases, each with a start: a reduce-scatter along the inner axis, an all-reduce of the
+        shards along the outer axis, and an all-gather along the inner axis.
         """
         live = [axis for axis, _ in self._outer_to_inner(axes)]
         if not live:
@@ -314,11 +308,10 @@ class LogicalMesh:
         return 2 * self.all_gather_s(n_bytes, inner) + self._linear_s(outer, 2 * n_bytes / n_shards)
 
     def all_to_all_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds to exchange blocks when each device holds `n_bytes`, axis by axis."""
         return sum(self._linear_s(axis, n_bytes) for axis, _ in self._outer_to_inner(axes))
 
     def permute_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds until each device has sent `n_bytes` to one other, over the slowest link between two such devices."""
+        """Seconds until each device has sent `n_bytes` to one other device."""
         return max(
             (self.alpha[axis] + self.beta[axis] * n_bytes for axis, _ in self._outer_to_inner(axes)), default=0.0
         )
@@ -331,22 +324,20 @@ class LogicalMesh:
         return [self.shape[axis] for axis in axes]
 
     def _outer_to_inner(self, axes: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Each axis longer than 1, with the axes of the group that lie inside it."""
+        """Each axis with several devices, outermost first, with the later axes."""
         live = sorted(axis for axis in set(axes) if self.shape[axis] > 1)
         return [(axis, live[i + 1 :]) for i, axis in enumerate(live)]
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Hosts, their devices, and the links inside and between hosts.
+    """Hosts with consecutive device numbers, and the links inside and between hosts.
 
     Attributes:
-        num_hosts: number of hosts.
-        devices_per_host: number of devices in each host.
-        device: the device of every host, unless `host_devices` says otherwise.
+        device: the device of every host, unless `host_devices` lists others.
         intra_host: the link between two devices of a host.
-        inter_host: the link of a host to other hosts, all of its network adapters together, which its devices share.
-        host_devices: the device of each host if hosts differ; empty if all have `device`.
+        inter_host: the link of a host to other hosts: all its network adapters together, which its devices share.
+        host_devices: the device of each host, if hosts differ; else empty.
     """
 
     num_hosts: int
@@ -360,8 +351,8 @@ class ClusterSpec:
         object.__setattr__(self, "host_devices", tuple(self.host_devices))
         if self.host_devices and len(self.host_devices) != self.num_hosts:
             raise ShardingError(
-                f"`host_devices` lists a device for each of {self.num_hosts} hosts, or none; got "
-                f"{len(self.host_devices)}."
+                f"`host_devices` has {len(self.host_devices)} devices. Pass one for each of the {self.num_hosts} "
+                "hosts, or an empty tuple."
             )
         if self.num_hosts < 1 or self.devices_per_host < 1:
             raise ShardingError(
@@ -374,7 +365,7 @@ class ClusterSpec:
 
     @staticmethod
     def preset(name: PresetName, *, num_hosts: int = 1, devices_per_host: int = 8) -> ClusterSpec:
-        """A cluster of well-known hosts, from vendor data sheets. Raises ShardingError on an unknown name."""
+        """A cluster of hosts with rates from vendor data sheets. Raises ShardingError for an unknown name."""
         if name not in _PRESETS:
             raise ShardingError(f"No preset `{name}`. Known: {', '.join(_PRESETS)}.")
         device, intra_host, inter_host = _PRESETS[name]
@@ -383,7 +374,6 @@ class ClusterSpec:
         return ClusterSpec(num_hosts, devices_per_host, device, intra_host, inter_host)
 
     def device_of(self, host: int) -> DeviceSpec:
-        """The device that a host has."""
         return self.host_devices[host] if self.host_devices else self.device
 
     def link(self, *, same_host: bool) -> LinkSpec:
@@ -392,11 +382,12 @@ class ClusterSpec:
     def logical_mesh(
         self, submesh: tuple[int, int], shape: tuple[int, ...], device: DeviceSpec | None = None
     ) -> LogicalMesh:
-        """View a submesh of (hosts, devices per host) as `shape`, with the links that each axis really crosses.
+        """The submesh of (hosts, devices per host), viewed as `shape`, with the alpha and beta of each axis.
 
-        device: what the submesh is made of; None for `device` of the cluster.
+        An axis whose groups span hosts has the network link, others the link inside a host. Of 2 hosts x 8 devices as
+        (4, 4), axis 0 spans hosts, and its 4 groups share the link of a host: beta is 4 times the beta of the link.
 
-        An axis stays inside hosts when the axes inside it and itself fit in one host's share of the submesh.
+        device: the kind of the devices; `None` for `self.device`.
         """
         hosts, per_host = submesh
         if math.prod(shape) != hosts * per_host:
@@ -406,7 +397,7 @@ class ClusterSpec:
         for axis in range(len(shape)):
             crosses = math.prod(shape[axis:]) > per_host
             link = self.link(same_host=not crosses)
-            # Devices of a host that are in different groups of this axis share the host's network link.
+            # The groups along this axis that have devices on one host share its network link.
             sharing = min(per_host, math.prod(shape[axis + 1 :])) if crosses else 1
             alpha.append(link.alpha_s)
             beta.append(link.beta_s_per_byte * sharing)
@@ -417,22 +408,22 @@ class ClusterSpec:
 
     @staticmethod
     def from_json(text: str) -> ClusterSpec:
-        """The cluster that `to_json` wrote. Raises ShardingError for any other text."""
+        """The inverse of `to_json`. Raises ShardingError for any other text."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ShardingError(f"Not a cluster description: {error}. Write one with `ClusterSpec.to_json`.") from error
         if isinstance(data, dict) and "plan" in data:
-            raise ShardingError("This is a plan, and no cluster description. Write one with `ClusterSpec.to_json`.")
+            raise ShardingError("This is a plan, not a cluster description. Write one with `ClusterSpec.to_json`.")
         return ClusterSpec.from_dict(data)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ClusterSpec:
-        """The cluster that `asdict` made such a dict of, with or without the version of its form."""
+        """The inverse of `dataclasses.asdict`; `data` may have the `version` of `to_json`. Raises ShardingError."""
         if isinstance(data, dict) and data.get("version", _VERSION) != _VERSION:
             raise ShardingError(
-                f"A cluster description of version {data['version']}, and this minialpa reads {_VERSION}. Write it "
-                "again with `minialpa calibrate` or `ClusterSpec.to_json`."
+                f"The cluster description has version {data['version']}; this minialpa reads version {_VERSION}. Write "
+                "a new one with `minialpa calibrate` or `ClusterSpec.to_json`."
             )
         try:
             devices = [_decode_device(d) for d in (data["device"], *data.get("host_devices", ()))]

@@ -1,10 +1,7 @@
-"""Batches for training steps, read ahead and laid out as the step reads them.
+"""A source of batches goes in; batches on the devices, laid out as the step reads them, come out.
 
-A thread of a `DataLoader` reads batches from any iterator and lets the parallelized step lay them out
-(`ParallelizedFunc.place_batch`), while the step works on earlier ones. The state of a loader counts the batches that
-the loop has received, so that interrupted training continues with the next one.
-
-The thread refers to the source and the queue, but not to the loader: garbage collection of a loader ends its thread.
+A thread reads ahead while the step works. It refers to the source and the queue but not to the loader, so that garbage
+collection of a loader ends it.
 """
 
 from __future__ import annotations
@@ -30,25 +27,25 @@ from minialpa.session import running_session
 
 OnRagged = Literal["fewer", "error", "drop"]
 
-#: Seconds that closing a loader, and the end of the process, wait for a source to return.
+#: Seconds that `close`, and the end of the process, wait for a source to return.
 _CLOSE_S, _EXIT_S = 1.0, 5.0
 
 
 class PlacesBatches(Protocol):
-    """The part of `ParallelizedFunc` that a loader calls."""
-
     def place_batch(self, batch: Any) -> Any: ...
 
 
 class DataLoader(Iterator[Any]):
     """The batches of a source, in order, on the devices and in the shardings in which the step reads them.
 
-    A loader reads the source once, for one thread. Batches are NumPy arrays until the step has compiled a program for
-    their shapes, by a call or `get_executable`; the step lays these out itself. Leaves that the step cuts into
+        with DataLoader(lambda: iter(batches), step) as loader:
+            for batch in loader:
+                state, loss = step(state, batch)
+
+    A loader reads its source once, for one thread. Batches are NumPy arrays until the step has compiled a program for
+    their shapes, by a call or `get_executable`; the step then lays them out itself. Leaves that the step cuts into
     micro-batches are `MicroBatchedArray`s, which `np.asarray` reads. All leaves are copies, so the source may reuse its
     buffers.
-
-    A loader is also a context manager, which closes it.
     """
 
     def __init__(
@@ -59,16 +56,18 @@ class DataLoader(Iterator[Any]):
         *,
         on_ragged: OnRagged = "fewer",
     ) -> None:
-        """Nothing is read before the first `next`.
+        """Reads no batch before the first `next`.
 
-        source: an iterator, an iterable, or a function without arguments that returns one. Its items are batches:
-            pytrees of arrays with examples along dimension 0, or tuples of these, one for each of the step's
+        source: an iterator, an iterable, or a function without arguments that returns one. A batch is a pytree of
+            arrays with examples along dimension 0, or a tuple of such pytrees, one for each of the step's
             `batch_argnums`.
         step: the function that `parallelize` returned.
-        prefetch_size: the most batches in the queue; each takes memory of the devices.
-        on_ragged: the treatment of a batch with fewer examples than the first one. "fewer" returns it; the step plans
-            and compiles for its size. "error" raises ShardingError with the sizes. "drop" leaves it out. "error" and
-            "drop" raise ShardingError for a batch with more examples.
+        prefetch_size: most batches in the queue, each of which takes memory of the devices.
+        on_ragged: for a batch with fewer examples than the first one. "fewer" returns it, and the step plans and
+            compiles for its size. "drop" leaves it out. "error" raises ShardingError with the sizes. "error" and "drop"
+            also raise ShardingError for a batch with more examples.
+
+        Raises MinialpaError for other values.
         """
         _check_arguments(step, prefetch_size, on_ragged)
         self._batches = _Batches(_Source(source), step, on_ragged)
@@ -82,7 +81,7 @@ class DataLoader(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        """The next batch. Raises any error of the source or of laying out the batch; the loader has ended then."""
+        """The next batch. Raises errors of the source or of laying out the batch, which end the loader."""
         if self._is_closed:
             raise MinialpaError("The loader is closed. Make another one, and give it the state of this one to go on.")
         if self._reader is None:
@@ -113,17 +112,17 @@ class DataLoader(Iterator[Any]):
     # ---- the state ------------------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """The place after the last batch that `next` returned; batches in the queue do not count.
+        """The position after the last batch that `next` returned, for `set_state`. Batches in the queue do not count.
 
-        It holds the source's own state, if the source has one (`get_state` or `state_dict`), or else a count of
-        batches. It is a value, and JSON if the source's state is.
+        It is the source's own state (`get_state` or `state_dict`), or else a count of batches; JSON if the source's
+        state is.
         """
         return copy.deepcopy(self._batches.state() if self._state is None else self._state)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch that this or another loader had returned when it gave `state`.
+        """Continue after the batch at which this or another loader gave `state`.
 
-        The loader reopens a source without a state of its own, and skips its first batches. Raises MinialpaError for an
+        A source without a state of its own is reopened, and its first batches are skipped. Raises MinialpaError for an
         iterator that is already past them, and for a source that ends before them.
         """
         if self._is_closed:
@@ -135,15 +134,15 @@ class DataLoader(Iterator[Any]):
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End the batches, even while `next` waits for the source. Returns at once, so signal handlers may call it."""
+        """End the batches, even while `next` waits. Returns at once, so signal handlers may call it."""
         self._has_ended = True
         if self._reader is not None:
             self._reader.end()
 
     def close(self) -> None:
-        """End the thread; if the source blocks, the thread ends when the source returns. Calling it twice is fine.
+        """End the thread, at the latest when a blocking source returns. You may call it twice.
 
-        The source stays open. The loader has read ahead in it, so nothing else should continue to read it.
+        The source stays open; do not read it further, since the loader has read ahead.
         """
         self._is_closed = True
         self._end_reader(_CLOSE_S)
@@ -166,12 +165,12 @@ class DataLoader(Iterator[Any]):
 class MeshDriverDataLoader(DataLoader):
     """A `DataLoader` with Alpa's arguments, over the samples 0 to `num_samples` of a data set.
 
-    Batch k of an epoch has the samples from k * batch_size on, in order, wherever they are read. In a session on a
-    cluster, each worker reads the samples of its devices. The calling process reads the batches for which the step has
-    no program yet, a smaller last batch of an epoch, batches with leaves other than arrays of numbers with examples
-    along dimension 0, and all samples in a session without workers.
+    Batch k of an epoch has the samples from k * batch_size on, in order. In a session on a cluster, each worker reads
+    the samples of its devices. The calling process reads all samples in a session without workers; with workers, it
+    reads batches without a program, a smaller last batch of an epoch, and batches with leaves other than arrays of
+    numbers with examples along dimension 0.
 
-    If the function raises an error in a worker, `next` raises a WorkerError with the traceback of the worker.
+    An error in a worker makes `next` raise a WorkerError with the worker's traceback.
     """
 
     def __init__(
@@ -189,11 +188,11 @@ class MeshDriverDataLoader(DataLoader):
 
         num_samples: examples of an epoch.
         input_iter_func: called with (start, end, batch_size), returns an iterator over the batches of the samples from
-            `start` to `end`. A sample may not depend on this range. The calling process calls the function for the rest
-            of an epoch, workers for the rows of one batch at a time: keep files that take long to open, for example by
-            `functools.cache`. The function is pickled for the workers.
-        step, prefetch_size, on_ragged: as in `DataLoader`. Alpa has placement specs in place of the step.
-        repeat: whether another epoch follows an epoch.
+            `start` to `end`. A sample must not depend on this range. The calling process calls it for the rest of an
+            epoch, workers for parts of one batch: keep files that open slowly, for example by `functools.cache`. It is
+            pickled for the workers.
+        step, prefetch_size, on_ragged: as in `DataLoader`. In Alpa, placement specs take the place of the step.
+        repeat: whether epochs repeat.
         """
         for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
             if not isinstance(value, int) or value < 1:
@@ -231,10 +230,8 @@ def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:
 
 
 class _Source:
-    """The batches of a user's source, and its state after the last of them.
-
-    Attributes:
-        n_read: the number of batches read, including those before a restored state.
+    """The batches of a user's source, and its state after the last one. `n_read` counts batches before a restored
+    state, too.
     """
 
     def __init__(self, given: Any) -> None:
@@ -254,7 +251,7 @@ class _Source:
         return batch
 
     def state(self) -> Any:
-        """The present state of the source; None if it has none."""
+        """The source's own state; None if it has no state."""
         for holder in (self._opened(), self._given):
             if methods := state_methods(holder):
                 get, _ = methods
@@ -277,7 +274,7 @@ class _Source:
                         f"`{set_.__name__}` of the source, a {type(holder).__name__}, raised {type(error).__name__} "
                         f"for the state {_shortened(state)}: {error}. Pass a state of this kind of source."
                     ) from error
-                # The state of an iterable is that of the next iteration over it.
+                # The state of an iterable is the state of the next iteration over it.
                 self._iterator = opened if holder is opened else iter(self._given)
                 self.n_read = n_read
                 return
@@ -287,11 +284,10 @@ class _Source:
         )
 
     def _skip_to(self, n_read: int) -> None:
-        """Skip batches until `n_read` were read."""
         if self._is_one_shot and n_read < self.n_read:
             raise MinialpaError(
                 f"The iterator has given {self.n_read} batches, and the state is from after batch {n_read}. Make the "
-                "loader with a function that returns a new iterator, or with a new iterator."
+                "loader from a function that returns a new iterator, or from a new iterator."
             )
         if not self._is_one_shot:
             self._iterator, self.n_read = None, 0
@@ -311,7 +307,7 @@ class _Source:
 
 
 def state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-    """The methods that read and set the state of a source, as grain or as torch and Hugging Face name them, or None."""
+    """The methods that read and set a source's state, as named by grain, or by torch and Hugging Face; or None."""
     for getter, setter in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if hasattr(source, getter) and hasattr(source, setter):
             return getattr(source, getter), getattr(source, setter)
@@ -320,16 +316,12 @@ def state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A batch, and the loader's state after it."""
-
     batch: Any
     state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """An error in place of a batch."""
-
     error: BaseException
 
 
@@ -338,14 +330,14 @@ _Outcome = _Read | _Failed | None
 
 
 class _Batches:
-    """The batches of a source for a step, without those that `on_ragged` drops. One thread at a time uses it."""
+    """The batches of a source for a step, without dropped ones. For one thread at a time."""
 
     def __init__(self, source: _Source, step: PlacesBatches, on_ragged: OnRagged) -> None:
         self._source, self._step, self._on_ragged = source, step, on_ragged
         self._first_sizes: list[int] | None = None
 
     def read(self) -> _Outcome:
-        """The next batch of the source, or its error. Raises nothing."""
+        """The next batch, or the error of the source as a value."""
         try:
             batch = self._source.read()
             while not self._is_accepted(batch):
@@ -355,14 +347,14 @@ class _Batches:
         except BaseException as error:
             return _Failed(error)
 
-        # In a separate block: a StopIteration of the state is an error.
+        # Separate from the block above: a StopIteration of `state` is an error.
         try:
             return _Read(batch, self.state())
         except BaseException as error:
             return _Failed(error)
 
     def lay_out(self, outcome: _Outcome) -> _Outcome:
-        """A batch on the devices of the step, or the error of bringing it there. Raises nothing."""
+        """The batch on the devices of the step, or the error as a value."""
         if not isinstance(outcome, _Read):
             return outcome
         try:
@@ -371,27 +363,24 @@ class _Batches:
             return _Failed(error)
 
     def state(self) -> dict[str, Any]:
-        """The loader's state after the last batch that was read."""
         return {"batches": self._source.n_read, "sizes": self._first_sizes, "source": self._source.state()}
 
     def restore(self, state: Any) -> None:
-        """Continue after the batch of a state."""
         if not _is_state(state):
             raise MinialpaError(f"A state of a loader comes from `get_state`; got {_shortened(state)}.")
         self._source.restore(state["batches"], state["source"])
         self._first_sizes = state["sizes"]
 
     def _laid_out(self, batch: Any) -> Any:
-        """The batch on the devices of the step. It shares no memory with the source."""
         placed = self._step.place_batch(batch)
         leaves = jax.tree.leaves(placed)
         if leaves and all(isinstance(leaf, UnreadArray) for leaf in leaves):
-            # There is no program for it yet. If there is one, workers leave a leaf unread that no stage reads.
+            # No program exists yet. With a program, workers leave a leaf unread that no stage reads.
             placed = jax.tree.map(np.asarray, placed)
         return jax.tree.map(_owned, placed)
 
     def _is_accepted(self, batch: Any) -> bool:
-        """Whether to return the batch. Raises ShardingError for a size that `on_ragged` refuses."""
+        """Raises ShardingError for a size that `on_ragged` refuses."""
         if self._on_ragged == "fewer":
             return True
         sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())]
@@ -412,7 +401,7 @@ class _Batches:
 
 
 def _owned(leaf: Any) -> Any:
-    """A leaf of a batch; a copy of a NumPy array. Arrays of Python objects are for the loop, not for the step."""
+    """A copy of a NumPy array. Arrays of Python objects are for the loop, not for the step."""
     if not isinstance(leaf, np.ndarray):
         return leaf
     return leaf.copy() if leaf.dtype.hasobject else own_copy(leaf)
@@ -431,7 +420,6 @@ def _shortened(state: Any) -> str:
 
 
 def _text(sizes: list[int]) -> str:
-    """The numbers of examples of the leaves: one number if they agree."""
     return str(sizes[0]) if len(set(sizes)) == 1 else str(sizes)
 
 
@@ -439,14 +427,12 @@ def _text(sizes: list[int]) -> str:
 
 
 class _ReaderThread:
-    """A thread that reads batches into a queue of limited length."""
-
-    def __init__(self, batches: _Batches, room: int) -> None:
-        self._batches, self._room = batches, room
+    def __init__(self, batches: _Batches, max_queued: int) -> None:
+        self._batches, self._max_queued = batches, max_queued
         self._changed = threading.Condition()
         self._queue: deque[_Outcome] = deque()
         self._has_ended = self._is_stopped = False
-        # A daemon, so that the process can end although a source blocks for ever.
+        # A daemon thread, so that the process can end although a source blocks.
         self._thread = threading.Thread(target=self._run, name="minialpa data loader", daemon=True)
 
     def start(self) -> None:
@@ -455,7 +441,7 @@ class _ReaderThread:
         self._thread.start()
 
     def take(self) -> _Outcome:
-        """Wait for the next outcome. None after the end or an error, and if the reader is stopped."""
+        """Wait for the next outcome. None at the end, after an error, and after `stop` or `end`."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._has_ended or self._is_stopped)
             if self._is_stopped or not self._queue:
@@ -465,19 +451,18 @@ class _ReaderThread:
             return outcome
 
     def stop(self) -> None:
-        """End the thread and clear the queue, without waiting: garbage collection calls this."""
+        """End the thread and clear the queue, without waiting, for garbage collection."""
         with self._changed:
             self.end()
             self._queue.clear()
 
     def end(self) -> None:
-        """End the thread and keep the queue, from which a thread may be taking a batch when a signal comes."""
+        """End the thread and keep the queue: a signal may come while the main thread takes a batch."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait for the end of the thread, at most `timeout_s` seconds."""
         self._thread.join(timeout_s)
 
     def _end_with_process(self) -> None:
@@ -491,9 +476,9 @@ class _ReaderThread:
             atexit.unregister(self._end_with_process)
 
     def _fill_queue(self) -> None:
-        while not self._has_ended and self._wait_for_room():
+        while not self._has_ended and self._wait_for_space():
             outcome = self._batches.read()
-            # If the source has returned too late, no loop waits for the batch.
+            # After `stop`, no loop waits for the batch.
             if not self._is_stopped:
                 outcome = self._batches.lay_out(outcome)
             with self._changed:
@@ -501,11 +486,11 @@ class _ReaderThread:
                     self._queue.append(outcome)
                     self._has_ended = not isinstance(outcome, _Read)
                     self._changed.notify_all()
-            # Otherwise this name would keep a used batch alive until the next one comes.
+            # This name would keep a used batch alive until the next batch.
             del outcome
 
-    def _wait_for_room(self) -> bool:
-        """Wait for room in the queue. False if the reader is stopped."""
+    def _wait_for_space(self) -> bool:
+        """False if the reader is stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or len(self._queue) < self._room)
+            self._changed.wait_for(lambda: self._is_stopped or len(self._queue) < self._max_queued)
             return not self._is_stopped

@@ -1,4 +1,4 @@
-"""The demo: a small GPT learns sums such as `12+7=19;` on virtual CPU devices, and again on one device to compare."""
+"""The demo: a small GPT learns sums such as `12+7=19;` on virtual CPU devices and, to compare, on one device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import numpy as np
 import minialpa
 from minialpa import models
 
-#: The alphabet of the texts; a token is the place of a letter in it.
+#: A token is the index of a letter here.
 _LETTERS = "0123456789+=;"
-#: Tokens in a sequence.
 _SEQ_LEN = 64
-#: Largest difference between the losses of both runs: float32 sums in another order differ by some 1e-6.
+#: Largest difference between the losses of both runs. Float32 sums in another order differ by about 1e-6.
 _TOLERANCE = 1e-3
 
 
 def synthetic_text(seed: int, n: int) -> dict[str, np.ndarray]:
-    """`n` sequences of sums such as `12+7=19;`, as `tokens` and the `labels` that follow them, int32 [n, 64]."""
+    """`n` random sequences of sums: `tokens` and the `labels` that follow them, int32 [n, 64]."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(n):
@@ -33,7 +32,7 @@ def synthetic_text(seed: int, n: int) -> dict[str, np.ndarray]:
 
 
 def run_demo(n_devices: int, n_steps: int) -> int:
-    """Print the plan and the losses side by side. Returns 0 if they agree, 1 if not."""
+    """Print the plan and both losses of each step. Returns the exit status: 0 if the losses agree, else 1."""
     case = models.build("gpt", hidden=128, n_layers=4, n_heads=4, seq_len=_SEQ_LEN, vocab_size=16, learning_rate=3e-3)
     method = minialpa.PipeshardParallel(
         num_micro_batches=4, layer_option=minialpa.AutoLayerOption(layer_num=4), stage_option="auto"

@@ -1,8 +1,8 @@
-"""The tree of errors that minialpa raises. A message says what arrived, what was expected and what to change."""
+"""The errors that minialpa raises. A message states the value that arrived, the expected one and what to change."""
 
 
 class MinialpaError(Exception):
-    """Base class of every error that minialpa raises on purpose."""
+    """Base class of all errors that minialpa raises on purpose."""
 
 
 class TraceError(MinialpaError, ValueError):
@@ -18,22 +18,21 @@ class InfeasibleError(MinialpaError, RuntimeError):
 
 
 class VerifyError(MinialpaError, AssertionError):
-    """A plan, program or other value that one part of minialpa hands to another breaks one of its invariants."""
+    """A plan, program or other value between two parts of minialpa breaks one of its invariants."""
 
 
 class WorkerError(MinialpaError, RuntimeError):
     """An instruction of a program failed while it ran, or a worker of the session was lost.
 
-    What is not known is None or empty. jax runs instructions asynchronously, so one of `recent` may have failed.
+    Unknown attributes are `None` or empty. jax runs instructions asynchronously, so one of `recent` may have failed.
 
     Attributes:
-        worker: number of the worker in the session.
-        host: number of its host in the session.
+        worker, host: their numbers in the session.
         stage: the pipeline stage that the worker ran when it failed or last answered.
-        instruction: the instruction that it was at.
-        recent: the instructions before that one, in order.
+        instruction: the instruction that the worker had reached.
+        recent: the instructions before `instruction`, in order.
         remote_traceback: the traceback of the worker.
-        lost_hosts: numbers of the hosts in the session on which nothing answered any more.
+        lost_hosts: numbers of the hosts that stopped answering.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class WorkerError(MinialpaError, RuntimeError):
 
 
 class DeletedArrayError(WorkerError):
-    """The caller passes an array that it donated to an earlier call, whose result took over the array's memory."""
+    """The caller passes an array that it donated to an earlier call. The result of that call has the memory."""
 
 
 class CheckpointError(MinialpaError, RuntimeError):

@@ -1,6 +1,6 @@
-"""A dataclass of options in; an error out for the first field whose value does not have its annotated type.
+"""`check_fields` raises an error for the first field of a dataclass of options whose value does not fit its annotation.
 
-Annotations may be classes, unions, literals, pairs, sequences and mappings of them, and numbers within limits:
+Annotations may be classes, unions, literals, pairs, sequences and mappings of these, and numbers within limits:
 `Annotated[int, Within(1)]`.
 """
 
@@ -28,16 +28,15 @@ class Within:
     most: float = math.inf
 
 
-#: A number of things, one at least.
+#: A number of things, at least 1.
 Count = Annotated[int, Within(1)]
-#: A number that is not negative.
 NotNegative = Annotated[float, Within(0)]
 
 
 def check_fields(options: Any, *, but: Sequence[str] = ()) -> None:
-    """Raise ShardingError for the first field of a dataclass whose value does not fit its annotation.
+    """Raise ShardingError for the first field whose value does not fit its annotation.
 
-    but: names of fields that are not checked.
+    but: names of unchecked fields.
     """
     for name, hint in _hints(cast(Hashable, type(options))).items():
         if name not in but:
@@ -45,7 +44,7 @@ def check_fields(options: Any, *, but: Sequence[str] = ()) -> None:
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Raise ShardingError if the value of the option `name` is not of a type."""
+    """Raise ShardingError if the value of the option `name` does not fit `hint`."""
     kind = _kind(hint)
     if not kind.fits(value):
         raise ShardingError(f"`{name}` is {_joined(kind.one)}; got {value!r}.{_advice(value, hint)}")
@@ -57,7 +56,7 @@ def _hints(kind: Hashable) -> dict[str, Any]:
 
 
 def _advice(value: Any, hint: Any) -> str:
-    """How to write a dict of fields as the dataclass of an annotation, if there is one."""
+    """How to write a dict of fields as the dataclass of the annotation, if it has one."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if is_dataclass(kind)]
     if not isinstance(value, dict) or len(kinds) != 1 or not all(isinstance(name, str) for name in value):
         return ""
@@ -73,7 +72,6 @@ class _Kind:
     """The values of an annotation.
 
     Attributes:
-        fits: whether a value is one of them.
         one: words for one value, for each alternative: "an integer >= 1", "None".
         several: the same for several values.
     """
@@ -164,7 +162,7 @@ def _joined(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])}, or {words[-1]}"
 
 
-#: By the origin of an annotation, its kind from its arguments.
+#: From the origin of an annotation to a function of its arguments.
 _MAKERS: Mapping[Any, Callable[..., _Kind]] = {
     types.UnionType: _union,
     typing.Union: _union,
@@ -175,7 +173,7 @@ _MAKERS: Mapping[Any, Callable[..., _Kind]] = {
     dict: _mapping,
     Mapping: _mapping,
 }
-#: Classes with words of their own.
+#: Classes whose words do not follow from their name.
 _NAMED: Mapping[Any, _Kind] = {
     Any: _Kind(lambda x: True, ("anything",), ("anything",)),
     bool: _Kind(lambda x: isinstance(x, bool), ("True", "False"), ("True", "False")),

@@ -1,8 +1,4 @@
-"""Sharding rules for a user's kernels: `register_sharding_rule` adds one, `check_sharding_rule` tests it.
-
-A rule is a text that lists the dimensions of an opaque operation that devices may split. For a Python function, you
-call the returned function; the equations of primitives and foreign functions have the rule from then on.
-"""
+"""Sharding rules for a user's kernels: `register_sharding_rule` adds one, `check_sharding_rule` tests it."""
 
 from __future__ import annotations
 
@@ -44,20 +40,21 @@ def register_sharding_rule(
 ) -> Any:
     """Register the dimensions of an operation that devices and micro-batches may split.
 
+        attend = register_sharding_rule(flash_attention, "b q h d, b k h d, b k h d -> b q h d")
+
     Args:
         operation: a function, such as one that calls a kernel; a primitive or its name; or `"ffi:"` and the name of a
             target of `jax.ffi.ffi_call`.
-        rule: the factors of operands and results, such as `"b q h d, b k h d, b k h d -> b q h d"`. `(h d)` is one
-            dimension made of two factors, `...` any number of leading dimensions. A factor that some result lacks is
-            split only if it is in `reductions`.
+        rule: the factors of operands and results. `(h d)` is one dimension of two factors, `...` any number of leading
+            dimensions. A factor that some result lacks is split only if it is in `reductions`.
         reductions: factors with partial results, and how to combine these: "sum", "max", ...; names alone mean "sum".
         need_replication: factors that may not be split.
         factor_sizes: the lengths of inner factors, if no dimension determines them.
         static_argnums: for a function, the arguments that are not arrays. Keyword arguments are static, too.
         localize: for a primitive whose parameters hold shapes: a function from the parameters and the shapes of the
-            shards of operands and results to the parameters for shards.
+            operands and results on a shard to the parameters on the shard.
         flops: a function from the types of the operands to floating point operations. By default, minialpa counts the
-            operations of a function; a primitive has one for each element of its results.
+            operations of a function; a primitive has one for each element of its largest result.
         check: whether the first step with the operation tests the rule on small arrays; see `check_sharding_rule`.
 
     For a function, returns the function to call instead: one equation with this rule, whose derivative recomputes the
@@ -71,13 +68,15 @@ def register_sharding_rule(
         operation = str(operation.name)
     if isinstance(operation, str):
         if static_argnums:
-            raise ShardingError("`static_argnums` is for functions; parameters of a primitive are static.")
+            raise ShardingError(
+                "Leave `static_argnums` out: it is for functions, and parameters of a primitive are static."
+            )
         target = operation.removeprefix("ffi:")
         if target == operation:
             _check_name(operation)
             return register_primitive(operation, text, localize=localize, flops=flops, check=check)
         if localize is not None:
-            raise ShardingError("The result types of `ffi_call` are those of the shards; leave `localize` out.")
+            raise ShardingError("An FFI target needs no parameters for shards: leave `localize` out.")
         return register_target(target, text, flops=flops, check=check)
 
     if not callable(operation):
@@ -85,7 +84,7 @@ def register_sharding_rule(
     if isinstance(operation, _WithRule):
         raise ShardingError(f"`{operation.__name__}` already has a sharding rule.")
     if localize is not None:
-        raise ShardingError("A function is called on shards as it is; leave `localize` out.")
+        raise ShardingError("A function needs no parameters for shards: leave `localize` out.")
     _note_rule(operation, text)
     return _WithRule(operation, text, tuple(static_argnums), flops, check)
 
@@ -108,7 +107,7 @@ def _note_rule(function: Callable[..., Any], text: ShardingRule) -> None:
 
 
 def _check_name(primitive: str) -> None:
-    """Raise ShardingError if no primitive has this name."""
+    """Raise ShardingError if jax has no primitive of this name."""
     names = compiled_primitives() | set(known_primitives())
     if primitive not in names:
         close = difflib.get_close_matches(primitive, names, 1)
@@ -158,7 +157,7 @@ class _WithRule:
     def _opaque(
         self, tree: Any, n_args: int, static: Mapping[int, Any], kwargs: Mapping[str, Any]
     ) -> tuple[OpaqueFunction, list[Any]]:
-        """The function of the leaves of its arrays, and a list that receives the pytree of its results."""
+        """The function on the leaves of its arrays, and a list that receives the pytree of its results."""
         out_trees: list[Any] = []
 
         def flat(*leaves: Any) -> Any:
@@ -176,12 +175,11 @@ class _WithRule:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFactor:
-    """A factor of an operation whose parts gave the whole.
+    """A factor of an operation that passed the test.
 
     Attributes:
         operation: name of the function, primitive, target or kernel.
         arrays: the split dimensions, such as `operand 0: 1, result 0: 1`.
-        parts: number of parts.
     """
 
     operation: str
@@ -192,9 +190,9 @@ class CheckedFactor:
 def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[CheckedFactor, ...]:
     """Run `fun(*args, **kwargs)` and test the rules of its kernels, derived rules included.
 
-    For each factor that may be split, the test computes equal parts by themselves; together they must give the results
-    of the whole. Use values as in training: equal values hide mistakes. To test the rule of a derivative, pass a
-    function that takes it, such as `jax.grad(loss)`.
+    For each factor that may be split, equal parts are computed by themselves; together they must give the whole
+    results. Use values as in training: equal values hide mistakes. To test the rule of a derivative, pass a function
+    with the derivative, such as `jax.grad(loss)`.
 
     Returns the tested factors. Raises ShardingError if a rule is wrong, or if there is no kernel.
     """
@@ -218,5 +216,7 @@ def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> t
             checked += [CheckedFactor(operation_name(eqn), dims, n) for dims, n in parts]
         env.update(zip(eqn.outvars, results, strict=True))
     if not n_kernels:
-        raise ShardingError("The function runs no kernel outside of loops: nothing has a rule to be checked.")
+        raise ShardingError(
+            "The function runs no kernel outside of loops. Pass a function with an operation that has a rule."
+        )
     return tuple(checked)

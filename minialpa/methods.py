@@ -1,7 +1,6 @@
-"""Parallel methods, under the names and with the meaning that Alpa gave them.
+"""Parallel methods, under Alpa's names: the user's choices go in; options and devices for the planner come out.
 
-A method object holds what the user asks for. `options` translates it into `PlanOptions` for the planner, and
-`resolve_devices` says for which cluster to plan and on which devices to run.
+For example, `ShardParallel(num_micro_batches=4).options()` is `PlanOptions(n_micro_batches=4, ...)`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
 from minialpa.tracing.trace import TracedStep
 
-#: A number of micro-batches. Schedules list them, so there are no more than take seconds.
+#: A number of micro-batches. Schedules list every pass, so the number is limited.
 MicroBatches = Annotated[int, Within(1, 2**20)]
 
 Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
@@ -45,14 +44,14 @@ Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a method plans for, and on which devices the plan runs.
+    """The devices to plan for, and the devices that run the plan.
 
     Attributes:
         cluster: the hosts, devices and links to plan for.
-        logical_mesh: the view of all devices that the user gave in place of a cluster, or None.
-        devices: devices of this process that run the plan; None for those of the session.
-        jax_version: what is installed where these devices are; None for a cluster or mesh that the user describes,
-            whose plan does not depend on what is installed here.
+        logical_mesh: the user's view of all devices in place of a cluster, or None.
+        devices: devices of this process; None for the session's devices.
+        jax_version: the jax of these devices; None for a described cluster or mesh, whose plan does not depend on the
+            installation.
     """
 
     cluster: ClusterSpec
@@ -62,10 +61,10 @@ class Target:
 
 
 def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
-    """What `devices` stands for: None for the devices of the session, jax devices, a cluster, or a logical mesh.
+    """The target of a method's `devices`: None (the session's devices), jax devices, a cluster, or a logical mesh.
 
-    A plan for a cluster or a logical mesh runs on the first devices of the session, if there are enough; planning needs
-    no device.
+    A plan for a cluster or a logical mesh runs on the first devices of the session, if there are enough. Raises
+    ShardingError for other values and for a repeated device.
     """
     if isinstance(devices, ClusterSpec):
         return Target(devices)
@@ -88,17 +87,16 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class ShardParallel:
-    """No pipeline: all devices share the work of every operator, in the shardings that the planner finds cheapest.
+    """No pipeline: all devices share each operator, in the shardings with the lowest cost.
 
     Attributes:
-        devices: see `resolve_devices`.
-        num_micro_batches: the parts of the batch over which gradients are accumulated.
+        devices: None for the session's devices, or a list of jax devices, a ClusterSpec or a LogicalMesh.
+        num_micro_batches: number of equal parts of the batch over which gradients are accumulated; None for 1.
         auto_sharding_option: constraints on the shardings.
-        logical_shape: shape of the mesh that the devices form; None for that of the LogicalMesh, else for one axis.
+        logical_shape: shape of the mesh that the devices form; None for the shape of the LogicalMesh, else one axis.
         submesh: use only the first (hosts, devices per host); None for all.
-        remat: what the backward pass computes again, layer by layer: `none`, all but matrix products and convolutions
-            (`dots`), or everything (`full`). `auto` finds layers and computes as little again as makes the step fit in
-            memory, or as is faster than shardings that save memory; nothing where the fastest shardings fit.
+        remat: what the backward pass recomputes, see `ManualLayerOption`. "auto" finds layers, and recomputes only what
+            makes the step fit in memory, or is faster than shardings that save memory.
     """
 
     devices: Devices = None
@@ -127,7 +125,7 @@ class DataParallel(ShardParallel):
 class Zero2Parallel(ShardParallel):
     """Data parallel with sharded gradients and optimizer state (ZeRO stage 2).
 
-    Once per step, gradients are reduce-scattered, each device updates its part, and new parameters are all-gathered.
+    Once per step, gradients are reduce-scattered, each device updates its shard, and new parameters are all-gathered.
     """
 
     def options(self) -> PlanOptions:
@@ -138,7 +136,7 @@ class Zero2Parallel(ShardParallel):
 class Zero3Parallel(ShardParallel):
     """Data parallel with sharded parameters, gradients and optimizer state (ZeRO stage 3).
 
-    As stage 2, but each device stores a part of the parameters, and every micro-batch all-gathers those that it reads.
+    As `Zero2Parallel`, but every micro-batch all-gathers the parameters that it reads.
     """
 
     def options(self) -> PlanOptions:
@@ -146,7 +144,7 @@ class Zero3Parallel(ShardParallel):
 
 
 def _shard_options(method: ShardParallel, name: str | None = None) -> PlanOptions:
-    """The options of `method`; `name`: of the data parallel method that it is, if it is one."""
+    """name: of the data parallel method; None for `ShardParallel` itself."""
     given = method.auto_sharding_option or AutoShardingOption()
     sharding = given if name is None else given.of_method(name)
     return PlanOptions(
@@ -162,13 +160,12 @@ def _shard_options(method: ShardParallel, name: str | None = None) -> PlanOption
 class AutoParallel:
     """The planner chooses stages, submeshes, shardings, schedule, number of micro-batches, and rematerialisation.
 
-    The fastest plan that fits in memory may have one stage or several, and may leave devices idle.
+    The fastest plan that fits in memory may have one or several stages, and may leave devices idle.
 
     Attributes:
-        devices: see `resolve_devices`.
-        num_micro_batches: "auto" for the best divisor of the batch, or a number.
-        auto_sharding_option: constraints on the shardings.
-        layer_option: where stages may be cut, and what the backward pass may recompute.
+        devices, auto_sharding_option: as in `ShardParallel`.
+        num_micro_batches: number of equal parts of the batch; "auto" for the best divisor of the batch.
+        layer_option: where stages may be cut, and the rematerialisation.
         stage_option: which submeshes and logical shapes the search may use.
     """
 
@@ -198,12 +195,12 @@ class PipeshardParallel:
     """Pipeline stages on submeshes, each sharded like `ShardParallel`.
 
     Attributes:
-        devices: see `resolve_devices`.
-        num_micro_batches: the parts of the batch that pass through the stages.
+        devices: as in `ShardParallel`.
+        num_micro_batches: number of equal parts of the batch that pass through the stages.
         pipeline_schedule: "1f1b", "gpipe", "inference", or "1f1b-interleaved" for stages of several runs of layers.
-        layer_option: how the model is cut into layers; "manual" reads `mark_pipeline_boundary`, and a model without
-            boundaries is one layer, in one stage.
-        stage_option: how layers become stages: "uniform", "auto", or an option object.
+        layer_option: how the model is cut into layers; None for `AutoLayerOption(layer_num=2)`. "manual" cuts at each
+            `mark_pipeline_boundary`; a model without boundaries is one stage.
+        stage_option: how layers become stages: "uniform" (also None), "auto", or an option object.
         default_auto_sharding_option: constraints on the shardings of every stage.
     """
 
@@ -252,8 +249,6 @@ class PipeshardParallel:
 
 
 class PlannedFunction(Protocol):
-    """What a method needs of the parallelized function whose plan it keeps to: see `ParallelizedFunc`."""
-
     def plan(self, *args: Any) -> Plan: ...
 
     def get_executable(self, *args: Any) -> Any: ...
@@ -264,7 +259,6 @@ class PlannedFunction(Protocol):
 
 
 def _check_planned(name: str, function: Any) -> None:
-    """Raise ShardingError unless `function` is a parallelized function."""
     if not hasattr(function, "get_last_executable"):
         raise ShardingError(
             f"`{name}` is a parallelized function, as `parallelize` returns it; got a {type(function).__name__}."
@@ -273,16 +267,16 @@ def _check_planned(name: str, function: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CreateStateParallel:
-    """For a function that makes a training state: every leaf is made on the devices where a training step reads it.
+    """For a function that makes a training state: every leaf is made on the devices where the training step reads it.
 
-    `parallelize(init_fn, method=CreateStateParallel(train_step, (batch,)))` plans and compiles the step for the state
-    that `init_fn` returns and for `other_args`. Its calls give the numbers of `jax.jit(init_fn)`, in the shardings that
-    the step reads in place. No device and no host holds the state as a whole.
+        create = parallelize(init_fn, method=CreateStateParallel(train_step, (batch,)))
+        state = create(key)  # the values of jax.jit(init_fn)(key)
+
+    A call plans and compiles `train_step` for this state. No device and no host holds the whole state.
 
     Attributes:
         train_step: a parallelized function whose first argument is the state.
-        other_args: a tuple of its other arguments: arrays, or `jax.ShapeDtypeStruct`s in their place. If there is one
-            other argument, such as a dict of arrays, it may be given by itself.
+        other_args: a tuple of its other arguments: arrays or `jax.ShapeDtypeStruct`s. A single one needs no tuple.
     """
 
     train_step: PlannedFunction
@@ -294,9 +288,9 @@ class CreateStateParallel:
 
 
 def _other_arguments(train_step: Any, given: Any) -> tuple[Any, ...]:
-    """The arguments after the state, where `given` is all of them, or the only one. A tuple may be either.
+    """The arguments after the state. `given` is a tuple of them, or the only one.
 
-    If the step needs one other argument, a tuple of any other length than one is that argument.
+    If the step needs one other argument, a tuple of any length except one is that argument.
     """
     if type(given) not in (tuple, list):
         return (given,)
@@ -313,15 +307,15 @@ def _other_arguments(train_step: Any, given: Any) -> tuple[Any, ...]:
 class FollowParallel:
     """For a function that reads the state of a training step, such as an evaluation: it runs where the state is.
 
-    The function is planned on the meshes of the plan by which `src_func` ran last, with the shardings of all leaves
-    that both read fixed, and each equation runs on the mesh of its parameters. So calls of both may alternate, and no
-    state is moved. A leaf is known by its type and its path. An argument of the function may be a part of the state,
-    and may have another name: `params['w']` is `state.params['w']`, and so is `p['w']` if no leaf elsewhere ends so.
+    The function is planned on the meshes of the plan by which `src_func` ran last. Leaves that both read keep their
+    shardings, and each equation runs on the mesh of its parameters, so calls move no state. Leaves match by type and
+    path. An argument may be a part of the state under another name: `params['w']` is `state.params['w']`. So is
+    `p['w']`, if no other path ends so.
 
     Attributes:
         src_func: a parallelized function that was called or compiled before.
-        num_micro_batches: the parts of the batch that pass through the stages; None for 1.
-        pipeline_schedule: the order of the passes; `inference` for a function that computes no gradients.
+        num_micro_batches: number of equal parts of the batch that pass through the stages; None for 1.
+        pipeline_schedule: the order of the passes; "inference" for a function without gradients.
     """
 
     src_func: PlannedFunction
@@ -334,11 +328,10 @@ class FollowParallel:
         make_schedule(self.pipeline_schedule, PipelineSize(1, 1))  # raises for unknown names
 
     def options(self) -> PlanOptions:
-        """The options besides those that the followed plan decides."""
         return PlanOptions(n_micro_batches=self.num_micro_batches or 1, schedule=self.pipeline_schedule)
 
     def source(self) -> Plan:
-        """The plan that is followed. Raises ShardingError if there is none yet."""
+        """The plan to follow. Raises ShardingError before `src_func` is called or compiled."""
         executable = self.src_func.get_last_executable()
         if executable is None:
             raise ShardingError(
@@ -350,10 +343,10 @@ class FollowParallel:
 
 
 def options_to_follow(method: Method, n_stages: int) -> PlanOptions | None:
-    """The options under which a function may keep to a plan of `n_stages` stages, although its method does not say so.
+    """The options for planning on another plan's meshes, in `n_stages` stages.
 
-    None if the method asks for something that this plan may not have: devices, shardings, layers or stages that the
-    user chose; with `ShardParallel`, no pipeline; with `PipeshardParallel`, a pipeline.
+    None if `method` asks for something that this plan may not have: devices, shardings, layers or stages of the user's
+    choice; for `ShardParallel`, no pipeline; for `PipeshardParallel`, a pipeline.
     """
     match method:
         case AutoParallel(num_micro_batches=n, layer_option=layers):
@@ -363,7 +356,7 @@ def options_to_follow(method: Method, n_stages: int) -> PlanOptions | None:
             is_open = n_stages > 1 and method == PipeshardParallel(num_micro_batches=n, pipeline_schedule=schedule)
             n_micro_batches = n
         case _:
-            # A class of its own, such as `Zero3Parallel`, asks for shardings, and is equal to no `ShardParallel`.
+            # A subclass, such as `Zero3Parallel`, asks for shardings, and is equal to no `ShardParallel`.
             plain = ShardParallel(num_micro_batches=method.num_micro_batches, remat=method.remat)
             is_open = n_stages == 1 and method == plain
             n_micro_batches = method.num_micro_batches or 1
@@ -371,7 +364,8 @@ def options_to_follow(method: Method, n_stages: int) -> PlanOptions | None:
 
 
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
-    """The method that decides as `plan` did, and leaves only the shardings to the solver, under the plan's options.
+    """The method that fixes the decisions of `plan` and leaves only the shardings to the solver, under the plan's
+    options.
 
     It fixes micro-batches, schedule, layers, rematerialisation, stages, submeshes and logical shapes.
     """
@@ -407,11 +401,15 @@ def get_3d_parallel_method(
 ) -> ShardParallel | PipeshardParallel:
     """Fixed degrees of data, operator and pipeline parallelism.
 
-    Every stage is a (data_parallel, operator_parallel) mesh whose first axis splits the batch.
+    Every stage is a (data_parallel, operator_parallel) mesh whose first axis splits the batch. The product of the three
+    degrees is at most the number of devices, else ShardingError is raised.
 
-    data_parallel: -1 for the largest degree that the devices allow.
-    allow_degenerate_into_shard_parallel: whether one stage becomes `ShardParallel` on such a mesh.
-    manual_layer_num: number of layers that `mark_pipeline_boundary` marks in the model; None to find the layers.
+    Args:
+        num_micro_batches: number of equal parts of the batch.
+        data_parallel: -1 for the largest degree that the devices allow.
+        allow_degenerate_into_shard_parallel: whether one stage becomes `ShardParallel` on such a mesh.
+        manual_layer_num: number of layers that `mark_pipeline_boundary` marks; None to find the layers.
+        devices: as in `ShardParallel`.
     """
     check_value("num_micro_batches", num_micro_batches, MicroBatches)
     check_value("data_parallel", data_parallel, Literal[-1] | Count)
@@ -440,7 +438,7 @@ def get_3d_parallel_method(
 
 
 def _first_devices(devices: Devices, cluster: ClusterSpec, submesh: tuple[int, int]) -> Devices:
-    """The first (hosts, devices per host) of the jax devices that the user gave, or else of the cluster."""
+    """The first (hosts, devices per host) of the user's jax devices, or else of the cluster."""
     if devices is None or isinstance(devices, ClusterSpec | LogicalMesh):
         return dataclasses.replace(cluster, num_hosts=submesh[0], devices_per_host=submesh[1])
     return tuple(devices)[: submesh[0] * submesh[1]]
@@ -452,7 +450,7 @@ def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
 
 
 def attention_of(method: Method | FollowingMethod | Plan) -> Attention:
-    """What a method makes of the attentions of a step. A saved plan is for the step as its method made it."""
+    """How a method treats attentions. A saved plan is for the step as its method treated it."""
     match method:
         case Plan():
             return method.stages[0].option.attention
@@ -468,10 +466,7 @@ def attention_of(method: Method | FollowingMethod | Plan) -> Attention:
 
 
 def _with_attention(stages: StageOption, attention: Attention) -> StageOption:
-    """Options of stages, with the attention of the method.
-
-    Raises ShardingError for a stage that asks for another one: the step is the same for all stages.
-    """
+    """`stages` with the method's attention. Raises ShardingError for a stage that asks for another one."""
     match stages:
         case UniformStageOption(submesh_autosharding_option=AutoShardingOption() as option):
             own = [option.attention]
@@ -494,7 +489,7 @@ def _with_attention(stages: StageOption, attention: Attention) -> StageOption:
 
 
 Method = ShardParallel | PipeshardParallel | AutoParallel
-#: Methods that keep to the plan of another function.
+#: Methods that follow the plan of another function.
 FollowingMethod = CreateStateParallel | FollowParallel
 
 
@@ -511,18 +506,17 @@ for _kind in (*get_args(Method), DataParallel, Zero2Parallel, Zero3Parallel, *ge
 
 @runtime_checkable
 class StepMethod(Protocol):
-    """A method whose options depend on the structure of the step, as do PartitionSpecs in a pytree."""
+    """A method whose options depend on the step, such as PartitionSpecs in a pytree of its arguments."""
 
     def options_for(self, step: TracedStep) -> PlanOptions: ...
 
 
 def options_for(method: Method, step: TracedStep) -> PlanOptions:
-    """What a method asks of the planner for this step."""
     return method.options_for(step) if isinstance(method, StepMethod) else method.options()
 
 
 def axis_names_of(method: Method | FollowingMethod | Plan) -> tuple[str, ...]:
-    """The names that bare PartitionSpecs in a step may use for mesh axes."""
+    """The names of mesh axes that bare PartitionSpecs in a step may use."""
     match method:
         case CreateStateParallel():
             return ()
@@ -534,13 +528,13 @@ def axis_names_of(method: Method | FollowingMethod | Plan) -> tuple[str, ...]:
 
 
 def check_method(method: Any) -> None:
-    """Raise ShardingError, which says what to write, for what is no parallel method and no plan."""
+    """Raise ShardingError, with the correction, unless `method` is a parallel method or a plan."""
     if isinstance(method, Method | FollowingMethod | Plan):
         return
     if isinstance(method, type) and issubclass(method, Method | FollowingMethod):
         raise ShardingError(f"`method` is the class `{method.__name__}`. Make an object of it: `{method.__name__}()`.")
 
-    # Names as other libraries have them: `method="pipeshard"`.
+    # Other libraries take names, such as `method="pipeshard"`.
     if isinstance(method, str):
         classes = (AutoParallel, DataParallel, PipeshardParallel, ShardParallel, Zero2Parallel, Zero3Parallel)
         plain = method.lower().replace("_", "").replace("-", "").removesuffix("parallel")

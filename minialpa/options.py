@@ -1,4 +1,7 @@
-"""Options of planning. Fields have Alpa's names if they have Alpa's meaning."""
+"""Options of planning: the user's choices go in and are checked; `PlanOptions` for the planner comes out of a method.
+
+Fields with Alpa's meaning have Alpa's names.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from minialpa.field_types import Count, NotNegative, check_fields
 from minialpa.sharding import AXIS_NAMES
 from minialpa.support.divisors import divisors
 
-#: The treatment of the attentions of a step.
+#: See `AutoShardingOption.attention`.
 Attention = Literal["auto", "fused", "written"]
 
 PlanningEffort = Literal["fast", "balanced", "proof"]
 #: Steps of the training run that each effort assumes.
 PLANNED_STEPS: dict[PlanningEffort, float] = {"fast": 100, "balanced": 10_000, "proof": math.inf}
-#: Under "proof", the solver may take so many times its limit.
+#: Multiplies the solver's time limit under "proof".
 _PROOF_TIMES = 10.0
 
 
@@ -31,36 +34,33 @@ class AutoShardingOption:
     """How the operators of one stage may be sharded. Options that contradict each other raise ShardingError.
 
     Attributes:
-        enable_auto_sharding: False computes everything on every device, and replicates all arguments and results but
-            those in `fixed_specs`.
+        enable_auto_sharding: False computes everything on every device. Only leaves in `fixed_specs` are sharded.
         allow_all_gather: whether an all-gather may reshard a value.
         allow_all_to_all: whether an all-to-all may reshard a value.
         allow_replicated_parameters: False shards every parameter that can be sharded.
         force_data_parallel: split the examples over all devices, and replicate everything else.
-        force_batch_dim_to_mesh_dim: the one mesh axis that splits the examples. An axis of length 1 splits nothing.
+        force_batch_dim_to_mesh_dim: the one mesh axis that splits the examples. Without effect if its length is 1.
         force_zero_stage_3: `force_data_parallel` and `prefer_reduce_scatter`, with sharded parameters.
-        prefer_reduce_scatter: store the optimizer state in as many parts as there are devices, and update it part by
-            part: gradients are reduce-scattered (ZeRO-2 under data parallelism). Arrays that no number of devices
-            divides are replicated.
-        fixed_specs: PartitionSpecs for arguments and results, as a mapping or pairs. Keys are paths, as
-            `Plan.input_specs` and `Plan.output_specs` list them; `*` stands for any text. The first key that matches a
-            path counts, and each key must match one. Axes have the names in `axis_names`, or else "x" and "y" (1-D:
-            "x").
-        axis_names: names of the axes of the logical mesh, for `fixed_specs`, for `received_axes`, and for bare
-            PartitionSpecs in `jax.lax.with_sharding_constraint`. A mesh of fewer axes has the last of them. An axis
-            that only other stages have splits nothing.
-        received_axes: pairs of an axis and a dimension. Values from other meshes are split only along this dimension,
-            over this axis, if the mesh has it and its length divides the dimension. Empty: the planner decides.
+        prefer_reduce_scatter: shard the optimizer state over all devices, and update each shard from reduce-scattered
+            gradients (ZeRO-2 under data parallelism). Arrays that no number of devices divides are replicated.
+        fixed_specs: PartitionSpecs by path of argument or result (see `Plan.input_specs`), as a mapping or pairs. In a
+            path, `*` stands for any text. The first matching key counts, and each key must match. Axes are named by
+            `axis_names`, by default "x" and "y".
+        axis_names: names of the axes of the logical mesh, for `fixed_specs`, `received_axes`, and bare PartitionSpecs
+            in `jax.lax.with_sharding_constraint`. A mesh of fewer axes has the last names. An axis that only other
+            stages have splits no value.
+        received_axes: (axis, dimension) pairs. Values from other meshes are split only along this dimension over this
+            axis, if the mesh has the axis and its length divides the dimension. Empty: the planner decides.
         memory_limit_bytes: bytes per device for parameters, optimizer state, gradients, activations and temporaries
             together; None for the device's memory.
-        planning_effort: the time that planning may take. Under "balanced", it is in proportion to a training run of
-            10,000 steps; under "fast", of 100 steps. "proof" goes on to the cheapest shardings or the limit below.
-        solver_time_limit_s: most nominal seconds for the solver of one stage, ten times as many under "proof". The
-            solver counts work, so a plan does not depend on how busy the machine is.
+        planning_effort: how long planning may take: in proportion to a training run of 100 steps ("fast") or 10,000
+            steps ("balanced"), or up to optimal shardings or the time limit ("proof").
+        solver_time_limit_s: most nominal seconds for the solver of one stage, ten times as many under "proof". They
+            count work, so a plan does not depend on the load of the machine.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
-        attention: the attentions of the step that become one operation, whose memory grows linearly with the number of
-            positions: "fused" for all recognised ones, "auto" for attentions with more than 128 * 128 scores per head,
-            "written" for none. The whole step has one setting.
+        attention: which attentions become one operation, whose memory is linear in the number of positions: "fused" all
+            recognised ones, "auto" those with more than 128 * 128 scores per head, "written" leaves the step unchanged.
+            Equal for all stages.
     """
 
     enable_auto_sharding: bool = True
@@ -73,12 +73,12 @@ class AutoShardingOption:
     prefer_reduce_scatter: bool = False
     fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
     memory_limit_bytes: float | None = None
-    planning_effort: PlanningEffort = field(default="balanced", metadata={"may_be_missing": True})
+    planning_effort: PlanningEffort = "balanced"
     solver_time_limit_s: NotNegative = 20.0
-    keep_constraints: bool = field(default=True, metadata={"may_be_missing": True})
-    attention: Attention = field(default="auto", metadata={"may_be_missing": True})
-    axis_names: tuple[str, ...] = field(default=(), metadata={"may_be_missing": True})
-    received_axes: tuple[tuple[str, int], ...] = field(default=(), metadata={"may_be_missing": True})
+    keep_constraints: bool = True
+    attention: Attention = "auto"
+    axis_names: tuple[str, ...] = ()
+    received_axes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -94,28 +94,25 @@ class AutoShardingOption:
 
     @property
     def data_parallel(self) -> bool:
-        """Whether all devices split the examples, and no other dimension."""
         return self.force_data_parallel or self.force_zero_stage_3
 
     @property
     def sharded_update(self) -> bool:
-        """Whether each device updates its own part of the optimizer state."""
+        """Whether each device updates its own shard of the optimizer state."""
         return self.prefer_reduce_scatter or self.force_zero_stage_3
 
     @property
     def set_names(self) -> tuple[str, ...]:
-        """Names of the options that differ from the default."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
     @property
     def fixed_pairs(self) -> tuple[tuple[str, PartitionSpec], ...]:
-        """`fixed_specs`, as pairs."""
         assert isinstance(self.fixed_specs, tuple), self.fixed_specs
         return self.fixed_specs
 
     @property
     def named_axes(self) -> set[str]:
-        """The names that `fixed_specs` and `received_axes` use."""
+        """The axes that `fixed_specs` and `received_axes` name."""
         entries = [entry for _, partition in self.fixed_pairs for entry in partition]
         in_specs = [name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))]
         return {name for name in in_specs if isinstance(name, str)} | {name for name, _ in self.received_axes}
@@ -133,24 +130,23 @@ class AutoShardingOption:
         return self.axis_names[len(self.axis_names) - n_axes :]
 
     def for_any_batch(self) -> AutoShardingOption:
-        """These options without constraints on the examples."""
         return replace(self, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None)
 
     def without_constraints(self) -> AutoShardingOption:
-        """These options without the `with_sharding_constraint`s of the step."""
         return replace(self, keep_constraints=False)
 
     @property
     def solver_limit_s(self) -> float:
-        """Nominal seconds for the solver of one stage, with the effort."""
         return self.solver_time_limit_s * (_PROOF_TIMES if self.planning_effort == "proof" else 1.0)
 
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
-        """Bytes per device that a plan may use; None without a limit."""
+        """Bytes per device that a plan may use; None for no limit."""
         return self.memory_limit_bytes or (device.memory_bytes if device else None)
 
     def of_method(self, name: str) -> AutoShardingOption:
-        """These options under the data parallel method `name`. Raises ShardingError if they contradict it."""
+        """These options with the fields of the data parallel method `name`. Raises ShardingError if they contradict
+        it.
+        """
         for field_name, value in DATA_PARALLEL_METHODS[name].items():
             given = getattr(self, field_name)
             if given not in (value, getattr(AutoShardingOption(), field_name)):
@@ -162,13 +158,11 @@ class AutoShardingOption:
 
     @property
     def forbidden_collectives(self) -> tuple[str, ...]:
-        """Kinds of collectives that may not reshard a value."""
         allowed = {"all-gather": self.allow_all_gather, "all-to-all": self.allow_all_to_all}
         return tuple(kind for kind, is_allowed in allowed.items() if not is_allowed)
 
 
 def _check_together(option: AutoShardingOption) -> None:
-    """Raise ShardingError for two options that cannot both hold."""
     named = {"force_zero_stage_3": option.force_zero_stage_3, "force_data_parallel": option.force_data_parallel}
     forced = next((name for name, is_set in named.items() if is_set), None)
     if forced and not option.allow_replicated_parameters and not option.force_zero_stage_3:
@@ -189,7 +183,7 @@ def _contradiction(option: str, does: str, other: str) -> ShardingError:
     return ShardingError(f"`{option}` {does}, and `{other}` asks for something else. Leave one of them out.")
 
 
-#: The fields of `AutoShardingOption` that each data parallel method by name stands for.
+#: Fields of `AutoShardingOption` that each data parallel method sets.
 DATA_PARALLEL_METHODS: Mapping[str, Mapping[str, Any]] = {
     "DataParallel": {"force_data_parallel": True, "prefer_reduce_scatter": False, "force_zero_stage_3": False},
     "Zero2Parallel": {"force_data_parallel": True, "prefer_reduce_scatter": True, "force_zero_stage_3": False},
@@ -197,10 +191,9 @@ DATA_PARALLEL_METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-#: Rematerialisation: a layer keeps all values for its backward pass (`none`), only the results of matrix products and
-#: convolutions (`dots`), or no values (`full`). The backward pass recomputes the rest.
+#: What the backward pass of a layer recomputes, see `ManualLayerOption`.
 Remat = Literal["none", "dots", "full"]
-#: The options of users: True means `full`, False `none`, and with `auto` the planner chooses.
+#: The choices of users.
 RematChoice = Remat | Literal["auto"] | bool
 
 
@@ -209,8 +202,9 @@ class ManualLayerOption:
     """Layers end at `mark_pipeline_boundary()`.
 
     Attributes:
-        remat: the rematerialisation of each layer, see `Remat`; True means `full`, False `none`. `auto` takes the
-            fastest choice that fits in memory.
+        remat: what the backward pass of each layer recomputes: no value ("none" or False), all values except results of
+            matrix products and convolutions ("dots"), or all values ("full" or True). "auto": the fastest choice that
+            fits in memory.
     """
 
     remat: RematChoice = False
@@ -221,13 +215,13 @@ class ManualLayerOption:
 
 @dataclass(frozen=True, slots=True)
 class AutoLayerOption:
-    """Cluster the forward equations into `layer_num` layers of about equal work with few bytes between them.
+    """Cluster the forward equations into layers of about equal work with few bytes between them.
 
     Attributes:
-        layer_num: number of layers. "auto" takes as many as the model has blocks that repeat, up to 64; without such
-            blocks, 16.
-        eps: a layer has at most (1 + eps), and where possible at least (1 - eps), of an equal share of the floating
-            point operations.
+        layer_num: number of layers. "auto": as many as the model has repeated blocks, at most 64; without such blocks,
+            16.
+        eps: a layer has at most (1 + eps) times, and where possible at least (1 - eps) times, an equal share of the
+            floating point operations.
         remat: as in `ManualLayerOption`.
     """
 
@@ -241,12 +235,12 @@ class AutoLayerOption:
 
 @dataclass(frozen=True, slots=True)
 class FixedLayerOption:
-    """The layers that a plan has.
+    """The layers of a plan.
 
     Attributes:
         layer_of_group: the layer of each forward group.
         remat: the rematerialisation of each layer.
-        row_blocks: the rows of each block into which scans over layers are cut, see `Plan`.
+        row_blocks: the rows of each block of a scan over layers, see `Plan`.
     """
 
     layer_of_group: tuple[int, ...]
@@ -260,20 +254,19 @@ LogicalSpace = Literal["all", "same_as_physical", "data_parallel_only", "model_p
 
 @dataclass(frozen=True, slots=True)
 class AutoStageOption:
-    """Search stages, submeshes and their logical shapes. Raises ShardingError for values that it does not know.
+    """Search stages, submeshes and their logical shapes. Raises ShardingError for unknown values.
 
     Attributes:
-        submesh_physical_shape_space: `power_of_two` devices within a host, or `power_of_two` whole hosts; `all`
-            numbers of them; or only these submeshes, as pairs of (hosts, devices per host).
-        submesh_logical_shape_space: `all` factorisations of a submesh; `same_as_physical`, its hosts and their devices;
-            `data_parallel_only`, all devices split the examples; `model_parallel_only`, none does. The last two stand
-            for (n, 1) and (1, n) with `force_batch_dim_to_mesh_dim=0`.
-        tolerance: the search may miss stages that are faster than its answer by this fraction of the step time.
-        cached_costs: path of a JSON file with costs of parts of models, keyed by their content. A search reads it and
-            adds new costs; None for no file.
-        planned_steps: the number of steps of the training run; None for the number that `planning_effort` assumes. A
-            step becomes one stage without a search if so many steps cannot repay the time of a search. `math.inf`
-            always searches.
+        submesh_physical_shape_space: a power of two of devices within a host or of whole hosts ("power_of_two"), any
+            number of these ("all"), or listed pairs of (hosts, devices per host).
+        submesh_logical_shape_space: "all" factorisations; "same_as_physical" for (hosts, devices per host);
+            "data_parallel_only" for (n, 1), where all devices split the examples; "model_parallel_only" for (1, n),
+            where they do not. The last two set `force_batch_dim_to_mesh_dim=0`.
+        tolerance: the search may miss stages that are faster by this fraction of the step time.
+        cached_costs: a JSON file of costs of parts of models, keyed by content, which a search reads and extends; None
+            for no file.
+        planned_steps: number of steps of the training run; None for the number that `planning_effort` assumes. If they
+            cannot repay the time of a search, the step becomes one stage. `math.inf` always searches.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
@@ -312,14 +305,14 @@ class AutoStageOption:
 
 @dataclass(frozen=True, slots=True)
 class ManualStageOption:
-    """Stages given by hand.
+    """Stages given by hand, with one entry per stage in each field.
 
     Attributes:
-        forward_stage_layer_ids: the layers of each stage. They are neighbours, except under the schedule
-            `1f1b-interleaved`, where runs of layers go round the stages several times, as in [[0, 2], [1, 3]].
+        forward_stage_layer_ids: the layers of each stage, which are neighbours. Under the schedule "1f1b-interleaved",
+            runs of layers go round the stages several times, as in [[0, 2], [1, 3]].
         submesh_physical_shapes: (hosts, devices per host) of each stage.
         submesh_logical_shapes: the mesh shape of each stage.
-        submesh_autosharding_option_dicts: for each stage, fields of `AutoShardingOption` that differ from the default.
+        submesh_autosharding_option_dicts: fields of each stage's `AutoShardingOption` that differ from the default.
     """
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
@@ -336,11 +329,11 @@ class UniformStageOption:
     """Equal stages on equal submeshes.
 
     Attributes:
-        num_stages: None for the largest number up to that of the layers which divides the devices.
+        num_stages: None for the largest divisor of the number of devices, up to the number of layers.
         submesh_physical_shape: (hosts, devices per host) of each stage; None for an equal share of the devices.
         submesh_logical_shape: the mesh shape of each stage; None for one axis.
-        submesh_autosharding_option: constraints on the shardings of each stage; None for those of the method.
-        num_chunks: runs of layers in each stage; more than one needs the schedule `1f1b-interleaved`.
+        submesh_autosharding_option: constraints on the shardings; None for the method's constraints.
+        num_chunks: runs of layers in each stage. More than one needs the schedule "1f1b-interleaved".
     """
 
     num_stages: Count | None = None
@@ -358,14 +351,13 @@ StageOption = AutoStageOption | ManualStageOption | UniformStageOption
 
 
 def remats(option: LayerOption, n_layers: int) -> tuple[tuple[Remat, ...], ...]:
-    """The choices that the option leaves: each is the rematerialisation of `n_layers` layers."""
+    """The choices that `option` leaves: each lists the rematerialisation of `n_layers` layers."""
     if isinstance(option, FixedLayerOption):
         return (option.remat,)
     return tuple((remat,) * n_layers for remat in remats_of(option.remat))
 
 
 def remats_of(choice: RematChoice) -> tuple[Remat, ...]:
-    """The values that a choice allows."""
     if choice == "auto":
         return ("none", "dots", "full")
     if isinstance(choice, bool):
@@ -378,21 +370,19 @@ class PlanOptions:
     """The options of a method for the planner.
 
     Attributes:
-        n_micro_batches: number of micro-batches, unless `choose_micro_batches` leaves it open.
-        schedule: name of the pipeline schedule.
+        n_micro_batches: number of micro-batches, unless `choose_micro_batches` is set.
         layers: how the step is cut into layers; None for a step without pipeline.
         stages: how layers become stages; None for a step without pipeline.
-        sharding: constraints on the shardings.
         logical_shape: the mesh shape of a step without pipeline; None for one axis.
         submesh: (hosts, devices per host) of a step without pipeline; None for the whole cluster.
-        remat: the rematerialisation of a step without pipeline; `auto` uses it only if memory is short.
+        remat: the rematerialisation of a step without pipeline; "auto" uses it only if memory is short.
         choose_micro_batches: a search chooses their number among the divisors of the batch.
-        choose_schedule: a search may interleave the stages that it finds, if `schedule` is "1f1b".
+        choose_schedule: a search may interleave its stages, if `schedule` is "1f1b".
         use_all_devices: False lets a search leave devices idle.
-        keep_rows: in a step of several loops over the micro-batches, whether rows that later loops read are kept (True)
-            or computed again (False); None for whichever is faster and fits.
-        cast_once: with several micro-batches, whether weights are cast to the types that passes read them in once per
-            step (True) or in each pass (False); None for whichever is faster and fits.
+        keep_activations: in a step of several loops over micro-batches, whether values that later loops read are kept
+            (True) or recomputed (False); None for the faster choice that fits.
+        cast_once: with several micro-batches, whether weights are cast to the types of their readers once per step
+            (True) or in each pass (False); None for the faster choice that fits.
     """
 
     n_micro_batches: int = 1
@@ -406,11 +396,10 @@ class PlanOptions:
     choose_micro_batches: bool = False
     choose_schedule: bool = False
     use_all_devices: bool = True
-    keep_rows: bool | None = None
+    keep_activations: bool | None = None
     cast_once: bool | None = None
 
     def relaxed(self, relax: Callable[[AutoShardingOption], AutoShardingOption]) -> PlanOptions:
-        """These options with relaxed sharding options."""
         stages = self.stages
         if isinstance(stages, UniformStageOption) and stages.submesh_autosharding_option is not None:
             stages = replace(stages, submesh_autosharding_option=relax(stages.submesh_autosharding_option))
@@ -418,7 +407,7 @@ class PlanOptions:
 
     @property
     def sharding_options(self) -> tuple[AutoShardingOption, ...]:
-        """The sharding options of the method and of stages; for stages by hand, only names of arguments and axes."""
+        """The sharding options of method and stages. Options of manual stages have only names of arguments and axes."""
         options = [self.sharding]
         if isinstance(self.stages, UniformStageOption) and self.stages.submesh_autosharding_option is not None:
             options.append(self.stages.submesh_autosharding_option)
@@ -430,11 +419,9 @@ class PlanOptions:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The names of mesh axes in any stage."""
         return tuple(dict.fromkeys(name for option in self.sharding_options for name in option.axis_names))
 
     def micro_batch_choices(self, batch_size: int | None) -> tuple[int, ...]:
-        """Numbers of micro-batches to choose from."""
         if not self.choose_micro_batches:
             return (self.n_micro_batches,)
         return divisors(batch_size or 1)

@@ -1,9 +1,9 @@
 """Pytrees that hold more than arrays: functions, and modules of equinox and flax.nnx, as arguments and results.
 
-`hide_static` puts a node without leaves in the place of each function, so that all leaves are arrays, and two pytrees
-with equal functions have equal structures; `show_static` is the inverse. `split_graph` turns modules of flax.nnx, which
-a step changes in place, into values that go through the step, and `GraphArguments` makes modules of these inside it.
-Neither library is imported here: values of it can only be there if the user has imported it.
+`hide_static` replaces each function by a node without leaves: all leaves are arrays, and equal functions give equal
+structures. `split_graph` replaces modules of flax.nnx, which a step changes in place, by values, and `GraphArguments`
+makes modules of these inside the step. This module imports neither library: their values exist only if the user
+imported it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 from minialpa.support.identity import ById
 
-#: Stands for a leaf.
 _PLACE = object()
 _ARRAYS = jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray | np.ndarray | np.generic | RemoteArray
 
@@ -32,26 +31,21 @@ _ARRAYS = jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray | np.ndarray |
 @jax.tree_util.register_static
 @dataclass(frozen=True, slots=True)
 class StaticLeaf:
-    """A value that is part of a pytree's structure. Equal only to one of the same type, since `1 == True`.
-
-    Attributes:
-        value: the value, which has a hash.
-        kind: its type.
-    """
+    """A value that is part of a pytree's structure. `kind`, its type, keeps 1 and True apart."""
 
     value: Any
     kind: type
 
 
 def hide_static(tree: Any) -> Any:
-    """The pytree with a `StaticLeaf` in the place of each function, and of all in equinox modules that is no array."""
+    """The pytree with a `StaticLeaf` for each function, and for each leaf of an equinox module that is no array."""
     leaves, structure = jax.tree.flatten(tree)
     hidden = hide_leaves(leaves, leaves_in_modules(tree))
     return tree if hidden is leaves else jax.tree.unflatten(structure, hidden)
 
 
 def hide_leaves(leaves: list[Any], in_modules: list[bool] | None) -> list[Any]:
-    """`hide_static` for leaves, of which some are `in_modules`; the same list if there is nothing to hide."""
+    """`hide_static` for leaves; `in_modules` comes from `leaves_in_modules`. The same list if all leaves stay."""
     if in_modules is None and not any(map(callable, leaves)):
         return leaves
     inside = in_modules or [False] * len(leaves)
@@ -59,7 +53,7 @@ def hide_leaves(leaves: list[Any], in_modules: list[bool] | None) -> list[Any]:
 
 
 def leaves_in_modules(tree: Any) -> list[bool] | None:
-    """For each leaf, whether it is inside an equinox module; None if there is no such module."""
+    """Whether each leaf is inside an equinox module; None without such modules."""
     module = getattr(sys.modules.get("equinox"), "Module", None)
     if module is None:
         return None
@@ -76,8 +70,8 @@ def _hidden(leaf: Any, in_module: bool) -> Any:
         hash(leaf)
     except TypeError as error:
         raise TraceError(
-            f"A leaf of the arguments or results is a {type(leaf).__name__}, which has no hash: {leaf!r}. What is no "
-            "array is part of the program, and is compared by its hash. Use a value with a hash, or an array."
+            f"A leaf of the arguments or results is a {type(leaf).__name__}, which has no hash: {leaf!r}. Leaves that "
+            "are not arrays are part of the program and are compared by hash. Use a hashable value, or an array."
         ) from error
     return StaticLeaf(leaf, type(leaf))
 
@@ -88,8 +82,10 @@ def show_static(tree: Any) -> Any:
 
 
 def with_static(tree: PyTreeDef) -> tuple[list[Any], PyTreeDef, tuple[int, ...]]:
-    """A pytree with the value of each `StaticLeaf` as a leaf: its leaves, its structure, and where the leaves of `tree`
-    are among them, which are None."""
+    """A pytree with the value of each `StaticLeaf` as a leaf: leaves, structure, and positions of the leaves of `tree`.
+
+    The leaves of `tree` are None.
+    """
     shown_tree = show_static(jax.tree.unflatten(tree, [_PLACE] * tree.num_leaves))
     values, structure = jax.tree.flatten(shown_tree)
     places = tuple(i for i, value in enumerate(values) if value is _PLACE)
@@ -105,10 +101,10 @@ def _is_static(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GraphArguments:
-    """The modules among the arguments of a call: flax.nnx keeps them as a graph, whose values the step may replace.
+    """The flax.nnx modules among the arguments of a call, whose values the step may replace.
 
     Attributes:
-        graph: the structure of all of them together, since they may share variables.
+        graph: the structure of all modules together, since they may share variables.
         names: the positions or names of these arguments.
     """
 
@@ -116,26 +112,26 @@ class GraphArguments:
     names: tuple[int | str, ...]
 
     def merge(self, values: Mapping[int | str, Any]) -> tuple[Any, ...]:
-        """New modules with these values, in the order of `names`."""
+        """New modules with these values."""
         nnx = sys.modules["flax.nnx"]
         states = nnx.State({i: values[name] for i, name in enumerate(self.names)})
         modules: tuple[Any, ...] = nnx.merge(self.graph, states)
         return modules
 
     def values_of(self, modules: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the modules hold after a step. Raises TraceError if they have another structure than before."""
+        """The values of the modules after a step. Raises TraceError if their structure has changed."""
         graph, values = _split(modules)
         if graph != self.graph:
             raise TraceError(
                 "The step changes an nnx module in more than the values of its variables: it sets an attribute, as "
                 "`model.eval()` and `model.train()` do, or adds, removes or shares variables or submodules. Do that "
-                "before the step; `eval` also works in it on a copy, `nnx.clone(model)`."
+                "before the step; inside the step, call `eval` on a copy, `nnx.clone(model)`."
             )
         return values
 
 
 def split_graph(named: Mapping[int | str, Any]) -> tuple[dict[int | str, Any], GraphArguments | None]:
-    """Arguments, in which values stand for modules of flax.nnx, and the structure of these modules if there are any."""
+    """The arguments, with values for modules of flax.nnx, and the structure of these modules, None without any."""
     node = graph_node_class()
     if node is None:
         return dict(named), None
@@ -152,13 +148,13 @@ def _split(modules: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def update_modules(modules: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-    """Give the caller's modules the values that a step has computed for them."""
+    """Give the caller's modules the values that a step has computed."""
     nnx = sys.modules["flax.nnx"]
     nnx.update(modules, nnx.State(dict(enumerate(values))))
 
 
 def check_no_graph(tree: Any, what: str) -> None:
-    """Raise TraceError if a module of flax.nnx is inside `tree`, where a change of it would be lost."""
+    """Raise TraceError if `tree` contains a module of flax.nnx, because changes of it would be lost."""
     node = graph_node_class()
     if node is None:
         return
@@ -166,13 +162,13 @@ def check_no_graph(tree: Any, what: str) -> None:
     found = next(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)), None)
     if found is not None:
         raise TraceError(
-            f"{what} holds an nnx {type(found).__name__}, and only modules that are whole arguments are updated in "
-            "place. Pass it as an argument of its own and do not return it, or use `nnx.split` and `nnx.merge`."
+            f"{what} holds an nnx {type(found).__name__}, but only modules that are whole arguments are updated in "
+            "place. Pass it as a separate argument and do not return it, or use `nnx.split` and `nnx.merge`."
         )
 
 
 def variables_in(tree: Any) -> list[tuple[Any, list[Any]]]:
-    """The variables of flax.nnx in a pytree that are in no module, as in an `nnx.State`, with their arrays."""
+    """The flax.nnx variables of a pytree that are in no module, as in an `nnx.State`, with their arrays."""
     kind = variable_class()
     if kind is None:
         return []
@@ -181,9 +177,9 @@ def variables_in(tree: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def check_returned(variables: list[tuple[Any, list[Any]]], result: Any) -> None:
-    """Raise TraceError if a step has changed one of these variables, which are copies of the caller's, for itself only.
+    """Raise TraceError if a step changes one of these variables, which are copies, and does not return the new value.
 
-    A new value that is in the result, as in `nnx.state(model)` of a model that was merged from them, is not lost.
+    `nnx.state(model)` of a model merged from the variables returns it, too.
     """
     changed = [
         (variable, now)
@@ -198,17 +194,16 @@ def check_returned(variables: list[tuple[Any, list[Any]]], result: Any) -> None:
         if not returned.issuperset(map(ById, now)):
             raise TraceError(
                 f"The step changes an nnx {type(variable).__name__} in place that is in no module, and the change "
-                "would be lost. Pass the module that has it, or return the new value."
+                "would be lost. Pass the module that contains it, or return the new value."
             )
 
 
 def graph_node_class() -> type | None:
-    """The class of all modules and optimizers of flax.nnx, if it has been imported."""
+    """The class of all modules and optimizers of flax.nnx, if imported."""
     found = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
     return found if isinstance(found, type) else None
 
 
 def variable_class() -> type | None:
-    """The class of all variables of flax.nnx, if it has been imported."""
     found = getattr(sys.modules.get("flax.nnx"), "Variable", None)
     return found if isinstance(found, type) else None

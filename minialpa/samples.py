@@ -1,9 +1,8 @@
-"""Batches of the samples of a data set, which a function reads in whichever process needs them.
+"""Batches of a data set that a user's function reads, in the process that needs them.
 
-`SampleBatches` counts through the samples of a data set, epoch by epoch. Each batch is read in this process, or stands
-for samples that other processes will read: then its leaves are `UnreadArray`s, which know their shapes and the samples.
-What a sample holds may not depend on where it is read, so the order of samples is the same in both cases: batch k of an
-epoch has the samples from k * batch_size on.
+`SampleBatches` counts through the samples, epoch by epoch. It reads a batch in this process, or returns `UnreadArray`s,
+which know their shapes and samples, for other processes to read. Batch k of an epoch always has the samples from k *
+batch_size on, so the function must return the same samples in every process.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from minialpa.arrays import RemoteArray
 from minialpa.errors import MinialpaError
 
 ReadSamples = Callable[[int, int, int], Iterable[Any]]
-"""(start, end, batch_size) -> the batches of the samples from `start` to `end`."""
+"""(start, end, batch_size) -> the batches of the samples from `start` up to `end`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchForm:
-    """What all batches of a data set have in common.
+    """The common structure of all batches of a data set.
 
     Attributes:
         tree: their pytree, as text.
@@ -39,44 +38,39 @@ class BatchForm:
 
 
 class SampleFunction:
-    """A function that reads samples. Workers keep it for as long as this object lives."""
+    """A function that reads samples. Workers keep it while this object lives."""
 
     def __init__(self, read: ReadSamples) -> None:
         self.read = read
 
 
 def read_samples(read: ReadSamples, start: int, stop: int, form: BatchForm) -> list[np.ndarray[Any, Any]]:
-    """The leaves of one batch that holds the samples from `start` to `stop`.
+    """The leaves of the batch of samples from `start` up to `stop`.
 
     Raises MinialpaError if the function returns no such batch.
     """
     call = f"input_iter_func({start}, {stop}, {stop - start})"
     batch = next(iter(read(start, stop, stop - start)), None)
     if batch is None:
-        raise MinialpaError(f"`{call}` returned no batch. It has to return one of {stop - start} examples.")
+        raise MinialpaError(f"`{call}` returned no batch. It must return a batch of {stop - start} examples.")
 
     found, tree = jax.tree.flatten(batch)
     if str(tree) != form.tree:
-        raise MinialpaError(f"`{call}` returned a batch with the structure {tree}, and the first one had {form.tree}.")
+        raise MinialpaError(
+            f"`{call}` returned a batch with the structure {tree}, but the first batch has {form.tree}."
+        )
     leaves = [np.asarray(leaf) for leaf in found]
     for leaf, shape, dtype in zip(leaves, form.shapes, form.dtypes, strict=True):
         if leaf.shape != (stop - start, *shape) or leaf.dtype != dtype:
             raise MinialpaError(
-                f"`{call}` returned an array of shape {leaf.shape} and dtype {leaf.dtype}, where batches have examples "
-                f"of shape {shape} and dtype {dtype}. It has to return {stop - start} of these."
+                f"`{call}` returned an array of shape {leaf.shape} and dtype {leaf.dtype}. Examples of the first batch "
+                f"have shape {shape} and dtype {dtype}: it must return {stop - start} of these."
             )
     return leaves
 
 
 class UnreadBatch:
-    """A batch that is still to be read.
-
-    Attributes:
-        function: reads it.
-        first: its first sample.
-        size: how many samples it has.
-        form: what it is made of.
-    """
+    """`size` samples from `first` on, not read yet."""
 
     def __init__(self, function: SampleFunction, first: int, size: int, form: BatchForm) -> None:
         self.function, self.first, self.size, self.form = function, first, size, form
@@ -84,7 +78,7 @@ class UnreadBatch:
         self._leaves: list[Any] | None = None
 
     def read(self) -> list[Any]:
-        """The leaves, read in this process, once."""
+        """The leaves, which this process reads once."""
         with self._lock:
             if self._leaves is None:
                 self._leaves = read_samples(self.function.read, self.first, self.first + self.size, self.form)
@@ -92,15 +86,10 @@ class UnreadBatch:
 
 
 class UnreadArray(RemoteArray):
-    """One leaf of a batch that is still to be read. Asking for its value reads the batch in this process.
-
-    Attributes:
-        batch: the batch.
-        leaf: the number of the leaf in it.
-    """
+    """Leaf number `leaf` of an unread batch. Asking for its value reads the batch in this process."""
 
     def __init__(self, batch: UnreadBatch, leaf: int, kind: Any) -> None:
-        """kind: the type that jax gives the leaf."""
+        """kind: the aval of the leaf in jax."""
         self.batch, self.leaf = batch, leaf
         self.shape, self.dtype, self.weak_type = kind.shape, kind.dtype, kind.weak_type
 
@@ -126,9 +115,9 @@ class SampleBatches(Iterator[Any]):
         repeats: bool,
         is_read_elsewhere: Callable[[], bool],
     ) -> None:
-        """read: as `ReadSamples`. repeats: whether another epoch begins where one ends.
+        """repeats: whether an epoch follows the last batch of an epoch.
 
-        is_read_elsewhere: asked before each batch: whether other processes are to read it, if they can.
+        is_read_elsewhere: called before each batch; whether other processes read it, if they can.
         """
         self._function = SampleFunction(read)
         self._n_samples, self._batch_size, self._repeats = n_samples, batch_size, repeats
@@ -157,7 +146,7 @@ class SampleBatches(Iterator[Any]):
             return self._unread(first)
         batch = self._read_here(first, size)
         self._next += 1
-        if batch is None:  # the function leaves out a smaller batch at the end of an epoch
+        if batch is None:  # the function omits a smaller last batch of an epoch
             return next(self)
         if size == self._batch_size and self._form is None:
             self._form = _form_of(batch, size)
@@ -170,9 +159,10 @@ class SampleBatches(Iterator[Any]):
         return jax.tree.unflatten(tree, [UnreadArray(batch, i, kind) for i, kind in enumerate(kinds)])
 
     def _read_here(self, first: int, size: int) -> Any:
-        """The batch from sample `first` on, read by the iterator that has read the one before it, or else by a new one.
+        """The batch from sample `first` on, from the iterator that returned the batch before it, or from a new
+        iterator.
 
-        None if the function ends in place of a last batch that is smaller than the others.
+        None if the function ends before a last batch that is smaller than the others.
         """
         if self._open is None or self._open[0] != first:
             self._open = first, iter(self._function.read(first, self._n_samples, self._batch_size))
@@ -183,18 +173,20 @@ class SampleBatches(Iterator[Any]):
 
         where = f"At sample {first} of {self._n_samples}, `input_iter_func`"
         if batch is None:
-            raise MinialpaError(f"{where} has ended. `num_samples` is the number of samples that it reads.")
+            raise MinialpaError(
+                f"{where} has ended. Set `num_samples` to the number of samples that the function returns."
+            )
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())}
         if len(sizes) == 1 and sizes != {size}:
             raise MinialpaError(
-                f"{where} has returned a batch of {sizes.pop()} examples, and {size} were asked for. Batches have "
-                "`batch_size` examples, but for the last one of an epoch."
+                f"{where} returned a batch of {sizes.pop()} examples; expected {size}. Every batch of an epoch except "
+                "the last one must have `batch_size` examples."
             )
         return batch
 
 
 def _form_of(batch: Any, size: int) -> tuple[Any, BatchForm, list[Any]] | None:
-    """The pytree, form and leaf types of batches like this one; None if some leaf is no array of numbers by example."""
+    """The pytree, form and leaf types of such batches; None if a leaf is no array of numbers with a row per example."""
     leaves, tree = jax.tree.flatten(batch)
     if not leaves or not all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves):
         return None
@@ -207,7 +199,7 @@ def _form_of(batch: Any, size: int) -> tuple[Any, BatchForm, list[Any]] | None:
 
 
 def merged_ranges(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges (start, stop) in order, those that touch or overlap as one."""
+    """Ranges (start, stop) in order; ranges that touch or overlap become one."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if merged and start <= merged[-1][1]:

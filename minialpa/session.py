@@ -1,10 +1,7 @@
-"""The session: the devices that parallelized functions run on.
+"""The session: arguments of `init` go in; the devices that parallelized functions run on come out.
 
-A process has one session at a time. `init`, or the first call of a parallelized function on all local devices, starts
-it; `shutdown` ends it. A session on a Ray cluster owns its reserved hosts and their workers. `restart` continues on the
-hosts that answer, after a loss or when there are more.
-
-Any thread may call these functions. Other threads wait while a session starts or ends.
+A process has one session at a time. A session on a Ray cluster owns its reserved hosts and their workers. Any thread
+may call these functions, which wait while a session starts or ends.
 """
 
 from __future__ import annotations
@@ -29,17 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitArguments:
-    """The arguments of `init`, to compare a second call with the first.
-
-    Attributes:
-        cluster: "local" or "ray".
-        address: The address of a Ray cluster.
-        num_hosts: The number of hosts; None for all.
-        devices_per_host: The number of devices of each host; None for all.
-        namespace: The Ray namespace.
-        worker_timeout_s: Seconds that a worker may take to answer, and a step to make progress.
-        worker_env: Environment variables of the workers, sorted by name.
-    """
+    """The arguments of `init`, to compare a second call with the first."""
 
     cluster: str
     address: str | None
@@ -55,11 +42,10 @@ class Session:
     """The devices that parallelized functions run on.
 
     Attributes:
-        devices: The devices of this process; none for a session on a Ray cluster.
-        cluster: The description of all devices for the planner.
-        arguments: The arguments of `init`; None if the call of a function started the session.
-        runtime: The `ClusterRuntime` of a session on a cluster, else None.
-        training_steps: The compiled training steps, the latest last; see `api.following`.
+        devices: the devices of this process; empty for a session on a Ray cluster.
+        arguments: the arguments of `init`; None if the call of a function started the session.
+        runtime: the `ClusterRuntime` of a session on a cluster, else None.
+        training_steps: compiled training steps, the latest last; see `api.following`.
     """
 
     devices: tuple[jax.Device, ...]
@@ -70,11 +56,11 @@ class Session:
 
 
 class _Current:
-    """The session of this process, if there is one.
+    """The session of this process.
 
     Attributes:
-        session: The session. Reading it needs no lock; replacing it does.
-        lock: Held while a session starts or ends.
+        session: reading it needs no lock; replacing it does.
+        lock: held while a session starts or ends.
     """
 
     session: Session | None = None
@@ -95,30 +81,32 @@ def init(
     num_devices_per_node: int | None = None,
     devices_per_node: int | None = None,
 ) -> None:
-    """Choose the devices that parallelized functions run on.
+    """Choose the devices that parallelized functions run on. Without it, the first call takes all local devices.
 
-    With "local", these are the devices of this process, or `num_hosts` x `devices_per_host` of them. The planner treats
-    these as `num_hosts` hosts.
+    "local": the devices of this process, or `num_hosts` x `devices_per_host` of them, planned as `num_hosts` hosts.
 
-    With "ray", these are all hosts of a Ray cluster, or `num_hosts` x `devices_per_host` devices of it. The cluster is
-    at `address`, at `RAY_ADDRESS`, or on this machine. If there is none, or `address` is "local", `init` starts one on
-    this machine. Devices are the GPUs of the nodes. A node without GPUs has virtual CPU devices: the number in its
-    custom resource `minialpa_cpu_device`, or else `devices_per_host`, or else one for each CPU.
+    "ray": all hosts of a Ray cluster, or `num_hosts` x `devices_per_host` devices of it. The cluster is at `address`,
+    at `RAY_ADDRESS`, or on this machine. If there is none, or `address` is "local", `init` starts one on this machine.
+    Devices are the GPUs of the nodes. A node without GPUs has virtual CPU devices: the number in its custom resource
+    `minialpa_cpu_device`, or else `devices_per_host`, or else one for each CPU.
 
-    A second call with the same arguments has no effect; with others it raises MinialpaError. After a WorkerError has
-    ended the session, `init` starts a new one.
+    A second call with the same arguments has no effect. After a WorkerError has ended the session, `init` starts a new
+    one.
 
     Args:
         cluster: "local" or "ray".
-        address: The address of a Ray cluster. Also spelt `cluster_address`.
-        num_hosts: The number of hosts. Also spelt `num_nodes`.
-        devices_per_host: The number of devices of each host. Also spelt `num_devices_per_node` or `devices_per_node`.
-        namespace: The Ray namespace.
-        worker_timeout_s: Seconds after which a step fails and the session ends: if a worker waits so long for another
-            one, does not answer for so long, or takes so long from one instruction to the next.
-        worker_env: Environment variables of the workers, such as XLA_FLAGS, which is empty otherwise. With
-            `JAX_COMPILATION_CACHE_DIR`, a folder that all hosts see, later sessions reuse what workers have compiled;
-            `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` also keeps what compiles in less than a second.
+        address: the address of a Ray cluster. Also spelt `cluster_address`.
+        num_hosts: number of hosts; None for all. Also spelt `num_nodes`.
+        devices_per_host: devices of each host; None for all. Also spelt `num_devices_per_node` or `devices_per_node`.
+        namespace: the Ray namespace.
+        worker_timeout_s: seconds for which a worker may wait for another one, not answer, or run one instruction. Then
+            the step fails and the session ends.
+        worker_env: environment variables of the workers, such as XLA_FLAGS, which is empty otherwise. With
+            `JAX_COMPILATION_CACHE_DIR`, a folder that all hosts see, later sessions reuse compiled programs;
+            `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` includes programs that compile in less than a second.
+
+    Raises MinialpaError if the session has other arguments or no Ray cluster answers, and ShardingError for more local
+    devices than there are.
     """
     arguments = InitArguments(
         cluster=cluster,
@@ -157,10 +145,10 @@ def _start_session(arguments: InitArguments) -> Session:
 
 
 def shutdown() -> None:
-    """End the session; the next call or `init` starts a new one. Calling it twice is fine.
+    """End the session; the next call or `init` starts a new one. You may call it twice.
 
-    Arrays of a local session stay valid. On a Ray cluster, the workers end and the hosts are returned, so arrays there
-    are lost, except for values that were fetched. Threads that wait for workers get a WorkerError.
+    Arrays of a local session stay valid. On a Ray cluster, workers end, hosts are returned, and arrays are lost, except
+    fetched values. Threads that wait for workers get a WorkerError.
     """
     with _Current.lock:
         session, _Current.session = _Current.session, None
@@ -169,12 +157,11 @@ def shutdown() -> None:
 
 
 def available_hosts() -> int:
-    """The number of hosts that `restart` would get now: hosts of the session that still answer, and free hosts.
+    """The number of hosts that `restart` would get: hosts of the session that still answer, and free hosts.
 
-    It is at most `num_hosts` of `init`, and constant for a session in this process. On a Ray cluster, `available_hosts`
-    connects to each node, so lost nodes that Ray still lists do not count, and does not disturb the session. This takes
-    less than half a second, or some seconds after a failure if the process must connect to Ray. The number is 0 if the
-    head of the cluster does not answer, or was restarted.
+    It is at most `num_hosts` of `init`, and constant for a session in this process. On a Ray cluster, it connects to
+    each node, since Ray still lists lost nodes for a while; the session continues. This takes less than half a second,
+    or some seconds after a failure. The number is 0 if the head of the cluster does not answer or was restarted.
 
     Raises MinialpaError if there is no session.
     """
@@ -187,11 +174,11 @@ def restart() -> None:
     """End the session, and start one with the same arguments on the hosts that answer.
 
     On a Ray cluster, the new session has at most `num_hosts` hosts: with `num_hosts=4`, it continues on two hosts after
-    two were lost, and a later `restart` may have four. The other arguments, the cluster and the kind of devices stay.
-    With `devices_per_host`, only nodes with that many free devices are hosts. Arrays of the old session are lost,
-    except for fetched values: restore a checkpoint. The next call of a parallelized function makes a new plan.
+    two were lost, and a later `restart` may have four. Cluster and kind of devices stay the same. With
+    `devices_per_host`, only nodes with so many free devices are hosts. Arrays are lost, except fetched values: restore
+    a checkpoint. The next call of a parallelized function makes a new plan.
 
-    In this process, the new session has the same devices, and arrays stay valid.
+    In this process, devices stay the same and arrays valid.
 
     Raises MinialpaError if there is no session, or if neither the head of the cluster nor a host answers. Then the
     session has ended, and you may call `restart` later.
@@ -201,7 +188,7 @@ def restart() -> None:
         if session.runtime is None:
             _Current.session = _local_session(session.arguments)
         else:
-            # The old session stays until then: other threads get its error instead of starting a local session.
+            # The old session stays until then: other threads get its error and start no local session.
             _Current.session = _session_on(session.runtime.restarted(), session.arguments)
 
 
@@ -212,7 +199,7 @@ def _session_for(function: str) -> Session:
 
 
 def failure(session: Session) -> WorkerError | None:
-    """The error that has ended a session, even if no call has raised it yet; None for a running session."""
+    """The error that has ended a session, even before a call raises it, or None."""
     if session.runtime is None:
         return None
     try:
@@ -223,17 +210,17 @@ def failure(session: Session) -> WorkerError | None:
 
 
 def current_session() -> Session:
-    """The session. If there is none, this starts one on all local devices."""
+    """The session; starts one on all local devices if necessary."""
     session = _Current.session
     if session is None:
         with _Current.lock:
-            # Another thread may have started one while this one waited for the lock.
+            # Another thread may have started a session while this one waited for the lock.
             session = _Current.session = _Current.session or _local_session(None)
     return session
 
 
 def running_session() -> Session | None:
-    """The session or None. Starts none and does not wait."""
+    """The session or None. Neither starts a session nor waits."""
     return _Current.session
 
 
@@ -260,7 +247,6 @@ def _ray_session(arguments: InitArguments) -> Session:
 
 
 def _session_on(cluster: Launcher, arguments: InitArguments | None) -> Session:
-    """A session on the reserved hosts of a launcher."""
     from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 
     # An error or an interrupt must return the reserved hosts, until a session owns them.
@@ -295,7 +281,6 @@ def _leave_gpus_to_workers() -> None:
 
 
 def _local_session(arguments: InitArguments | None) -> Session:
-    """A session on the requested devices of this process, by default all."""
     devices = jax.local_devices()
     n_hosts, per_host = (arguments.num_hosts, arguments.devices_per_host) if arguments else (None, None)
     if n_hosts is None:
@@ -304,7 +289,7 @@ def _local_session(arguments: InitArguments | None) -> Session:
         per_host = len(devices) // max(n_hosts, 1)
     if n_hosts < 1 or per_host < 1 or n_hosts * per_host > len(devices):
         raise ShardingError(
-            f"{n_hosts} x {per_host} devices were asked for and this process has {len(devices)}. Ask for fewer, or on "
+            f"{n_hosts} x {per_host} devices were requested and this process has {len(devices)}. Request fewer, or on "
             "CPU start Python with XLA_FLAGS=--xla_force_host_platform_device_count=N."
         )
     chosen = tuple(devices[: n_hosts * per_host])
@@ -312,7 +297,7 @@ def _local_session(arguments: InitArguments | None) -> Session:
 
 
 def describe_devices(devices: Sequence[jax.Device], hosts: int = 1) -> ClusterSpec:
-    """The preset of a kind of devices, with the memory of the first one."""
+    """The cluster preset for this kind of devices, with the memory of the first device."""
     name: PresetName = "cpu" if devices[0].platform == "cpu" else gpu_preset(devices[0].device_kind)
     spec = ClusterSpec.preset(name, num_hosts=hosts, devices_per_host=len(devices) // hosts)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")

@@ -1,8 +1,10 @@
-"""Sharding specs: how one array is distributed over a logical mesh.
+"""Sharding specs: the distribution of one array over a logical mesh, as values, as text and as PartitionSpecs.
 
-A spec says, for each dimension of the array, which mesh axes split it, outermost first. As text, `S0,R` means that
-mesh axis 0 splits dimension 0 and nothing splits dimension 1; `S01` means that both axes split a dimension, axis 0
-outermost. `R,R+P1` is a partial sum: along mesh axis 1 the devices hold summands, and the array is their sum.
+A spec lists, for each dimension of the array, the mesh axes that split it. Examples on a mesh of shape (2, 4):
+
+    S0,R      axis 0 splits dimension 0; dimension 1 is whole
+    S01,R     both axes split dimension 0 into 8 shards, axis 0 outermost
+    R,R+P1    a partial sum: along axis 1 each device holds a summand, and the array is their sum
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ AXIS_NAMES = ("x", "y")
 
 
 def device_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:
-    """`devices`, in row-major order, as a mesh whose axes have the names that specs use."""
+    """`devices`, in row-major order, as a mesh with the axes `AXIS_NAMES`."""
     return Mesh(np.array(devices).reshape(shape), AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 
 
 def abstract_mesh(shape: tuple[int, ...]) -> AbstractMesh:
-    """A mesh as `device_mesh` makes it, without devices."""
+    """The mesh of `device_mesh`, without devices."""
     return AbstractMesh(shape, AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 
 
 @contextmanager
 def bare_specs_over(names: Sequence[str]) -> Iterator[None]:
-    """While open, a PartitionSpec that a step gives to `with_sharding_constraint` may name these axes."""
+    """In this context, a step may pass bare PartitionSpecs over these axes to `with_sharding_constraint`."""
     with ExitStack() as stack:
         if names:
-            # Under `jax.set_mesh`, all arrays of the step would have this mesh in their types.
+            # `jax.set_mesh` would add this mesh to the types of all arrays of the step.
             mesh = Mesh(np.array(jax.local_devices()[:1]).reshape((1,) * len(names)), tuple(names))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -48,10 +50,10 @@ def bare_specs_over(names: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Sharding of one array.
+    """Sharding of one array. Raises ShardingError if a mesh axis occurs twice.
 
     Attributes:
-        dims: for each dimension the mesh axes that split it, outermost first.
+        dims: for each dimension, the mesh axes that split it, outermost first.
         partial: mesh axes, ascending, along which the devices hold summands.
     """
 
@@ -69,7 +71,7 @@ class Spec:
 
     @staticmethod
     def parse(text: str) -> Spec:
-        """The spec that `str` printed as `text`; the empty text is the spec of a scalar."""
+        """The inverse of `str`. The empty text is the spec of a scalar."""
         text, _, partial = text.partition("+P")
         dims = text.split(",") if text else ()
         return Spec(
@@ -78,7 +80,7 @@ class Spec:
 
     @staticmethod
     def of(partition: PartitionSpec, ndim: int) -> Spec:
-        """The spec that `partition`, over `AXIS_NAMES`, gives an array of `ndim` dimensions."""
+        """The spec of an array with sharding `partition` over `AXIS_NAMES`. Raises ShardingError if it does not fit."""
         entries = (*partition, *(None,) * (ndim - len(partition)))
         names = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
         unknown = [name for dim in names for name in dim if name not in AXIS_NAMES]
@@ -94,15 +96,15 @@ class Spec:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Mesh axes that split a dimension, in order of dimension."""
+        """Mesh axes that split a dimension, in the order of the dimensions."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def n_shards(self, mesh_shape: tuple[int, ...]) -> int:
-        """Number of different shards of the array on a mesh of `mesh_shape`."""
+        """Number of distinct shards; replicas do not count."""
         return math.prod(mesh_shape[axis] for axis in self.axes)
 
     def shard_shape(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the shard on one device. Raises ShardingError for a dimension that its axes do not divide."""
+        """Shape of the shard on one device. Raises ShardingError if its axes do not divide a dimension evenly."""
         out = []
         for size, axes in zip(shape, self.dims, strict=True):
             n = math.prod(mesh_shape[axis] for axis in axes)
@@ -112,18 +114,22 @@ class Spec:
         return tuple(out)
 
     def fits(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-        """Whether every split dimension of `shape` divides evenly, into parts that are not empty."""
+        """Whether every split dimension divides evenly into parts that are not empty."""
         return len(shape) == len(self.dims) and all(
             not axes or (size > 0 and size % math.prod(mesh_shape[axis] for axis in axes) == 0)
             for size, axes in zip(shape, self.dims, strict=True)
         )
 
     def stored_shape(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the jax array that holds all shards. Each axis of summands is one more dimension, in front."""
+        """Shape of the jax array that holds all shards.
+
+        Each axis of `partial` adds one leading dimension for its summands: `R+P1` of shape (3,) on a (2, 4) mesh is
+        stored as (4, 3).
+        """
         return (*(mesh_shape[axis] for axis in self.partial), *shape)
 
     def partition_spec(self, names_of_axes: Sequence[str] = AXIS_NAMES) -> PartitionSpec:
-        """The sharding of the array of `stored_shape`, as a `jax.sharding.PartitionSpec` over these axes."""
+        """The sharding of the array of `stored_shape`, over these axis names."""
         names: list[str | tuple[str, ...] | None] = []
         for dim in (*((axis,) for axis in self.partial), *self.dims):
             named = tuple(names_of_axes[axis] for axis in dim)
@@ -138,11 +144,11 @@ class EquationSpecs:
     """Chosen specs of one equation.
 
     Attributes:
-        operands: what the equation reads.
-        made: its results as the shards compute them, with partial sums.
-        results: its results as later equations find them.
-        body: for a loop, the specs of the equations of an iteration.
-        is_balanced: whether devices exchange halves of their shards around the equation, so that they have equal work.
+        operands: specs in which the equation reads its operands.
+        made: specs of its results as computed on the shards, with partial sums.
+        results: specs of its results after collectives, for later equations.
+        body: for a loop, the specs of the equations of one iteration.
+        is_balanced: whether devices exchange halves of their shards around the equation, for equal work.
     """
 
     operands: tuple[Spec, ...]
@@ -153,7 +159,7 @@ class EquationSpecs:
 
 
 def specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterable[Spec]:
-    """Every legal spec of an array of `shape` without partial sums: each mesh axis splits one dimension or none."""
+    """Every legal spec of an array of `shape` without partial sums. Each mesh axis splits at most one dimension."""
 
     def extend(axis: int, dims: tuple[tuple[int, ...], ...]) -> Iterable[Spec]:
         if axis == len(mesh_shape):

@@ -1,4 +1,4 @@
-"""Helpers for tests of parallelized functions."""
+"""Comparisons for tests of parallelized functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from minialpa.arrays import RemoteArray, prefetch
 
 
 def assert_allclose(actual: Any, expected: Any, rtol: float = 1e-4, atol: float = 1e-4) -> None:
-    """Compare two pytrees leaf by leaf; AssertionError names the leaf that differs. PRNG keys compare by their bits."""
+    """Raise AssertionError with the leaf unless two pytrees agree: |actual - expected| <= atol + rtol |expected|.
+
+    PRNG keys compare by their bits, bfloat16 values as float32.
+    """
     prefetch(actual)
     left, right = jax.tree.leaves(actual), jax.tree_util.tree_leaves_with_path(expected)
     if len(left) != len(right):

@@ -1,11 +1,8 @@
-"""The loop around a training step: state, batches, metrics, checkpoints, and recovery from lost workers and hosts.
+"""The loop around a training step: a step, a state and batches go in; a trained state and checkpoints come out.
 
-You can do all of `train` by hand, with the functions that it calls: `parallelize`, `CreateStateParallel`, `DataLoader`,
-`CheckpointManager`, `available_hosts` and `restart`.
-
-A session ends when it loses a worker, and its arrays are lost with it. Then `train` starts a session on the remaining
-hosts, plans the step for them, reads the last checkpoint into the new shardings, and continues with the next batch.
-After each checkpoint it looks for more hosts, and takes them in the same way.
+The loss of a worker ends a session and its arrays. `train` then starts a session on the remaining hosts, plans the step
+for them, reads the last checkpoint into the new shardings, and continues with the next batch. After each checkpoint it
+takes in new hosts in the same way.
 """
 
 from __future__ import annotations
@@ -39,9 +36,9 @@ from minialpa.support.private_jax import api_boundary
 
 _log = logging.getLogger(__name__)
 
-#: Losses in a row, without a new step between them, after which the step itself must be the cause.
+#: So many losses without a new step show that the step is the cause.
 _MOST_LOSSES = 3
-#: Seconds between two looks for a host, while there is none.
+#: Seconds between attempts to find a host.
 _LOOK_EVERY_S = 2.0
 
 What = Literal[
@@ -56,9 +53,9 @@ class StepReport:
     """The results of a step.
 
     Attributes:
-        n_steps: the number of steps of the run so far, including this one.
-        metrics: the metrics of the step, as numbers and NumPy arrays.
-        evaluation: the result of `evaluate` for the state after this step; None if it was not called.
+        n_steps: number of steps of the run so far, including this one.
+        metrics: numbers and NumPy arrays.
+        evaluation: the result of `evaluate` for the state after this step, if it was called.
     """
 
     n_steps: int
@@ -71,12 +68,16 @@ class TrainingEvent:
     """An event between steps, and its cost.
 
     Attributes:
-        what: the step was "planned", or its plan "loaded" from a checkpoint, and "compiled" for the devices of a
-            session; its state was "created", or "restored" from a checkpoint; the files of a checkpoint were "saved";
-            the batches "ended" before `n_steps` steps; the session was "lost", and "restarted" on the available hosts;
-            the plan of a checkpoint was "unusable", so `train` makes a new one.
-        n_steps: the number of steps before the event; for a checkpoint, its step.
-        seconds: how long the loop waited. Files of a checkpoint are written during the next steps.
+        what: the kind:
+            "planned", "loaded": the step has a new plan, or the plan of a checkpoint.
+            "compiled": the step is compiled for the devices of a session.
+            "created", "restored": the state is new, or from a checkpoint.
+            "saved": the files of a checkpoint are complete.
+            "ended": the batches ended before `n_steps` steps.
+            "lost", "restarted": the session was lost; a new one runs on the available hosts.
+            "unusable": the plan of a checkpoint failed, so the step is planned anew.
+        n_steps: number of steps before the event; for a checkpoint, its step.
+        seconds: how long the loop waited. Threads write a checkpoint during the next steps.
         text: a description.
     """
 
@@ -92,9 +93,8 @@ class TrainingResult:
 
     Attributes:
         state: the state after the last step.
-        n_steps: the number of steps of the run.
+        n_steps: number of steps of the run.
         report: the report of the last step; None if `train` ran no step.
-        events: all events, in order.
     """
 
     state: Any
@@ -119,31 +119,31 @@ def train(
     prefetch_size: int = 2,
     wait_for_hosts_s: float = 600.0,
 ) -> TrainingResult:
-    """Repeat `state, metrics = step(state, batch)`, from the last checkpoint in `folder` if there is one.
+    """Repeat `state, metrics = step(state, batch)`, from the last checkpoint in `folder` if it has one.
 
-    step: the function that `parallelize` returned. Its two arguments may be any pytrees.
-    create_state: makes the first state, each leaf where the step reads it (see `CreateStateParallel`).
-    batches: a function that returns an iterator over the batches, each time over the same ones; or an iterable, or an
-        iterator with a state of its own, as in grain. `DataLoader` reads them ahead.
-    n_steps: the number of steps of the whole run, including those before the checkpoint; None for one per batch.
-    folder: a folder for checkpoints that every host sees. None saves none, and a loss then ends the run. The first
-        checkpoint may hold pretrained weights: `save_checkpoint(folder, state, step=0)`.
-    save_every: `train` saves a checkpoint after every `save_every` steps, and after the last step.
-    max_to_keep: the number of checkpoints that stay; None for all.
-    report: called for each step, in order, when its metrics are on the host, which may be during the next step. A run
-        that continues from a checkpoint repeats, and reports, the lost steps.
-    evaluate: called with the state, which it must not change, after every `evaluate_every` steps and after step
-        `n_steps`.
-    prefetch_size: the number of batches to read ahead.
-    wait_for_hosts_s: seconds to wait for a host after all were lost.
+    Args:
+        step: the function that `parallelize` returned. Its two arguments are any pytrees.
+        create_state: a function without arguments that makes the first state; each leaf is made where the step reads
+            it.
+        batches: a function that returns an iterator over the same batches each time; or an iterable; or an iterator
+            with a state of its own, as in grain. `DataLoader` reads them ahead.
+        n_steps: number of steps of the whole run, including steps before the checkpoint; None for one step per batch.
+        folder: a folder for checkpoints that every host sees. With None, a loss ends the run. The first checkpoint may
+            hold pretrained weights: `save_checkpoint(folder, state, step=0)`.
+        save_every: steps between checkpoints. The last step has one, too.
+        max_to_keep: number of checkpoints that stay; None for all.
+        report: called for each step, in order, when its metrics are on the host, possibly during the next step. After a
+            restart, lost steps are repeated and reported a second time.
+        evaluate: called with the state, which it must not change.
+        evaluate_every: steps between evaluations. Step `n_steps` has one, too.
+        prefetch_size: number of batches to read ahead.
+        wait_for_hosts_s: seconds to wait for a host after all were lost.
 
-    The logger `minialpa.training` logs events with their costs: losses, restarts, batches that end too early and
-    unusable plans as warnings, all others as information. Each checkpoint has the plan, which a restarted run uses on
-    the same devices.
+    The logger `minialpa.training` logs events: losses, restarts, missing batches and unusable plans as warnings, others
+    as information. Each checkpoint has the plan, for a restart on the same devices.
 
     Clusters send SIGTERM before they take a machine away. With a folder, `train` then finishes the step, saves a
-    checkpoint, and lets the signal end the process. Before the first step, and while it makes a plan, a program or the
-    state, the signal acts at once.
+    checkpoint, and lets the signal end the process. Without a state to save, the signal acts at once.
 
     Raises the WorkerError if a session is lost without a folder, or three times at the same step; MinialpaError for
     wrong arguments.
@@ -183,8 +183,6 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The arguments of `train`."""
-
     step: ParallelizedFunc
     create_state: Callable[[], Any]
     batches: Any
@@ -200,16 +198,13 @@ class _Run:
 
 
 class _Progress:
-    """The part of a run that outlives a session.
+    """The facts about a run that outlive a session.
 
     Attributes:
-        events: all events, in order.
-        n_done: the number of steps of the present state.
-        last: the report of the last step.
-        first_batch: the state of the data loader before its first batch; None before it is known.
+        n_done: number of steps of the present state.
+        first_batch: the state of the data loader before its first batch, once it is known.
         is_terminated: whether SIGTERM came.
-        is_interrupted: whether the keyboard interrupted the process.
-        loader: the loader of the session. SIGTERM ends its batches.
+        loader: the loader of the session, whose batches SIGTERM ends.
         has_state: whether this session has a state to save.
         saving: the step of the checkpoint that is being written, and the seconds that the loop waited for it.
     """
@@ -226,7 +221,6 @@ class _Progress:
         self._n_losses = 0
 
     def note(self, what: What, seconds: float, text: str, n_steps: int | None = None) -> None:
-        """n_steps: as in `TrainingEvent`; None for `n_done`."""
         event = TrainingEvent(what=what, n_steps=n_steps or self.n_done, seconds=seconds, text=text)
         self.events.append(event)
         _log.log(
@@ -235,7 +229,6 @@ class _Progress:
 
     @contextmanager
     def timed(self, what: What, text: str) -> Iterator[None]:
-        """Note an event with the seconds of the block."""
         start_s = time.monotonic()
         yield
         self.note(what, time.monotonic() - start_s, text)
@@ -247,7 +240,7 @@ class _Progress:
         self.note("lost", 0.0, f"The session is lost: {error}")
         if not can_go_on:
             error.add_note(
-                "The state is lost with it. With a `folder` for checkpoints, the run would go on from there."
+                "The state is lost with the session. With a `folder`, the run would go on from its last checkpoint."
             )
             raise error
         if self._n_losses == _MOST_LOSSES:
@@ -257,7 +250,7 @@ class _Progress:
 
 @contextmanager
 def _interrupt_noted(progress: _Progress) -> Iterator[None]:
-    """Also note an interrupt in `progress`, since Python drops a KeyboardInterrupt in a callback of C code."""
+    """Note an interrupt, since Python drops a KeyboardInterrupt in a callback of C code."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -276,13 +269,13 @@ def _interrupt_noted(progress: _Progress) -> Iterator[None]:
 
 @contextmanager
 def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
-    """Let SIGTERM end the loop if there is a state to save, and take its former effect after that.
+    """Let SIGTERM end the loop if there is a state to save; its former effect follows.
 
     A loop that waits for a batch ends at once, since the batch may never come.
     """
     before = signal.getsignal(signal.SIGTERM)
     is_main = threading.current_thread() is threading.main_thread()
-    # None is a handler that is not Python's, and a signal that is ignored ends nothing.
+    # None stands for a handler outside of Python. An ignored signal stays ignored.
     if run.folder is None or not is_main or before in (None, signal.SIG_IGN):
         yield
         return
@@ -309,7 +302,7 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
 
 
 def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> TrainingResult | None:
-    """Train until the run is done or SIGTERM ends it. None if there are more hosts than the session has."""
+    """Train until the run is complete or SIGTERM ends it. None if hosts were added, so a new session should start."""
     loader = progress.loader = resources.enter_context(DataLoader(run.batches, run.step, run.prefetch_size))
     manager = None
     if run.folder is not None:
@@ -341,26 +334,25 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
 
 
 def _evaluation(run: _Run, n_done: int, state: Any) -> Any:
-    """The result of `evaluate` for the state after `n_done` steps; None if it is not due."""
     is_due = n_done % run.evaluate_every == 0 or n_done == run.n_steps
     return run.evaluate(state) if run.evaluate is not None and is_due else None
 
 
 def _first_batch(progress: _Progress, loader: DataLoader) -> Any:
-    """The first batch. Its shapes decide the plan, so it comes before the state."""
+    """Comes before the state, since its shapes decide the plan."""
     if progress.first_batch is None:
         progress.first_batch = loader.get_state()
     loader.set_state(progress.first_batch)
     batch = next(loader, None)
     if batch is None and progress.is_terminated:
-        raise MinialpaError("The process was told to end before `batches` had a batch.")
+        raise MinialpaError("SIGTERM ended the run before `batches` had a batch.")
     if batch is None:
-        raise MinialpaError("`batches` has no batch. If it is a function, it returns a new iterator each time.")
+        raise MinialpaError("`batches` has no batch. If it is a function, it must return a new iterator each time.")
     return batch
 
 
 class _Checkpoints:
-    """Saves the states of a session; without a folder, it does nothing."""
+    """Saves the states of a session, if there is a manager."""
 
     def __init__(
         self, run: _Run, progress: _Progress, manager: CheckpointManager | None, loader: DataLoader, plan: Plan
@@ -369,7 +361,7 @@ class _Checkpoints:
         self._loader, self._plan = loader, plan
 
     def save_if_due(self, state: Any, reports: _Reports) -> bool:
-        """Save the state after every `save_every` steps, whose reports then come first. Returns whether it was due."""
+        """Save after every `save_every` steps, once their reports are out. Returns whether it was due."""
         if self._manager is None:
             return False
         if not self._manager.is_saving():
@@ -382,13 +374,12 @@ class _Checkpoints:
 
     def save_end(self, state: Any) -> None:
         """Save the last state, unless it is saved, and wait for its files."""
-        # Before the first step the state is new, and the loader has read a batch already.
+        # Before the first step, the loader has read a batch, so its position does not fit the state.
         if self._manager is not None and self._progress.n_done not in (0, *self._manager.all_steps()):
             self._save(self._manager, state)
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that threads are writing, if there is one, and note it."""
         if self._manager is not None and self._progress.saving is not None:
             self._manager.wait_until_finished()
             (n_steps, seconds), self._progress.saving = self._progress.saving, None
@@ -405,18 +396,18 @@ class _Checkpoints:
 def _first_state(
     run: _Run, progress: _Progress, loader: DataLoader, manager: CheckpointManager | None, batch: Any
 ) -> tuple[Any, Plan, Iterator[Any]]:
-    """The state of the last checkpoint, or a new one; the plan for this session; the batches that follow."""
+    """The last saved state, or a new one; the plan for this session; the batches that follow."""
     n_saved = None if manager is None else manager.latest_step()
     progress.n_done = n_saved or 0
     if run.n_steps is not None and progress.n_done > run.n_steps:
         raise MinialpaError(
             f"`n_steps` is {run.n_steps}, and the last checkpoint in `{run.folder}` is of step {n_saved}. Pass more "
-            "steps to go on from there, or another folder to train anew."
+            "steps to continue from it, or another folder to train from the start."
         )
     saved = {} if manager is None or n_saved is None else _saved_data(manager, n_saved)
     create_state = parallelize(run.create_state, method=CreateStateParallel(run.step, (batch,)))
 
-    # On the devices that the checkpoint was saved from, its plan gives the same numbers, and takes no time.
+    # On the devices of the checkpoint, its plan gives equal numbers and needs no planning.
     has_plan = saved.get("method") == repr(run.step.method) and not isinstance(run.step.method, Plan)
     plan, executable = _planned(run, progress, create_state.eval_shape(), batch, manager if has_plan else None)
 
@@ -435,7 +426,7 @@ def _first_state(
 def _planned(
     run: _Run, progress: _Progress, state: Any, batch: Any, saved: CheckpointManager | None
 ) -> tuple[Plan, Any]:
-    """The plan for this session and its executable. saved: has a plan to use, if it is whole and of this version."""
+    """The plan for this session and its executable. saved: the checkpoints whose plan to try first, or None."""
     try:
         given = None if saved is None else _plan_in(saved)
         if given is not None:
@@ -465,7 +456,7 @@ def _plan_in(manager: CheckpointManager) -> Plan:
 
 
 def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
-    """The position in the batches and the method of a checkpoint; empty for pretrained weights."""
+    """Position in the batches and method, from a checkpoint; empty for pretrained weights."""
     data = manager.load_data(n_saved)
     if isinstance(data, dict) and data.keys() == {"batches", "method"}:
         return data
@@ -507,19 +498,18 @@ def _types_text(batch: Any) -> str:
 
 
 class _Reports:
-    """Reports the steps in order, each when the next one has begun, so that devices do not wait for the host."""
+    """Reports steps in order, each after the next one has started, so that devices do not wait for the host."""
 
     def __init__(self, run: _Run, progress: _Progress) -> None:
         self._run, self._progress = run, progress
         self._waiting: tuple[int, Any, Any] | None = None
 
     def add(self, n_steps: int, metrics: Any, evaluation: Any) -> None:
-        """Report the step before; keep this one."""
+        """Report the previous step; keep this one."""
         self.give()
         self._waiting = n_steps, metrics, evaluation
 
     def give(self) -> None:
-        """Report the step that waits, if one does."""
         if self._waiting is None:
             return
         (n_steps, metrics, evaluation), self._waiting = self._waiting, None
@@ -529,7 +519,7 @@ class _Reports:
 
 
 def _on_host(values: Any) -> Any:
-    """The leaves as NumPy arrays, or as numbers where they have no dimensions."""
+    """Leaves as NumPy arrays, or as numbers if they have no dimensions."""
     prefetch(values)
 
     def fetch(leaf: Any) -> Any:
@@ -540,7 +530,6 @@ def _on_host(values: Any) -> Any:
 
 
 def _restart(run: _Run, progress: _Progress) -> None:
-    """Start a session on the hosts that are there, and wait for one if there is none."""
     start_s = time.monotonic()
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Small conveniences under the names that Alpa gives them."""
+"""Conveniences under Alpa's names."""
 
 from minialpa.support.progress import disable_progress
 
 
 def disable_tqdm_globally() -> None:
-    """Show no progress bars in this process from now on."""
+    """Show no more progress bars in this process."""
     disable_progress()

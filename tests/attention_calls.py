@@ -1,4 +1,4 @@
-"""Attention by its primitives, for tests: `fused`, as recognition leaves it in a step, and a step with it."""
+"""Attention by its primitives, for tests: `fused`, the form after recognition, and a step with it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def _forward(
 def _backward(kind: AttentionKind, residuals: tuple[Any, ...], out_bar: jax.Array) -> tuple[Any, ...]:
     *arrays, positions = residuals
     dtypes = tuple(x.dtype.name for x in arrays[:3])
-    return tuple(attention_gradient_p.bind(*arrays, out_bar, *positions, kind=kind, dtypes=dtypes, wants_bias=()))
+    return tuple(
+        attention_gradient_p.bind(*arrays, out_bar, *positions, kind=kind, dtypes=dtypes, with_bias_gradient=())
+    )
 
 
 fused.defvjp(_forward, _backward)

@@ -30,7 +30,7 @@ N_LAYERS = 5
 
 
 def methods() -> dict[str, Method]:
-    """The plans that a state is saved and restored under."""
+    """The plans under which a state is saved and restored."""
     devices = jax.devices()
     # Stages of 1 and of 4 layers: blocks of several lengths, two stages with other numbers of devices.
     uneven = ManualStageOption([[0], [1, 2, 3, 4]], [(1, 1), (1, 2)], [(1,), (2,)])
@@ -81,12 +81,12 @@ def by_orbax_alone(folder: Path, step: int) -> Any:
 
 
 def state_of_step(step: int) -> dict[str, Any]:
-    """What `save_in_a_loop` saves at a step: 2 MB that only this step has."""
+    """The state that `save_in_a_loop` saves at a step: 2 MB that differ from step to step."""
     return {"step": step, **{f"w{i}": np.full((256, 256), step, np.float32) for i in range(8)}}
 
 
 def save_in_a_loop(folder: str) -> None:
-    """Save one checkpoint after the other, without waiting, until somebody ends this process."""
+    """Save one checkpoint after the other, without waiting, until the process is ended."""
     manager = CheckpointManager(folder, max_to_keep=3)
     for step in range(1_000_000):
         state = jax.tree.map(jnp.asarray, state_of_step(step))

@@ -1,4 +1,4 @@
-"""Collectives of each kind: how many compiled programs hold, and how many bytes plans have."""
+"""Collectives by kind: their number in compiled programs, and their bytes in plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minialpa import Plan, hlo
 
 
 def collectives(texts: Iterable[str], *, ignore_scalars: bool = True) -> Counter[str]:
-    """Number of collectives of each kind; one that moves only scalars does not count unless asked for."""
+    """Number of collectives of each kind; `ignore_scalars` leaves out collectives of only scalars."""
     found = (one for text in texts for one in hlo.collectives(text))
     return Counter(one.kind for one in found if one.n_elements > 1 or not ignore_scalars)
 

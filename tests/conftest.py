@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from tests.xla_flags import FLAGS
 
-# Read once, when jax starts its backend: this has to come before any import of jax.
+# jax reads this once, when it starts its backend, so it must precede all imports of jax.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *FLAGS)
 ).strip()
-# As on clusters that Ray starts by itself. A process that joins one cluster with authentication needs it for each.
+# Ray's default for its own clusters. A process that joins one cluster with authentication needs it for all.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,7 +57,7 @@ def fresh_session() -> Iterator[None]:
 
 @pytest.fixture
 def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sharding rules that a test registers are gone after it."""
+    """Removes the sharding rules that a test registers."""
     from minialpa.rules import known_rules, registered
 
     for module, name in ((known_rules, "_RULES"), (registered, "_PRIMITIVES"), (registered, "_TARGETS")):
@@ -73,8 +73,8 @@ MOST_LOWERED = 400
 class _Lowered:
     """Clears the caches of jax between two tests when it has lowered many programs.
 
-    jax keeps the MLIR of each, a context of its own of 1 MB, and to make one more takes the longer the more there are:
-    with 600 of them a small program takes a quarter longer to compile.
+    jax keeps the MLIR of each program in a separate context of 1 MB. The more contexts exist, the longer it takes to
+    make one: with 600 of them, a small program takes a quarter longer to compile.
     """
 
     def __init__(self) -> None:
@@ -106,11 +106,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share a process, which keeps their shared values; so do the tests that start a Ray cluster.
+    """Put tests of one file into one process, which keeps their shared values, and all Ray tests into one process.
 
-    The Ray tests begin: they take longest, and the other processes have something to do until they end. Then come the
-    drawn steps, which would keep one process busy when the others are done, and files in the order of how many
-    tests they have, so that no process has many left at the end.
+    Ray tests come first, because they take longest and the other processes work in the meantime. Then come the drawn
+    steps, which would keep one process busy at the end. Then come files by their number of tests, the largest first.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:

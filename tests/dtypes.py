@@ -1,4 +1,4 @@
-"""Every dtype that jax knows, in the three places of a step: as an argument, as state, and as a result."""
+"""Every dtype of jax in the three places of a step: as an argument, as state, and as a result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def values(name: str) -> Any:
-    """Values of a dtype, or typed keys, and not all alike."""
+    """Different values of a dtype, or typed keys."""
     if name in KEYS:
         return jax.random.split(jax.random.key(7, impl=name), N)
     return np.array([1, 0, 1, 1, 0, 1, 1, 0] * (N // 8)).astype(numpy_dtype(name))
@@ -44,7 +44,7 @@ def as_argument(scale: jax.Array, x: Any) -> jax.Array:
 
 
 def as_state(state: Any, x: jax.Array) -> Any:
-    """The state comes back, turned round; in a pipeline, the second stage has it."""
+    """Returns the state reversed; in a pipeline, the second stage has it."""
     total = jnp.sum(x)
     return jax.tree.map(lambda leaf: leaf[::-1], state), total
 

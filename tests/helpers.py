@@ -1,4 +1,4 @@
-"""Helpers of the tests: tracing plain steps, and running split steps straight, one micro-batch after the other."""
+"""Helpers of the tests: traces of plain steps, and direct runs of split steps, one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def temporary_bytes(fun: Callable[..., Any], arguments: Sequence[Any], compiler:
 
 
 def program_of(eqn: JaxprEqn, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEquations:
-    """A program of one equation, whose operands are replicated, as its results are to be."""
+    """A program of one equation with replicated operands and results."""
     operands, results = tuple(v for v in eqn.invars if not is_literal(v)), tuple(eqn.outvars)
     replicated = {v: Spec.replicated(len(shape_of(v))) for v in (*operands, *results)}
     return ShardedEquations(
@@ -91,7 +91,7 @@ def program_of(eqn: JaxprEqn, chosen: EquationSpecs, mesh: LogicalMesh) -> Shard
 
 
 def run_split(split: SplitStep, args: Any) -> Any:
-    """Run a split step on full-batch arguments: the meaning that every executor must reproduce."""
+    """Run a split step on full-batch arguments. Every executor must reproduce these results."""
     return jax.jit(functools.partial(_run_split, split))(args)
 
 
@@ -105,7 +105,7 @@ def _run_split(split: SplitStep, args: Any) -> Any:
             out = eval_equation(op.eqn, [v.val if is_literal(v) else env[v] for v in op.eqn.invars])
             env.update(zip(op.eqn.outvars, out, strict=True))
 
-    kept: list[dict[Any, Any]] = [{} for _ in range(split.n_micro_batches)]  # what later loops may read
+    kept: list[dict[Any, Any]] = [{} for _ in range(split.n_micro_batches)]  # values for later loops
     for segment in range(2 * split.n_loops + 1):
         if not is_loop(segment):
             run(segment, env)
@@ -134,12 +134,12 @@ def _run_split(split: SplitStep, args: Any) -> Any:
 def split_equals_serial(
     step: Callable[..., Any], *args: Any, n: int = 4, rtol: float = 2e-5, atol: float = 1e-6
 ) -> SplitStep:
-    """The step over `n` micro-batches, after a check that it computes what the step does; also if it keeps rows."""
+    """The step over `n` micro-batches, after a check of its results; also with kept per-example values."""
     traced, expected = trace(step, *args), jax.jit(step)(*args)
     split = split_micro_batches(traced, n)
     forms = [split]
     if split.recomputes_rows:
-        forms.append(split_micro_batches(traced, n, keep_rows=True))
+        forms.append(split_micro_batches(traced, n, keep_activations=True))
         assert not forms[1].recomputes_rows
     for form in forms:
         found = run_split(form, args)

@@ -51,7 +51,7 @@ _LETTERS = {"all-reduce": "AR", "reduce-scatter": "RS", "all-gather": "AG", "all
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A method in the page. promise: what its name promises. make: from n and a mesh to the method. meshes: rows."""
+    """A method in the page. promise: the guarantee of its name. make: from n and a mesh to the method. meshes: rows."""
 
     name: str
     promise: str
@@ -218,7 +218,7 @@ def measured(entry: Entry, shape: tuple[int, ...], n: int, optimizer: str) -> tu
 
 
 def promise_of(entry: Entry) -> str:
-    """The promise as lines of text."""
+    """The guarantee as lines of text."""
     return textwrap.fill(entry.promise, 120)
 
 

@@ -1,4 +1,4 @@
-"""Brute force answers for small problems: obvious, slow, and independent of the product."""
+"""Brute force answers for small problems: simple, slow, and independent of minialpa's algorithms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reduction of jax as a function of an array and an axis, steps with many of them, and what becomes of each."""
+"""Every reduction of jax as a function of an array and an axis, steps with many of them, and the verdict on each."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ REDUCTIONS: dict[str, Reduction] = {
 class Case:
     """A reduction of an array (N, WIDTH) of a dtype.
 
-    of: the batch, activations or weights, which are also a state that the step replaces with the reduction. axis: that
-    of the examples, 0, the other one, or None for both.
+    of: the batch, activations or weights, which are also a state that the step replaces with the reduction. axis: the
+    axis of the examples, 0, the other one, or None for both.
     """
 
     name: str
@@ -227,11 +227,11 @@ def make_args(cases: Sequence[Case]) -> tuple[Any, Any]:
     return state, {"h": draw(N, WIDTH), "x": {name: values(name) for name in dtypes}}
 
 
-# ---- what becomes of them -------------------------------------------------------------------------------------------
+# ---- verdicts -------------------------------------------------------------------------------------------------------
 
 
 def verdicts(cases: Sequence[Case], method: Method) -> dict[Case, str]:
-    """`equal`, what is wrong, or why it is refused, of each case that `jax.jit` takes."""
+    """For each case that `jax.jit` accepts: `equal`, the difference, or the reason of a refusal."""
     if not cases:
         return {}
     step, args = make_step(cases), make_args(cases)

@@ -64,7 +64,7 @@ def doubles() -> Iterator[None]:
 
 
 def cells(names: Sequence[str], dtypes: Sequence[str], method: str) -> dict[str, dict[str, str]]:
-    """By reduction and dtype, what becomes of the reduction over the examples of a batch."""
+    """By reduction and dtype, the verdict on the reduction over the examples of a batch."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     with doubles():
         for dtype in dtypes:

@@ -34,7 +34,7 @@ def _init_layer(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def init(key: jax.Array) -> dict[str, Any]:
-    """A state with stacked weights that were drawn layer by layer and at once, a number, keys and a captured array."""
+    """A state with weights that were drawn layer by layer and stacked, a number, keys and a captured array."""
     own, layers, shift, head = jax.random.split(key, 4)
     params = {
         "layers": jax.vmap(_init_layer)(jax.random.split(layers, N_LAYERS)),
@@ -77,7 +77,7 @@ def evaluate_params(params: dict[str, Any], batch: Any) -> jax.Array:
 def perceptron(n_layers: int, again: bool) -> models.ModelCase:
     """x -> tanh(x w + b) for each layer in a scan, then a head; Adam with clipping by the global norm.
 
-    again: whether the backward pass computes the layers again.
+    again: whether the backward pass recomputes the layers.
     """
     width = 16
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-4))

@@ -1,4 +1,4 @@
-"""Skips a test whose environment lacks something."""
+"""Skips a test if its environment lacks a requirement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def skip(reason: str) -> NoReturn:
-    """Skip a test. In CI, whose environment has all that tests need, it fails instead, so that somebody notices."""
+    """Skip a test. In CI, whose environment has all requirements, the test fails instead of hiding the lack."""
     if os.environ.get("CI"):
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)

@@ -31,7 +31,7 @@ def descend(params: Any, grads: Any, rate: Any = 0.1) -> Any:
 
 
 def assert_same(step: Callable[..., Any], *args: Any, method: Any = None, **kwargs: Any) -> Any:
-    """The parallelized step gives what the step gives; returns the ParallelizedFunc."""
+    """The parallelized step gives the results of the step; returns the ParallelizedFunc."""
     expected = step(*args, **kwargs)
     parallel = minialpa.parallelize(step, method=method)
     assert_allclose(parallel(*args, **kwargs), expected, rtol=1e-4, atol=1e-5)

@@ -40,7 +40,7 @@ def make_batch() -> Any:
 
 
 def works(parallel: Any, *args: Any) -> None:
-    """A correct call gives what the plain step gives, on arguments that a refused call has seen."""
+    """A correct call gives the results of the plain step, on arguments that a refused call has seen."""
     assert_allclose(parallel(*args), train_step(make_params(), make_batch()), rtol=1e-4, atol=1e-5)
 
 
@@ -56,7 +56,7 @@ def refused(error: Errors, message: str, call: Callable[..., Any], *args: Any) -
 
 
 def placed_args(parallel: Any) -> tuple[Any, Any]:
-    """Arguments as a training loop has them: on the devices, ready to be donated."""
+    """Arguments as in a training loop: on the devices, ready for donation."""
     params, _ = parallel(make_params(), make_batch())
     del params
     args: tuple[Any, Any] = parallel.preshard_dynamic_args(make_params(), make_batch())
@@ -94,7 +94,7 @@ def test_parameters_of_size_zero_simply_work() -> None:
 
 def test_micro_batches_without_a_batch() -> None:
     parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2), batch_argnums=())
-    refused(TraceError, "None is listed in `batch_argnums`", parallel, make_params(), make_batch())
+    refused(TraceError, "`batch_argnums` lists no argument", parallel, make_params(), make_batch())
 
 
 # ---- leaves and trees -----------------------------------------------------------------------------------------------
@@ -282,10 +282,10 @@ def test_init_again_with_other_arguments() -> None:
 def test_init_with_what_is_not_there() -> None:
     wrong: dict[str, dict[str, Any]] = {
         '`cluster` is "local" or "ray"; got \'slurm\'': {"cluster": "slurm"},
-        "2 x 8 devices were asked for and this process has 8": {"num_hosts": 2, "devices_per_host": 8},
-        "-1 x 8 devices were asked for": {"num_hosts": -1},
-        "1 x 0 devices were asked for": {"devices_per_host": 0},
-        "9 x 0 devices were asked for": {"num_nodes": 9},
+        "2 x 8 devices were requested and this process has 8": {"num_hosts": 2, "devices_per_host": 8},
+        "-1 x 8 devices were requested": {"num_hosts": -1},
+        "1 x 0 devices were requested": {"devices_per_host": 0},
+        "9 x 0 devices were requested": {"num_nodes": 9},
     }
     for message, arguments in wrong.items():
         refused(MinialpaError, message, functools.partial(minialpa.init, **arguments))
@@ -316,7 +316,7 @@ def _counts(params: Any, batch: Any, k: Any) -> Any:
         (_counts, (3,), ("`k`",), "static, with `static_argnums`"),
     ],
 )
-def test_code_that_needs_a_value_is_told_by_the_names_of_the_user(
+def test_code_that_needs_a_value_is_reported_by_the_names_of_the_user(
     step: Any, extra: tuple[Any, ...], names: tuple[str, ...], advice: str
 ) -> None:
     with pytest.raises(TraceError) as raised:

@@ -20,7 +20,7 @@ from minialpa import InfeasibleError, Plan
 from minialpa.models import SIZES
 from minialpa.session import describe_devices
 
-#: The others take longer.
+#: All others take longer.
 SHORT = ("attention", "models", "plan_fidelity", "plan_time", "xmesh")
 LONG_PARTS = ("compiled", "numeric", "rates")
 RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)

@@ -63,6 +63,6 @@ def test_devices_are_measured_and_the_file_is_a_cluster(tmp_path: Path, capsys: 
         ClusterSpec.from_json(newer)
 
 
-def test_a_folder_that_is_missing_is_told_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_reported_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--out", "/nowhere/cluster.json"]) == 1
     assert "no folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Steps keep the values that NumPy arrays have when they are traced or called, although a caller writes to them later.
+"""Steps keep the values of NumPy arrays at the trace or call, although a caller writes to the arrays later.
 
 On CPUs, jax uses a NumPy array in place if it begins at a multiple of 64 bytes, as these do.
 """

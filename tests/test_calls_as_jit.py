@@ -1,4 +1,7 @@
-"""What `jax.jit` takes, `parallelize` takes with the same results, or refuses by name: functions, methods, options."""
+"""`parallelize` takes the calls that `jax.jit` takes, with the same results, or refuses them by name.
+
+Covers functions, methods and options.
+"""
 
 from __future__ import annotations
 

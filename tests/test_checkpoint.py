@@ -40,7 +40,7 @@ from tests.checkpoint_cases import (
 from tests.training_runs import batches, create_state, evaluate, parallelized
 
 PLANS = ("one device", "ZeRO-3 on 8", "ZeRO-3 on 4", "blocks on 2 stages")
-#: The plan that a state is saved under, and the one that it is restored under; the first pair always runs.
+#: The plan of a save, and the plan of the restore; the first pair always runs.
 PAIRS = [
     (PLANS[3], PLANS[1]),
     *(pytest.param(*pair, marks=pytest.mark.slow) for pair in itertools.permutations(PLANS, 2)),
@@ -300,7 +300,7 @@ def test_what_links_point_to_is_not_deleted(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_that_outlives_its_process_does_not_keep_the_folder(tmp_path: Path) -> None:
-    """As readers of data may, which share the open files of the process that was killed."""
+    """As readers of data may, which share the open files of the killed process."""
     code = f"""
 import os, time
 from pathlib import Path
@@ -466,7 +466,7 @@ def test_damaged_files_are_errors_and_older_checkpoints_stay(tmp_path: Path) -> 
 def test_a_process_that_is_killed_leaves_complete_checkpoints_and_the_folder(
     n_moments: int, seed: int, tmp_path: Path
 ) -> None:
-    """Until then it is alone in saving there: a second manager would delete what the first one is writing."""
+    """Until then it holds the folder alone: a second manager would delete the files that the first one is writing."""
     moments = random.Random(seed)
     for k in range(n_moments):
         folder = tmp_path / str(k)

@@ -67,7 +67,7 @@ def serial_bits(model: str) -> Any:
 
 @contextmanager
 def placed_state(model: str, name: str) -> Iterator[tuple[Any, Any, Any]]:
-    """The executable of a step under a plan, and the serial initial state and a batch where the plan has them."""
+    """The executable of a step under a plan; the serial initial state and a batch, placed by the plan."""
     built = case(model)
     state, batch = built.init(jax.random.key(0)), built.make_batch(0, built.batch_size)
     hosts, method = sessions()[name] if name in sessions() else (None, methods()[name])
@@ -118,7 +118,7 @@ def test_a_state_comes_back_on_other_workers(before: str, after: str, root: Path
             placed = executable.place([*leaves, *jax.tree.leaves(batch)])
             assert all(a is b for a, b in zip(leaves, placed, strict=False))
 
-            # Once more, by the arrays themselves, and from the workers to files.
+            # A second time, with the arrays as targets, and from the workers to files.
             again = restore_checkpoint(folder, found)
             save_checkpoint(tmp_path, again, step=0)
             assert bits(by_orbax_alone(tmp_path, 0)) == serial_bits(model)
@@ -274,7 +274,7 @@ def test_a_worker_that_is_lost_while_it_writes_leaves_the_older_checkpoint(
 def test_a_lost_worker_that_goes_on_writing_does_not_touch_later_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a host that is cut off from the others, and not from the files. Workers of both sessions have number 0."""
+    """As on a host that is cut off from the others, but not from the files. Workers of both sessions have number 0."""
     is_writing, may_write, is_done = threading.Event(), threading.Event(), threading.Event()
 
     def write_late(parts: Any) -> None:

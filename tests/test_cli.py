@@ -144,7 +144,7 @@ def parallel(): return minialpa.parallelize(step), jnp.eye(4), jnp.ones((8, 4))
         (["mistakes:make", "--save", "nowhere/plan.json"], "There is no folder `nowhere` to write `plan.json` to."),
     ],
 )
-def test_mistakes_in_the_model_that_is_to_be_planned_are_told_in_a_line(
+def test_mistakes_in_the_model_that_is_to_be_planned_are_reported_in_a_line(
     arguments: list[str],
     message: str,
     tmp_path: Path,

@@ -77,7 +77,7 @@ METHODS = {
 
 
 def check_training(step: Any, n_batches: int = 5) -> list[Any]:
-    """Training from a loader is training from the batches themselves; returns what the loader gave."""
+    """Training from a loader equals training from the batches themselves; returns the batches of the loader."""
     params = expected = make_params()
     step.get_executable(params, make_batch(0))
     received = []
@@ -444,7 +444,7 @@ def examples(start: int, end: int, batch_size: int) -> Iterator[Any]:
         yield {name: values[: stop - i] for name, values in buffer.items()}
 
 
-#: The thread that has read samples, and which.
+#: (thread, first, last) of each read of samples.
 READ: list[tuple[str, int, int]] = []
 
 
@@ -564,7 +564,7 @@ def test_functions_that_read_other_samples_than_asked_are_refused() -> None:
     step = unused_step()
     with pytest.raises(minialpa.MinialpaError, match=r"At sample 8 of 20, `input_iter_func` has ended"):
         list(MeshDriverDataLoader(4, 20, lambda start, end, n: samples(start, 8, n), step))
-    with pytest.raises(minialpa.MinialpaError, match="a batch of 3 examples, and 4 were asked for"):
+    with pytest.raises(minialpa.MinialpaError, match="a batch of 3 examples; expected 4"):
         list(MeshDriverDataLoader(4, 20, lambda start, end, n: samples(start, end, 3), step))
     # One that leaves out a smaller last batch is fine.
     assert numbers(MeshDriverDataLoader(4, 10, lambda start, end, n: samples(start, end - end % n, n), step)) == [0, 4]

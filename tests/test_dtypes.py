@@ -1,4 +1,4 @@
-"""Every dtype in every place of a step, in one process: as `jax.jit` has it, with its weak type."""
+"""Every dtype in every place of a step, in one process, equals `jax.jit`, also in its weak type."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_results_of_python_numbers_stay_weak_from_call_to_call(dtype: str) -> No
 @pytest.mark.parametrize(
     ("array", "reason"),
     [
-        (np.ones(N, ">f4"), r"bytes are in another order.*astype\('float32'\)"),
+        (np.ones(N, ">f4"), r"byte order is not native.*astype\('float32'\)"),
         (np.array([b"a"]), "strings"),
         (np.array(["a"], np.dtypes.StringDType()), "strings"),
         (np.zeros(N, [("x", "<f4"), ("y", "<i4")]), r"structured dtype.*x\['x'\]"),
         (np.zeros(N, "V4"), "no such arrays"),
         (np.array([None]), "no such arrays"),
         (np.zeros(N, "m8[s]"), "times"),
-        (np.ones(N, np.longdouble), r"wider than the numbers of jax.*astype\('float64'\)"),
+        (np.ones(N, np.longdouble), r"wider than any dtype of jax.*astype\('float64'\)"),
     ],
     ids=lambda value: str(value.dtype) if isinstance(value, np.ndarray) else "",
 )
@@ -90,7 +90,7 @@ def test_an_array_that_jax_does_not_take_is_refused_by_what_it_is(array: Any, re
 
 
 def _narrowed(params: Any, batch: Any) -> Any:
-    """Totals of examples in a narrower dtype: of the step itself, and of the derivative of a scan."""
+    """Sums over examples in a narrower dtype: in the step itself, and in the derivative of a scan."""
     narrow = params["w"].dtype
 
     def loss(params: Any) -> Any:
@@ -106,8 +106,8 @@ def _narrowed(params: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "dtype"), [(ShardParallel(num_micro_batches=4), "float16"), (Zero2Parallel(None, 2), "bfloat16")]
 )
-def test_a_total_is_made_narrower_once_it_is_complete(method: Any, dtype: str) -> None:
-    """Its parts are far from it: they overflow float16, and bfloat16 loses their last digits."""
+def test_a_sum_is_made_narrower_after_it_is_complete(method: Any, dtype: str) -> None:
+    """Partial sums overflow float16, and lose their last digits in bfloat16."""
     params = {"scale": np.ones(8, np.float32), "w": np.zeros(2, dtype)}
     batch = {"x": np.array([40001, 40002, 40003, 40004] * 2 + [-40000] * 8, np.float32)}
     found = minialpa.parallelize(_narrowed, method=method, batch_argnums=1)(params, batch)

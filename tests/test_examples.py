@@ -1,4 +1,4 @@
-"""Examples train as the serial loop, go on under another method, and write files that interruptions do not change."""
+"""Examples train like the serial loop, continue under another method, and write the same files after interruptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import minialpa
 
 FOLDER = Path(__file__).parents[1] / "examples"
-#: Each example, as small as it can be.
+#: The smallest sizes of each example.
 SMALL = {
     "train_equinox": ["--hidden", "8"],
     "train_gpt": ["--hidden", "16", "--layers", "1", "--evaluate-every", "10"],
@@ -28,14 +28,14 @@ SMALL = {
     "train_nnx": ["--hidden", "8"],
     "train_resnet": ["--width", "4", "--blocks", "1"],
 }
-#: They always run.
+#: Examples that always run.
 SHORT = ("train_haiku",)
 Main = Callable[[list[str]], None]
 
 
 @pytest.fixture
 def main_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Main]]:
-    """The `main` of an example, for a session of two devices, in jax as users have it."""
+    """The `main` of an example, for a session of two devices, with jax's default settings."""
     monkeypatch.syspath_prepend(str(FOLDER))
     minialpa.shutdown()
     minialpa.init(num_hosts=1, devices_per_host=2)
@@ -51,7 +51,7 @@ def column(path: Path, name: str = "loss") -> dict[int, float]:
 
 
 def serial_losses(main: Main, flags: list[str]) -> dict[int, float]:
-    """What an example computes if `train` is a plain loop on one device."""
+    """The losses of an example if `train` is a plain loop on one device."""
     losses = {}
 
     def train(step: Any, create_state: Any, batches: Any, *, n_steps: int, **_: Any) -> None:
@@ -86,7 +86,7 @@ def test_an_example_trains_as_the_serial_loop_and_goes_on_as_a_pipeline(
     main([*flags, "--steps", str(n_steps), "--stages", "2", "--profile"])
     losses = column(tmp_path / "metrics.csv")
 
-    # Micro-batches have batch statistics of their own.
+    # Batch statistics are per micro-batch.
     n_equal = n_first if name == "train_resnet" else n_steps
     assert list(losses) == list(serial)
     assert list(losses.values())[:n_equal] == pytest.approx(list(serial.values())[:n_equal], rel=1e-3)

@@ -1,4 +1,4 @@
-"""`CreateStateParallel` and `FollowParallel`: the numbers of plain jax, where the training step has its state."""
+"""`CreateStateParallel` and `FollowParallel`: the numbers of plain jax, on the devices of the training state."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_followed_is_refused_by_name() -> None:
 
     step = training_step("blocks")
     step.get_executable(state, scanned.BATCH)
-    with pytest.raises(ShardingError, match="by their paths and types, and there are none"):
+    with pytest.raises(ShardingError, match="by path and type, and no leaf matches"):
         minialpa.parallelize(lambda w, batch: (batch @ w).sum(), method=FollowParallel(step))(
             np.ones((8, 3), np.float32), scanned.BATCH["x"]
         )

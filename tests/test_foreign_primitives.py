@@ -1,4 +1,4 @@
-"""Primitives of other libraries: written out as what they are compiled as, on whole arrays, or kept and not split."""
+"""Primitives of other libraries: replaced by their compiled form, run on whole arrays, or kept unsplit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train` in processes that are killed at random moments, from their start on, ends as an undisturbed run."""
+"""`train` in processes that are killed at random moments, from their start on, ends like an undisturbed run."""
 
 from __future__ import annotations
 

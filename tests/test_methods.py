@@ -1,4 +1,4 @@
-"""Methods and options keep their promises in compiled programs; errors name the option that cannot be kept."""
+"""Compiled programs keep the guarantees of methods and options; errors name the option that cannot be kept."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from tests.methods_doc import HIDDEN, OPTIMIZERS, executable_of, held, traffic, 
 
 PARAMETER_BYTES = 2 * 4 * (HIDDEN * HIDDEN + HIDDEN)
 LOSS_BYTES = 4
-#: Rows and columns of both matrices, which Adafactor sums over devices and gathers where they are in parts.
+#: Rows and columns of both matrices. If these are in parts, Adafactor sums them over devices and gathers them.
 FACTORED_BYTES = {"Adafactor": 2 * 4 * HIDDEN}
-#: A value of no option.
+#: An invalid value for all options.
 WRONG: Any = "wrong"
 CLUSTER = ClusterSpec.preset("cpu", devices_per_host=4)
 
@@ -70,12 +70,12 @@ def plan_of(method: Method) -> Plan:
 
 
 def specs(plan: Plan, prefix: str) -> set[P]:
-    """PartitionSpecs of the arguments whose paths begin so."""
+    """PartitionSpecs of the arguments whose paths begin with `prefix`."""
     return {spec.partition_specs[0] for spec in plan.input_specs if spec.path.startswith(prefix)}
 
 
 def examples(plan: Plan) -> set[Any]:
-    """How the dimension of the examples is split."""
+    """The mesh axes that split the dimension of the examples."""
     return {(*spec, None)[0] for spec in specs(plan, "batch")}
 
 
@@ -131,7 +131,7 @@ def test_an_array_that_some_devices_divide_is_in_as_many_parts() -> None:
     assert specs(found, "state['w']") == {P()}
 
 
-def test_an_update_that_has_to_gather_its_state_is_told() -> None:
+def test_an_update_that_has_to_gather_its_state_is_reported() -> None:
     optimizer = optax.apply_if_finite(optax.adam(1e-3), 5)
     with pytest.warns(UserWarning, match=r"`cond` at .*\.py.* gathers optimizer state .*`state\['opt'\]\.inner_state"):
         executable_of(Zero2Parallel(LogicalMesh((4,))), optimizer)
@@ -367,6 +367,6 @@ def test_what_nothing_answers_to_is_refused() -> None:
     method = PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=manual)
     assert "`submesh_autosharding_option_dicts` has `force_data`" in refused(method, ShardingError)
     no_such_submesh = PipeshardParallel(CLUSTER, 1, stage_option=AutoStageOption([(1, 1), (1, 5)]))
-    assert "has (1, 5), and the cluster has 1 hosts of 4 devices" in refused(no_such_submesh, ShardingError)
+    assert "has (1, 5), but the cluster has 1 hosts of 4 devices" in refused(no_such_submesh, ShardingError)
     pipeline = PipeshardParallel(LogicalMesh((4,)), 1, layer_option=AutoLayerOption(2))
     assert "`devices` is a LogicalMesh of (4,)" in refused(pipeline, ShardingError)

@@ -8,7 +8,7 @@ import pytest
 from tests.methods_doc import ENTRIES, N_MICRO_BATCHES, PATH, Entry, page, promise_of, rows
 from tests.skips import skip
 
-#: They always run: with a pipeline, and without.
+#: Methods that always run: with a pipeline, and without.
 SHORT = ("PipeshardParallel", "Zero2Parallel")
 
 

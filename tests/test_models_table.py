@@ -35,7 +35,7 @@ def test_a_run_is_compared_by_its_updates() -> None:
     assert wrong(END, [np.float32(2.0), np.float32(1.001)])[0].startswith("results[1]")
     assert wrong({**END, "w": np.full((3, 4), np.nan, np.float32)})[0].startswith("state['w']: off by 3.5e+30")
 
-    # Dtypes, shapes and integers have to be equal.
+    # Dtypes, shapes and integers must be equal.
     assert wrong({**END, "n": np.int32(4)}) == ("state['n']: 4 in place of 3",)
     assert wrong({**END, "w": END["w"].astype(np.float64)})[0].startswith("state['w']: float64")
     assert wrong({"w": END["w"]}) == ("the results have another structure",)

@@ -1,4 +1,4 @@
-"""Meshes of the user change no result, and programs for them, as well as host memory, are refused by name.
+"""Meshes of the user change no result. Programs for them, and host memory, are refused by name.
 
 Results never move to devices silently.
 """
@@ -196,7 +196,7 @@ def test_arrays_in_host_memory_are_refused_also_after_others() -> None:
     step(w, x)
 
     captured = jax.device_put(W, HOST)
-    with pytest.raises(TraceError, match="by closure"):
+    with pytest.raises(TraceError, match="captures an array in host memory"):
         minialpa.parallelize(lambda w, x: x @ w @ jax.device_put(captured, DEVICE)).plan(W, X)
 
 

@@ -1,4 +1,4 @@
-"""Plans in a folder: found by the next run of the same script, and by no other; broken files are planned anew."""
+"""Plans in a folder: only the next run of the same script finds them; broken files are replanned."""
 
 from __future__ import annotations
 

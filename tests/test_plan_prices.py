@@ -1,4 +1,4 @@
-"""A plan predicts the seconds of what its compiled program communicates, at the prices of its mesh."""
+"""A plan predicts the seconds of its compiled program's communication, at the prices of its mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step_of(name: str, method: Any) -> tuple[Any, tuple[Any, Any]]:
 
 
 def compiled_s(name: str, method: Any) -> tuple[float, float]:
-    """Seconds of communication: that the plan predicts, and of the compiled programs."""
+    """Seconds of communication: (predicted by the plan, in the compiled programs)."""
     parallel, args = step_of(name, method)
     executable = parallel.get_executable(*args)
     moved = [one for text in executable.get_hlo_text() for one in compiled_figures.collectives(text)]

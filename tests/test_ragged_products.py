@@ -1,4 +1,4 @@
-"""`ragged_dot`, which is written out as the dense product that it is compiled as."""
+"""`ragged_dot`, which the planner replaces by the dense product of its compiled form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans and the calls that they were not made for: refused with the differences, or replanned with the same stages."""
+"""Plans for other calls than their own: refused with the differences, or replanned with the same stages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_arguments_that_differ_are_named() -> None:
     # Arguments that come and go.
     params, batch = make_args()
     text = refusal(train_step, shard_plan(), params, {**batch, "z": batch["x"]})
-    assert "argument `batch['z']` is float32[16, 8] and the plan knows of none" in text
+    assert "argument `batch['z']` is float32[16, 8] and the plan has no such argument" in text
 
     def step(params: Any) -> Any:
         return jax.tree.map(jnp.sin, params)
@@ -61,7 +61,7 @@ def test_arguments_that_differ_are_named() -> None:
     assert "argument `batch['x']` is missing and the plan was made for float32[16, 8]" in text
 
 
-def test_what_has_changed_in_a_step_is_told() -> None:
+def test_changes_in_a_step_are_reported() -> None:
     ones = jnp.ones((4, 4))
 
     def told(old: Callable[..., Any], new: Callable[..., Any], **options: Any) -> str:

@@ -17,7 +17,7 @@ from tests.helpers import trace
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 W = [np.eye(4, dtype=np.float32)] * 2
-#: Each setting, and a value other than the one that the tests have.
+#: Each setting, and a value that differs from the tests' value.
 SETTINGS: dict[str, Any] = {
     "jax_threefry_partitionable": False,
     "jax_enable_x64": True,

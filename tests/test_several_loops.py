@@ -25,7 +25,7 @@ def _deep(params: Any, x: Any) -> Any:
 
 
 def _arguments(n_examples: int) -> tuple[Any, Any]:
-    """Parameters and a batch of a model of whose memory activations are most."""
+    """Parameters and a batch of a model whose activations take most of the memory."""
     rng = np.random.default_rng(0)
     params = [0.2 * rng.standard_normal((32, 32)).astype(np.float32) for _ in range(16)]
     return params, rng.standard_normal((n_examples, 32)).astype(np.float32)
@@ -56,16 +56,16 @@ def _limited(n_bytes: float | None) -> Method:
 
 @pytest.mark.slow  # test_a_plan_says_how_many_loops_it_has is the short relative
 def test_rows_are_kept_where_there_is_memory_for_them() -> None:
-    """A loop back through the model reads rows of the first one; without memory for these, it computes them."""
+    """A loop back through the model reads per-example values of the first loop; without memory, it recomputes them."""
     step, args = wide_contrastive()
     cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
     kept = minialpa.plan(step, args, cluster=cluster, method=_limited(None))
     n_bytes = 0.8 * max(kept.cost.peak_bytes)
     again = minialpa.plan(step, args, cluster=cluster, method=_limited(n_bytes))
-    assert kept.keeps_rows and not again.keeps_rows
+    assert kept.keeps_activations and not again.keeps_activations
     assert max(again.cost.peak_bytes) < n_bytes
     assert kept.cost.compute_s < again.cost.compute_s
-    assert "rows of earlier loops: kept -> computed again" in kept.diff(again)
+    assert "per-example values of earlier loops: kept -> recomputed in later loops" in kept.diff(again)
     for plan in (kept, again):
         assert_allclose(minialpa.parallelize(step, method=plan)(*args), jax.jit(step)(*args), rtol=2e-4, atol=1e-5)
 
@@ -82,7 +82,7 @@ def test_a_plan_says_how_many_loops_it_has() -> None:
     cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
     plans = [minialpa.plan(step, args, cluster=cluster, method=ShardParallel(num_micro_batches=n)) for n in (1, 4)]
     assert [plan.n_loops for plan in plans] == [1, 2]
-    assert "4 micro-batches in 2 loops that keep their rows" in plans[1].summary()
+    assert "4 micro-batches in 2 loops that keep per-example values" in plans[1].summary()
     assert minialpa.Plan.from_json(plans[1].to_json()) == plans[1]
     timeline = minialpa.simulate(plans[1])
     assert [one.kind for one in timeline.stages[0].passes] == [*["step"] * 4, "update"] * 2

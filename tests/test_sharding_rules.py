@@ -26,7 +26,7 @@ from tests.lapack_call import lu_by_lapack
 from tests.rules.rule_laws import cases_of, check_all, notation, vjp
 from tests.rules.rule_programs import floats
 
-#: Rules that a test registers are gone after it.
+#: Removes the rules that a test registers.
 pytestmark = pytest.mark.usefixtures("own_rules")
 
 
@@ -346,5 +346,5 @@ def test_the_check_reports_what_it_cut() -> None:
 
 def test_the_check_finds_custom_partitioning_that_lies() -> None:
     lying = _partitioned(lambda x: jnp.cumsum(x, 0), sharding_rule="i j -> i j")
-    with pytest.raises(ShardingError, match=r"custom_partitioning.* is not that of the whole"):
+    with pytest.raises(ShardingError, match=r"custom_partitioning.* differs from the whole result"):
         minialpa.check_sharding_rule(lying, floats((4, 6), 0))

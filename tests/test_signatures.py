@@ -1,8 +1,7 @@
-"""Steps as people write them: which arguments are the batch, and arguments that libraries make."""
+"""Steps as people write them: the recognised batch arguments, and arguments that libraries make."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,7 +151,7 @@ def test_a_batch_that_is_not_clear_is_refused_where_examples_are_split(method: A
         parallel(*args)
     assert not any(x.is_deleted() for x in jax.tree.leaves(args) if isinstance(x, jax.Array))
 
-    # The batch is not needed if examples stay together, or if the user names it.
+    # The batch need not be recognised if examples stay together, or if the user names it.
     assert minialpa.parallelize(two_tables, method=ShardParallel()).plan(*args).batch == ()
     if method is not None:
         chosen = minialpa.parallelize(two_tables, method=method, batch_argnums=(3,), donate_argnums=())
@@ -166,13 +165,6 @@ def test_a_step_without_a_batch_is_refused_where_examples_are_split() -> None:
     for method in (ShardParallel(num_micro_batches=2), DataParallel()):
         with pytest.raises(TraceError, match=r"splits examples. Found no argument .*`batch_argnums=\("):
             minialpa.parallelize(step, method=method)(make_params())
-
-
-def test_a_plan_that_does_not_name_its_batch_is_read() -> None:
-    plan = minialpa.parallelize(two_arrays, method=ShardParallel()).plan(make_params(), make_x(), make_y())
-    older = plan.to_json().replace('"batch":["x","y"],', "")
-    assert older != plan.to_json()
-    assert minialpa.Plan.from_json(older) == dataclasses.replace(plan, batch=())
 
 
 # ---- equinox --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`train` ends as an undisturbed run, also after signals and lost workers."""
+"""`train` ends like an undisturbed run, also after signals and lost workers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def handled_by(number: int, handler: Any) -> Iterator[None]:
 def test_it_trains_as_the_serial_loop_and_goes_on_under_another_method(
     serial: dict[int, float], tmp_path: Path
 ) -> None:
-    """The devices are the same, and the plan of the checkpoint fits them. It is not what was asked for."""
+    """The devices are the same, and the plan of the checkpoint fits them, but the caller asked for another method."""
     log, evaluations = Log(), []
 
     def report(done: StepReport) -> None:
@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_end_saves_the_steps_that_are_done(tmp_path: Path) -> None:
-    """The signal then has the effect that the program gave it: here it is noted."""
+    """Afterwards the signal runs the program's handler, which here notes it."""
     noted: list[int] = []
     log = Log()
 
@@ -253,7 +253,7 @@ def test_it_ends_with_the_batches_and_saves_the_end(
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
     assert saved == [4, 7]
 
-    # Not a state of more steps than were asked for, nor a run that never meets its end.
+    # A state of more than `n_steps` steps is refused, and the run must end.
     with pytest.raises(MinialpaError, match=r"`n_steps` is 3, and the last checkpoint in `.*` is of step 7"):
         minialpa.train(step_on_one_mesh(), create_state, batches, n_steps=3, folder=tmp_path, max_to_keep=1)
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
@@ -278,10 +278,10 @@ def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
 
 
 class Room:
-    """Hosts that come and go.
+    """The available hosts.
 
     Attributes:
-        n_hosts: how many there are now.
+        n_hosts: their present number.
     """
 
     def __init__(self, n_hosts: int) -> None:

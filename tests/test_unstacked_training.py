@@ -122,7 +122,7 @@ def test_blocks_go_from_one_plan_to_another(key: jax.Array) -> None:
 
 
 def test_blocks_are_used_in_place(key: jax.Array) -> None:
-    """A step takes the blocks of the last one without a copy, and gives them up."""
+    """A step takes the blocks of the last one without a copy, and donates them."""
     case, step = two_stages()
     batch = case.make_batch(0, case.batch_size)
     state = step.preshard_dynamic_args(case.init(key), batch)[0]

@@ -56,7 +56,7 @@ def main(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int
 
 
 def losses_in(folder: Path) -> dict[int, float]:
-    """The losses by step, as they were reported last."""
+    """The last reported loss of each step."""
     return {n: loss for n, loss, _ in reports_in(folder)}
 
 

@@ -1,9 +1,9 @@
-"""Flags of XLA for processes that run tests: programs that run for milliseconds, and compile soon."""
+"""Flags of XLA for test processes: programs that run for milliseconds and compile fast."""
 
 from __future__ import annotations
 
 FLAGS = (
-    # Devices share few cores: threads inside one device only get in each other's way.
+    # Devices share few cores, so threads inside one device would only compete.
     "--xla_cpu_multi_thread_eigen=false",
     # Most of the time is LLVM's. Partitioning and fusion do not change.
     "--xla_backend_optimization_level=0",

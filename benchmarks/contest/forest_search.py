@@ -1,20 +1,21 @@
-"""Local search on forests: nodes that share a scarce row trade room with each other. Compiled by numba.
+"""Local search on forests: nodes that share a scarce row trade capacity with each other. Compiled by numba.
 
-A tree of minialpa/intra/solver/local_search.py changes strategies that fit one by one. Where rows are full, a node gets
-richer only if another one, often far away in the graph, gets leaner in the same row. So here some trees grow around
-nodes that use one random scarce row, all other nodes are held, and dynamic programming finds the best strategies of the
-whole forest, at first without regard to room. If they exceed a row r, it gets a price within the forest, near that
-under which new and old strategies cost the same, and the forest is solved again:                             -> _trade
+A tree of minialpa/intra/solver/local_search.py changes strategies one by one, and each change must fit. Where rows are
+full, a node can use more of a row only if another node, often far away in the graph, uses less of it. So this search
+grows some trees around nodes that use one random scarce row, holds all other nodes, and finds the best strategies of
+the whole forest by dynamic programming, at first without limits. If they exceed a row r, the row gets a price within
+the forest, and the forest is solved for this price. It is near the price at which new and old strategies cost the same:
+                                                                                                             -> _trade
     price_r <- price_r + m (c_p(old) - c_p(new)) / (u_r(new) - u_r(old)),   m random, 1/4 to 5/4
-with c_p the cost under the prices so far. For one row this is the secant step to the best price (the Lagrange dual of
+with c_p the cost under the present prices. For one row this is the secant step to the best price (the Lagrange dual of
 one constraint), so that few solutions are needed.
 
-Costs carry noise, -t log(-log U) for U uniform in (0, 1): the best strategies then are samples of about the Boltzmann
-distribution at temperature t (perturb and MAP; Papandreou and Yuille, 2011). What fits is taken if it costs no more, or
-with probability exp(-increase / t) (annealing; Kirkpatrick et al., 1983).                            -> anneal_forests
+Costs have noise, -t log(-log U) for U uniform in (0, 1). The best strategies are then samples of about the Boltzmann
+distribution at temperature t (perturb and MAP; Papandreou and Yuille, 2011). Strategies that fit are taken if they cost
+no more, or with probability exp(-increase / t) (annealing; Kirkpatrick et al., 1983).              -> anneal_forests
 
-Example: a row has room for 3, and two nodes use (2, 1) at costs (0, 1) and (0, 5). From the choices (0, 1) no node can
-change by itself; a forest of both finds (1, 0), which uses as much and costs 4 less.
+Example: a row has capacity 3, and two nodes use (2, 1) at costs (0, 1) and (0, 5). From the choices (0, 1) no single
+node can change. A forest of both finds (1, 0), with the same usage and a cost that is 4 lower.
 """
 
 from __future__ import annotations
@@ -34,33 +35,33 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """`function` as machine code, in this process only: minialpa's files of machine code are those of its own loops."""
+    """`function` as machine code of this process only: minialpa's machine code files have only minialpa's loops."""
     return cast(_Function, numba.njit(function))
 
 
 def _dispatcher(loop: _Function) -> _Function:
-    """The machine code of a loop of minialpa: compiled functions call nothing else."""
+    """The machine code of a loop of minialpa, which is all that other compiled functions call."""
     return cast(_Function, cast(Any, loop).dispatcher)
 
 
 descend, empty_tree = _dispatcher(local_search.descend), _dispatcher(local_search.empty_tree)
 gain, grow = _dispatcher(local_search.gain), _dispatcher(local_search.grow)
-n_joined, own_costs = _dispatcher(local_search.n_joined), _dispatcher(local_search.own_costs)
+n_joined, node_costs = _dispatcher(local_search.n_joined), _dispatcher(local_search.node_costs)
 swap_usage, usage_of = _dispatcher(local_search.swap_usage), _dispatcher(local_search.usage_of)
 #: Most trees of a forest.
 _MOST_TREES = 8
-#: Random nodes that are looked at for one which uses the row.
+#: Random nodes that are tried in the search for a user of the row.
 _LOOKS = 30
 #: Solutions of one forest.
 _TRIES = 5
 
 
 class Scarce(NamedTuple):
-    """Where forests grow.
+    """The rows and nodes around which forests grow.
 
     Attributes:
-        rows: the rows whose room is scarce.
-        users: the nodes that use something in any row.
+        rows: the rows with scarce capacity.
+        users: the nodes that use any row.
     """
 
     rows: Ints
@@ -68,9 +69,9 @@ class Scarce(NamedTuple):
 
 
 def scarce_rows(core: Core, prices: Floats, x: Ints, nearly: float) -> Scarce:
-    """Rows that have a price, or of whose room `x` leaves at most the part `nearly`; all nodes that use something."""
-    left = core.room - usage_of(core, x)
-    rows = np.flatnonzero((prices > 0) | (left <= nearly * core.room))
+    """Rows that have a price, or of which `x` leaves at most the fraction `nearly`; and all nodes with usage."""
+    left = core.slack - usage_of(core, x)
+    rows = np.flatnonzero((prices > 0) | (left <= nearly * core.slack))
     return Scarce(rows, np.flatnonzero(np.diff(core.segments)))
 
 
@@ -78,9 +79,9 @@ def scarce_rows(core: Core, prices: Floats, x: Ints, nearly: float) -> Scarce:
 def anneal_forests(
     core: Core, scarce: Scarce, x: Ints, best: Ints, n_forests: int, hot: float, cold: float, seed: int
 ) -> float:
-    """Formulas above for `n_forests` forests, with changes to `x`, at temperatures that fall from `hot` to `cold`.
+    """Solve `n_forests` forests by the formulas above, and change `x`; temperatures fall from `hot` to `cold`.
 
-    `best` becomes the cheapest choices on the way, if any cost less than the first; returns how much less they cost.
+    If any choices on the way cost less than the first, `best` becomes the cheapest of them. Returns the saved cost.
     """
     np.random.seed(seed)
     tree, own = empty_tree(core), np.empty((LARGEST_TREE, core.widest))
@@ -89,7 +90,7 @@ def anneal_forests(
     for n in range(n_forests):
         temperature = hot * (cold / hot) ** (n / n_forests) if hot > 0 else 0.0
         count = _plant(core, tree, scarce)
-        own_costs(core, tree, count, core.cost, x)
+        node_costs(core, tree, count, core.cost, x)
         _add_noise(core, tree, count, temperature)
         gained = _trade(core, tree, own, count, used, x, temperature)
 
@@ -122,7 +123,7 @@ def _plant(core: Core, tree: Tree, scarce: Scarce) -> int:
 
 @compiled
 def _user_of(core: Core, scarce: Scarce, row: int) -> int:
-    """A random node that uses `row`; -1 if none was found soon."""
+    """A random node that uses `row`; -1 after `_LOOKS` tries without success."""
     for _ in range(_LOOKS):
         node = scarce.users[np.random.randint(len(scarce.users))]
         if _segment_of(core, node, row) >= 0:
@@ -132,7 +133,7 @@ def _user_of(core: Core, scarce: Scarce, row: int) -> int:
 
 @compiled
 def _segment_of(core: Core, node: int, row: int) -> int:
-    """The segment of `node` that covers `row`; -1 if there is none."""
+    """The segment of `node` that covers `row`; -1 if there is no such segment."""
     for segment in range(core.segments[node], core.segments[node + 1]):
         if core.start[segment] <= row < core.end[segment]:
             return segment
@@ -141,7 +142,7 @@ def _segment_of(core: Core, node: int, row: int) -> int:
 
 @compiled
 def _add_noise(core: Core, tree: Tree, count: int, temperature: float) -> None:
-    """Take -t log(-log U) off the cost of each strategy."""
+    """Subtract the noise -t log(-log U) from the cost of each strategy."""
     if temperature > 0:
         for k in range(count):
             for i in range(core.at[tree.nodes[k] + 1] - core.at[tree.nodes[k]]):
@@ -150,7 +151,7 @@ def _add_noise(core: Core, tree: Tree, count: int, temperature: float) -> None:
 
 @compiled
 def _trade(core: Core, tree: Tree, own: Floats, count: int, used: Ints, x: Ints, temperature: float) -> float:
-    """Write the strategies of the forest from now on to `new`, with their usage in `used`; returns what they save."""
+    """Write the new strategies of the forest to `new`, and their usage to `used`; returns the saved cost."""
     own[:count] = tree.cost[:count]
     for _ in range(_TRIES):
         tree.cost[:count] = own[:count]
@@ -179,7 +180,7 @@ def _differs(tree: Tree, count: int) -> bool:
 
 @compiled
 def _worst_row(core: Core, tree: Tree, count: int, used: Ints) -> int:
-    """The row exceeded most among those in which some node uses more than before; -1 if none is."""
+    """The most exceeded row among the rows that some node uses more than before; -1 if there is no such row."""
     worst, most = -1, 0
     for k in range(count):
         node = tree.nodes[k]
@@ -187,14 +188,14 @@ def _worst_row(core: Core, tree: Tree, count: int, used: Ints) -> int:
             usage_at = core.usage_at[segment]
             if core.usage[usage_at + tree.new[k]] > core.usage[usage_at + tree.old[k]]:
                 for row in range(core.start[segment], core.end[segment]):
-                    if used[row] - core.room[row] > most:
-                        worst, most = row, used[row] - core.room[row]
+                    if used[row] - core.slack[row] > most:
+                        worst, most = row, used[row] - core.slack[row]
     return worst
 
 
 @compiled
 def _raise_price(core: Core, tree: Tree, own: Floats, count: int, row: int) -> bool:
-    """The secant step of `row`, added to the costs `own`; whether it says anything."""
+    """Add the secant step of `row` to the costs `own`; returns whether the step is defined."""
     more, cheaper = 0, 0.0
     for k in range(count):
         segment, node = _segment_of(core, tree.nodes[k], row), tree.nodes[k]

@@ -1,19 +1,20 @@
-"""Uses the time that is left: prices for the bound and annealing for cheaper choices, in turn.
+"""Uses all remaining time: prices that raise the bound and annealing that finds cheaper choices take turns.
 
 In: a core, the best choices and prices so far. Out: a `Bracket` after each slice of time, never worse than before.
 
-Prices rise where the choices of a pass exceed the room of a row and fall where they leave some (the volume algorithm of
-Barahona and Anbil, 2000, without its centre):                                       -> _Ascent, _PriceSteps
-    p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - room,   u = a unit of usage
-with L(p) the bound of lagrange.py. When the step has become small, the ascent starts from the best prices once more,
-with a step that was large enough to find other directions.
-Each slice of it ends with roundings, which for large graphs find more than any search does.
-Annealing on forests (forest_search.py) runs in portions, each from the best choices so far and at another first
-temperature, and then in longer ones. A temperature that gained has the next portion, too.        -> _Annealing
-Each slice is shared between the two by how fast they closed the gap in the slice before:          -> _share
-    share of the bound = b / (b + c),   b, c = what each of them closed in a second of its own
+Prices rise where the choices of a pass exceed the capacity of a row, and fall where the choices leave capacity free
+(the volume algorithm of Barahona and Anbil, 2000, without its centre):                      -> _Ascent, _PriceSteps
+    p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - slack,   u = a unit of usage
+with L(p) the bound of lagrange.py. When the step has become small, the ascent restarts from the best prices, with a
+step that is large enough to find other directions.
+Each slice of the ascent ends with roundings. On large graphs, roundings find more than any search.
+Annealing on forests (forest_search.py) runs in portions. Each portion starts from the best choices so far, at the next
+first temperature; after the last temperature, portions become longer. A temperature that brought a gain also gets the
+next portion.                                                                                            -> _Annealing
+Both share each slice by how fast they closed the gap in the slice before:                               -> _share
+    share of the bound = b / (b + c),   b, c = gap that each closed per second of its own time
 
-Example: where the bound rose by 3 in a second and the cost fell by 1, the bound has three quarters of the next slice.
+Example: if the bound rose by 3 per second and the cost fell by 1 per second, the bound gets 3/4 of the next slice.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ class PersistenceOptions:
     """The numbers of the search. A *pair* is one pass of messages forward and one back.
 
     Attributes:
-        phases: part of the time that the phases of minialpa's solver have before.
-        slice: part of the time left that goes to a slice of bound and search.
-        least_slice_s: seconds of a slice at least.
-        shrinks: part of the strategies that has to be ruled out for arrays to be built anew.
-        first_share: part of the first slice that goes to the bound.
-        share: part of a slice that bound and search have at least, and the bound where both are at rest.
-        steps: first steps of the prices, in turn, as parts of |L(p)|.
+        phases: fraction of the time for the phases of minialpa's solver.
+        slice: fraction of the remaining time for a slice of bound and search.
+        least_slice_s: least seconds of a slice.
+        shrinks: fraction of the strategies that must be ruled out before arrays are rebuilt.
+        first_share: fraction of the first slice for the bound.
+        share: least fraction of a slice for bound and search, and the fraction for the bound where both are at rest.
+        steps: first steps of the prices, in turn, as fractions of |L(p)|.
         unpriced_pairs: pairs before prices move, so that messages settle first.
         rounding_pairs: pairs between two roundings.
-        shrink: factor on the step when it has not raised the bound for `patience` pairs.
+        shrink: factor on the step after `patience` pairs without a better bound.
         patience: pairs without a better bound before the step shrinks.
-        least_step: the ascent starts once more with steps below this.
+        least_step: the ascent restarts when the step falls below this.
         newest: weight of the newest choices in the running average of the excess.
-        temperatures: temperatures that annealing starts from, in turn, in units of the gap per node: what is right
-            depends on how costs are spread.
-        cooling: the last temperature of a portion, as a part of its first.
+        temperatures: first temperatures of annealing, in turn, in units of the gap per node. The best one depends on
+            how costs are spread.
+        cooling: the last temperature of a portion, as a fraction of its first.
         portion_s: seconds of the first portions.
         growth: factor on these seconds after each turn of temperatures: slower cooling ends lower.
         most_s: most seconds of a portion.
-        nearly: rows of whose room at most this part is left are scarce.
+        nearly: a row is scarce if at most this fraction of its capacity is left.
     """
 
     phases: float = 0.6
@@ -85,7 +86,7 @@ class PersistenceOptions:
 
 
 class Persistence:
-    """The search of one core; a class because messages, prices and temperatures live from slice to slice."""
+    """The search of one core. It is a class because messages, prices and temperatures live from slice to slice."""
 
     def __init__(
         self, core: Core, prices: Floats, choices: Ints | None, solver: SolverOptions, options: PersistenceOptions
@@ -127,7 +128,7 @@ class Persistence:
         )
 
     def _next_share(self, risen: float, fallen: float) -> float:
-        """The formula above; as before where one of them was unknown, and a small share where both are at rest."""
+        """The formula of the module; the last share if one rate is unknown, and a small share if both are at rest."""
         options = self.options
         by_bound, by_cost = risen / self._share, fallen / (1 - self._share)
         if not np.isfinite(by_bound + by_cost):
@@ -137,9 +138,9 @@ class Persistence:
         return float(np.clip(by_bound / (by_bound + by_cost), options.share, 1 - options.share))
 
     def shrink(self, core: Core, choices: Ints, carried: Callable[[Floats], Floats]) -> None:
-        """Go on with `core`, which has fewer strategies: `choices` are the best so far in it.
+        """Continue with `core`, which has fewer strategies; `choices` are its best so far.
 
-        carried: gives the messages of `core` for those of the core before.
+        carried: maps the messages of the core before to messages of `core`.
         """
         self._incumbent = Incumbent(core)
         self._incumbent.offer(choices)
@@ -147,7 +148,7 @@ class Persistence:
 
 
 class _Ascent:
-    """The ascent of the bound by the formula of lagrange.py, with new starts; `bound` is the best so far."""
+    """The ascent of the bound by the formula of lagrange.py, with restarts; `bound` is the best so far."""
 
     def __init__(self, core: Core, prices: Floats, solver: SolverOptions, options: PersistenceOptions) -> None:
         self.options, self._solver = options, solver
@@ -157,7 +158,7 @@ class _Ascent:
         self.steps = self._start()
 
     def _start(self) -> _PriceSteps:
-        """Back to the best prices, with the next first step."""
+        """Return to the best prices, with the next first step."""
         passes, starts = self.passes, self.options.steps
         passes.prices, passes.messages[:] = self.best.prices, self.best.messages
         steps = _PriceSteps(passes.core, self.options, starts[self.n_starts % len(starts)])
@@ -165,7 +166,7 @@ class _Ascent:
         return steps
 
     def run(self, incumbent: Incumbent, deadline: Deadline) -> None:
-        """Pairs until `deadline`, at least one."""
+        """Run pairs until `deadline`, at least one."""
         options = self.options
         while True:
             bound = max(self.passes.run(True), self.passes.run(False))
@@ -178,7 +179,7 @@ class _Ascent:
             if (self.n_pairs + 1) % options.rounding_pairs == 0:
                 self.passes.round(True, incumbent)
 
-            # Messages settle under the first prices only once.
+            # Only the first start lets messages settle before prices move.
             is_first = self.n_starts == 1
             self.steps.move(self.passes, bound, self.n_pairs if is_first else options.unpriced_pairs + self.n_pairs)
             self.n_pairs += 1
@@ -200,7 +201,7 @@ class _Ascent:
         )
 
     def round(self, incumbent: Incumbent) -> None:
-        """Rounding and local search at the best prices, each time with other noise."""
+        """Rounding and local search at the best prices, with new noise in each call."""
         passes = self.best
         for forward in (False, True):
             passes.round(forward, incumbent)
@@ -208,31 +209,31 @@ class _Ascent:
         passes.improve(incumbent, self.bound, self.n_rounded, self._solver)
 
     def shrink(self, core: Core, carried: Callable[[Floats], Floats]) -> None:
-        """As that of `Persistence`."""
+        """See `Persistence.shrink`."""
         self.passes = _passes(core, self.passes.prices, carried(self.passes.messages))
         self.best = _passes(core, self.best.prices, carried(self.best.messages))
         self.steps.core = core
 
 
 def _passes(core: Core, prices: Floats, messages: Floats) -> Passes:
-    """Passes that start from copies of `messages`, and whose work is not counted."""
+    """Passes that start from copies of `messages` and do not count their work."""
     passes = Passes(core, prices, Deadline(0.0))
     passes.messages[:] = messages
     return passes
 
 
 class _PriceSteps:
-    """Moves prices by the formula of the ascent; a class because g and the step live from move to move."""
+    """Moves prices by the formula of the ascent. It is a class because g and the step live from move to move."""
 
     def __init__(self, core: Core, options: PersistenceOptions, step: float) -> None:
         self.core, self.options = core, options
-        self.unit = max(float(core.room.max(initial=0)), float(core.usage.max(initial=0)))
-        self.average_excess: Floats = np.zeros(len(core.room))
+        self.unit = max(float(core.slack.max(initial=0)), float(core.usage.max(initial=0)))
+        self.average_excess: Floats = np.zeros(len(core.slack))
         self.step, self.n_since_best = step, 0
 
     def move(self, passes: Passes, bound: float, k: int) -> None:
         """Set the prices of `passes` after pair `k`, which gave `bound`."""
-        excess = (usage_of(self.core, passes.choices) - self.core.room).astype(np.float64)
+        excess = (usage_of(self.core, passes.choices) - self.core.slack).astype(np.float64)
         average = self.average_excess
         self.average_excess = excess if k == 0 else average + self.options.newest * (excess - average)
         if k < self.options.unpriced_pairs or self.unit == 0:
@@ -251,14 +252,14 @@ def _moved(prices: Floats, slope: Floats, length: float) -> Floats:
 
 
 class _Annealing:
-    """Portions of annealing; a class because temperature and length live from portion to portion."""
+    """Portions of annealing. It is a class because temperature and length live from portion to portion."""
 
     def __init__(self, options: PersistenceOptions) -> None:
         self.options, self.portion_s = options, options.portion_s
         self.turn = self.n_portions = 0
 
     def run(self, prices: Floats, incumbent: Incumbent, unit: float, deadline: Deadline) -> None:
-        """Portions until `deadline`; `unit` is the unit of temperatures."""
+        """Run portions until `deadline`; `unit` is the unit of temperatures."""
         rate = 0.0  # forests in a second
         while not deadline.is_over:
             seconds = min(self.portion_s, deadline.left_s)
@@ -272,7 +273,7 @@ class _Annealing:
     def _portion(self, prices: Floats, incumbent: Incumbent, unit: float, n_forests: int) -> None:
         core, options, choices = incumbent.core, self.options, incumbent.choices.copy()
         scarce = scarce_rows(core, prices, choices, options.nearly)
-        # Rows that are exceeded cost more from portion to portion, and then little again.
+        # Exceeded rows cost more from portion to portion, and little once they fit.
         if incumbent.excess > 0:
             core = core._replace(cost=exceeded_rows_priced(core, 0.0 * prices, choices, self.n_portions % 10))
 
@@ -282,14 +283,14 @@ class _Annealing:
         self.n_portions += 1
 
     def _turn(self) -> None:
-        """On to the next temperature, and after the last one to longer portions."""
+        """Move to the next temperature, and after the last one to longer portions."""
         self.turn += 1
         if self.turn % len(self.options.temperatures) == 0:
             self.portion_s = min(self.options.most_s, self.portion_s * self.options.growth)
 
 
 def load(core: Core) -> None:
-    """Compile or load the loops that `Persistence` runs beside those of minialpa's solver."""
+    """Compile or load the loops that `Persistence` runs in addition to the loops of minialpa's solver."""
     choices = np.zeros(core.n_nodes, np.int64)
-    scarce = scarce_rows(core, np.zeros(len(core.room)), choices, 0.0)
+    scarce = scarce_rows(core, np.zeros(len(core.slack)), choices, 0.0)
     anneal_forests(core, scarce, choices, choices.copy(), 1, 0.0, 0.0, 0)

@@ -1,10 +1,10 @@
-"""Solve one cost graph in a time limit, in seconds of the processor, all of which are used unless a proof ends it.
+"""Solve one cost graph within a limit of CPU seconds. The search uses all of them unless a proof ends it.
 
-    1. The phases of minialpa's solver, in a part of the time.                      -> intra/solver/solve.py, run_phases
-    2. Slices of bound and search on what they leave, until the time is over (persistence.py).              -> _go_on
-       After each slice, strategies are dropped that no better solution has.                                -> _shrink
+    1. The phases of minialpa's solver, in a fraction of the time.                  -> intra/solver/solve.py, run_phases
+    2. Slices of bound and search on the rest of the graph, until the time is over (persistence.py).        -> _go_on
+       After each slice, strategies that cannot be part of a better solution are dropped.                   -> _shrink
 
-Loading compiled loops, which takes seconds, does not count.                                                  -> load
+The seconds to load compiled loops do not count.                                                              -> load
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from minialpa.intra.solver.solve import (
 
 _DEFAULTS, _PERSISTENCE = SolverOptions(), PersistenceOptions()
 
-#: A graph to load compiled loops with; any one will do.
+#: Any graph, to load compiled loops with.
 _TINY = CostGraph(
     node_costs=(np.zeros(2),) * 2,
     edges=(Edge(0, 1, np.eye(2)),),
@@ -49,7 +49,7 @@ _TINY = CostGraph(
 
 
 class SecondsLeft(Deadline):
-    """A deadline in seconds of the processor, which ignores what is counted."""
+    """A deadline in CPU seconds, which ignores counted work."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(limit_s)
@@ -73,7 +73,7 @@ def solve_in_seconds(
     options: SolverOptions = _DEFAULTS,
     persistence: PersistenceOptions = _PERSISTENCE,
 ) -> GraphSolution:
-    """The best strategies found in that time, with the bound that was proven. Raises InfeasibleError."""
+    """The best strategies that the time allows, with the proven bound. Raises InfeasibleError."""
     load()
     deadline, best, residual = SecondsLeft(time_limit_s), Best(graph, NO_GAP), residual_of(graph)
     prices = np.zeros(len(residual.base))
@@ -87,7 +87,7 @@ def load() -> None:
     """Compile all loops, or load them."""
     dominance.load()
     core = flatten(residual_of(_TINY), [0, 1])
-    bracket(core, np.zeros(len(core.room)), Deadline(math.inf), _DEFAULTS)
+    bracket(core, np.zeros(len(core.slack)), Deadline(math.inf), _DEFAULTS)
     load_persistence(core)
 
 
@@ -99,7 +99,7 @@ def _go_on(
     options: SolverOptions,
     persistence: PersistenceOptions,
 ) -> None:
-    """Slices until `deadline`. Reductions between them would move the choices that they start from."""
+    """Run slices until `deadline`, without reductions in between, which would move the starting choices."""
     nodes = list(residual.alive)
     core = flatten(residual, nodes)
     search = Persistence(core, prices[residual.rows], _places(residual, nodes, core, best), options, persistence)
@@ -115,7 +115,7 @@ def _go_on(
 
 
 def _shrink(search: Persistence, residual: Residual, nodes: list[int], core: Core, stays: Bools) -> Core:
-    """Leave `search` only the strategies in `stays`, by their place in `core`; returns the core that it has then."""
+    """Leave `search` only the strategies in `stays`, by their place in `core`; returns the smaller core."""
 
     def carried(messages: Floats) -> Floats:
         return CarriedMessages(before, nodes, core, messages).of(residual, nodes, smaller)
@@ -129,7 +129,7 @@ def _shrink(search: Persistence, residual: Residual, nodes: list[int], core: Cor
 
 
 def _places(residual: Residual, nodes: list[int], core: Core, best: Best) -> Ints | None:
-    """The best choices of `nodes`, by current place, or choices near them where some of these strategies are gone."""
+    """The best choices of `nodes`, by present place, or choices near them where some of these strategies are gone."""
     if best.choices is None:
         return None
 

@@ -1,7 +1,7 @@
-"""The models that are trained by minialpa and by `jax.jit`: what a row of the table is, and the methods.
+"""The models that minialpa and `jax.jit` train: the type of a row of the table, and the methods.
 
-A model is a function that returns a `Training`. It imports its packages itself, so that the rows can be listed where
-the packages are not installed.
+A model is a function that returns a `Training`. It imports its packages itself, so that a listing of the rows needs no
+packages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a row runs.
+    """The training of a row.
 
     Attributes:
         step: returns the new state, and the loss or other results.
         state: a pytree of arrays: parameters, optimizer state, random keys.
         batches: one for each step, of examples along dimension 0.
-        batch_argnums: of `parallelize`.
-        eps: the relative rounding of what it computes with, if that has fewer bits than the state.
+        batch_argnums: the argument of `parallelize`.
+        eps: the relative rounding of the computation, if it has fewer bits than the state.
     """
 
     step: Step
@@ -47,10 +47,10 @@ class Model:
     """Some rows of the table: one model under several methods.
 
     Attributes:
-        name: of the function, by which it is asked for.
+        name: name of the function, and of the model on the command line.
         packages: the packages whose versions the table shows, the most interesting first.
-        model: what it is.
-        optimizer: of optax, unless it says otherwise.
+        model: the description in the table.
+        optimizer: the optimizer, of optax unless the text names another package.
         methods: keys of `METHODS`.
         x64: whether jax computes in 64 bits.
         build: makes the same training each time.
@@ -83,7 +83,7 @@ METHODS: dict[str, Callable[[], Method | None]] = {
     ),
 }
 NONE, SHARD, SHARD_2, DATA, DATA_2, ZERO_2, ZERO_3, PIPE_1, PIPE_2, PIPE_4, SEARCHED = METHODS
-#: Those of most rows.
+#: The methods of most rows.
 USUAL = (SHARD, PIPE_2)
 
 

@@ -1,4 +1,4 @@
-"""What many models share: synthetic data, and the step around a loss and an optimizer of optax."""
+"""Common parts of the models: synthetic data, and the step around a loss and an optimizer of optax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Loss = Callable[[Any, Any], jax.Array]
 
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray:
-    """Normal numbers; the first dimension is that of the examples."""
+    """Normal numbers; the first dimension is the examples."""
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
@@ -49,7 +49,7 @@ def tokens(n_words: int, length: int) -> list[Any]:
 
 
 def minimise(loss: Loss, params: Any, optimizer: Any, data: list[Any]) -> Training:
-    """Steps of `optimizer` down the gradient of `loss(params, batch)`."""
+    """Steps of `optimizer` on `loss(params, batch)`."""
     import optax
 
     def step(state: Any, batch: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Whether a training run agrees with the serial one: what each comes to is compared leaf by leaf.
+"""Whether a training run agrees with the serial run, leaf by leaf.
 
-Floats of the state are compared as the update over all steps, new minus old. A leaf may differ by
+Floats of the state are compared by the update over all steps, new minus old. A leaf may differ by
 
     ROUNDINGS * noise + LAST_PLACES * eps * |update| + half a last place of the new state     (2-norms over the leaf)
 
-where the noise is how far the serial run itself moves when its inputs are rounded differently, or when its
-compiler does not optimise. Integers have to be equal, but for those in which these serial runs differ.
+The noise is the distance between the serial run and serial runs whose inputs are rounded differently, or whose compiler
+does not optimise. Integers must be equal, except the ones in which these serial runs differ.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import jax
 import numpy as np
 
 ROUNDINGS = 16.0
-#: Of a float of 32 bits, so that a factor of 1.0001 on a gradient is seen where the serial run determines it so well.
+#: By bytes of the float. 32 bits: small enough to find a factor of 1.0001 on a gradient, if the noise is smaller.
 LAST_PLACES = {8: 1e4, 4: 170.0, 2: 4.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The whole of a run against the serial one.
+    """A run against the serial run.
 
     Attributes:
-        difference: 2-norm of a leaf's difference, relative to that of its update: the median over the leaves of floats.
-        noise: the same of the serial runs among themselves, the greatest.
-        wrong: the leaves that differ by more than they may, worst first.
+        difference: 2-norm of a leaf's difference, relative to the norm of its update; the median over leaves of floats.
+        noise: the same number between the serial runs, the greatest.
+        wrong: the leaves that differ by more than the formula allows, worst first.
     """
 
     difference: float
@@ -41,7 +41,7 @@ Leaves = list[tuple[str, np.ndarray]]
 
 
 def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compared:
-    """Compare `(state, results)` of a run with those of the serial run, and with `others`, serial runs as above.
+    """Compare `(state, results)` of a run with the serial run, and with `others`, the serial runs that give the noise.
 
     start: the state before the first step.
     """
@@ -70,7 +70,7 @@ def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compa
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A leaf that is wrong. excess: the difference over what is allowed; infinite where there is no such number."""
+    """A wrong leaf. excess: difference / allowed difference; infinite if there is no such number."""
 
     excess: float
     told: str
@@ -82,8 +82,8 @@ class _Measured:
 
     Attributes:
         error: of the difference to the serial run.
-        noise: of the differences of the other serial runs to this one.
-        size: of the update; of the value, where there is none.
+        noise: of the differences between the other serial runs and this serial run.
+        size: of the update; of the value, if there is no update.
     """
 
     error: float
@@ -92,7 +92,7 @@ class _Measured:
 
 
 def _integer_fault(path: str, own: np.ndarray, value: np.ndarray, others: Sequence[np.ndarray]) -> _Fault | None:
-    """Integers have to be equal where all serial runs are."""
+    """Integers must be equal where all serial runs are equal."""
     known = np.logical_and.reduce([one == value for one in others])
     if np.array_equal(value[known], own[known]):
         return None
@@ -109,7 +109,7 @@ def _measured(own: np.ndarray, value: np.ndarray, others: Sequence[np.ndarray], 
 
 
 def _float_fault(path: str, leaf: _Measured, value: np.ndarray) -> _Fault | None:
-    """Floats may differ by what the formula above allows."""
+    """Floats may differ by the formula of the module."""
     allowed = ROUNDINGS * max(leaf.noise, default=0.0) + _last_places(value) * leaf.size + _half_a_place(value)
     if leaf.error <= allowed:
         return None
@@ -118,12 +118,12 @@ def _float_fault(path: str, leaf: _Measured, value: np.ndarray) -> _Fault | None
 
 
 def _medians(leaves: Sequence[_Measured]) -> tuple[float, float]:
-    """Relative difference and noise of a run, as `Compared` describes them.
+    """Relative difference and noise of a run, see `Compared`.
 
-    The median, because one leaf may be far greater than all others (a loss scale), and because rounding is all there is
-    in leaves whose gradients are zero (the biases of keys in attention).
+    It is a median because one leaf may be far greater than all others (a loss scale), and because leaves whose
+    gradients are zero have only rounding errors (the biases of keys in attention).
     """
-    # A leaf that has no update in any run says nothing of how precise the updates are.
+    # A leaf without an update in any run does not measure the precision of updates.
     moving = [leaf for leaf in leaves if leaf.size or leaf.error or any(leaf.noise)]
     differences = [_relative(leaf.error, leaf.size) for leaf in moving]
     noises = [[_relative(one, leaf.size) for one in leaf.noise] for leaf in moving]
@@ -131,9 +131,9 @@ def _medians(leaves: Sequence[_Measured]) -> tuple[float, float]:
 
 
 def rounded_differently(tree: Any, seed: int, eps: float | None = None) -> Any:
-    """Floats times 1 plus or minus up to a rounding; whole numbers, which are masks and counts, stay.
+    """Floats times 1 plus or minus up to a rounding; whole numbers (masks and counts) stay.
 
-    eps: the rounding, relative to the value; None for that of the dtype.
+    eps: the rounding, relative to the value; None for the rounding of the dtype.
     """
     rng = np.random.default_rng(seed)
 
@@ -167,17 +167,17 @@ def _is_float(value: Any) -> bool:
 
 
 def _norm(value: np.ndarray) -> float:
-    """Of the finite numbers: `_minus` has made large ones of differences that are not."""
+    """The norm of the finite numbers: `_minus` turns non-finite differences into large numbers."""
     return float(np.linalg.norm(value[np.isfinite(value)]))
 
 
 def _relative(difference: float, size: float) -> float:
-    """At most 1, which is a difference of the size of the value."""
+    """At most 1, which means a difference of the size of the value."""
     return difference / max(size, difference, 1e-300)
 
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`a - b` where equal infinities, and NaN twice, are no difference; one alone is a difference beyond all bounds."""
+    """`a - b`. Equal infinities, and two NaN, have difference 0; a single one has a difference above all bounds."""
     a, b = _wide(a), _wide(b)
     with np.errstate(invalid="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -191,7 +191,7 @@ def _last_places(value: np.ndarray) -> float:
 
 
 def _half_a_place(value: np.ndarray) -> float:
-    """How far storing the result may move it."""
+    """The largest rounding error when the result is stored."""
     return 0.5 * float(jax.numpy.finfo(value.dtype).eps) * _norm(_wide(value))
 
 

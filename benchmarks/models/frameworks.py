@@ -443,7 +443,7 @@ def neural_sde() -> Training:
 
 
 def _haiku(function: Any, loss_of: Any, optimizer: Any, data: list[Any]) -> Training:
-    """loss_of: what is minimised, of the results of `function(batch)` and the batch."""
+    """loss_of: maps the results of `function(batch)` and the batch to the loss."""
     import haiku as hk
 
     net = hk.transform_with_state(function)

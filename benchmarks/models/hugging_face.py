@@ -1,4 +1,4 @@
-"""The Flax models of transformers (below 5) and diffusers, made from small configurations: nothing is downloaded."""
+"""The Flax models of transformers (below 5) and diffusers, made from small configurations, without downloads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENCODER_DECODER = {
 
 
 def _train(net: Any, loss: Any, data: list[Any], optimizer: Any = None) -> Training:
-    """loss: of `(apply, batch)`, where `apply` takes what the network takes."""
+    """loss: a function of `(apply, batch)`; `apply` takes the arguments of the network."""
 
     def loss_of(params: Any, batch: Any, key: Any) -> jax.Array:
         def apply(*args: Any, **named: Any) -> Any:

@@ -27,7 +27,7 @@ _OUTCOMES = {
 
 
 def page(rows: Rows) -> str:
-    """benchmarks/models.md, from the rows of one run."""
+    """The text of benchmarks/models.md from the rows of one run."""
     counts = Counter(row["outcome"] for row in rows)
     by_outcome = [f"{counts[outcome]} {text.strip('*')}" for outcome, text in _OUTCOMES.items() if counts[outcome]]
     return f"""# Models of other packages

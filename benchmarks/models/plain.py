@@ -1,4 +1,4 @@
-"""Models of plain pytrees: what people write with `jax.numpy` and optax alone."""
+"""Models of plain pytrees, written with `jax.numpy` and optax alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains models in processes of their own, several at a time, and goes on behind a model that ends its process."""
+"""Trains models in separate processes, several at a time, and continues after a model that ends its process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from benchmarks.models.all_models import MODELS
 from benchmarks.models.row import DONE, ROW
 from benchmarks.registry import Rows
 
-#: Most models of one process, which starts in seconds and keeps what it has allocated.
+#: Most models of one process. A process starts in seconds and keeps its allocated memory.
 _PER_PROCESS = 8
-#: Seconds after which a process that trains one model is ended.
+#: Seconds for one model, after which its process is ended.
 _MOST_S = 600.0
 
 Done = Callable[[str, Rows], None]
@@ -27,9 +27,9 @@ Done = Callable[[str, Rows], None]
 def train(names: Sequence[str], n_processes: int, done: Done, is_over: Callable[[], bool] = lambda: False) -> None:
     """Train models, `n_processes` at a time.
 
-    done: called with the name of a model and its rows when they are complete, in one thread at a time.
-    is_over: whether no other model shall begin. An interruption by the keyboard ends the run in the same way: models
-        that are being trained are finished first.
+    done: called with the name of a model and its complete rows, in one thread at a time.
+    is_over: whether no other model may begin. An interruption by the keyboard ends the run in the same way: models in
+        training finish first.
     """
     size = max(1, min(_PER_PROCESS, math.ceil(len(names) / n_processes)))
     groups = [list(names[i : i + size]) for i in range(0, len(names), size)]
@@ -50,7 +50,7 @@ def train(names: Sequence[str], n_processes: int, done: Done, is_over: Callable[
 
 
 def _rows_of_group(names: list[str], is_over: Callable[[], bool]) -> Iterator[tuple[str, Rows]]:
-    """The rows of each model: those of one process, and of another one for the models behind one that has ended it."""
+    """The rows of each model. If a model ends the process, a new process trains the models after it."""
     while names and not is_over():
         process, rows = _Process(names), list[dict[str, Any]]()
         try:
@@ -82,8 +82,8 @@ class _Process:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.models.row", *names]
         # Neither of the other two frameworks of transformers; keras on jax.
         environment = os.environ | {"USE_TF": "0", "USE_TORCH": "0", "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
-        # In a session of its own, so that an interruption by the keyboard reaches the parent alone: a model that it
-        # ended would be taken for a crash.
+        # In its own session, so that an interruption by the keyboard reaches only the parent. An interrupted model
+        # would count as a crash.
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

@@ -1,7 +1,7 @@
-"""A file of results, with which a run goes on where it was interrupted: the rows of each model that is done.
+"""A file of results, from which an interrupted run continues: the rows of each complete model.
 
-All rows of a file are of the same sources of minialpa and of the benchmark, and of the same packages: what others have
-written is refused, not added to.
+All rows of a file have the same sources of minialpa and of the benchmark, and the same versions of packages. A file
+with others is refused.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Results:
     """The rows of models, which `add` writes to a file.
 
     Attributes:
-        path: the file; None for results that are in memory alone.
-        versions: of the packages by name, and a digest of the sources.
-        of_model: the rows of each model that is done, by its name.
+        path: the file; None for results that are only in memory.
+        versions: versions of the packages by name, and a digest of the sources.
+        of_model: the rows of each complete model, by its name.
     """
 
     path: Path | None
@@ -36,22 +36,22 @@ class Results:
     of_model: dict[str, Rows] = field(default_factory=dict)
 
     def add(self, name: str, rows: Rows) -> None:
-        """Keep the rows of a model. The file is replaced as a whole, so that an interruption leaves none cut off."""
+        """Keep the rows of a model. The file is replaced as a whole, so that an interruption leaves a complete file."""
         self.of_model[name] = rows
         if self.path is not None:
             write_text(self.path, json.dumps({"versions": self.versions, "models": self.of_model}, indent=1) + "\n")
 
     def rows(self, names: Iterable[str]) -> Rows:
-        """Those of these models, one after the other."""
+        """The rows of these models, in order."""
         return [row for name in names for row in self.of_model.get(name, [])]
 
 
 class OtherVersions(Exception):
-    """A file of results was written by other sources or packages."""
+    """A file of results has other sources or packages."""
 
 
 def read(path: Path | None) -> Results:
-    """The results so far. Raises `OtherVersions` if they are not of the present sources and packages."""
+    """The results so far. Raises `OtherVersions` if the file has other sources or packages."""
     versions = _versions()
     if path is None or not path.exists():
         return Results(path=path, versions=versions)

@@ -26,14 +26,14 @@ from benchmarks.models.catalogue import METHODS, N_DEVICES, Step, Training
 from benchmarks.models.comparison import compare, rounded_differently
 from minialpa.errors import MinialpaError
 
-#: How the lines begin that the parent process reads; packages print others.
+#: First characters of the lines that the parent process reads; packages print other lines.
 ROW, DONE = "ROW ", "DONE "
 #: Serial runs on inputs that are rounded differently.
 N_ROUNDED = 3
 
 
 def rows_of(name: str, methods: Sequence[str]) -> Any:
-    """The rows of a model, one for each method, as they are done."""
+    """The rows of a model, one for each method, in order of completion."""
     model = MODELS[name]
     base = {
         "package": ", ".join(f"{package} {_version(package)}".strip() for package in model.packages),
@@ -57,7 +57,7 @@ def rows_of(name: str, methods: Sequence[str]) -> Any:
 
 
 def _serial_runs(training: Training) -> tuple[Any, list[Any]]:
-    """The run on one device; and runs on inputs rounded differently, and by a compiler that does not optimise."""
+    """The run on one device; then runs with differently rounded inputs, and with a compiler that does not optimise."""
     jitted = jax.jit(training.step)
     serial = _run(jitted, training.state, training.batches)
     others = []
@@ -79,7 +79,7 @@ def _run(step: Step, state: Any, batches: Sequence[Any]) -> Any:
 
 
 def _own(leaf: Any) -> Any:
-    """A copy, which may be donated."""
+    """A copy, which a step may donate."""
     return jax.numpy.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
@@ -94,7 +94,7 @@ def _on_host(tree: Any) -> Any:
 
 
 def _outcome(training: Training, method: str, serial: Any, others: Sequence[Any]) -> dict[str, Any]:
-    """What becomes of a model under a method: `equal`, `wrong`, `refused` by an error of minialpa, or a `crash`."""
+    """The outcome of a model under a method: `equal`, `wrong`, `refused` by an error of minialpa, or a `crash`."""
     parallel = minialpa.parallelize(training.step, method=METHODS[method](), batch_argnums=training.batch_argnums)
     try:
         found = _run(parallel, training.state, training.batches)
@@ -112,7 +112,7 @@ def _outcome(training: Training, method: str, serial: Any, others: Sequence[Any]
 
 
 def _where(error: Exception) -> str:
-    """What an error says, and the line that has raised it."""
+    """The message of an error, and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {_first_line(error)} ({Path(last.filename).name}:{last.lineno})"
 
@@ -139,7 +139,7 @@ def main() -> None:
         for row in rows_of(name, args.method or MODELS[name].methods):
             print(ROW + json.dumps({"name": name} | row), flush=True)
         print(DONE + name, flush=True)
-        # Compiled programs of hundreds of small functions, which the next model does not need.
+        # The next model does not need the compiled programs of hundreds of small functions.
         jax.clear_caches()
 
 

@@ -488,7 +488,7 @@ def penzai_transformer() -> Training:
         parameter_dtype=jnp.float32, activation_dtype=jnp.float32,
     )  # fmt: skip
     net = llama.build_llamalike_transformer(config, KEY(0))
-    # Frozen, they are pytrees of values in place of variables that are written to.
+    # Frozen parameters are pytrees of values in place of variables.
     unbound, params = pz.unbind_params(net, freeze=True)
 
     def loss(params: Any, batch: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Plans beside runs that others have measured, see `__main__.py`."""
+"""Plans beside published runs, see `__main__.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from benchmarks.registry import Rows, Size, benchmark
 
 @benchmark("published_runs")
 def published_runs(size: Size) -> Rows:
-    """One small run that nobody has measured, to show that rows are read and predicted. The record is a file of its
-    own, for `python -m benchmarks.published_runs`."""
+    """One small run without a measurement, to show that rows are read and predicted.
+
+    `python -m benchmarks.published_runs` takes the file of the record.
+    """
     from benchmarks.published_runs.predict import predict
     from benchmarks.published_runs.record import run_of
 

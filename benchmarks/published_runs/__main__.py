@@ -1,12 +1,12 @@
-"""Steps that others have measured, beside what minialpa predicts of them.
+"""Measured seconds and bytes of published runs, beside minialpa's predictions.
 
     python -m benchmarks.published_runs --runs FILE [--only SYSTEM ...] [--every N] [--json FILE] [--write PAGE]
     python -m benchmarks.published_runs --runs FILE --choices [--only SYSTEM ...]
 
-FILE is a list of published runs, see `record.py` for its fields. Each run's model is built in its dimensions, its
-degrees are forced, and the plan's seconds and bytes are put beside what was measured. `--choices` is for runs that were
-the best of a sweep: it prices all designs that the trainer could have run, and puts the best of them beside the run.
-The constants of `KernelRates` that come closest to the runs of some systems are found with `--fit SYSTEM ...`.
+FILE is a list of published runs; `record.py` lists its fields. Each run's model is built in its dimensions and planned
+with its degrees, and the plan's seconds and bytes are compared with the measured ones. `--choices` is for runs that
+were the best of a sweep: it prices all designs that the trainer could have run, and compares the best of them with the
+run. `--fit SYSTEM ...` finds the constants of `KernelRates` that come closest to the runs of some systems.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The best run of a sweep in, the designs that its trainer could have run out, each with what minialpa predicts of it.
+"""The best run of a sweep in, the designs that its trainer could have run out, each with minialpa's predictions.
 
-A design is the degrees of data, tensor and pipeline parallelism and the examples of a micro-batch. Everything else is
-as in the run: model, machines, batch, kernels, and what is computed again. Each device has whole totals of gradients,
-as under ZeRO-1: plans that save memory with parts of totals are no designs of such trainers.
+A design is the degrees of data, tensor and pipeline parallelism and the examples of a micro-batch. All else equals the
+run: model, machines, batch, kernels and recomputed values. Each device has whole accumulators of gradients, as under
+ZeRO-1. Plans that save memory with sharded accumulators are not designs of such trainers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from benchmarks.published_runs.predict import Prediction, least_plan_of, predict
 from benchmarks.published_runs.record import Run
 from minialpa import Plan
 
-#: Examples of a micro-batch that are tried.
+#: Candidate numbers of examples of a micro-batch.
 _MICRO_BATCHES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sweep's best run, and the best design by minialpa's prices, which may be the same.
+    """A sweep's best run, and the best design by minialpa's prices. Both may be the same.
 
     Attributes:
-        theirs: of the run.
-        ours: of the best design that fits.
-        n_designs: how many were compared.
+        theirs: the prediction for the run.
+        ours: the prediction for the best design that fits.
+        n_designs: number of compared designs.
     """
 
     theirs: Prediction
@@ -37,14 +37,14 @@ class Choice:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted seconds of the run over those of the best design; None if the run cannot be planned."""
+        """Predicted seconds of the run / of the best design; None if the run cannot be planned."""
         if self.theirs.step_s is None or self.ours.step_s is None:
             return None
         return self.theirs.step_s / self.ours.step_s
 
 
 def choose(run: Run) -> Choice:
-    """All designs of a run's trainer, priced. A run that does not fit by our prices is compared with those that do."""
+    """Price all designs of a run's trainer. If the run does not fit by our prices, `ours` is the best that fits."""
     theirs = predict(run)
     found = [theirs, *map(predict, designs(run))]
     found.sort(key=lambda one: (not one.fits, one.step_s if one.step_s is not None else math.inf))
@@ -59,11 +59,11 @@ def _fits_with_whole_totals(one: Prediction) -> bool:
 
 
 def split_totals_bytes(run: Run, plan: Plan, stage: int) -> float:
-    """What a device would need more if it had whole totals of gradients.
+    """Additional bytes of a device if its accumulators of gradients were whole.
 
-    A whole total is scattered once in a step, with its 32 bits. The gradients of one that is split between the devices
-    that split the examples are scattered in each micro-batch, with 16 bits. So the bytes that are scattered tell how
-    many are split, but not with two micro-batches, where both are as many.
+    A whole accumulator is scattered once per step, with 32 bits. If an accumulator is split between the devices that
+    split the examples, its gradients are scattered in each micro-batch, with 16 bits. So the scattered bytes give the
+    number of split accumulators. With two micro-batches both cases have the same bytes, and the result is 0.
     """
     # With tensor parallelism, the second axis splits the positions between operators.
     axes = {0} if run.tp > 1 else {0, 1}

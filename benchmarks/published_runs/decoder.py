@@ -1,8 +1,8 @@
 """Decoders in the dimensions of published runs: GPT, MPT and Llama, one `lax.scan` over equal blocks, AdamW.
 
-As in the trainers whose runs are recorded, parameters are bfloat16, and the optimizer has them in float32, with its
-moments. Totals of gradients are float32, products bfloat16 or float8, and softmaxes float32. Letters: b examples,
-s positions, h features, v words.
+As in the recorded trainers, parameters are bfloat16, and the optimizer has a float32 copy and moments. Accumulators of
+gradients are float32, products bfloat16 or float8, and softmaxes float32. Letters: b examples, s positions, h features,
+v words.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from minialpa.models.base import cross_entropies
 from minialpa.models.layers import attend, rotate
 
 Family = Literal["gpt", "llama"]
-#: What the backward pass of a block computes again: nothing; all but the attention and every second product, as
-#: torchtitan's selective checkpointing of operators does; or everything.
+#: Values that the backward pass of a block recomputes: no value; all except the attention and every second product, as
+#: in torchtitan's selective checkpointing of operators; or all.
 Recomputation = Literal["none", "every second product", "full"]
 Shapes = dict[str, Any]
 
@@ -42,14 +42,14 @@ class Decoder:
         ffn: features inside a feed-forward layer.
         vocab: number of words.
         seq: positions of an example.
-        recomputes: what the backward pass of a block computes again.
-        recomputes_unread: whether what is computed again includes what the backward pass does not read, the last
-            product of a block. PyTorch runs all of a block again, where jax leaves that out.
+        recomputes: values that the backward pass of a block recomputes.
+        recomputes_unread: whether the backward pass also recomputes a value that it does not read, the last product of
+            a block. PyTorch repeats all of a block; jax leaves this product out.
         writes_scores: whether attention writes its scores to memory, operator by operator.
-        has_dropout: whether scores and what is added to residuals are dropped in part.
+        has_dropout: whether scores and the values added to residuals have dropout.
         in_float8: whether the products of blocks are of float8.
-        tensor_parallel: (groups of devices that split the examples, devices that split the operators of a block) if
-            they do: heads and the features inside feed-forward layers. Else every device computes whole operators.
+        tensor_parallel: (groups of devices that split the examples, devices that split the operators of a block), for
+            split heads and split features inside feed-forward layers. None if each device computes whole operators.
         sequence_parallel: whether these devices also split the positions between operators.
         shards_weights: whether groups share weights, which each gathers for each use (ZeRO-3).
     """
@@ -77,9 +77,9 @@ class Decoder:
         return sum(leaf.size for leaf in jax.tree.leaves(_parameters(self)))
 
     def flops(self, n_examples: int) -> float:
-        """Operations of the products of forward and backward passes, without what is computed again.
+        """Operations of the products of forward and backward passes, without recomputation.
 
-        With all scores of attention, as most who publish count them.
+        All scores of attention count, as in most published numbers.
         """
         per_block = sum(shape[-2] * shape[-1] for shape in _block_shapes(self).values() if len(shape) == 2)
         attention = 2 * self.seq * self.hidden
@@ -87,8 +87,11 @@ class Decoder:
         return 6.0 * n_examples * self.seq * per_position
 
     def weight_partitions(self, operators: str | None, groups: str | None) -> dict[str, PartitionSpec]:
-        """Where weights lie, by path: each device of a tensor-parallel group has its columns of what makes heads and
-        inner features, and its rows of what reads them. `groups` split the other dimension."""
+        """Partitions of weights, by path.
+
+        In a tensor-parallel group, each device has its columns of the weights that make heads and inner features, and
+        its rows of the weights that read them. `groups` split the other dimension.
+        """
         layout = _layout(self, operators, groups)
         blocks = _block_shapes(self).keys() & layout.keys()
         stacked = {f"['blocks']['{name}']": PartitionSpec(None, *layout[name]) for name in sorted(blocks)}
@@ -102,7 +105,7 @@ class Decoder:
         return state, {"tokens": words, "labels": words}
 
     def train_step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        """(parameters, (the same in float32, moments)), batch -> new state, loss."""
+        """(parameters, (float32 parameters, moments)), batch -> new state, loss."""
         params, (masters, moments) = state
         # optax mixes integers and floats.
         with jax.numpy_dtype_promotion("standard"):
@@ -121,7 +124,7 @@ def _optimizer_state(params: Any) -> Any:
 
 
 def _parameters(of: Decoder) -> Shapes:
-    """Shapes of the parameters; those of blocks are stacked."""
+    """Shapes of the parameters; blocks are stacked."""
     outside: dict[str, tuple[int, ...]] = {"words": (of.vocab, of.hidden), "norm": (of.hidden,)}
     if of.family == "gpt":
         outside["positions"] = (of.seq, of.hidden)
@@ -156,7 +159,7 @@ def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
 
     block: Callable[[jax.Array, Any], jax.Array] = functools.partial(_block, of)
     if of.recomputes != "none":
-        # Iterations of a loop are apart anyway, so that nothing has to keep recomputed equations from merging.
+        # Iterations of a loop are separate, so XLA cannot merge recomputed equations with the forward pass.
         kept = jax.checkpoint_policies.save_only_these_names(*(_KEPT if of.recomputes != "full" else ()))
         again = functools.partial(_wanted_block, of) if of.recomputes_unread else block
         block = jax.checkpoint(again, prevent_cse=False, policy=kept)
@@ -167,13 +170,13 @@ def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
     return jnp.mean(cross_entropies(jnp.dot(x, head), batch["labels"]))
 
 
-#: What a block keeps if it computes every second product again, in their order, and the attention.
+#: The kept values of a block that recomputes every second product, in their order, and the kept attention.
 _KEPT = ("query", "value", "attended", "up")
 
 
 @jax.custom_vjp
 def _wanted(x: jax.Array) -> jax.Array:
-    """`x`, which the backward pass reads, so that it has to be computed again."""
+    """`x`, as a value that the backward pass reads, so that it must recompute `x`."""
     return x
 
 
@@ -190,7 +193,7 @@ def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
     weights = {name: _shared(of, name, weight) for name, weight in weights.items()}
 
     def products(y: jax.Array, *names: str) -> list[jax.Array]:
-        # What a group of devices gathers is not kept for the backward pass, which gathers it again.
+        # The gathered values are not kept: the backward pass gathers a second time.
         all_of = jax.checkpoint(lambda y, own: [dot(_gathered(of, y), w) for w in own], prevent_cse=False)
         found: list[jax.Array] = all_of(y, [weights[name] for name in names])
         return list(map(checkpoint_name, found, names))
@@ -211,8 +214,11 @@ def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
 
 
 def _attend_in_memory(of: Decoder, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """As `attend` with a causal mask, in bfloat16: what each step writes is about what the kernels of trainers before
-    fused attention read and write, one for the scale, the mask and the softmax, and one for dropout."""
+    """`attend` with a causal mask, in bfloat16, as separate kernels.
+
+    Each step writes about the bytes that kernels of trainers before fused attention read and write: one kernel for
+    scale, mask and softmax, and one for dropout.
+    """
     scores = _product_of_heads(of, "bqhd,bkhd->bhqk", query, key)
     scores = scores + jnp.triu(jnp.full(scores.shape[2:], -1e4, scores.dtype), 1)[None, None]
     largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
@@ -222,11 +228,11 @@ def _attend_in_memory(of: Decoder, query: jax.Array, key: jax.Array, value: jax.
 
 
 def _product_of_heads(of: Decoder, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Where the features of a head are no multiple of 16 bytes, at the rate of float32, without tensor cores.
+    """The product; at the rate of float32, without tensor cores, if a head's features are not a multiple of 16 bytes.
 
-    NVIDIA's guide to matrix multiplication says that kernels for tensor cores need such multiples or are slow without
-    them. Of two runs on Jean Zay that differed in their heads alone, those of 108 features took 40 s more than those of
-    144 (hidden 13,824, 02-26): their products came to 10 Tflop/s, where float32 has 19.5.
+    NVIDIA's guide to matrix multiplication states that kernels for tensor cores need such multiples or are slow without
+    them. Of two runs on Jean Zay that differed only in their heads, the one with 108 features per head took 40 s more
+    than the one with 144 (hidden 13,824, 02-26): its products came to 10 Tflop/s, where float32 has 19.5.
     """
     if of.hidden // of.n_heads % 8 == 0:
         return jnp.einsum(subscripts, a, b)
@@ -235,9 +241,9 @@ def _product_of_heads(of: Decoder, subscripts: str, a: jax.Array, b: jax.Array) 
 
 
 def _dropped(of: Decoder, x: jax.Array) -> jax.Array:
-    """`x` with a part of it dropped, if the trainer does so.
+    """`x` with dropout, if the trainer has it.
 
-    A comparison with its own values stands for one with random numbers, which take no memory.
+    A comparison of `x` with its own values replaces the comparison with random numbers, which take no memory.
     """
     if not of.has_dropout:
         return x
@@ -251,7 +257,7 @@ def _activated(wide: jax.Array, gate: jax.Array | None = None) -> jax.Array:
 
 @functools.partial(jax.checkpoint, static_argnums=0)
 def _norm(of: Decoder, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """In float32; the backward pass computes it again from `x`, as kernels for it do."""
+    """A norm in float32. The backward pass recomputes it from `x`, as norm kernels do."""
     wide = x.astype(jnp.float32)
     if of.family == "gpt":
         wide = wide - jnp.mean(wide, -1, keepdims=True)
@@ -271,8 +277,7 @@ def _layout(of: Decoder, operators: str | None, groups: str | None) -> dict[str,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _shared(of: Decoder, name: str, weight: jax.Array) -> jax.Array:
-    """A weight of which each group has a part, if groups share weights: a micro-batch leaves a part of its gradient on
-    each of them, too."""
+    """A weight that each group shards if groups share weights. A micro-batch also leaves a sharded gradient."""
     return weight
 
 
@@ -285,18 +290,18 @@ _shared.defvjp(lambda of, name, weight: (weight, None), _shared_backward)
 
 
 def _split(of: Decoder, x: jax.Array) -> jax.Array:
-    """[b s inner ...], whose inner dimension is split between the devices of a tensor-parallel group."""
+    """[b s inner ...], with the inner dimension split between the devices of a tensor-parallel group."""
     return _constrained(of, x, PartitionSpec("examples", None, "operators"))
 
 
 def _between(of: Decoder, x: jax.Array) -> jax.Array:
-    """[b s h] between the operators of a block: whole on each device of the group, unless these split the positions."""
+    """[b s h] between the operators of a block: whole on each device of the group, or split along positions."""
     return x if of.sequence_parallel else _constrained(of, x, PartitionSpec("examples"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(of: Decoder, x: jax.Array) -> jax.Array:
-    """[b s h], of which each device of a tensor-parallel group has all positions; its gradient may lie as it likes."""
+    """[b s h] with all positions on each device of a tensor-parallel group. The sharding of its gradient is free."""
     return _constrained(of, x, PartitionSpec("examples"))
 
 

@@ -1,7 +1,7 @@
-"""What a record has that this benchmark does not build."""
+"""The error for parts of a record that this benchmark does not build."""
 
 from __future__ import annotations
 
 
 class NotBuiltError(Exception):
-    """A row whose model, degrees or machines are not built; says why."""
+    """A row with a model, degrees or machines that are not built; the message has the reason."""

@@ -1,7 +1,7 @@
 """Runs in, the constants of `KernelRates` that come closest to their seconds out, for each kind of GPU.
 
-At fixed shardings the seconds of a step are linear in the reciprocals of the constants. So each run is planned once for
-each constant that is fitted, with it halved, and the rest is a search over a few numbers.
+At fixed shardings, the seconds of a step are linear in the reciprocals of the constants. So each run is planned once
+for each fitted constant, with this constant halved, and the rest is a search over a few numbers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from benchmarks.published_runs.record import Run
 from minialpa.cluster import KernelRates
 from minialpa.tracing.trace import TracedStep
 
-#: What is fitted; the products' other constants come from tables.
+#: The fitted constants; the products' other constants come from tables.
 _FITTED = ("sustained", "memory_efficiency", "attention_efficiency")
 
-#: No limit at all: the shardings that are the fastest.
+#: A memory size without effect, for the fastest shardings.
 _PLENTY = 1e15
 
 
@@ -56,13 +56,13 @@ def _fitted(runs: Sequence[Run]) -> str:
 
 
 def _weights(runs: Sequence[Run]) -> NDArray[np.float64]:
-    """Equal for each system, whatever the number of its runs."""
+    """Equal for each system, for any number of runs."""
     systems = [run.system for run in runs]
     return np.array([1 / systems.count(system) for system in systems])
 
 
 def _parts_s(run: Run) -> list[float]:
-    """Seconds of a step that are proportional to the reciprocal of each constant, and all others."""
+    """Seconds of a step that are proportional to the reciprocal of each constant, and the remaining seconds."""
     step = traced(run)
     whole = _step_s(run, step, {})
     parts = [_step_s(run, step, {name: getattr(_kernels(run), name) / 2}) - whole for name in _FITTED]

@@ -1,7 +1,7 @@
-"""What a record calls a GPU in, the machines that have it out.
+"""The record's name of a GPU in, the machines that have it out.
 
-A name such as "H100-96GB-HBM2e-500W" says which chip it is, and where it differs from the data sheet: its memory, its
-power limit, its links. Notes on a run may say which adapters a host has.
+A name such as "H100-96GB-HBM2e-500W" has the chip and its differences from the data sheet: memory, power limit, links.
+Notes on a run may name the adapters of a host.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from minialpa.cluster import DeviceSpec, LinkSpec, PresetName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """A chip as its vendor sells most of them.
+    """A chip in its most common version.
 
     Attributes:
-        preset: that has its rates.
+        preset: the preset with its rates.
         watts: its power limit.
-        host_link: bytes per second that all adapters of a host of eight send together, if notes say nothing.
-        nvlink: the part of the preset's rate between the GPUs of a host.
+        host_link: bytes per second that all adapters of a host of eight send together, if notes have no rate.
+        nvlink: fraction of the preset's rate between the GPUs of a host.
     """
 
     preset: PresetName
@@ -45,9 +45,9 @@ _CHIPS: tuple[tuple[str, Chip], ...] = (
     (r"A100", Chip(preset="a100-80gb", watts=400, host_link=200e9)),
     (r"V100", Chip(preset="v100-p3.16xlarge", watts=300, host_link=50e9)),
 )
-#: Bytes per second of the memory of chips that are also sold with an older one: 96 GB of HBM2e beside an H100.
+#: Bytes per second of older memory that some chips are also sold with: an H100 with 96 GB of HBM2e.
 _OTHER_MEMORY = {("h100", "HBM2e"): 2.4e12}
-#: The part of an adapter's rate that NCCL reaches, where it is much less than the whole. Omni-Path: a sum of 4 GB over
+#: The fraction of an adapter's rate that NCCL reaches, if it is far below 1. Omni-Path: a sum of 4 GB over
 #: 32 GPUs of four hosts took 1.53 s on Jean Zay, 40.5 of the 100 Gb/s of the adapter that its ring went through
 #: (bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt; NCCL 2.10).
 _REACHED = {"Omni-Path": 0.405}
@@ -56,7 +56,7 @@ _INFINIBAND = {"EDR": 100e9, "HDR": 200e9, "NDR": 400e9, "XDR": 800e9}
 
 
 def chip_of(kind: str) -> Chip:
-    """The chip of this name. Raises NotBuiltError for one that is not known."""
+    """The chip of this name. Raises NotBuiltError for an unknown name."""
     for pattern, chip in _CHIPS:
         if re.match(pattern, kind, re.IGNORECASE):
             return chip
@@ -88,19 +88,22 @@ def device_of(kind: str) -> DeviceSpec:
 
 
 def _usable_bytes(gb: float) -> float:
-    """Of a GPU that is sold with so many "GB", which are 2^30 bytes: the driver and its context keep one of them."""
+    """Usable bytes of a GPU with this number of "GB", each 2^30 bytes: the driver and its context take one GB."""
     return (gb - 1) * 2**30
 
 
 def power_part(kind: str) -> float:
-    """The part of the rate of arithmetic that the power limit in the name of a GPU leaves: it goes with the root of the
-    power, since that goes with the cube of the clock, less what memory and leakage take."""
+    """The fraction of the arithmetic rate under the power limit in the name of a GPU.
+
+    It is the root of the fraction of power. Power goes with the cube of the clock, less the power of memory and
+    leakage.
+    """
     limit = re.search(r"(\d+) ?W\b", kind)
     return min(1.0, math.sqrt(int(limit[1]) / chip_of(kind).watts)) if limit else 1.0
 
 
 def cluster_of_gpus(kind: str, n_hosts: int, per_host: int, notes: str) -> ClusterSpec:
-    """Hosts of such GPUs. notes: on the run."""
+    """Hosts of such GPUs. notes: the notes on the run."""
     chip = chip_of(kind)
     cluster = ClusterSpec.preset(chip.preset, num_hosts=n_hosts, devices_per_host=per_host)
     within, between = cluster.intra_host, cluster.inter_host
@@ -113,7 +116,7 @@ def cluster_of_gpus(kind: str, n_hosts: int, per_host: int, notes: str) -> Clust
 
 
 def _noted_link(notes: str) -> float | None:
-    """Bytes per second of the adapters of a host, as in "4x100 Gb/s" or "8xHDR"; None if notes have none."""
+    """Bytes per second of the adapters of a host, from notes such as "4x100 Gb/s" or "8xHDR"; else None."""
     found = re.search(r"(\d+) ?x ?(\d+) ?Gb/?p?s", notes)
     if found:
         reached = next((part for name, part in _REACHED.items() if name in notes), 1.0)

@@ -12,10 +12,10 @@ from benchmarks.published_runs.record import Run
 
 def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
     lines = [
-        "# Plans beside runs that others have measured",
+        "# Plans beside published runs",
         "",
-        "What `python -m benchmarks.published_runs --runs FILE` gives for a record of published runs, which is no part",
-        "of the project. Each run's model is built in its dimensions and planned with its degrees. Errors are",
+        "`python -m benchmarks.published_runs --runs FILE` writes this page for a record of published runs, which is",
+        "not part of the project. Each run's model is built in its dimensions and planned with its degrees. Errors are",
         "(predicted - measured) / measured seconds of a step.",
         "",
         "| system, GPU | runs | median error | 90th percentile | bias |",
@@ -34,9 +34,9 @@ def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
         ]
     lines += [
         "",
-        f"Out of memory: predicted of {memory.n_out_predicted} of the {memory.n_out} runs that were. Fits: predicted "
-        f"of {memory.n_ran_predicted} of the {memory.n_ran} runs that ran. Peak memory is published of {memory.n}: "
-        f"median error {memory.error:.1%}.",
+        f"Out of memory: predicted for {memory.n_out_predicted} of the {memory.n_out} runs that ran out. Fits: "
+        f"predicted for {memory.n_ran_predicted} of the {memory.n_ran} runs that ran. Peak memory is published for "
+        f"{memory.n}: median error {memory.error:.1%}.",
     ]
     if left_out:
         lines += ["", "Not built: " + ", ".join(f"{what} ({n})" for what, n in Counter(left_out).items()) + "."]

@@ -1,6 +1,6 @@
-"""A published run in, what minialpa predicts of it out: its degrees are forced, the planner finds the shardings.
+"""A published run in, minialpa's prediction out: the run gives the degrees, and the planner finds the shardings.
 
-cluster_of    the machines that a run had: its GPUs, and what a host sends to others
+cluster_of    the machines of a run: its GPUs, and the bandwidth of a host
 method_of     its degrees: a device has one mesh axis for examples, and one for operators
 plan_of       the plan of its degrees
 predict       seconds of a step, bytes of a device, and whether it fits
@@ -36,22 +36,22 @@ from minialpa.methods import Method
 from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
-#: A run is planned in the smallest of these multiples of its GPUs' memory for which there is a plan: the plans of some
-#: runs that ran need more than there is.
+#: Multiples of the GPUs' memory. A run is planned in the smallest one with a plan, because the plans of some completed
+#: runs need more memory than their GPUs have.
 _MEMORIES = (1.0, 1.25, 1.5, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted of a run.
+    """The prediction for a run.
 
     Attributes:
         run: the run.
-        step_s: seconds of a step; None where it could not be planned.
-        peak_bytes: of the device that needs most.
-        fits: whether that is in its memory.
+        step_s: seconds of a step; None without a plan.
+        peak_bytes: bytes of the device that needs most.
+        fits: whether these bytes are in its memory.
         plan_s: seconds of planning.
-        failure: why it could not be planned.
+        failure: the reason if there is no plan.
     """
 
     run: Run
@@ -68,7 +68,7 @@ class Prediction:
 
 
 def predict(run: Run) -> Prediction:
-    """Plan a run in the memory of its GPUs; if that is too little, in as little more as is enough."""
+    """Plan a run in the memory of its GPUs, or in the smallest of `_MEMORIES` that is enough."""
     start = time.perf_counter()
     try:
         plan = least_plan_of(run)
@@ -82,7 +82,7 @@ def predict(run: Run) -> Prediction:
 def least_plan_of(run: Run) -> Plan:
     """The plan of a run's degrees in the memory of its GPUs, or in the smallest of `_MEMORIES` that is enough.
 
-    Raises MinialpaError if none is.
+    Raises MinialpaError if all are too small.
     """
     memory_bytes = cluster_of(run).device.memory_bytes
     limits = [part * memory_bytes + spared_bytes(run) for part in _MEMORIES]
@@ -93,19 +93,19 @@ def least_plan_of(run: Run) -> Plan:
 
 
 def spared_bytes(run: Run) -> float:
-    """How many bytes less the trainer's totals of gradients take on a device than minialpa's, which are float32."""
+    """Bytes per device by which the trainer's accumulators are smaller than minialpa's, which are float32."""
     n_accumulators = run.model.n_weights / (run.tp * run.pp) if run.n_micro_batches > 1 else 0.0
     return (4 - run.trainer.total_bytes) * n_accumulators
 
 
 def plan_of(run: Run, memory_bytes: float | None = None) -> Plan:
-    """The plan of a run's degrees. memory_bytes: of a device, instead of what its GPUs have."""
+    """The plan of a run's degrees. memory_bytes: of a device, in place of the memory of its GPUs."""
     cluster = cluster_of(run)
     return planned(traced(run), cluster, method_of(run, cluster, memory_bytes))
 
 
 def step_s(run: Run, plan: Plan) -> float:
-    """Seconds of a step under a plan, as the trainer of the run takes them."""
+    """Seconds of a step under a plan, if the trainer of the run hides the same work."""
     if not run.trainer.gathers_ahead or run.shards_parameters:
         return plan.cost.total_s
     slowest = max(range(len(plan.stages)), key=lambda stage: plan.stages[stage].update_s)
@@ -130,7 +130,7 @@ def traced(run: Run) -> TracedStep:
 
 
 def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda rates: rates) -> ClusterSpec:
-    """The machines of a run. change: of what its kernels reach."""
+    """The machines of a run. change: applied to the rates of the kernels."""
     cluster = cluster_of_gpus(run.gpu, run.n_hosts, run.per_host, run.notes)
     device, trainer = cluster.device, run.trainer
     kernels = device.kernels
@@ -152,7 +152,7 @@ def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda r
 
 
 def _weight_specs(run: Run) -> dict[str, PartitionSpec]:
-    """Where weights lie under tensor parallelism, and where groups share them."""
+    """Specs of weights under tensor parallelism, and with groups that share weights."""
     partitions = run.model.weight_partitions("y" if run.tp > 1 else None, "x" if run.shards_parameters else None)
     return {f"[0][0]{path}": partition for path, partition in partitions.items()}
 
@@ -165,7 +165,7 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
     option = AutoShardingOption(prefer_reduce_scatter=True, memory_limit_bytes=memory_bytes)
     if run.tp > 1:
         shape: tuple[int, ...] = (run.dp * run.fsdp, run.tp)
-        # Without them, weights that a group splits stay split: no trainer gathers them.
+        # Without groups that share weights, the weights that a group splits stay split: no trainer gathers them.
         option = dataclasses.replace(
             option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run), allow_all_to_all=False
         )
@@ -176,7 +176,7 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
         shape = (hosts, in_host) if hosts > 1 else (in_host,)
         option = dataclasses.replace(option, force_data_parallel=True)
     if run.pp == 1:
-        # What is computed again is in the model.
+        # The model itself recomputes values.
         return ShardParallel(cluster, run.n_micro_batches, option, shape, (hosts, in_host), remat="none")
 
     stages = UniformStageOption(

@@ -1,4 +1,4 @@
-"""The record: a file of published runs in, `Run`s out, each with its model, its degrees and what was measured."""
+"""The record: a file of published runs in, `Run`s out, each with its model, its degrees and its measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.published_runs.gpus import chip_of, device_of
 from benchmarks.published_runs.trainers import Trainer, trainer_of
 
 Row = dict[str, Any]
-#: (query heads, key and value heads, features inside a feed-forward layer, words) of models that others publish.
+#: (query heads, key and value heads, features inside a feed-forward layer, words) of published models.
 _LLAMAS = {
     "llama3-8b": (32, 8, 14336, 128256),
     "llama3-70b": (64, 8, 28672, 128256),
@@ -22,7 +22,7 @@ _LLAMAS = {
 }
 
 
-#: Runs of layers of a stage where a record does not say how many: bubbles are short with these, and more send more.
+#: Chunks of a stage if a record does not give them: the bubbles are short, and more chunks would send more.
 _MOST_CHUNKS = 8
 
 
@@ -31,22 +31,22 @@ class Run:
     """A published run.
 
     Attributes:
-        number: of its row in the file, from 0.
+        number: number of its row in the file, from 0.
         system: the trainer.
         model: the decoder.
-        name: what the file calls the model.
-        gpu: what the file calls the GPU.
+        name: the file's name of the model.
+        gpu: the file's name of the GPU.
         n_hosts, per_host: hosts, and GPUs of each.
         dp, fsdp, tp, pp, cp: degrees; `fsdp` devices share the parameters.
-        n_chunks: runs of layers in a stage.
+        n_chunks: chunks (runs of layers) in a stage.
         shards_parameters: whether `fsdp` shards parameters (ZeRO-3), and not only the update (ZeRO-2).
         batch: examples of a step.
         n_micro_batches: parts of the batch.
-        trainer: what the record does not say of the system.
-        notes: of the record.
+        trainer: properties of the system that the record does not have.
+        notes: notes of the record.
         step_s: measured seconds of a step; None if it ran out of memory.
         peak_bytes: measured memory of a device, if published.
-        group: what rows of one comparison share: system, dimensions of the model, GPUs, batch and date.
+        group: equal for the rows of one comparison: system, dimensions of the model, GPUs, batch and date.
     """
 
     number: int
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """What a design of one model on one cluster chooses."""
+        """The choices of a design, for one model on one cluster."""
         return (self.dp, self.fsdp, self.tp, self.pp, self.cp, self.n_chunks, self.n_micro_batches)
 
     @property
@@ -146,7 +146,7 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
         "recomputes_unread": trainer.recomputes_unread and row["remat"] == "full",
         "writes_scores": trainer.attention == "written",
         "has_dropout": trainer.has_dropout,
-        # Products with a scale for each row took as long as those of bfloat16 when they were published.
+        # Products with a scale for each row took as long as bfloat16 products when they were published.
         "in_float8": "fp8" in row["dtype"] and "rowwise" not in row["dtype"],
         "tensor_parallel": (n_groups, row["tp"]) if row["tp"] > 1 or _shards_parameters(row) else None,
         "shards_weights": _shards_parameters(row),
@@ -175,7 +175,7 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
 
 
 def _n_layers(row: Row, vocab: int) -> int:
-    """By the number of parameters: the nearest number that divides the stages of a pipeline."""
+    """The number of layers by the number of parameters: the nearest number that the stages of a pipeline divide."""
     hidden, pp = int(row["hidden"]), int(row["pp"] or 1)
     n_layers = (float(row["params_b"]) * 1e9 - vocab * hidden) / (12 * hidden**2)
     return max(1, round(n_layers / pp)) * pp
@@ -186,7 +186,7 @@ def _shards_parameters(row: Row) -> bool:
 
 
 def _n_micro_batches(row: Row, trainer: Trainer, n_groups: int, pp: int) -> int:
-    """As the row says, or where it does not, one without a pipeline, which has no use for more."""
+    """The row's number; without one, 1 if there is no pipeline, where more micro-batches have no use."""
     per_group = max(1, int(row["global_batch"]) // n_groups)
     if row["micro_batch"]:
         return max(1, per_group // int(row["micro_batch"]))
@@ -194,7 +194,7 @@ def _n_micro_batches(row: Row, trainer: Trainer, n_groups: int, pp: int) -> int:
 
 
 def _n_chunks(row: Row, trainer: Trainer, n_layers: int, pp: int, n_micro_batches: int) -> int:
-    """Runs of layers of a stage: as the notes say, or where they do not, as many as divide the layers of a stage."""
+    """Chunks of a stage: the notes' number; without one, as many as divide the layers of a stage."""
     noted = re.search(r"\bVP (\w+)", row["notes"])
     if noted:
         return int(noted[1]) if noted[1].isdigit() else 1
@@ -206,7 +206,7 @@ def _n_chunks(row: Row, trainer: Trainer, n_layers: int, pp: int, n_micro_batche
 
 
 def _recomputation(row: Row, trainer: Trainer) -> Recomputation:
-    """Selective recomputation of Megatron is that of scores, which fused attention computes again anyway."""
+    """Megatron's selective recomputation concerns scores, which fused attention recomputes in any case."""
     if row["remat"] == "selective" and trainer.keeps_every_second:
         return "every second product"
     return "full" if row["remat"] == "full" else "none"
@@ -223,7 +223,7 @@ def _date(row: Row) -> str | None:
 
 
 def _measured_s(row: Row, model: Decoder) -> float | None:
-    """Seconds per step, from whatever was published."""
+    """Seconds per step, from any published number."""
     if "OUT OF MEMORY" in row["notes"]:
         return None
     if row["step_s"]:
@@ -241,6 +241,6 @@ def _measured_s(row: Row, model: Decoder) -> float | None:
 
 
 def _measured_bytes(row: Row) -> float | None:
-    """Peak memory, where the notes have it. "GB" of these trainers are 2^30 bytes."""
+    """Peak memory, if the notes have it. A "GB" of these trainers is 2^30 bytes."""
     found = re.search(r"\bmem(?:ory)? ([\d.]+) ?Gi?B", row["notes"])
     return float(found[1]) * 2**30 if found else None

@@ -1,4 +1,4 @@
-"""Predictions in, how good they are out: errors of seconds, orders of designs, and who ran out of memory."""
+"""Predictions in, their quality out: errors of seconds, order of designs, and runs out of memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from benchmarks.published_runs.predict import Prediction
 
-#: Groups of fewer runs have no order to speak of.
+#: The order of fewer runs does not count.
 _LEAST_RUNS = 3
-#: Systems by whose runs constants were set; the others are a test of them. llm-foundry: what products, attention in
-#: Triton and other kernels reach. torchtitan: what operators in kernels of their own reach, and what is left of
+#: Systems whose runs set the constants; the other systems are a test of them. llm-foundry: rates of products, attention
+#: in Triton and other kernels. torchtitan: rates of operators in separate kernels, and the exposed fraction of
 #: collectives that products hide.
 FITTED = ("llm-foundry", "torchtitan")
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors of the seconds of `n` runs, as parts of what was measured."""
+    """Errors of the seconds of `n` runs, as fractions of the measured seconds."""
 
     n: int
     median: float
@@ -30,7 +30,7 @@ class Errors:
 
 
 def errors(found: Sequence[Prediction]) -> Errors | None:
-    """Of all that ran and could be planned; None if nothing did. bias: the median error with its sign."""
+    """Errors of all runs that ran and have a plan; None without such runs. bias: the signed median error."""
     signed = np.array([one.error for one in found if one.error is not None])
     if not len(signed):
         return None
@@ -47,10 +47,10 @@ def by_system(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
 
 
 def halves(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
-    """The runs by which constants were set, and the others."""
+    """The runs that set constants, and the others."""
     is_fitted = [one.run.system.startswith(FITTED) for one in found]
     return {
-        "systems that constants were set by": [one for one, is_one in zip(found, is_fitted, strict=True) if is_one],
+        "systems that set the constants": [one for one, is_one in zip(found, is_fitted, strict=True) if is_one],
         "other systems": [one for one, is_one in zip(found, is_fitted, strict=True) if not is_one],
     }
 
@@ -58,8 +58,8 @@ def halves(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
 def kendall(found: Sequence[Prediction]) -> tuple[float, int] | None:
     """Kendall's tau over all pairs of runs that were compared with each other, and the number of pairs.
 
-    A pair is of one group, of runs that differ in their degrees or micro-batches and in their measured seconds. A tie
-    of the prediction counts as half right.
+    A pair has runs of one group, with different degrees or micro-batches and different measured seconds. A tie of the
+    prediction counts as half right.
     """
     score = n_pairs = 0
     for group in _groups(found):
@@ -82,9 +82,9 @@ def _groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryScore:
-    """Of runs: those that ran out of memory, and of how many of them this was predicted; and the same of the others.
+    """Runs out of memory, and how many of them were predicted; the same for the runs that ran.
 
-    error: median error of peak bytes, where they are published; n: of how many.
+    error: median error of the `n` published peak bytes.
     """
 
     n_out: int

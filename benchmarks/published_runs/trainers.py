@@ -1,7 +1,7 @@
-"""What trainers do that a record does not say: their kernels, and what they compute while they communicate.
+"""Properties of trainers that a record does not have: kernels, and the work that overlaps with communication.
 
-Facts about generations of trainers, from their papers and sources, not figures fitted to single systems. A trainer
-whose name is not known is taken for one of 2024 with FlashAttention 2 and kernels of its own for norms and activations.
+These are facts about generations of trainers, from their papers and sources, not figures fitted to single systems. A
+trainer with an unknown name counts as one of 2024, with FlashAttention 2 and its own kernels for norms and activations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 #: Kernels of attention. "written": a product, a softmax, dropout and a product, each with its scores in memory.
 Attention = Literal["written", "triton", "flash-2", "cudnn"]
-#: Other kernels. "operators": each operator of a norm or a rotation by itself, as PyTorch runs them; "kernels": one
+#: Other kernels. "operators": each operator of a norm or a rotation by itself, as in PyTorch; "kernels": one
 #: kernel for each norm, rotation and activation, by hand or by a compiler.
 Elementwise = Literal["operators", "kernels"]
 
@@ -27,16 +27,16 @@ class Trainer:
         has_dropout: whether it drops scores and residuals in training.
         splits_positions: whether tensor parallelism also splits positions between operators (sequence parallelism).
         hides_operators: whether products hide the collectives of tensor parallelism, chunk by chunk.
-        interleaves: whether stages of a pipeline have several runs of layers where rows do not say how many.
-        overlap: the part of its work beside which it sums gradients and gathers weights.
+        interleaves: whether stages have several chunks (runs of layers) if rows do not give their number.
+        overlap: the fraction of its work that runs while it sums gradients and gathers weights.
         gathers_ahead: whether the first passes of a step hide the gathers of the weights that the step before changed.
-        fills_pipeline: whether a pipeline has as many micro-batches as stages where rows do not say how many; else a
+        fills_pipeline: whether a pipeline has as many micro-batches as stages if rows do not give their number; else a
             micro-batch is one example for each device that splits them.
-        recomputes_unread: whether full recomputation runs all of a block again, also what no gradient needs, as PyTorch
+        recomputes_unread: whether full recomputation repeats all of a block, also values without a reader, as PyTorch
             does.
-        keeps_every_second: whether "selective" recomputation keeps every second product; else it is that of scores.
-        total_bytes: bytes of a number in the totals of gradients over micro-batches; minialpa's have 4.
-        blocked_s: seconds by which a product and the kernels around it are later because the host waits for each kernel
+        keeps_every_second: whether "selective" recomputation keeps every second product; else it recomputes scores.
+        total_bytes: bytes of a number in the accumulators of gradients; minialpa's have 4.
+        blocked_s: seconds of delay of a product and the kernels around it, because the host waits for each kernel
             before it starts the next one.
     """
 
@@ -56,7 +56,7 @@ class Trainer:
 
 
 #: Megatron before sequence parallelism and fused attention: Megatron-LM of SC21, and forks of it until 2022.
-#: They summed gradients behind the last backward pass.
+#: They summed gradients after the last backward pass.
 _EARLY = Trainer(attention="written", has_dropout=True, splits_positions=False, overlap=0.0)
 #: Transformer Engine: attention of cuDNN, user buffers that overlap products and collectives.
 _TRANSFORMER_ENGINE = Trainer(attention="cudnn", hides_operators=True, interleaves=True, gathers_ahead=True)
@@ -64,7 +64,7 @@ _TRANSFORMER_ENGINE = Trainer(attention="cudnn", hides_operators=True, interleav
 #: (regular expression for the name of a system, trainer); the first one that is found counts.
 _TRAINERS: tuple[tuple[str, Trainer], ...] = (
     (r"SC21", replace(_EARLY, interleaves=True)),
-    # It added gradients up in float16 (bigscience, chronicles-prequel.md, "Rebalancing layers").
+    # It accumulated gradients in float16 (bigscience, chronicles-prequel.md, "Rebalancing layers").
     (r"Megatron-DeepSpeed", replace(_EARLY, total_bytes=2)),
     (r"GPT-NeoX|Megatron-LM.*20(19|20|21)", _EARLY),
     (r"Megatron-Bridge|NeMo|Megatron-Core|Megatron-LM", _TRANSFORMER_ENGINE),
@@ -74,10 +74,10 @@ _TRAINERS: tuple[tuple[str, Trainer], ...] = (
     (r"llm-foundry", Trainer(attention="triton")),
 )
 
-#: The part of the peak rate of bfloat16 that a kernel of attention reaches forward and backward, with the operations of
-#: a causal mask and the scores computed again. FlashAttention 1 on A100: 25 to 40 % (Dao, 2023, section 1), and much
-#: less in Triton on H100, for which it was not written. FlashAttention 2: up to 190 of 312 Tflop/s on A100, and up to
-#: 335 of 989 on H100 (Dao, 2023, section 4). cuDNN 9: as FlashAttention 3 (Shah et al., 2024, figures 5 and 6).
+#: The fraction of the peak rate of bfloat16 that a kernel of attention reaches forward and backward, with the
+#: operations of a causal mask and recomputed scores. FlashAttention 1 on A100: 25 to 40 % (Dao, 2023, section 1), and
+#: much less in Triton on H100, for which it was not written. FlashAttention 2: up to 190 of 312 Tflop/s on A100, and
+#: up to 335 of 989 on H100 (Dao, 2023, section 4). cuDNN 9: as FlashAttention 3 (Shah et al., 2024, figures 5 and 6).
 _ATTENTION: dict[tuple[Attention, str], float] = {
     ("triton", "a100"): 0.32,
     ("triton", "h100"): 0.18,
@@ -86,20 +86,21 @@ _ATTENTION: dict[tuple[Attention, str], float] = {
     ("cudnn", "a100"): 0.55,
     ("cudnn", "h100"): 0.52,
 }
-#: What other kernels write in a second where each operator is a kernel of its own, as a part of what they write where
-#: norms, rotations and activations are one kernel each.
+#: Bytes per second of other kernels if each operator is a separate kernel, as a fraction of the rate if norms,
+#: rotations and activations are one kernel each.
 OPERATORS_PART = 0.4
-#: Of runs with CUDA_LAUNCH_BLOCKING=1, without which those on Jean Zay hung (chronicles-prequel.md, "dealing with JZ
-#: hanging"): 80 GPUs with ten stages of eight blocks came to 91.0 Tflop/s with it and 97.2 without. That is 14.5 s for
-#: 521 slots of the pipeline, 3.5 ms for each block, which has 32 products. 160 GPUs came to 90.3 with it and without.
+#: For runs with CUDA_LAUNCH_BLOCKING=1, without which the runs on Jean Zay hung (chronicles-prequel.md, "dealing with
+#: JZ hanging"): 80 GPUs with ten stages of eight blocks came to 91.0 Tflop/s with it and 97.2 without. The delay is
+#: 14.5 s for 521 slots of the pipeline, 3.5 ms for each block, which has 32 products. 160 GPUs came to 90.3 with it and
+#: without.
 _BLOCKED_S = 1.1e-4
-#: The part of the seconds of tensor parallelism's collectives that is left where products hide them chunk by chunk: the
-#: first and the last chunk, and what links and memory take from products meanwhile.
+#: The exposed fraction of the seconds of tensor parallelism's collectives if products hide them chunk by chunk: the
+#: first and the last chunk, and the slowdown of products by links and memory.
 EXPOSED_PART = 0.3
 
 
 def trainer_of(system: str, notes: str) -> Trainer:
-    """The trainer of a row. Notes may say that its kernels, or what they hide, are others."""
+    """The trainer of a row. Notes may name other kernels, or other hidden work."""
     trainer = next((one for pattern, one in _TRAINERS if re.search(pattern, system, re.IGNORECASE)), Trainer())
     if re.search(r"(?<!no )\b(torch\.)?compile\b", notes) or (
         trainer.keeps_every_second and not re.search(r"\bno compile\b", notes)
@@ -115,6 +116,6 @@ def trainer_of(system: str, notes: str) -> Trainer:
 
 
 def attention_efficiency(kernel: Attention, device: str) -> float:
-    """The part of the peak rate that a kernel reaches on a device; of others, as on the one that is most like it."""
+    """The fraction of the peak rate that a kernel reaches on a device. Other devices take the most similar one's."""
     generation = "a100" if device.startswith(("a100", "v100")) else "h100"
     return _ATTENTION.get((kernel, generation), _ATTENTION["flash-2", generation])

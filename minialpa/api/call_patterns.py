@@ -1,8 +1,7 @@
-"""What the calls of a training loop have in common, to see at a glance whether a call is like the last one.
+"""A quick test whether a call is like the last one: arguments go in; their leaves, or None, come out.
 
-A `CallPattern` is made of a `Call`. It takes the arguments of the next call as its caller writes them, and gives their
-leaves, or None if more than the values of arrays differs: static arguments, structure, functions among the leaves, the
-structure of modules, types of leaves, settings of jax.
+In a training loop, only the values of arrays change. A `CallPattern` of one call compares everything else with the next
+call: static arguments, structure, functions, modules, types of leaves, settings of jax.
 """
 
 from __future__ import annotations
@@ -22,12 +21,7 @@ from minialpa.support.private_jax import current_settings
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The arguments of a call that is like an earlier one.
-
-    Attributes:
-        leaves: as in `Call.leaves`.
-        result_of: makes the result of the call from the leaves that its program returns.
-    """
+    """The leaves of a call that is like an earlier call, as in `Call.leaves`. result_of: as in `CallPattern`."""
 
     leaves: list[Any]
     result_of: Callable[[Sequence[Any]], Any]
@@ -35,20 +29,16 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPattern:
-    """What calls have in common.
+    """The properties that calls of one program share.
 
     Attributes:
-        n_args: number of positional arguments.
-        keywords: names of the other arguments.
-        static: the place, among all arguments, and the value of each static argument.
-        dynamic: the places of the other arguments.
-        tree: pytree of these.
-        hidden: the position, among the leaves of `tree`, and the value of each leaf that is part of the program.
-        arrays: the position, among the leaves of `tree`, of each leaf of a `Call`; None if they are the same leaves.
-        types: `leaf_types` of the leaves of a `Call`.
-        settings: of jax, see `current_settings`.
-        modules: the modules of flax.nnx among the arguments; None without any.
-        result_of: makes the result of a call from the leaves that its program returns; without the values of modules.
+        static: (position, value) of each static argument, among positional arguments and then `keywords`.
+        dynamic: the positions of the other arguments.
+        tree: the pytree of the other arguments.
+        hidden: (position, value) of each leaf of `tree` that is part of the program, such as a function.
+        arrays: the positions in `tree` of the leaves of a `Call`; None for all leaves in order.
+        settings: see `current_settings`.
+        result_of: from the leaves that the program returns, without values of modules, to the result.
     """
 
     n_args: int
@@ -64,7 +54,7 @@ class CallPattern:
     result_of: Callable[[Sequence[Any]], Any]
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match | None:
-        """The leaves of a call in which only values may be new; None if it is another call, or is to be refused."""
+        """The leaves of a call in which only values are new; None for another call, or one that must fail."""
         given = self._dynamic(args, kwargs) if current_settings() == self.settings else None
         if given is None:
             return None
@@ -78,7 +68,7 @@ class CallPattern:
         return Match(found, result_of if modules is None else lambda made: result_of(modules.update(nodes, made)))
 
     def _dynamic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """The arguments that are not static, in the order of this pattern; None if names or static values differ."""
+        """The dynamic arguments, or None if names or static values differ."""
         if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
             return None
         given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
@@ -89,7 +79,7 @@ class CallPattern:
         return tuple(given[i] for i in self.dynamic)
 
     def _arrays(self, leaves: list[Any]) -> list[Any] | None:
-        """The leaves of a `Call`; None if their types differ, an array is deleted, or another leaf has a new value."""
+        """The leaves of a `Call`; None if types differ, an array is deleted, or another leaf has a new value."""
         if self.hidden and not all(_is_same(leaves[i], value) for i, value in self.hidden):
             return None
         if self.arrays is not None:
@@ -101,13 +91,13 @@ class CallPattern:
 class ModulePattern:
     """Modules of flax.nnx, which are pytrees, as nodes of the pytree of all arguments.
 
-    flax finds out what a module consists of in many steps of Python. But if all modules and variables are the same
-    objects, and `CallPattern.tree` has compared their attributes, then they share what they shared before.
+    flax needs many steps of Python to split a module. But the same modules and variables, with equal attributes
+    (`CallPattern.tree`), have the same structure as before.
 
     Attributes:
-        shared: the positions of the modules and variables, which other modules may share.
-        ids: the identities of these. A pattern keeps no module alive.
-        variables: the position of the variable that holds each value of a module, in the order of results.
+        shared: positions of modules and variables among the nodes.
+        ids: `id` of each, which keeps no module alive.
+        variables: position of the variable that holds each value of a module, in the order of results.
     """
 
     shared: tuple[int, ...]
@@ -115,18 +105,17 @@ class ModulePattern:
     variables: tuple[int, ...]
 
     def are_same(self, nodes: Sequence[Any]) -> bool:
-        """Whether modules and variables are the same objects, in an equal pytree."""
         return [id(nodes[i]) for i in self.shared] == self.ids
 
     def update(self, nodes: Sequence[Any], made: Sequence[Any]) -> Sequence[Any]:
-        """Give variables their new values; returns the other leaves that a program has returned."""
+        """Give variables the new values in `made`; returns the other leaves of `made`."""
         for i, value in zip(self.variables, made, strict=False):
             nodes[i].set_raw_value(value)
         return made[len(self.variables) :]
 
 
 def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
-    """The pattern of a call, whose result has the pytree `out_tree`; None if other calls cannot be compared with it."""
+    """The pattern of a call whose result has the pytree `out_tree`; None if other calls cannot be compared with it."""
     tree, names = call.tree
     keywords = tuple(name for name in (*names, *dict(call.static)) if isinstance(name, str))
     place = {name: i for i, name in enumerate((*range(call.n_args), *keywords))}
@@ -160,7 +149,7 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
 
 
 def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
-    """The pattern of the modules of a call; None if they hold something other than variables of arrays."""
+    """None if modules hold something other than variables of arrays."""
     module: Any = graph_node_class()
     variable: Any = variable_class()
     if call.graph is None or not hasattr(variable, "set_raw_value"):
@@ -177,14 +166,14 @@ def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
 
 
 def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] | None:
-    """The position of each leaf among the values, the first one if it is there twice; None if that is not clear."""
+    """Positions of the leaves among `values`; None if a leaf is absent or two share a position."""
     first = {ById(value): i for i, value in reversed(list(enumerate(values)))}
     found = [first.get(ById(leaf), -1) for leaf in leaves]
     return tuple(found) if -1 not in found and len(set(found)) == len(found) else None
 
 
 def _flatten(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
-    """Leaves, structure and all nodes, from the outside to the inside."""
+    """Leaves, structure and all nodes, outer nodes first."""
     nodes: list[Any] = []
 
     def note(node: Any) -> bool:
@@ -196,5 +185,4 @@ def _flatten(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
 
 
 def _is_same(value: Any, known: Hashable) -> bool:
-    """Whether a value is equal to a static one, and of its type."""
     return value is known or (type(value) is type(known) and bool(value == known))

@@ -1,4 +1,4 @@
-"""What every call of a compiled step does around its program: checks of its arguments before, and its result after."""
+"""Calls of a compiled step: arguments go in and are checked, the program runs, and the result comes out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCall:
-    """Calls of an executable with the arguments of its step. It does not keep the parallelized function alive.
+    """Calls an executable with the arguments of its step. It does not keep the parallelized function alive.
 
     Attributes:
-        name: of the step.
-        parameters: of the step.
-        bound: what a method of a class is called on; empty for functions.
-        key: `Call.key` of the calls that it was compiled for.
-        result_of: makes the result of a call of the leaves that the program returns.
+        bound: the object of a bound method; empty for functions.
+        key: `Call.key` of the calls that the executable was compiled for.
+        result_of: from the leaves that the program returns to the result.
     """
 
     name: str
@@ -36,7 +34,7 @@ class CompiledCall:
     result_of: Callable[[Sequence[Any]], Any]
 
     def __call__(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call. Raises TraceError for arguments that it was not compiled for."""
+        """Raises TraceError for arguments that the executable was not compiled for."""
         if checks_values():
             return call_checked(self.name, lambda *args, **kwargs: self(executable, args, kwargs), args, kwargs)
         call = self.parameters.bind((*self.bound, *args), kwargs)
@@ -49,11 +47,11 @@ class CompiledCall:
         return result_of_call(call, self.result_of(executable.run(call.leaves)))
 
     def _difference(self, call: Call) -> str:
-        (tree, *_, types), own = self.key, call.key()
-        own_tree, own_types = own[0], own[-1]  # type: ignore[index]
-        if own_tree[0] != tree[0]:
-            return f"their structure is {own_tree[0]} instead of {tree[0]}"
-        for i, (found, requested) in enumerate(zip(own_types, types, strict=True)):
+        (tree, *_, types), called = self.key, call.key()
+        called_tree, called_types = called[0], called[-1]  # type: ignore[index]
+        if called_tree[0] != tree[0]:
+            return f"their structure is {called_tree[0]} instead of {tree[0]}"
+        for i, (found, requested) in enumerate(zip(called_types, types, strict=True)):
             if found != requested:
                 path = self.parameters.paths(call)[0][i]
                 return f"`{path}` is {_type_text(found)} instead of {_type_text(requested)}"
@@ -61,9 +59,9 @@ class CompiledCall:
 
 
 def result_of_call(call: Call, made: Any) -> Any:
-    """What a call returns. Modules of flax.nnx among its arguments get their new values.
+    """The result of a call. Modules of flax.nnx among its arguments get their new values.
 
-    made: the result with these values before it, if there are such modules.
+    made: the result of the program; with such modules, the pair of their new values and the result.
     """
     if call.graph is None:
         return made
@@ -73,13 +71,16 @@ def result_of_call(call: Call, made: Any) -> Any:
 
 
 def check_alive(call: Call, parameters: Parameters) -> None:
-    """Raise before anything runs: a compiled program may crash on an array that has no memory any more."""
+    """Raise DeletedArrayError for a donated leaf, and TraceError for a shape or a traced value.
+
+    A compiled program may crash on an array without memory, so this comes first.
+    """
     if are_alive(call.leaves):
         return
     for i, leaf in enumerate(call.leaves):
         is_deleted = getattr(leaf, "is_deleted", None)
         if is_deleted is None:
-            # Numbers and NumPy arrays cannot be deleted, and neither can what only has a shape.
+            # Numbers, NumPy arrays and shapes cannot be deleted.
             if isinstance(leaf, Shape):
                 raise TraceError(
                     f"`{parameters.paths(call)[0][i]}` is a shape, and a call needs arrays. Only `plan` and "
@@ -101,7 +102,6 @@ def check_alive(call: Call, parameters: Parameters) -> None:
 
 
 def _type_text(leaf_key: Any) -> str:
-    """The type of a leaf by its part in `Call.key`."""
     if len(leaf_key) == 1:
         return f"a {leaf_key[0].__name__}"
     shape, dtype, is_weak, *memory = leaf_key

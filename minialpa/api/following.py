@@ -1,8 +1,8 @@
-"""Functions that run where a training step keeps its state, although their method does not name it.
+"""Functions that run where a training step keeps its state, although their method does not name that step.
 
-A session knows its compiled training steps. If a call has arguments on the meshes of one of them, and its method leaves
-devices and stages to the planner, the call is planned on these meshes: see `find_followed`. Training steps themselves
-always follow their own method.
+Example: `evaluate(state, batch)` with `AutoParallel()`, after `train_step` has put `state` on two meshes.
+`find_followed` finds the training step of the session on whose meshes arguments are, and `evaluate` is planned there.
+Training steps follow only their own method.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class TrainingStep:
     """A compiled training step of a session.
 
     Attributes:
-        name: of the function.
-        executable: a weak reference: returns None after the executable is gone.
+        executable: a weak reference, which returns None after the executable is gone.
         target: the cluster and devices of its plan.
     """
 
@@ -39,12 +38,9 @@ class TrainingStep:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A training step on whose meshes a call has arguments.
+    """A training step whose meshes hold arguments of a call.
 
     Attributes:
-        name: of the training step.
-        executable: its executable.
-        target: the cluster and devices of its plan.
         options: the options of the call's own method that the followed plan leaves open.
     """
 
@@ -59,14 +55,10 @@ class Followed:
 
     @property
     def meshes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """First device and logical shape of each mesh."""
         return tuple((stage.first_device, stage.logical_shape) for stage in self.plan.stages)
 
     def placements(self, traced: TracedStep, leaves: Sequence[Any]) -> dict[int, PlacedValue]:
-        """The placements of the arguments that are on these meshes, by the number of the leaf.
-
-        A batch that is cut into micro-batches has no placement.
-        """
+        """The placements of argument leaves on these meshes, by number. Batches that are cut have no placement."""
         is_cut = self.options.n_micro_batches > 1
         found = {
             i: self.executable.placement_of(leaf, path)
@@ -77,21 +69,20 @@ class Followed:
 
 
 def computes_gradients(traced: TracedStep) -> bool:
-    """Whether a step is a training step."""
     return bool(traced.gradients) or any(origin.direction == "backward" for origin in traced.origins)
 
 
 def note_training_step(session: Session, name: str, executable: Executable, target: Target) -> None:
-    """Remember a training step for `find_followed`, as the latest of the session."""
+    """Make a training step the latest of the session, for `find_followed`."""
     known = session.training_steps
     if not any(step.executable() is executable for step in known):
         known.append(TrainingStep(name, weakref.ref(executable), target))
 
 
 def find_followed(session: Session, method: Method | FollowingMethod | Plan, leaves: Sequence[Any]) -> Followed | None:
-    """The training step whose meshes hold most of these leaves; the latest one of several.
+    """The training step whose meshes hold most of these leaves; of several, the latest.
 
-    None if no mesh holds any, or if `method` asks for devices, stages or shardings or has a plan.
+    None if no mesh holds a leaf, or if `method` asks for devices, stages or shardings or has a plan.
     """
     if not session.training_steps or isinstance(method, FollowingMethod | Plan):
         return None
@@ -109,7 +100,6 @@ def find_followed(session: Session, method: Method | FollowingMethod | Plan, lea
 
 
 def refusal(name: str, followed: Followed, own: Plan, error: Exception) -> str:
-    """The warning that a function does not follow a training step, and what that costs."""
     ended = {(stage.first_device, stage.n_devices) for stage in own.stages} != {
         (stage.first_device, stage.n_devices) for stage in followed.plan.stages
     }

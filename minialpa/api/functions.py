@@ -1,6 +1,6 @@
-"""The functions in front: `parallelize`, and `plan`, `explain` and `replan`, which plan and need no device.
+"""Public functions: a step for one device goes in, a parallelized function or a plan comes out.
 
-Importing the planner or the runtime takes longer than all the rest, so that the first call that needs one imports it.
+The planner and the runtime take longer to import than all other modules, so the first call that needs one imports it.
 """
 
 from __future__ import annotations
@@ -44,28 +44,38 @@ def parallelize(
     planning_effort: PlanningEffort | None = None,
     **of_jit: Any,
 ) -> Any:
-    """Run a step, written for one device, on all devices. Call it, or use it as a decorator with or without arguments.
+    """Return a function that runs a step, written for one device, on all devices. Also a decorator.
 
-    method: the parallel method, a saved `Plan`, or a method that follows the plan of another function, such as
-        `CreateStateParallel` and `FollowParallel`. With None the planner chooses everything (`AutoParallel`).
-    static_argnums: arguments that are Python values; "auto": all but pytrees of arrays and numbers.
-    donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
-    static_argnames, donate_argnames: the same by name; names without numbers replace "auto".
-    batch_argnums: arguments whose leaves hold examples along dimension 0, which micro-batches split. "auto" finds them
-        (`inter/microbatch/find_batch.py`): the second argument of `step(state, batch)`; in other signatures, arguments
-        whose leading dimension passes through the step like examples. Raises TraceError with the candidates if they are
-        ambiguous and the method splits examples.
-    on_stale: the treatment of a saved `Plan` for other shapes or another step. "refuse" raises a VerifyError with the
-        difference; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan, solves new
-        shardings, and warns.
-    on_ragged: the treatment of a batch whose examples `num_micro_batches` does not divide, such as the last one of an
-        epoch. "fewer" runs it in the next smaller number of micro-batches that divides it, and warns once for each
-        size; "error" raises a TraceError with the numbers that divide it.
-    plan_cache: a folder for plans. The next run of a script reads them instead of planning, if step, shapes, cluster,
-        options, rules and versions are the same. "auto" keeps plans of large steps in the cache folder of the user, up
-        to 256 MiB; with None, every run plans.
-    planning_effort: the time that planning may take: "fast", "balanced" or "proof", see `AutoShardingOption`. None for
-        the effort of the method.
+        @minialpa.parallelize
+        def step(state, batch):
+            loss, grads = minialpa.value_and_grad(loss_fn)(state.params, batch)
+            return state.apply_gradients(grads=grads), loss
+
+    The first call with new shapes plans and compiles the step; later calls run the program. See `ParallelizedFunc`.
+
+    Args:
+        fun: the step. None returns a decorator.
+        method: a parallel method, a saved `Plan`, or a method that follows another function (`CreateStateParallel`,
+            `FollowParallel`). With None the planner chooses everything (`AutoParallel`).
+        static_argnums: numbers of the arguments that are Python values. "auto": all except pytrees of arrays and
+            numbers.
+        donate_argnums: numbers of the arguments whose memory the results may take over. "auto": training states that
+            the step replaces.
+        static_argnames, donate_argnames: the same by name. Names without numbers replace "auto".
+        batch_argnums: numbers of the arguments whose leaves hold examples along dimension 0, which micro-batches split.
+            "auto": the second argument of `step(state, batch)`; in other signatures, arguments whose leading dimension
+            passes through the step like examples (`inter/microbatch/find_batch.py`). A call raises TraceError with the
+            candidates if they are ambiguous and the method splits examples.
+        on_stale: for a saved `Plan` of another step or other shapes. "refuse" raises VerifyError with the difference.
+            "replan" warns, keeps stages, micro-batches, schedule and rematerialisation, and solves new shardings.
+        on_ragged: for a batch that `num_micro_batches` does not divide, such as the last batch of an epoch. "fewer"
+            takes the next smaller number that divides it, and warns once for each size. "error" raises TraceError with
+            the numbers that divide it.
+        plan_cache: a folder of plans, for later runs with equal step, shapes, cluster, options, rules and versions.
+            "auto" keeps plans of large steps in the user's cache folder, up to 256 MiB. With None, every run plans.
+        planning_effort: "fast", "balanced" or "proof" (see `AutoShardingOption`). None for the effort of the method.
+
+    Raises ShardingError for a wrong option, and TraceError if `fun` is not a function.
     """
     for name in of_jit:
         if name not in _OF_JIT:
@@ -90,7 +100,7 @@ def parallelize(
 _LEFT_OUT = "Leave it out; it changes no result."
 _PLANNED = "The planner decides: leave it out, or fix shardings with `AutoShardingOption(fixed_specs=...)`."
 _DEVICES = "The `devices` of a method choose devices."
-#: What takes the place of options of `jax.jit`.
+#: Options of `jax.jit` that `parallelize` refuses, with the replacements.
 _OF_JIT = {
     "abstracted_axes": "Each set of shapes is planned by itself.",
     "backend": _DEVICES,
@@ -104,7 +114,7 @@ _OF_JIT = {
 
 
 def _planning(method: Method | None, cluster: ClusterSpec) -> Method:
-    """The method, with `cluster` as its devices."""
+    """The method with `cluster` as its devices. Raises ShardingError if either is not one, or for a saved plan."""
     if not isinstance(cluster, ClusterSpec):
         name = cluster if isinstance(cluster, str) else "a100-80gb"
         raise ShardingError(f'`cluster` is a ClusterSpec, such as `ClusterSpec.preset("{name}")`; got {cluster!r}.')
@@ -126,9 +136,16 @@ def plan(
     batch_argnums: Argnums = "auto",
     planning_effort: PlanningEffort | None = None,
 ) -> Plan:
-    """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays.
+    """Plan `fun(*args)` for `cluster`. Needs no device.
 
-    planning_effort: as in `parallelize`.
+    Args:
+        fun: the step, for one device.
+        args: a tuple of all arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+        cluster: such as `ClusterSpec.preset("a100-80gb")`. It takes the place of the method's `devices`.
+        method: a parallel method; None for `AutoParallel`.
+        batch_argnums, planning_effort: as in `parallelize`.
+
+    Raises InfeasibleError if no plan fits, and ShardingError for a wrong cluster or method.
     """
     step = ParallelizedFunc(
         fun, _planning(method, cluster), batch_argnums=batch_argnums, planning_effort=planning_effort
@@ -146,7 +163,7 @@ def explain(
     method: Method | None = None,
     batch_argnums: Argnums = "auto",
 ) -> str:
-    """`ParallelizedFunc.explain` for the plan that `plan` returns for the same arguments."""
+    """`ParallelizedFunc.explain` for the plan that `minialpa.plan` returns for the same arguments. Needs no device."""
     return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).explain(
         what, *_arguments(args)
     )
@@ -162,17 +179,16 @@ def check(
     cache: str | Path | None = None,
     batch_argnums: Argnums = "auto",
 ) -> PlanCheck:
-    """Compare a plan of `fun(*args)` with the program that XLA compiles for GPUs. Needs no GPU.
+    """Compare a plan of `fun(*args)` with the program that XLA compiles for GPUs: memory, communication and seconds.
+
+    Needs the extra `gpu-compile`, but no GPU.
 
     Args:
-        plan: the plan. Raises VerifyError if it was made for another step.
-        fun: the step, for one device.
-        args: its arguments, or `jax.ShapeDtypeStruct`s.
-        target: the GPU, as `xla_gpu/targets.py` names it, or a JSON file; by default the device of the plan's cluster.
+        target: the GPU, by a name in `xla_gpu/targets.py` or a JSON file. None for the device of the plan's cluster.
         cache: a folder that keeps compiled programs for the next check.
-        batch_argnums: as in `parallelize`.
 
-    Needs the extra `gpu-compile`. Raises GpuCompileError if XLA refuses a program.
+    Other arguments are as in `minialpa.plan`. Raises VerifyError if the plan was made for another step, and
+    GpuCompileError if XLA refuses a program.
     """
     return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*_arguments(args), target=target, cache=cache)
 
@@ -183,14 +199,15 @@ def phases(
 ) -> dict[str, str]:
     """The step as text after each phase of planning, by the name of the phase, with the decisions of `plan`.
 
-    Raises VerifyError if the plan was made for another step. See docs/a-step-in-phases.md.
+    Arguments are as in `minialpa.plan`. Raises VerifyError if the plan was made for another step. See
+    docs/a-step-in-phases.md.
     """
     return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).phases(*_arguments(args))
 
 
 @api_boundary
 def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
-    """A plan for `fun(*args)` with the decisions of `plan` and new shardings.
+    """A plan for `fun(*args)` with the decisions of `plan` and new shardings. Arguments are as in `minialpa.plan`.
 
     It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
     model has other layers.
@@ -200,13 +217,10 @@ def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_ar
 
 @dataclass(frozen=True, slots=True)
 class DPResult:
-    """The stages of a plan in Alpa's terms. It unpacks like Alpa's tuple, which begins with a profile file.
+    """The stages of a plan, in Alpa's terms. It unpacks like Alpa's tuple, whose first entry is a profile file, here
+    None.
 
-    Attributes:
-        forward_stage_layer_ids: the layers of each stage.
-        submesh_physical_shapes: (hosts, devices per host) of each stage.
-        submesh_logical_shapes: the mesh shape of each stage.
-        submesh_autosharding_option_dicts: the fields of the sharding option of each stage.
+    The fields are as in `ManualStageOption`.
     """
 
     forward_stage_layer_ids: tuple[tuple[int, ...], ...]
@@ -220,7 +234,7 @@ class DPResult:
 
 
 def get_last_dp_result() -> DPResult:
-    """The stages of the latest plan. Raises MinialpaError if there is none."""
+    """The stages of the latest plan in this process. Raises MinialpaError before the first plan."""
     plan = StepPlanner.last_plan
     if plan is None:
         raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
@@ -234,7 +248,6 @@ def get_last_dp_result() -> DPResult:
 
 
 def _arguments(args: Any) -> Sequence[Any]:
-    """The arguments of a step. Raises TraceError for what is no sequence of them."""
     if not isinstance(args, tuple | list):
         raise TraceError(f"`args` is a tuple of all arguments of the step; got a {type(args).__name__}. Pass `(x,)`.")
     return args

@@ -1,7 +1,7 @@
-"""The check of `jax_debug_nans` and `jax_debug_infs`: a call in; its result out, or a FloatingPointError as in jax.
+"""The check of `jax_debug_nans` and `jax_debug_infs`: a call goes in; its result or a FloatingPointError comes out.
 
-jax checks the results of every compiled function. A step may be many, and what one hands to the next may be infinite or
-NaN where `jax.jit` makes no such result: a mask, or what `jnp.where` drops. So only results of steps are checked.
+Only results of the whole step are checked, as for `jax.jit`. Values between its programs may be infinite or NaN: a
+mask, or an operand that `jnp.where` drops.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from minialpa.pytrees import split_graph
 
 
 def checks_values() -> bool:
-    """Whether the settings of jax forbid some values."""
     config: Any = jax.config  # which does not declare its flags
     return bool(config.jax_debug_nans or config.jax_debug_infs)
 
 
 def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a call. Raises FloatingPointError for a value that the settings of jax do not allow.
-
-    name: of the step, for messages.
+    """The result of `call`. Raises FloatingPointError, which names the leaf and the step `name`, for a forbidden
+    value.
     """
     config: Any = jax.config  # which does not declare its flags
     tests = {"nan": np.isnan if config.jax_debug_nans else None, "inf": np.isinf if config.jax_debug_infs else None}

@@ -1,6 +1,6 @@
-"""The function that `parallelize` returns: it binds the arguments of a call, and finds or makes the program for them.
+"""The function that `parallelize` returns: the arguments of a call go in, its results come out.
 
-The first call with new shapes is traced, planned and compiled; later ones run the program that was compiled then.
+A call with new shapes is bound, traced, planned, compiled and run. A call like the last one is only compared and run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
 
-#: Arguments of a step that a message lists at most.
+#: Most arguments of a step in one message.
 _MOST_CHANGES = 8
 
 P = ParamSpec("P")
@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 
 def _without_mesh(fun: Callable[P, T]) -> Callable[P, T]:
-    """The function, outside of `jax.set_mesh`: planning and compiling have meshes of their own."""
+    """`fun` outside of the user's `jax.set_mesh`: planning and compiling set their own meshes."""
 
     @functools.wraps(fun)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -84,7 +84,7 @@ def _without_mesh(fun: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-#: What a call needs: the program on its devices, and what makes its result of the leaves that the program returns.
+#: A program, and the function from the leaves that it returns to the result of the call.
 Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
 
 
@@ -93,10 +93,8 @@ class LastCall:
     """The last call, whose program the next step of a training loop runs.
 
     Attributes:
-        session: the session.
-        n_training_steps: number of training steps in the session, since a new one may be one to follow.
-        executable: the program for the call.
-        pattern: recognises a call that runs the same program; None if arguments do not show that.
+        n_training_steps: number of training steps in the session then. A new one may be a step to follow.
+        pattern: recognises calls that run this program; None if their arguments cannot show it.
     """
 
     session: Session
@@ -105,7 +103,7 @@ class LastCall:
     pattern: CallPattern | None
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Match | None:
-        """The leaves of a call that runs the same program; None if the caller must look up a program."""
+        """The leaves of a call that runs the same program, or None."""
         if self.pattern is None or self.session is not running_session():
             return None
         is_current = len(self.session.training_steps) == self.n_training_steps
@@ -114,30 +112,30 @@ class LastCall:
 
 @dataclass(slots=True)
 class _Latest:
-    """The last call, so that a training loop needs no lookup."""
+    """The last call of a function, shared with its bound methods."""
 
     recent: LastCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A step that is planned for some arguments, before it is compiled. See `ParallelizedFunc.lower`.
-
-    Attributes:
-        plan: the plan.
-    """
+    """A planned, uncompiled step. See `ParallelizedFunc.lower`."""
 
     plan: Plan
     _compile: Callable[[], Compiled] = field(repr=False)
 
     def compile(self) -> Executable:
-        """The step, compiled for the devices of the session in which it was planned."""
+        """Compile the step for the devices of its session."""
         executable, _ = self._compile()
         return executable
 
 
 class ParallelizedFunc:
-    """A step that is planned, compiled and cached for each set of argument shapes, and runs by the plan."""
+    """A step that runs on all devices. It plans and compiles once for each set of argument shapes.
+
+    `parallelize` makes it and describes its options. Methods such as `plan(*args)` take the arguments of a call, with
+    arrays or `jax.ShapeDtypeStruct`s.
+    """
 
     def __init__(
         self,
@@ -164,7 +162,7 @@ class ParallelizedFunc:
         with suppress(Exception):  # attributes of a callable object may raise anything
             functools.update_wrapper(self, fun, updated=())
         self._fun, self._method = fun, method
-        # What a method of a class is called on; empty for functions. See `__get__`.
+        # The object of a bound method; empty for functions. See `__get__`.
         self._bound: tuple[Any, ...] = ()
         self._parameters = Parameters(
             fun,
@@ -191,12 +189,12 @@ class ParallelizedFunc:
             folder_of(plan_cache),
             planning_effort,
         )
-        # Compiled programs by the shapes of the call, by the session and by the meshes that they follow, if they follow
-        # a training step; one thread compiles at a time.
+        # Programs by the key of the call, the session, and the meshes of a followed training step. One thread compiles
+        # at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
         self._earlier: dict[str, str] | None = None  # types of the leaves of the last call that was compiled
-        # The keys of calls that compute gradients.
+        # Keys of calls that compute gradients.
         self._training: set[Hashable] = set()
         self._latest = _Latest()
 
@@ -217,7 +215,6 @@ class ParallelizedFunc:
 
     @property
     def method(self) -> Method | FollowingMethod | Plan:
-        """The parallel method or the saved plan."""
         return self._method
 
     def __repr__(self) -> str:
@@ -229,7 +226,7 @@ class ParallelizedFunc:
         return f"<parallelized {name} by {type(method).__name__}({options})>"
 
     def __get__(self, instance: Any, owner: type | None = None) -> ParallelizedFunc:
-        """The function as a method of an object, which is argument 0, as for `jax.jit`. It shares all programs."""
+        """As a method, the object is argument 0, as for `jax.jit`. All objects share programs."""
         return self if instance is None else self._on((instance,))
 
     def _on(self, bound: tuple[Any, ...]) -> ParallelizedFunc:
@@ -248,27 +245,27 @@ class ParallelizedFunc:
 
     @api_boundary
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
-        """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
+        """Plan and compile for these arguments, without running."""
         executable, _ = self._get(self._bind(args, kwargs))
         return executable
 
     def get_last_executable(self) -> Executable | None:
-        """The executable of the last call; None before the first."""
+        """The executable of the last call; None before the first call."""
         recent = self._latest.recent
         return None if recent is None else recent.executable
 
     @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s, without compiling or running."""
+        """The plan for these arguments, without compiling or running."""
         call = self._bind(args, kwargs)
         return self._plan_there(call, self._trace(call))
 
     def use_plan(self, plan: Plan | None) -> None:
-        """Use `plan` instead of planning, for calls with its step, shapes and cluster. None forgets such plans.
+        """Use `plan` for calls with its step, shapes and cluster; None forgets such plans. The method plans other
+        calls.
 
-        A restarted training run passes the plan of its checkpoint: it needs no planning, and computes the same numbers
-        as before. The method plans all other calls. Raises ShardingError for a function whose method is a plan, or
-        follows another function.
+        With the plan of its checkpoint, a restarted run needs no planning and computes equal numbers. Raises
+        ShardingError if the function's method is a plan or follows another function.
         """
         if isinstance(self._method, Plan | FollowingMethod):
             raise ShardingError(
@@ -282,10 +279,7 @@ class ParallelizedFunc:
 
     @api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """`jax.jit(step).trace` for one device, with the static arguments of this function, and without a plan.
-
-        The result has `.jaxpr`, `.out_info` and `.lower()`.
-        """
+        """`jax.jit(step).trace` for one device, with the static arguments of this function and without a plan."""
         call = self._bind(args, kwargs)
 
         flat_fun = on_leaves(self._fun, call)
@@ -300,17 +294,16 @@ class ParallelizedFunc:
 
     @api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of a call with these arguments, with a `jax.ShapeDtypeStruct` for each leaf."""
+        """The result of a call, with a `jax.ShapeDtypeStruct` for each leaf."""
         call = self._bind(args, kwargs)
         traced = self._trace(call)
         return shown(traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
 
     @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Plan the step for these arguments, without compiling: minialpa's form of `jax.jit(step).lower`.
+        """Plan the step for these arguments without compiling: minialpa's form of `jax.jit(step).lower`.
 
-        `.plan` of the result is the `Plan`. `.compile()` compiles it for the devices and returns the `Executable`,
-        which the next call with such arguments runs.
+        The result has `.plan`, a `Plan`, and `.compile()`, which returns the `Executable` that the next such call runs.
         """
         self._check_plans("lower")
         call = self._bind(args, kwargs)
@@ -327,11 +320,11 @@ class ParallelizedFunc:
 
     @api_boundary
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
-        """A table of a choice of the plan for these arguments, its alternatives, and their costs.
+        """A table of one choice in the plan for these arguments: the alternatives and their costs.
 
-        what: part of the path of arguments or results, such as `params['w']`. For each sharding that they could have,
-            the planner fixes it, keeps stages and micro-batches, and solves the other shardings. "stages",
-            "micro-batches" and "remat" compare the choices for the whole plan in the same way.
+        what: "stages", "micro-batches" or "remat" for the whole plan, or a part of an argument's or result's path, such
+            as `params['w']`. For each possible sharding of that leaf, the planner keeps stages and micro-batches, and
+            solves the other shardings.
         """
         from minialpa.inter.alternatives import explain_step
 
@@ -344,10 +337,7 @@ class ParallelizedFunc:
 
     @api_boundary
     def check(self, *args: Any, target: str | None = None, cache: str | Path | None = None, **kwargs: Any) -> PlanCheck:
-        """Compare the plan for these arguments with XLA's program for GPUs: memory, communication and seconds.
-
-        Needs the extra `gpu-compile`, but no GPU. See `minialpa.check`.
-        """
+        """Compare the plan with XLA's program for GPUs. See `minialpa.check`."""
         self._check_plans("check")
         call = self._bind(args, kwargs)
         traced = self._trace(call)
@@ -355,7 +345,7 @@ class ParallelizedFunc:
             return check_plan(traced, self._plan_there(call, traced), target, cache)
 
     def phases(self, *args: Any, **kwargs: Any) -> dict[str, str]:
-        """The step as text after each phase of planning: see `minialpa.phases`."""
+        """The step as text after each phase of planning. See `minialpa.phases`."""
         from minialpa.inter.phases import phases
 
         self._check_plans("phases")
@@ -365,10 +355,10 @@ class ParallelizedFunc:
             return phases(traced, self._plan_there(call, traced))
 
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
-        """Pytrees of PartitionSpecs: of the arguments, as a tuple without the static ones, and of the results.
+        """Pytrees of PartitionSpecs: for the tuple of arguments, without static ones, and for the results.
 
-        `in_shardings` and `out_shardings` of `jax.jit` take them, on a mesh with the logical shape of the plan and the
-        axes "x" and "y". In a pipeline, only arguments and results on mesh `mesh` have a spec; the others have None.
+        `in_shardings` and `out_shardings` of `jax.jit` take them, on a mesh with the plan's logical shape and the axes
+        "x" and "y". In a pipeline, leaves that are not on mesh number `mesh` have None.
         """
         self._check_plans("export_specs")
         call = self._bind(args, kwargs)
@@ -382,7 +372,10 @@ class ParallelizedFunc:
 
     @api_boundary
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments on the devices and in the shardings in which the step reads them."""
+        """The arguments on the devices and in the shardings in which the step reads them. Compiles if necessary.
+
+        Returns a tuple; with keyword arguments, a pair of this tuple and a dict.
+        """
         call = self._bind(args, kwargs)
         check_alive(call, self._parameters)
         executable, _ = self._get(call)
@@ -391,11 +384,12 @@ class ParallelizedFunc:
         return (new_args, new_kwargs) if kwargs else new_args
 
     def place_batch(self, batch: Any) -> Any:
-        """The batch on the devices and in the shardings in which the compiled program for its shapes reads it.
+        """A batch on the devices and in the shardings in which the compiled program for its shapes reads it.
 
-        batch: the argument that holds examples, or a tuple of such arguments. Without a compiled program for its
-        shapes, it comes back unchanged. Leaves that the step cuts into micro-batches come back as `MicroBatchedArray`s:
-        arrays with a shape and a dtype, which `np.asarray` reads.
+        batch: the argument that holds examples, or a tuple of such arguments.
+
+        Returns `batch` unchanged without such a program. Leaves that the step cuts into micro-batches become
+        `MicroBatchedArray`s, which `np.asarray` reads. Raises TraceError for a wrong number of arguments.
         """
         recent = self._latest.recent
         # A loader's thread may come here between two sessions, and must not start one.
@@ -431,19 +425,17 @@ class ParallelizedFunc:
         return batch
 
     def _batch_numbers(self, plan: Plan) -> tuple[int, ...]:
-        """The numbers of the arguments that hold examples, from the user or from the plan."""
         if self._parameters.batch != "auto":
             return self._parameters.batch
         numbers = tuple(self._parameters.number(name) for name in plan.batch)
-        # Extra arguments of `*args` have no names.
+        # Extra arguments in `*args` have no names.
         return numbers if min(numbers, default=-1) >= 0 else ()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def _get(self, call: Call) -> Compiled:
-        """The program for a call. The call becomes the last one."""
+        """The program for a call, which becomes the last call."""
         session = current_session()
-        # A training step that is new in the session may be one to follow.
         n_training_steps = len(session.training_steps)
         executable, result_of = self._find(call, session)
         self._latest.recent = LastCall(
@@ -470,7 +462,7 @@ class ParallelizedFunc:
     def _keep(
         self, call: Call, session: Session, followed: Followed | None, compile_: Callable[[], Executable]
     ) -> Compiled:
-        """The program for a call: a known one, or else the result of `compile_`."""
+        """The known program for a call, or else the result of `compile_`."""
         key, where = call.key(), (session.devices, session.cluster, session.runtime)
         with self._compiling:  # threads that make the first call at the same time compile once
             found = self._executables.get((key, *where, followed and followed.meshes))
@@ -480,14 +472,13 @@ class ParallelizedFunc:
                 executable.call = CompiledCall(
                     name=self._name, parameters=self._parameters, bound=self._bound, key=key, result_of=found[1]
                 )
-                # A training step follows no other one. Only tracing shows whether this is one.
+                # A training step follows no other step. Only tracing shows whether this is a training step.
                 meshes = None if followed is None or key in self._training else followed.meshes
                 self._executables[key, *where, meshes] = found
                 self._earlier = self._parameters.leaf_types(call)
             return found
 
     def _followed(self, key: Hashable, call: Call, session: Session) -> Followed | None:
-        """The training step that a call follows: see `find_followed`."""
         if not session.training_steps or key in self._training:
             return None
         return find_followed(session, self._method, call.leaves)
@@ -520,7 +511,7 @@ class ParallelizedFunc:
     # ---- planning -------------------------------------------------------------------------------------------------
 
     def target(self, session: Session | None = None) -> Target:
-        """Where this function is planned for, and where it runs."""
+        """The devices to plan for and to run on."""
         method = self._method
         if isinstance(method, CreateStateParallel):
             return method.train_step.target(session)
@@ -529,7 +520,7 @@ class ParallelizedFunc:
         return Target(method.cluster) if isinstance(method, Plan) else resolve_devices(method.devices, session)
 
     def _check_plans(self, what: str) -> None:
-        """Raise ShardingError for a function that has no plan of its own."""
+        """Raise ShardingError if this function creates a state, and so has no plan of its own."""
         if isinstance(self._method, CreateStateParallel):
             raise ShardingError(
                 f"A function that creates a state has the placements of the training step, and no plan of its own. Use "
@@ -540,8 +531,11 @@ class ParallelizedFunc:
     def _plan_for(
         self, call: Call, traced: TracedStep, session: Session | None = None, followed: Followed | None = None
     ) -> tuple[Plan, Target]:
-        """The plan for a traced call, and where it runs. followed: see `_followed`; a training step keeps to its own
-        method, and a plan that the user gave comes first."""
+        """The plan for a traced call, and the devices that run it.
+
+        A plan from `use_plan` comes first. Otherwise, a call without gradients runs on the meshes of `followed`, if
+        possible; else the method decides.
+        """
         target = self.target(session)
         if computes_gradients(traced):
             self._training.add(call.key())
@@ -558,7 +552,7 @@ class ParallelizedFunc:
         return (self._planned(traced, target), target) if plan is None else (plan, followed.target)
 
     def _plan_there(self, call: Call, traced: TracedStep) -> Plan:
-        """The plan by which a call with these arguments runs in the session that there is. Starts none."""
+        """The plan by which a call would run in the present session, if any."""
         session = running_session()
         followed = None if session is None else self._followed(call.key(), call, session)
         return self._plan_for(call, traced, followed=followed)[0]
@@ -569,7 +563,7 @@ class ParallelizedFunc:
 
     @contextmanager
     def _batch_named(self, traced: TracedStep) -> Iterator[None]:
-        """Errors of what examples go through say which arguments were found to hold them."""
+        """Errors about examples name the arguments that were found to hold them."""
         try:
             yield
         except (TraceError, InfeasibleError) as error:
@@ -580,7 +574,7 @@ class ParallelizedFunc:
 
     @_without_mesh
     def _trace(self, call: Call) -> TracedStep:
-        """The step for these arguments, as it is planned and run."""
+        """The traced step, with recognised attentions as the method asks."""
         traced = self._traced_as_written(call)
         attention = attention_of(self._method)
         if attention == "written":
@@ -589,7 +583,7 @@ class ParallelizedFunc:
             return recognise(traced, everywhere=attention == "fused")
 
     def _warn_of_object(self, call: Call) -> None:
-        """Warn that the program keeps the present attributes of `self`, unless `self` is static by number."""
+        """Warn that the program keeps the present attributes of `self`, unless `self` is static."""
         owner = next((value for name, value in call.static if name == 0), None) if self._bound else None
         has_state = bool(getattr(type(owner), "__dictoffset__", 0)) and bool(vars(owner))
         is_auto = self._options["static_argnums"] == "auto" and not isinstance(owner, type)
@@ -597,7 +591,7 @@ class ParallelizedFunc:
             warnings.warn(
                 f"`{self._name}` is called on a {type(owner).__name__}, and its program keeps the attributes that the "
                 "object has now: a later change has no effect. Pass what changes as an argument, or register the class "
-                "as a pytree. If nothing changes, say `static_argnums=0`.",
+                "as a pytree. If the attributes never change, pass `static_argnums=0`.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -635,20 +629,19 @@ class ParallelizedFunc:
         if known.batch != "auto":
             return traced
 
-        # The program shows which arguments the step updates, and how the others reach the loss.
+        # The traced program shows which arguments the step updates, and how the others reach the loss.
         found = find_batch(traced, numbers, () if known.donate == "auto" else known.donate)
         if isinstance(found, NoBatch):
             traced, found = dataclasses.replace(traced, no_batch=found), ()
         return with_batch(traced, found, arg_of_leaf=numbers, donate=known.donate, state_like=state_like)
 
     def _state_like(self, call: Call, names: Sequence[int | str], values: Sequence[Any]) -> list[int]:
-        """The numbers of the arguments that are a training state by their type: modules of flax.nnx, `TrainState`s."""
+        """The arguments that are a training state by type: a module of flax.nnx or a `TrainState`."""
         modules = () if call.graph is None else call.graph.names
         is_state = [name in modules or is_train_state(value) for name, value in zip(names, values, strict=True)]
         return [self._parameters.number(name) for name, found in zip(names, is_state, strict=True) if found]
 
     def _explain_mismatch(self, call: Call, error: Exception) -> None:
-        """Raise a clearer error if the leaves differ from the last compiled call."""
         now, earlier = self._parameters.leaf_types(call), self._earlier
         if earlier is None or now == earlier:
             return
@@ -665,7 +658,6 @@ class ParallelizedFunc:
 
 
 def _check_function(fun: Any) -> None:
-    """Raise TraceError unless `fun` is a function."""
     if isinstance(fun, staticmethod | classmethod):
         kind = type(fun).__name__
         raise TraceError(f"`parallelize` takes functions; got a {kind}. Write `@{kind}` above `@minialpa.parallelize`.")
@@ -676,18 +668,15 @@ def _check_function(fun: Any) -> None:
 
 
 def _runs_here() -> bool:
-    """Whether steps run on the devices of this process, not on workers."""
     session = running_session()
     return session is None or session.runtime is None
 
 
 def _default(option: dataclasses.Field[Any]) -> Any:
-    """The default of an option of a method; `MISSING`, which equals no value, if there is none."""
     return option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
 
 
 def _explain_sizes(leaves: Sequence[Any], paths: Sequence[str], is_batch: Sequence[bool], error: Exception) -> None:
-    """Raise a clearer error if the arrays of the batch have different numbers of examples."""
     try:
         find_batch_dims([leaf_type(leaf, path) for leaf, path in zip(leaves, paths, strict=True)], paths, is_batch)
     except TraceError as reason:

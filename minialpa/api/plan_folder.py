@@ -1,8 +1,8 @@
-"""Plans in a folder, for the next run of a script: the inputs of planning in, a plan out.
+"""Plans for later runs of a script: the inputs of planning go in; a plan, from a folder or new, comes out.
 
-The name of a file is a digest of the traced step, cluster, options, rules of the user, minialpa's files and jax's
-version. The file holds the text of all of these, which must match. A plan replaces a file that does not match, such as
-a half written one. The folder of the user, such as `~/.cache/minialpa/plans`, keeps the plans that were used last.
+A digest of the inputs names a file: traced step, cluster, options, user's rules, minialpa's source and jax's version.
+Its first line is their text; the plan follows. A new plan replaces a file with other text or an incomplete file. The
+user's folder is `~/.cache/minialpa/plans` or similar.
 """
 
 from __future__ import annotations
@@ -29,27 +29,24 @@ from minialpa.support.files import write_text
 from minialpa.support.users_cache import users_cache
 from minialpa.tracing.trace import TracedStep
 
-#: Bytes of all plans in the folder of the user, at most.
+#: Most bytes of all plans in the user's folder.
 _MOST_BYTES = 2**28
-#: Equations of a step from which its plan is kept there: smaller steps are planned in a second or two.
+#: Equations of the smallest step whose plan is kept there. Smaller steps are planned in a second or two.
 _LEAST_EQUATIONS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFolder:
-    """The plans in a folder. Writing the first plan makes the folder.
+    """A folder of plans, which the first plan creates.
 
     Attributes:
-        path: None for the folder of the user, which keeps plans of large steps up to `_MOST_BYTES`.
+        path: None for the user's folder, which keeps only plans of large steps.
     """
 
     path: Path | None
 
     def planned(self, traced: TracedStep, options: PlanOptions, target: Target, make: Callable[[], Plan]) -> Plan:
-        """The plan of a step with these options on these devices, from the folder or else from `make`.
-
-        A plan that `make` returns is written to the folder.
-        """
+        """The plan of a step from the folder. If it is absent, `make` returns it, and the folder keeps it."""
         folder = self.path
         if folder is None and len(traced.flat.eqns) >= _LEAST_EQUATIONS:
             folder = users_cache("plans")
@@ -77,7 +74,7 @@ class PlanFolder:
 
 
 def _keep_the_latest(folder: Path) -> None:
-    """Delete the plans that were not used for longest. Another process may delete files at the same time."""
+    """Delete the plans with the oldest use above `_MOST_BYTES`. Other processes may delete files at the same time."""
     found = []
     for file in folder.glob("*.json"):
         with suppress(FileNotFoundError):
@@ -91,21 +88,20 @@ def _keep_the_latest(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-#: "auto" for the plans of all scripts of the user; the path of a folder; or None for no folder.
+#: "auto" for the user's folder, a path, or None.
 PlanCache = Literal["auto"] | str | Path | None
 
 
 def folder_of(cache: PlanCache) -> PlanFolder | None:
-    """The folder that the user asks for, if there is one."""
     if cache is None:
         return None
     return PlanFolder(path=None if cache == "auto" else Path(cache))
 
 
 def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
-    """The inputs of planning, as text that is the same in every process."""
+    """The inputs of planning as text, equal in every process."""
     versions = f"minialpa {_code()}, jax {jax.__version__}"
-    # Layers also depend on scopes, and some options name arguments. The fingerprint has neither.
+    # Scopes affect layers, and some options name arguments. The fingerprint has neither.
     names = (
         [(op.scope, op.origin) for op in traced.flat.ops],
         traced.n_boundaries,
@@ -120,7 +116,7 @@ def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
 
 
 def _read(file: Path, about: str) -> Plan | None:
-    """The plan in a file, or None. Warns if the file is not a plan for `about`."""
+    """The plan in a file, or None. Warns about a file without a plan for `about`."""
     try:
         text = file.read_text(encoding="utf-8")
         first, _, rest = text.partition("\n")
@@ -136,7 +132,7 @@ def _read(file: Path, about: str) -> Plan | None:
 
 @functools.cache
 def _code() -> str:
-    """A digest of minialpa's own files, since a changed planner may plan differently."""
+    """A digest of minialpa's source, since a changed planner may plan differently."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())

@@ -1,9 +1,7 @@
-"""How the plan of a traced step is made: from its options, on the stages of a known plan, or following another plan.
+"""How plans are made: a traced step and the devices go in; a function from options to a verified plan comes out.
 
-A step and the devices go in. A function of options comes out, some of which may be relaxed; it returns a plan that is
-verified, or raises InfeasibleError or TraceError.
-
-Planning imports much, and only the first call of a step plans. So the planner is imported when it is needed.
+It raises InfeasibleError or TraceError if there is no plan. The planner is imported at its first use, since that takes
+long.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from minialpa.support.progress import ProgressBar
 from minialpa.tracing.trace import TracedStep
 
 Relax = Callable[[AutoShardingOption], AutoShardingOption]
-#: Plans a step under some options, of which those for the shardings may be relaxed.
+#: From options, and a function that relaxes their sharding options or None, to a plan.
 MakePlan = Callable[[PlanOptions, Relax | None], Plan]
 
 
 def planning(traced: TracedStep, target: Target, folder: PlanFolder | None = None) -> MakePlan:
-    """Plans a step where `target` says. folder: keeps what is planned, and has what was planned before."""
+    """Plans for `target`, which `folder` keeps for later runs."""
 
     def make(options: PlanOptions, relax: Relax | None) -> Plan:
         asked = options if relax is None else options.relaxed(relax)
@@ -40,15 +38,16 @@ def planning(traced: TracedStep, target: Target, folder: PlanFolder | None = Non
 
 
 def following(traced: TracedStep, method: FollowParallel, target: Target) -> MakePlan:
-    """Plans a step so that it keeps to the plan that a method names."""
+    """Plans on the meshes of the plan that `method` follows."""
     return lambda options, relax: follow_plan(traced, method.source(), None, options, target, relax)
 
 
 def on_known_stages(make: MakePlan, known: Plan | None, asked: PlanOptions) -> MakePlan:
-    """`make`, but on the stages of a known plan where the number of micro-batches is not the one that was asked for.
+    """`make`, but on the stages of `known` for a number of micro-batches that differs from the method's options
+    `asked`.
 
-    asked: the options of the method. Then the state is not moved between stages for one batch. Where this cannot be,
-    the method decides.
+    Such a batch is smaller than the others, and the state should not move for it. If `make` fails there, the options
+    decide.
     """
     if known is None or asked.layers is None:
         return make
@@ -57,7 +56,9 @@ def on_known_stages(make: MakePlan, known: Plan | None, asked: PlanOptions) -> M
         if options.n_micro_batches != asked.n_micro_batches and relax is None:
             with contextlib.suppress(MinialpaError):
                 alike = dataclasses.replace(options_of(known), n_micro_batches=options.n_micro_batches)
-                alike = dataclasses.replace(alike, keep_rows=options.keep_rows, cast_once=options.cast_once)
+                alike = dataclasses.replace(
+                    alike, keep_activations=options.keep_activations, cast_once=options.cast_once
+                )
                 return make(alike, relax)
         return make(options, relax)
 
@@ -72,7 +73,11 @@ def follow_plan(
     target: Target,
     relax: Relax | None = None,
 ) -> Plan:
-    """The plan that keeps to `source`, the plan of another function. placements, relax: see `plan_following`."""
+    """The plan of a step on the meshes of `source`, the plan of another function.
+
+    placements: the present placement of argument leaves, by number.
+    relax: see `plan_following`.
+    """
     from minialpa.inter.context import PlanningContext, compiler_of
     from minialpa.inter.followed_plan import plan_following
     from minialpa.inter.search.stage_solve import StageSolver
@@ -110,10 +115,9 @@ def _make_plan(traced: TracedStep, options: PlanOptions, target: Target) -> Plan
 
 
 def _check_batch(traced: TracedStep, options: PlanOptions) -> None:
-    """Raise TraceError if a method splits the examples of a step and no argument is known to hold them.
+    """Raise TraceError if the options split examples, and no argument is known to hold examples.
 
-    A search that may choose micro-batches, or none, goes on if there is no candidate, but does not choose between
-    candidates.
+    A search that chooses the number of micro-batches accepts a step without candidates, but not with several.
     """
     if traced.no_batch is None:
         return

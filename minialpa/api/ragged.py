@@ -1,7 +1,6 @@
-"""A batch that the micro-batches of a method do not divide, such as the last one of an epoch.
+"""Batches that `num_micro_batches` does not divide: a batch size and that number go in; the numbers to try come out.
 
-The size of the batch and the number that the method asks for in; the numbers to plan with out, in the order in which
-they are tried.
+For example, 10 examples in 4 micro-batches: planning tries 2, then 1.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from minialpa.plan.text import count
 from minialpa.support.divisors import divisors
 from minialpa.tracing.trace import TracedStep
 
-#: Fewer micro-batches, or an error.
 OnRagged = Literal["fewer", "error"]
 
 
 def numbers_to_try(traced: TracedStep, asked: int, on_ragged: OnRagged) -> tuple[int, ...]:
-    """Numbers of micro-batches for a step: `asked`, or if it does not divide the batch, the smaller ones that do.
+    """`(asked,)` if `asked` divides the batch or `on_ragged` is "error", else smaller divisors of the batch, largest
+    first.
 
-    The largest is first.
-    Planning with a number that does not divide the batch raises a TraceError, which is what "error" asks for.
+    Planning with a number that does not divide the batch raises a TraceError.
     """
     size = traced.batch_size
     if on_ragged == "error" or size is None or size % asked == 0:
@@ -32,7 +30,6 @@ def numbers_to_try(traced: TracedStep, asked: int, on_ragged: OnRagged) -> tuple
 
 
 def explain_fewer(traced: TracedStep, asked: int, n: int) -> str:
-    """Why a step has `n` micro-batches."""
     size = traced.batch_size or 0
     return (
         f"A batch of {size} examples cannot be split into {asked} equal micro-batches, as `num_micro_batches` says. It "
@@ -41,7 +38,6 @@ def explain_fewer(traced: TracedStep, asked: int, n: int) -> str:
 
 
 def warn_of_fewer(traced: TracedStep, asked: int, plan: Plan) -> None:
-    """Warn if a plan has another number of micro-batches than was asked for because of the size of the batch."""
     if traced.batch_size is None or traced.batch_size % asked == 0:
         return
     warnings.warn(
@@ -53,14 +49,14 @@ def warn_of_fewer(traced: TracedStep, asked: int, plan: Plan) -> None:
 
 
 def is_uneven(error: InfeasibleError) -> bool:
-    """Whether there is no plan because the devices do not divide the examples as the options want."""
+    """Whether planning failed because the devices do not divide the examples as required."""
     from minialpa.intra.graph.option_constraints import UnevenBatchError
 
     return _is_caused_by(UnevenBatchError, error)
 
 
 def _is_caused_by(kind: type[Exception], error: BaseException) -> bool:
-    """Whether an error is of a kind, or was raised for one that is. An error may be raised for itself."""
+    """Whether an error or one of its causes is of a kind. An error may be its own cause."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:

@@ -1,6 +1,6 @@
-"""A planned step in; its executable for the devices of the session, or what XLA for GPUs makes of it, out.
+"""A planned step goes in; its executable on the session's devices, or its comparison with XLA for GPUs, comes out.
 
-The functions import the runtime and compilers, because planning needs no device.
+Functions import runtime and compilers themselves, since planning needs no device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compile_creation(
     from minialpa.inter.lower.state_program import state_program
     from minialpa.runtime.executable import Executable
 
-    # A leaf may be on several meshes: the program of the step decides from which one it is read.
+    # A leaf may be on several meshes: the step's program decides which mesh reads it.
     plan = train_step.get_parallel_plan()
     with ProgressBar() as bar:
         bar.report("Compiling the state", 0, 1)
@@ -60,7 +60,6 @@ def compile_creation(
 
 
 def check_plan(traced: TracedStep, plan: Plan, target: str | None, cache: str | Path | None) -> PlanCheck:
-    """See `minialpa.check`."""
     from minialpa.inter.lower.emit import emit_program
     from minialpa.xla_gpu.check import check_programs
     from minialpa.xla_gpu.targets import target_of
@@ -74,7 +73,6 @@ def check_plan(traced: TracedStep, plan: Plan, target: str | None, cache: str | 
 
 
 def _check_devices(plan: Plan, target: Target, session: Session) -> None:
-    """Raise ShardingError if there are too few devices for a plan."""
     n_devices = len(target.devices or session.devices) if session.runtime is None else session.cluster.n_devices
     ends = [stage.first_device + stage.n_devices for stage in plan.stages]
     needed = max(ends)

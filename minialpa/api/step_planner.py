@@ -1,8 +1,4 @@
-"""A traced step and its devices in, its plan out: a new one, a saved one, or one that follows another function's.
-
-`StepPlanner` keeps plans for later calls with the same shapes. `plan_makers` makes them, and `ragged` lists the numbers
-of micro-batches to try.
-"""
+"""Plans for one function: a traced step and its devices go in; a new, saved or followed plan comes out."""
 
 from __future__ import annotations
 
@@ -38,20 +34,19 @@ from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]
-#: The key of a plan: the step, the cluster, and the logical mesh if the user gave one.
+#: The step, the cluster, and the user's logical mesh, if any.
 _PlannedFor = tuple[Fingerprint, ClusterSpec, LogicalMesh | None]
 
 
 class StepPlanner:
     """Plans one function, once for each set of argument shapes and each cluster.
 
-    So a session that restarts on hosts that it had before plans nothing.
+    A session that restarts on earlier hosts reuses their plan.
     """
 
-    #: The latest plan of any function, which scripts for Alpa ask for.
+    #: The latest plan of any function, for `get_last_dp_result`.
     last_plan: ClassVar[Plan | None] = None
-    #: Returns the layers of each stage of `last_plan`, even for a single stage. A function, because cutting a small
-    #: step into layers takes longer than planning it.
+    #: Returns the layers of each stage of `last_plan`, on demand: cutting a small step takes longer than planning it.
     last_layers: ClassVar[Callable[[], tuple[tuple[int, ...], ...]]] = staticmethod(tuple)
 
     def __init__(
@@ -62,27 +57,25 @@ class StepPlanner:
         folder: PlanFolder | None,
         effort: PlanningEffort | None = None,
     ) -> None:
-        """folder: keeps new plans for other runs of the script. effort: None for the effort of the method."""
+        """folder: keeps new plans for later runs of the script. effort: None for the effort of the method."""
         self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
         self._effort = effort
         self._plans: dict[_PlannedFor, Plan] = {}
         self._given: set[_PlannedFor] = set()
 
     def remember(self, plan: Plan) -> None:
-        """Use `plan` for its step on its cluster, instead of planning."""
+        """Use `plan` for its step on its cluster."""
         verify_plan(plan)
         key = (plan.fingerprint, plan.cluster, logical_mesh_of(plan))
         self._plans[key] = plan
         self._given.add(key)
 
     def forget_given(self) -> None:
-        """Forget the plans that `remember` was given."""
         for key in self._given:
             del self._plans[key]
         self._given.clear()
 
     def is_given(self, traced: TracedStep, target: Target) -> bool:
-        """Whether `remember` was given a plan for a traced step."""
         return bool(self._given) and (traced.fingerprint, target.cluster, target.logical_mesh) in self._given
 
     def plan_followed(self, traced: TracedStep, followed: Followed, leaves: Sequence[Any]) -> Plan | None:
@@ -94,7 +87,7 @@ class StepPlanner:
         if all(traced.batch_dims[i] is not None for i in placements):
             return None
 
-        # The user did not ask for a number of micro-batches here, so any valid number works.
+        # The user gave this function no number of micro-batches, so any valid number works.
         n, *_ = numbers_to_try(traced, followed.options.n_micro_batches, self._on_ragged)
         options = dataclasses.replace(followed.options, n_micro_batches=n)
         arguments = (traced, followed.plan, placements, options, followed.target)
@@ -111,8 +104,9 @@ class StepPlanner:
     def plan(self, traced: TracedStep, target: Target, *, is_first: bool) -> Plan:
         """The plan for a traced step on `target`.
 
-        is_first: whether this is the first set of shapes of the function. Raises InfeasibleError, TraceError, or
-            VerifyError for a saved plan that does not fit.
+        is_first: whether these are the first shapes of the function.
+
+        Raises InfeasibleError, TraceError, or VerifyError for a saved plan that does not fit.
         """
         match self._method:
             case CreateStateParallel(train_step=train_step, other_args=others):
@@ -135,7 +129,7 @@ class StepPlanner:
         return plan
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
-        """The saved plan; if it is stale and `on_stale` is "replan", one with its decisions and new shardings."""
+        """The saved plan; if it is stale and `on_stale` is "replan", a plan with its decisions and new shardings."""
         verify_plan(saved)
         if self._on_stale == "refuse":
             check_fits(traced, saved)
@@ -161,7 +155,7 @@ class StepPlanner:
         return options.relaxed(lambda one: dataclasses.replace(one, planning_effort=effort)) if effort else options
 
     def _new_plan(self, traced: TracedStep, options: PlanOptions, make: MakePlan, *, is_first: bool) -> Plan:
-        """The plan of a method. Warns if it had to drop a wish that the devices cannot satisfy."""
+        """The plan of a method. Warns if it must drop a constraint that the devices cannot satisfy."""
         try:
             return self._for_batch(traced, options, make)
         except InfeasibleError as error:
@@ -177,9 +171,9 @@ class StepPlanner:
             return plan
 
     def _for_batch(self, traced: TracedStep, options: PlanOptions, make: MakePlan, relax: Relax | None = None) -> Plan:
-        """The plan with the number of micro-batches of the options, or with the largest smaller one that works.
+        """The plan with the options' number of micro-batches or, with a warning, the largest smaller number that works.
 
-        A smaller number comes with a warning. Raises the error of the largest number if no number works.
+        Raises the first error if no number works.
         """
         uneven: InfeasibleError | None = None
         for n in numbers_to_try(traced, options.n_micro_batches, self._on_ragged):
@@ -198,7 +192,7 @@ class StepPlanner:
         raise uneven
 
     def _known_like(self, traced: TracedStep, target: Target) -> Plan | None:
-        """The latest plan for this cluster and a step with the same argument paths."""
+        """The latest plan for this cluster and equal argument paths."""
         for (_, *where), plan in reversed(self._plans.items()):
             paths = tuple(value.path for value in plan.inputs)
             if where == [target.cluster, target.logical_mesh] and paths == traced.in_paths:
@@ -207,7 +201,7 @@ class StepPlanner:
 
 
 def _relaxed(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> tuple[Relax, str] | None:
-    """A wish to drop, and the text of the warning; None if every wish is needed."""
+    """The constraint to drop after `error`, and the text of the warning; None if every constraint must hold."""
     # A `with_sharding_constraint` may be for another mesh.
     if any(map(is_constraint, traced.flat.eqns)):
         return AutoShardingOption.without_constraints, "The step is planned without its sharding constraints."
@@ -220,7 +214,7 @@ def _relaxed(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> t
 
 
 def state_shapes(traced: TracedStep) -> Any:
-    """The result of a traced function, with a `jax.ShapeDtypeStruct` for every leaf."""
+    """A step's result, with a `jax.ShapeDtypeStruct` for each leaf."""
     avals = [aval_of(atom) for atom in traced.flat.outvars]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
     return jax.tree.unflatten(traced.out_tree, shapes)
@@ -237,7 +231,7 @@ def _layers_in(plan: Plan) -> tuple[tuple[int, ...], ...]:
 def _layers_of_stages(
     traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
 ) -> tuple[tuple[int, ...], ...]:
-    """The layers of each stage. A single stage has the layers into which the method cuts the step."""
+    """The layers of each stage; for a single stage, all layers of the step."""
     from minialpa.inter.layers.layered_step import LayeredStep, whole_scans
 
     if plan.remat:

@@ -1,13 +1,12 @@
 """Attention in plain jax, block by block (Rabe and Staats 2021; Dao et al. 2022), for machines without a kernel.
 
-The operands of `attention_p` and `attention_gradient_p` in, their results out; `operation` has the formulas. Queries
-are in blocks i and keys in blocks j, and only the scores of one pair of blocks exist at a time. For each block of
-queries, a loop over the blocks of keys updates
+The operands of `attention_p` and `attention_gradient_p` in, their results out (`operation`). Only the scores of one
+block i of queries and one block j of keys exist at a time. For each i, a loop over j updates
 
     maximum = max_s score,     total = sum_s exp(score - maximum),     mixed = sum_s exp(score - maximum) value
 
-and at the end out = mixed / total. If by their positions no query of block i sees a key of block j, all scores of the
-pair are `masked_score`, and the update needs no product of queries and keys:
+and at the end out = mixed / total. If the window hides block j from all queries of block i, all scores of the pair are
+`masked_score`, and the update needs no product of queries and keys:
 
     total += n_keys exp(masked_score - maximum),     mixed += exp(masked_score - maximum) sum_s value
 
@@ -32,12 +31,12 @@ from minialpa.attention.kind import AttentionKind, Step
 Carry = TypeVar("Carry")
 State = tuple[jax.Array, jax.Array, jax.Array]
 
-#: Largest number of positions in a block, if both queries and keys have several blocks.
+#: Most positions in a block, if both queries and keys have several blocks.
 SIDE = 512
-#: Largest number of scores at a time, unless blocks of the smallest side have more.
+#: Most scores at a time, unless blocks of the smallest side have more.
 MOST_SCORES = 1 << 24
 SMALLEST_SIDE = 128
-#: Beyond this magnitude, a logsumexp is too coarse for exp(score - logsumexp) to be accurate.
+#: Beyond this magnitude, rounding of a logsumexp makes exp(score - logsumexp) inaccurate.
 COARSE = 64.0
 
 
@@ -49,20 +48,20 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
     shrink = _shrink(problem)
     maximum, total, mixed = _walk(replace(problem, value=problem.value * shrink))
 
-    # If no key has a score above -inf, total is 0 and the result NaN, as in a written softmax.
+    # Without a score above -inf, total is 0 and the result NaN, as in a written softmax.
     out = problem.rows.unpad(mixed / total[..., None] / shrink, 3)
     logsumexp = problem.rows.unpad(_finite(maximum) + jnp.log(total), 3)
     statistics = np.promote_types(query.dtype, np.float32)
     return [out.transpose(0, 3, 1, 2, 4).astype(value.dtype), logsumexp.transpose(0, 3, 1, 2).astype(statistics)]
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "dtypes", "wants_bias"))
+@functools.partial(jax.jit, static_argnames=("kind", "dtypes", "with_bias_gradient"))
 def differentiate(
-    *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], wants_bias: Sequence[bool]
+    *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], with_bias_gradient: Sequence[bool]
 ) -> list[jax.Array]:
     """The results of `attention_gradient_p`."""
-    # A compiler that sees both passes keeps scores or unrounded results of the first pass for the second. With a
-    # barrier, it keeps the operands only. The result passes it flat, in the one layout in which a product reads it.
+    # Without a barrier, a compiler that sees both passes keeps scores or unrounded results of the first pass.
+    # `out` passes flat, in the layout in which a product reads it.
     query, key, value, out, *rest = operands[:6]
     flat = out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
     query, key, value, flat, logsumexp, out_bar = jax.lax.optimization_barrier((query, key, value, flat, *rest))
@@ -70,7 +69,7 @@ def differentiate(
     others = operands[6:]
     problem = _problem(query, key, value, others, kind)
     rows = _rows_of_gradient(problem, out, logsumexp, out_bar)
-    requested = [n for n, is_requested in enumerate(wants_bias) if is_requested]
+    requested = [n for n, is_requested in enumerate(with_bias_gradient) if is_requested]
     bias_bars = [jnp.zeros(problem.biases[n].shape, problem.dtype) for n in requested]
 
     def add_row(j: Any, i: Any, carry: Any) -> Any:
@@ -105,7 +104,7 @@ def differentiate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
-    """`length` positions in blocks of one length, the last of which may have padding at its end."""
+    """`length` positions in blocks of one length, the last of which may end with padding."""
 
     length: int
     n_blocks: int
@@ -116,7 +115,7 @@ class _Axis:
         return self.n_blocks * self.block > self.length
 
     def pad(self, x: jax.Array, dim: int, fill: float = 0) -> jax.Array:
-        """The array with whole blocks along `dim`; a broadcast dimension keeps its length 1."""
+        """The array with whole blocks along `dim`, unless `dim` is broadcast."""
         if not self.is_padded or x.shape[dim] != self.length:
             return x
         widths = [(0, 0, 0)] * x.ndim
@@ -133,7 +132,6 @@ class _Axis:
         return lax.dynamic_slice_in_dim(x, i * self.block, self.block, dim)
 
     def add(self, x: jax.Array, block: jax.Array, i: Any, dim: int) -> jax.Array:
-        """The array with `block` added to block i."""
         if self.n_blocks == 1:
             return x + block
         return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, dim) + block, i * self.block, dim)
@@ -146,20 +144,20 @@ class _Axis:
         return joined
 
     def exists(self, i: Any) -> jax.Array:
-        """The positions of block i that are not padding, as a mask."""
+        """A mask of the positions of block i that are not padding."""
         exists: jax.Array = i * self.block + lax.iota(np.int32, self.block) < self.length
         return exists
 
 
 def _axis(length: int, side: int) -> _Axis:
-    """Blocks of at most `side` positions: a divisor of the length if there is a large one, else with padding."""
+    """At most `side` positions in a block: a divisor of `length` if there is a large one, else with padding."""
     fewest = max(1, -(-length // side))
     n_blocks = next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest)
     return _Axis(length=length, n_blocks=n_blocks, block=-(-length // n_blocks))
 
 
 def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
-    """Blocks of queries and of keys. If one side is short, as in decoding, the other side has long blocks."""
+    """Blocks of queries and of keys. If one side is short, as in decoding, the other has long blocks."""
     side = SIDE
     while side > SMALLEST_SIDE and n_heads * side * side > MOST_SCORES:
         side //= 2
@@ -169,11 +167,9 @@ def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockedArrays:
-    """Arrays in the dtype of the sums, with whole blocks.
+    """Arrays in the dtype of the sums, padded to whole blocks.
 
     Attributes:
-        kind: the parameter of the primitive.
-        dtype: of all sums.
         rows: blocks of queries.
         columns: blocks of keys.
         query: [b g r t d].
@@ -204,7 +200,6 @@ class _BlockedArrays:
         return x if self.kind.scale == 1 else x * jnp.asarray(self.kind.scale, self.dtype)
 
     def rounded(self, x: jax.Array, step: Step) -> jax.Array:
-        """The result of a step, rounded to float16 if the step is in float16."""
         return _float16(x) if step in self.kind.float16 else x
 
     def exists(self, i: Any, j: Any) -> jax.Array | None:
@@ -214,11 +209,11 @@ class _BlockedArrays:
         return _outer(jnp.logical_and, self.rows.exists(i), self.columns.exists(j))
 
     def cut(self, x: jax.Array, i: Any, j: Any) -> jax.Array:
-        """The part of an array [b g r t s] for a pair of blocks."""
+        """The part of [b g r t s] for a pair of blocks."""
         return self.columns.cut(self.rows.cut(x, i, 3), j, 4)
 
     def add(self, x: jax.Array, block: jax.Array, i: Any, j: Any) -> jax.Array:
-        """An array [b g r t s] with `block` added to its part for a pair of blocks."""
+        """The array with `block` added to this part."""
         # jax clamps the start in a dimension of length 1 to 0.
         starts = [jnp.asarray(k, np.int32) for k in (0, 0, 0, i * self.rows.block, j * self.columns.block)]
         return lax.dynamic_update_slice(x, self.cut(x, i, j) + block, starts)
@@ -227,7 +222,7 @@ class _BlockedArrays:
         return self.columns.unpad(x, 4) if x.shape[3] == 1 else self.rows.unpad(self.columns.unpad(x, 4), 3)
 
     def scores(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Scores [b g r t s] of a pair of blocks, and the mask of visible ones; None if all are visible."""
+        """Scores [b g r t s] of a pair of blocks, and the mask of visible ones; None for all."""
         query, key = self.rows.cut(self.query, i, 3), self.columns.cut(self.key, j, 2)
         score = self.rounded(_product(query, key, ((4,), (3,))), "product")
         score = self.rounded(self.scaled(score), "scale")
@@ -238,7 +233,7 @@ class _BlockedArrays:
         if conditions:
             score = jnp.where(functools.reduce(jnp.logical_and, conditions), score, self.masked_score)
 
-        # Padding has weight 0, even if masked scores have a weight.
+        # Padding has weight 0; masked scores may have a weight.
         exists = self.exists(i, j)
         if exists is not None:
             score = jnp.where(exists, score, -jnp.inf)
@@ -254,7 +249,7 @@ class _BlockedArrays:
         return bounds + ([ahead <= self.kind.right] if self.kind.right is not None else [])
 
     def some_seen(self, i: Any, j: Any) -> jax.Array | None:
-        """False only if the window hides all keys of block j from all queries of block i; None if unknown."""
+        """False only if the window hides block j of keys from block i of queries; None if unknown."""
         if not self.positions or self.rows.n_blocks * self.columns.n_blocks == 1:
             return None
         queries, keys = self._block_positions(i, j)
@@ -292,7 +287,7 @@ def _problem(
 
 
 def _pad_positions(axis: _Axis, positions: jax.Array) -> jax.Array:
-    """Padding repeats the last position, so it does not change the bounds of the last block."""
+    """Padding repeats the last position, which keeps the bounds of the block."""
     n_padded = axis.n_blocks * axis.block - axis.length
     return jnp.pad(positions, (0, n_padded), mode="edge") if n_padded else positions
 
@@ -301,7 +296,7 @@ def _pad_positions(axis: _Axis, positions: jax.Array) -> jax.Array:
 
 
 def _walk(problem: _BlockedArrays) -> State:
-    """maximum, total and mixed of all queries, [b g r t] and [b g r t e], padding included."""
+    """maximum and total [b g r t] and mixed [b g r t e] of all queries, padding included."""
     value_sums = _value_sums(problem)
 
     def row(i: Any) -> State:
@@ -344,7 +339,7 @@ def _add_scores(problem: _BlockedArrays, i: Any, j: Any, state: State) -> State:
 
 
 def _add_masked(problem: _BlockedArrays, j: Any, value_sums: jax.Array, state: State) -> State:
-    """`_add_scores` for a block of masked keys. With a weight of 0, 0 times infinity is NaN, too."""
+    """`_add_scores` for masked keys. With a weight of 0, 0 times infinity is NaN, too."""
     old, total, mixed = state
     maximum = jnp.maximum(old, problem.masked_score)
     shift = _finite(maximum)
@@ -355,7 +350,7 @@ def _add_masked(problem: _BlockedArrays, j: Any, value_sums: jax.Array, state: S
 
 
 def _shrink(problem: _BlockedArrays) -> jax.Array:
-    """1; a smaller power of 2 if the values are so large that their sum, before the division, would be infinite."""
+    """1, or a smaller power of 2 if the sum of the values before the division would be infinite."""
     power = math.ceil(math.log2(2 * max(problem.columns.length, 1)))
     limit = jnp.finfo(problem.dtype).max * 2.0**-power
     return jnp.where((jnp.abs(problem.value) > limit).any(), 2.0**-power, 1.0).astype(problem.dtype)
@@ -376,7 +371,7 @@ def _finite(maximum: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Statistics of each query for the gradients: p = exp(score - shift) * factor, and the cotangent of its result.
+    """Statistics of each query for the gradients: p = exp(score - shift) * factor.
 
     Attributes:
         shift: [b g r t]; inf for padding, so p is 0.
@@ -395,13 +390,13 @@ class _Rows:
 
 def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
     dtype, pad = problem.dtype, problem.rows.pad
-    # Sum before the transpose: no transposed copy of the result has to be kept.
+    # The sum comes before the transpose, which would copy the result.
     inner = pad((out_bar.astype(dtype) * out.astype(dtype)).sum(axis=-1).transpose(0, 2, 3, 1), 3)
     out_bar = pad(out_bar.transpose(0, 2, 3, 1, 4).astype(dtype), 3)
     logsumexp = pad(logsumexp.transpose(0, 2, 3, 1).astype(dtype), 3, math.inf)
 
-    # A logsumexp far from 0 is too coarse: a query without visible keys may have -1e9 + log(n_keys), rounded to -1e9.
-    # In float16, an infinite p_bar depends on the maximum and the total. Only these two rare cases recompute them.
+    # Two rare cases recompute maximum and total. A logsumexp far from 0 is too coarse: without visible keys, it may be
+    # -1e9 + log(n_keys), rounded to -1e9. In float16, an infinite p_bar depends on both.
     def recomputed() -> tuple[jax.Array, jax.Array]:
         maximum, total, _ = _walk(problem)
         is_padding = logsumexp == jnp.inf
@@ -426,7 +421,7 @@ def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Ar
 
 
 def _may_overflow(problem: _BlockedArrays, out_bar: jax.Array) -> jax.Array:
-    """False only if p_bar and its differences are within the range of their dtype."""
+    """False only if p_bar and its differences are within the range of float16."""
     if "p_bar" not in problem.kind.float16:
         return jnp.asarray(False)
     cotangent, value = (jnp.sqrt((x * x).sum(axis=-1).max(initial=0)) for x in (out_bar, problem.value))
@@ -452,7 +447,7 @@ def _inner(problem: _BlockedArrays, shift: jax.Array, factor: jax.Array, out_bar
 def _weights(
     problem: _BlockedArrays, shift: jax.Array, out_bar: jax.Array, i: Any, j: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """exp(score - shift) and p_bar of a pair of blocks, and the mask of visible scores as in `_BlockedArrays.scores`."""
+    """exp(score - shift) and p_bar of a pair of blocks, and the mask of `_BlockedArrays.scores`."""
     score, seen = problem.scores(i, j)
     weight = jnp.exp(score - problem.rows.cut(shift, i, 3)[..., None])
     p_bar = _product(problem.rows.cut(out_bar, i, 3), problem.columns.cut(problem.value, j, 2), ((4,), (3,)))
@@ -460,7 +455,7 @@ def _weights(
 
 
 def _pair_gradient(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], i: Any, j: Any) -> Any:
-    """A pair of blocks' summands of the cotangents: query [b g r t d], key [b g s d], value [b g s e], biases."""
+    """Summands of a pair of blocks: query_bar [b g r t d], key_bar [b g s d], value_bar [b g s e], bias_bars."""
     some_seen = problem.some_seen(i, j)
     if some_seen is None:
         return _gradient_of_scores(problem, rows, requested, i, j)
@@ -513,19 +508,19 @@ def _sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 
 def _float16(x: jax.Array) -> jax.Array:
-    """An array of a wider dtype, rounded to float16; compilers may drop a pair of conversions."""
+    """An array of a wider dtype, rounded to float16. Compilers may drop conversions to float16 and back."""
     rounded = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
-    # `reduce_precision` rounds subnormal numbers, the multiples of 2^-24 below 2^-14, to 0.
+    # `reduce_precision` rounds subnormal numbers (multiples of 2^-24 below 2^-14) to 0.
     return jnp.where(jnp.abs(x) < 2.0**-14, jnp.round(x * 2.0**24) * 2.0**-24, rounded)
 
 
 def _product(x: jax.Array, y: jax.Array, summed: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """For each example and key head, the product of two arrays over the dimensions `summed`."""
+    """For each example and key head, the product over the dimensions `summed`."""
     return lax.dot_general(x, y, (summed, ((0, 1), (0, 1))))
 
 
 def _outer(fun: Callable[[jax.Array, jax.Array], jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """fun of each query and each key, [1 1 1 t s]."""
+    """fun of each query and key, [1 1 1 t s]."""
     return fun(queries[:, None], keys[None, :])[None, None, None]
 
 
@@ -537,7 +532,7 @@ def _loop(n: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
 
 
 def _scan(n: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`lax.scan` over range(n); no loop if n is 1."""
+    """`lax.scan` over range(n), without a loop if n is 1."""
     if n > 1:
         return lax.scan(body, carry, lax.iota(np.int32, n))
     carry, block = body(carry, np.int32(0))

@@ -1,14 +1,13 @@
-"""Attention on NVIDIA GPUs: by cuDNN if it computes the same, else block by block.
+"""Attention on NVIDIA GPUs: by cuDNN if its result is the same, else block by block.
 
-The operands of `attention_p` and `attention_gradient_p` in, their results out. cuDNN knows a causal mask and a window
+The operands of `attention_p` and `attention_gradient_p` in, their results out. cuDNN has a causal mask and a window
 that ends at the query, both counted from 0, and no finite `masked_score`. So it computes an attention
 
 - without masks and biases, in 16 bits, with heads that fit into its kernels (`takes`);
 - with a window only if all queries see all keys, or if queries and keys have the same consecutive positions;
 - with a `masked_score` whose weight is 0 next to the visible scores of each query.
 
-The compiler knows the first condition. The program tests the others, because they depend on numbers: devices with parts
-of an attention learn their positions at run time.
+The program tests the last two at run time: devices with parts of an attention learn their positions there.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from minialpa.support.private_jax import CudnnAttention, cudnn_attention, cudnn_
 
 Compute = Callable[[], list[jax.Array]]
 
-#: The oldest version in use; older ones have no window, or faults with it.
+#: Older versions of cuDNN have no window, or faults with it.
 OLDEST = 90700
 OLDEST_GPU = 8.0
-#: With fewer positions a plain program is as fast.
+#: With fewer positions, a plain program is as fast.
 FEWEST = 64
-#: Largest head on GPUs before Hopper. Programs are compiled on machines without a GPU, so this limits newer GPUs, too.
+#: Largest head on GPUs before Hopper. It limits newer GPUs, too: the machine that compiles may not have the GPU.
 LARGEST_HEAD = 128
 #: exp(-x) is 0 in float32 for this x and more.
 NOTHING = 104.0
-#: The scope, in compiled programs, of an attention with a cuDNN kernel. A machine without cuDNN compiles the plain
-#: program under this name, and a machine with cuDNN may run it.
+#: The scope, in compiled programs, of an attention by cuDNN. Without cuDNN, the plain program has this scope.
 KERNEL_SCOPE = "attention_with_kernel"
 
 
@@ -61,13 +59,13 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
     return _with_kernel(run, plain, others, kind)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "dtypes", "wants_bias"))
+@functools.partial(jax.jit, static_argnames=("kind", "dtypes", "with_bias_gradient"))
 def differentiate(
-    *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], wants_bias: Sequence[bool]
+    *operands: jax.Array, kind: AttentionKind, dtypes: Sequence[str], with_bias_gradient: Sequence[bool]
 ) -> list[jax.Array]:
     """The results of `attention_gradient_p`."""
     plain: Compute = functools.partial(
-        blockwise.differentiate, *operands, kind=kind, dtypes=dtypes, wants_bias=wants_bias
+        blockwise.differentiate, *operands, kind=kind, dtypes=dtypes, with_bias_gradient=with_bias_gradient
     )
     query, key, value, out, logsumexp, out_bar, *others = operands
     if not takes(query, key, value, kind) or {x.dtype for x in (out, out_bar)} != {query.dtype}:
@@ -95,8 +93,7 @@ def differentiate(
 def takes(query: Any, key: Any, value: Any, kind: AttentionKind) -> bool:
     """Whether cuDNN has kernels for arrays of these shapes and dtypes, and for this kind.
 
-    It knows a positive scale, no biases, and at most a window that ends at the query. It computes in float32 between
-    the products.
+    Its kernels compute in float32 between the products.
     """
     if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
         return False
@@ -117,7 +114,7 @@ def _with_kernel(
     positions: Sequence[jax.Array],
     kind: AttentionKind,
 ) -> list[jax.Array]:
-    """`_choose` if cuDNN is installed, else plain()."""
+    """`_choose` if this machine has cuDNN and no old GPU."""
     with jax.named_scope(KERNEL_SCOPE):
         # Devices come last: without cuDNN, the process need not start its backend.
         if (cudnn_version() or 0) < OLDEST or _has_old_gpu():
@@ -126,7 +123,7 @@ def _with_kernel(
 
 
 def _has_old_gpu() -> bool:
-    """Whether a local GPU is older than Ampere, for which cuDNN has no kernels."""
+    """cuDNN has no kernels for GPUs before Ampere."""
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
     return any(float(getattr(gpu, "compute_capability", OLDEST_GPU)) < OLDEST_GPU for gpu in gpus)
 
@@ -164,7 +161,7 @@ def _either(condition: jax.Array, then: Compute, otherwise: Compute) -> list[jax
 
 
 def _masked_weigh_nothing(logsumexp: jax.Array, kind: AttentionKind, key: jax.Array) -> jax.Array:
-    """Whether the weight of masked scores rounds to 0 in each query's total; false for NaN."""
+    """Whether the weight of masked scores rounds to 0 in each query's sum; false for NaN."""
     # A query whose largest visible score is m has a logsumexp of at most m + log(n_keys).
     return (logsumexp > kind.masked_score + NOTHING + math.log(key.shape[1])).all()
 

@@ -1,4 +1,4 @@
-"""The parameter of the primitives of attention; `operation` has the formulas."""
+"""The parameter `kind` of the primitives of attention; `operation` has the formulas."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ Step = Literal["product", "scale", "softmax", "p_bar"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """The operands of an attention, and the formula of its scores.
+    """The optional operands of an attention, and the formula of its scores.
 
     Attributes:
         scale: factor of the products of queries and keys.
         left: number of positions back that a query sees; None for all.
         right: number of positions ahead that a query sees; None for all, 0 for a causal mask.
-        masked_score: the value of a masked score: -inf, or a finite number. If it is finite, a query without visible
-            keys averages over all keys.
+        masked_score: -inf, or a finite number: then a query without visible keys averages over all keys.
         n_biases: number of arrays that are added to the scores.
-        n_masks: number of boolean arrays; a score is masked where one of them is False.
-        float16: the steps in float16, where magnitudes beyond 65504 are infinite; sorted.
+        n_masks: number of boolean arrays; a score is masked where one is False.
+        float16: the sorted steps in float16, where magnitudes beyond 65504 are infinite.
     """
 
     scale: float
@@ -35,10 +34,10 @@ class AttentionKind:
 
     @property
     def has_window(self) -> bool:
-        """Whether positions are operands, because they decide which keys a query sees."""
+        """Whether positions are operands."""
         return self.left is not None or self.right is not None
 
     @property
     def n_positions(self) -> int:
-        """Number of operands that are positions: of the queries and of the keys, or 0."""
+        """Number of operands that are positions, of queries and of keys: 2 or 0."""
         return 2 if self.has_window else 0

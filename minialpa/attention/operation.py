@@ -1,4 +1,4 @@
-"""The primitives of attention: `attention_p`, and `attention_gradient_p`, its derivative.
+"""The primitives of attention: `attention_p`, and its derivative `attention_gradient_p`.
 
 For example b, key/value head g, query head r of that group, query position t and key position s:
 
@@ -16,8 +16,8 @@ and, with out_bar the cotangent of `out`:
     query_bar, key_bar   = scale * sum_s score_bar key, scale * sum_(r t) score_bar query
     bias_bar             = score_bar, summed over the dimensions in which the bias has length 1
 
-Neither computes all scores at once. Query position i sees key position j if i - left <= j <= i + right; a causal mask
-is right = 0. Positions are operands, so a device with a part of the queries knows their positions.
+Query position i sees key position j if i - left <= j <= i + right; a causal mask is right = 0. Positions are operands,
+so a device with a part of the queries has their positions.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from minialpa.attention import blockwise, cudnn
 from minialpa.attention.kind import AttentionKind as AttentionKind
 from minialpa.support.private_jax import define_function, new_aval
 
-#: Operands: query [b t g r d], key [b s g d], value [b s g e]; if there is a window, positions of queries [t] and of
-#: keys [s], int32; `n_biases` arrays and `n_masks` boolean arrays of [b g r t s], any dimension of which may be 1.
+#: Operands: query [b t g r d], key [b s g d], value [b s g e]; with a window, positions of queries [t] and keys [s],
+#: int32; `n_biases` arrays and `n_masks` boolean arrays [b g r t s], any dimension of which may be 1.
 #: Results: out [b t g r e] of the value's dtype, logsumexp [b t g r] of float32 (float64 for a query of float64).
-#: Parameter: kind, an `AttentionKind`.
 attention_p = Primitive("minialpa_attention")
 
 #: Operands: query, key, value, out, logsumexp, out_bar [b t g r e], then positions, biases and masks as above.
-#: Results: query_bar, key_bar, value_bar, and the cotangents of the biases that `wants_bias` names, in this order.
-#: Parameters: kind; dtypes, names of the dtypes of the results; wants_bias, a bool for each bias.
+#: Results: query_bar, key_bar, value_bar, and cotangents of the biases that `with_bias_gradient` selects, in `dtypes`.
 attention_gradient_p = Primitive("minialpa_attention_gradient")
 
 
@@ -55,10 +53,10 @@ def _attention_avals(*operands: Any, kind: AttentionKind) -> list[Any]:
 
 
 def _gradient_avals(
-    *operands: Any, kind: AttentionKind, dtypes: Sequence[str], wants_bias: Sequence[bool]
+    *operands: Any, kind: AttentionKind, dtypes: Sequence[str], with_bias_gradient: Sequence[bool]
 ) -> list[Any]:
     biases = operands[6 + kind.n_positions :][: kind.n_biases]
-    requested = [bias for bias, is_requested in zip(biases, wants_bias, strict=True) if is_requested]
+    requested = [bias for bias, is_requested in zip(biases, with_bias_gradient, strict=True) if is_requested]
     like = zip((*operands[:3], *requested), dtypes, strict=True)
     return [new_aval(x.shape, np.dtype(dtype), operands) for x, dtype in like]
 

@@ -1,7 +1,6 @@
-"""Calibration: the devices of this process in, a cluster with measured rates and links out.
+"""Calibration: the devices of this process go in, a `ClusterSpec` with measured rates and links comes out.
 
-`measure` times products, kernels that only move bytes, and sums, on all devices at once. `calibrate` fits the constants
-of `ClusterSpec` to their seconds. Imports: `cluster`, `errors` and `session`.
+See README.md. Imports: `cluster`, `errors` and `session`.
 """
 
 from __future__ import annotations

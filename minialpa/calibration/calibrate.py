@@ -1,11 +1,11 @@
-"""`calibrate`: devices in, a cluster with measured rates and links out.
+"""Measured seconds go in, a cluster with fitted rates and links comes out.
 
-    seconds of a product = launch_s + flops / peak + exposed_bytes bytes / bandwidth       -> KernelRates
+    seconds of a product = launch_s + flops / peak + exposed_bytes * bytes / bandwidth    -> KernelRates
     seconds of a kernel  = constant + bytes / bandwidth
-    seconds of a sum     = alpha + beta 2 (n - 1) / n bytes, over n devices                -> LinkSpec
+    seconds of a sum     = alpha + beta * 2 (n - 1) / n * bytes, over n devices         -> LinkSpec
 
-All are sums of known numbers times constants that are not negative. Least squares of relative errors have one solution
-(Lawson and Hanson 1974, as in scipy).
+Each is linear in unknown constants >= 0, so least squares of relative errors have one solution (Lawson and Hanson,
+1974, as in scipy).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Calibration:
     """A measured cluster.
 
     Attributes:
-        cluster: one host with the measured devices; links between hosts are from its preset.
-        measurements: the seconds that it explains.
+        cluster: one host with the measured devices. Links between hosts come from its preset.
         product_error: median relative error of the seconds of products under `cluster`.
         sum_error: the same for sums over all devices; 0 for one device.
     """
@@ -55,9 +54,9 @@ class Calibration:
 
 
 def calibrate(devices: Sequence[jax.Device] | None = None) -> Calibration:
-    """Measure devices of this process and fit the constants of a cluster to them; takes some minutes.
+    """Measure devices of this process, which takes minutes, and fit the constants of a cluster to them.
 
-    devices: by default all local devices. Raises ShardingError for devices of several kinds.
+    devices: None for all local devices. Raises ShardingError for devices of several kinds.
     """
     devices = list(devices if devices is not None else jax.local_devices())
     if len({device.device_kind for device in devices}) != 1:
@@ -88,7 +87,6 @@ def fitted(preset: ClusterSpec, found: Measurements) -> Calibration:
 
 
 def fitted_bandwidth(kernels: Sequence[ByteTime]) -> float:
-    """Bytes per second that kernels read and write."""
     _, byte_s = _least_squares([[1.0, one.n_bytes] for one in kernels], [one.seconds for one in kernels])
     return 1.0 / max(byte_s, 1e-15)
 
@@ -99,7 +97,7 @@ def fitted_rates(products: Sequence[ProductTime], bandwidth: float) -> tuple[dic
     rows = [[*(one.flops * (one.rate == name) for name in names), one.n_bytes, 1.0] for one in products]
     *flop_s, byte_s, launch_s = _least_squares(rows, [one.seconds for one in products])
 
-    # If bytes explain the seconds better than operations, the rate is the largest that was reached.
+    # If bytes alone explain the seconds, the rate is the largest measured one.
     reached = {name: max(one.flops / one.seconds for one in products if one.rate == name) for name in names}
     peaks = {name: 1.0 / s if s > 0 else reached[name] for name, s in zip(names, flop_s, strict=True)}
     rates = KernelRates(
@@ -109,14 +107,13 @@ def fitted_rates(products: Sequence[ProductTime], bandwidth: float) -> tuple[dic
 
 
 def fitted_link(sums: Sequence[ByteTime], n_devices: int) -> LinkSpec:
-    """The link over which `n_devices` devices add arrays."""
     passed = 2 * (n_devices - 1) / n_devices
     alpha_s, beta = _least_squares([[1.0, passed * one.n_bytes] for one in sums], [one.seconds for one in sums])
     return LinkSpec(alpha_s, beta)
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """The constants >= 0 that minimise the squares of relative errors."""
+    """Constants c >= 0 that minimise the sum of (rows c / seconds - 1)^2."""
     weighted: NDArray[np.float64] = np.array(rows) / np.array(seconds)[:, None]
     # Bytes and seconds differ by many magnitudes: scale all columns to 1.
     scale = np.abs(weighted).max(axis=0)

@@ -1,11 +1,8 @@
-"""Seconds of products, of kernels that only move bytes, and of sums over devices: devices in, measurements out.
+"""Devices go in; seconds of products, of kernels that only move bytes, and of sums over devices come out.
 
-All devices run the same at the same time, as in a step: virtual devices share a processor, and GPUs may share power. A
-program repeats its operation, and the seconds of one repetition are
-
-    (seconds of 2 n repetitions - seconds of n) / n
-
-which leaves out the cost of a call. Sizes grow until one repetition takes `_LONG_S`.
+All devices run together, as in a step: virtual devices share a processor, GPUs may share power. A program repeats its
+operation; one repetition takes (seconds of 2 n - seconds of n) / n, without the cost of a call. Sizes grow until one
+repetition takes `_LONG_S`.
 """
 
 from __future__ import annotations
@@ -23,24 +20,23 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-#: Sizes stop growing at a repetition that takes longer.
+#: Sizes stop growing at a longer repetition.
 _LONG_S = 0.02
-#: Repetitions that are counted take this long together, so the clock and other processes matter little.
+#: The n counted repetitions take longer, so that clock and other processes matter little.
 _RUN_S = 0.02
-#: Number of differences of a long and a short run. Their median counts.
+#: Number of differences of a long and a short run, whose median counts.
 _N_ROUNDS = 5
 _AXIS = "devices"
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTime:
-    """A matrix product on each device.
+    """One matrix product on each device.
 
     Attributes:
         rate: name of the rate in `DeviceSpec.peak_flops`.
         flops: operations of one device.
         n_bytes: bytes of operands and result.
-        seconds: of one product.
     """
 
     rate: str
@@ -51,11 +47,10 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True)
 class ByteTime:
-    """A kernel that only moves bytes, or a sum over all devices.
+    """One kernel that only moves bytes, or one sum over all devices.
 
     Attributes:
-        n_bytes: read and written by a kernel; put into a sum by each device.
-        seconds: of one.
+        n_bytes: read and written by a kernel; input of each device to a sum.
     """
 
     n_bytes: float
@@ -64,7 +59,7 @@ class ByteTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Measurements on `n_devices` devices; without sums on one device."""
+    """Measurements on `n_devices` devices. One device has no sums."""
 
     n_devices: int
     products: tuple[ProductTime, ...]
@@ -73,7 +68,7 @@ class Measurements:
 
 
 def measured(devices: Sequence[jax.Device]) -> Measurements:
-    """Measure `devices`, all of one process and of one kind."""
+    """Measure `devices`, all of one process and one kind."""
     return Measurements(
         n_devices=len(devices),
         products=tuple(product_times(devices)),
@@ -83,13 +78,12 @@ def measured(devices: Sequence[jax.Device]) -> Measurements:
 
 
 def product_times(devices: Sequence[jax.Device]) -> Iterator[ProductTime]:
-    """Products of matrices of growing size, one rate after the other, lazily."""
+    """Lazily, products of growing size for each rate."""
     for rate, dtype, precision in _rates(devices[0]):
         yield from _products(_mesh(devices), rate, dtype, precision)
 
 
 def kernel_times(devices: Sequence[jax.Device]) -> Iterator[ByteTime]:
-    """Kernels that read and write arrays of growing size, lazily."""
     for n_bytes in _growing(2**18, 4):
         seconds = _seconds(_mesh(devices), lambda carry: (carry[0] * 0.5 + 1,), "float32", (n_bytes // 4,))
         yield ByteTime(2.0 * n_bytes, seconds)
@@ -102,7 +96,7 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _rates(device: jax.Device) -> list[tuple[str, str, lax.Precision]]:
-    """(name of a rate, dtype, precision) of the products that are measured."""
+    """(name of a rate, dtype, precision) of the measured products."""
     exact, default = lax.Precision.HIGHEST, lax.Precision.DEFAULT
     if device.platform == "cpu":
         return [("float32", "float32", default), ("bfloat16", "bfloat16", default)]
@@ -115,8 +109,6 @@ def _rates(device: jax.Device) -> list[tuple[str, str, lax.Precision]]:
 
 
 def _products(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> Iterator[ProductTime]:
-    """Products of square matrices, and of long and of wide ones."""
-
     def body(carry: Any) -> Any:
         x, y, out = carry
         out = lax.dot(x, y, precision=precision, preferred_element_type=x.dtype)

@@ -1,4 +1,4 @@
-"""The lock of a folder of checkpoints: one manager at a time saves there."""
+"""The lock of a folder of checkpoints: a folder goes in; a file descriptor that holds the lock comes out."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOCK = ".minialpa-lock"
 
 
 def lock(directory: Path) -> int:
-    """Lock an existing folder until the returned file descriptor is closed, or the process ends.
+    """Lock an existing folder until the returned file descriptor is closed or the process ends.
 
-    A second manager would take the checkpoint that the first one is writing for one of a killed process, and delete it.
-    A file system without locks locks no folder. Raises CheckpointError if the folder is locked.
+    A second manager would take a checkpoint in progress for the remains of a killed process, and delete it. A file
+    system without locks locks no folder. Raises CheckpointError if the folder is locked.
     """
     # A link could lead to another user's file.
     number = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -44,7 +44,7 @@ def _name(process: int | str) -> str:
 
 
 def _has_ended(owner: str) -> bool:
-    """Whether the process with this name has ended on this host. Its forked children may still hold the lock."""
+    """Whether the process of this name has ended on this host. Its forked children may hold the lock."""
     found = re.fullmatch(_name(r"(\d+)"), owner)
     if found is None:
         return False

@@ -1,11 +1,11 @@
-"""Writes and reads checkpoints. orbax does the work: files, atomic commits, asynchronous writing, what to keep.
+"""Checkpoints in a folder: a state goes in and is written; the state, in the shardings of a target, comes out.
 
-A folder has a sub-folder for each saved step, as `orbax.checkpoint.CheckpointManager` makes it, with these items:
+orbax handles files, atomic commits and asynchronous writing. Each saved step is a sub-folder with these items:
 
-    state      the pytree, each leaf as one array with the user's shape; orbax alone restores it
-    plan       plan.json, if a plan was given; `Plan.load` reads it
-    data       state.json: the state of the data iterator, if it was given
-    numbers    metrics.json, if metrics were given; orbax keeps `metrics` besides, for `best_fn` only
+    state      the pytree, each leaf as one array with the user's shape; orbax alone can restore it
+    plan       plan.json, if given; `Plan.load` reads it
+    data       state.json, the state of the data iterator, if given
+    numbers    metrics.json, if given; orbax's own item `metrics` serves only `best_fn`
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from minialpa.errors import CheckpointError, MinialpaError
 from minialpa.plan import Plan
 from minialpa.pytrees import hide_static, show_static
 
-#: Sub-folder for checkpoints before their deletion. Moving a folder is atomic. Otherwise, a process that is killed
-#: during a deletion would leave an incomplete step that looks complete.
+#: Checkpoints move here before their deletion. Moving is atomic, so a killed process leaves no incomplete step that
+#: looks complete.
 _DELETED = ".deleted"
-#: Errors of the operating system and of devices, as texts of tensorstore and XLA.
+#: Texts of tensorstore and XLA for errors of the operating system and devices.
 _SYSTEM = re.compile("os_error_code='(?!2')|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 
@@ -42,10 +42,9 @@ class Checkpoint:
     """The result of `CheckpointManager.restore`.
 
     Attributes:
-        step: its step.
-        state: the saved pytree, in the structure and the shardings of the target.
-        data: the state of the data iterator; None if none was saved.
-        metrics: the numbers that were saved as metrics; None if none were.
+        state: the pytree, in the structure and the shardings of the target.
+        data: the state of the data iterator, or None.
+        metrics: the saved metrics, or None.
     """
 
     step: int
@@ -55,13 +54,17 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """The checkpoints of a training run in one folder. Its names are those of `orbax.checkpoint.CheckpointManager`.
+    """The checkpoints of a training run in one folder, with the names of `orbax.checkpoint.CheckpointManager`.
 
-    `save` returns as soon as the state is in the memory of the hosts, and threads write the files. A checkpoint appears
-    under its step when it is complete; a process that ends earlier leaves the older checkpoints intact. Use the manager
-    as a context manager, or call `close`, so that it completes the last checkpoint before the program ends.
+        with CheckpointManager("run", max_to_keep=3) as manager:
+            manager.save(100, state)
+            state = manager.restore(like=step.get_last_executable()).state
 
-    One manager at a time saves to a folder: until it is closed, it locks the file `.minialpa-lock` there.
+    `save` returns when the state is in the memory of the hosts; threads write the files. A checkpoint appears under its
+    step when it is complete, so an interrupted process leaves older checkpoints intact. `close` completes the last
+    checkpoint.
+
+    One manager at a time saves to a folder: until `close`, it locks the file `.minialpa-lock` there.
     """
 
     def __init__(
@@ -75,17 +78,17 @@ class CheckpointManager:
         best_mode: Literal["max", "min"] = "max",
         read_only: bool = False,
     ) -> None:
-        """Make the folder if there is none, and remove incomplete checkpoints of an interrupted process.
+        """Make the folder if necessary, and remove incomplete checkpoints of an interrupted process.
 
+        directory: a path, or an address such as gs://bucket/folder.
         max_to_keep: number of checkpoints that stay; None for all.
         save_interval_steps: `save` skips steps that are no multiple of this.
-        keep_period: steps that are a multiple of this stay in addition to `max_to_keep`.
-        best_fn: from metrics to a number; those with the best numbers stay, instead of the last ones. NaN is worse than
-            any number.
-        best_mode: whether the best number is the largest or the smallest.
-        read_only: change nothing in the folder, which must exist.
+        keep_period: multiples of this step stay in addition to `max_to_keep`.
+        best_fn: from metrics to a number. The best checkpoints stay, instead of the last ones. NaN is worst.
+        best_mode: whether the largest or the smallest number is best.
+        read_only: change no file. The folder must exist.
 
-        Raises CheckpointError if another manager saves to the folder, or if one of the numbers is not positive.
+        Raises CheckpointError if another manager saves to the folder, or if a number is not a positive integer.
         """
         ocp = _orbax()
         from minialpa.checkpoints.paths import LiteralPath, UnfinishedCheckpoint
@@ -101,7 +104,7 @@ class CheckpointManager:
         number = None
         with _errors_of_orbax(f"Opening the checkpoints in `{directory}`"):
             if not read_only and "://" not in self._directory:
-                self._deleted()  # before anything is changed
+                self._deleted()  # raises before the folder changes
                 Path(self._directory).mkdir(parents=True, exist_ok=True)
                 number = lock(Path(self._directory))
             self._orbax = ocp.CheckpointManager(
@@ -128,7 +131,7 @@ class CheckpointManager:
                     "numbers": ocp.JsonCheckpointHandler(filename="metrics.json"),
                 },
             )
-        # orbax's threads that still write keep its manager alive, and the folder locked.
+        # Threads that still write keep orbax's manager alive, and so the folder locked.
         self._unlock = weakref.finalize(self._orbax, os.close, number) if number is not None else None
 
         if not read_only:
@@ -147,18 +150,19 @@ class CheckpointManager:
     ) -> bool:
         """Save `state` as the checkpoint of `step`. Returns False if `should_save` skips the step.
 
-        You may donate the state to the next step as soon as this returns. If writing fails, the next call of `save`,
+        You may donate the state as soon as this returns. If writing fails, the next call of `save`,
         `wait_until_finished` or `close` raises the error.
 
-        state: a pytree of arrays and numbers: jax arrays in any sharding of this process, results of parallelized
-            steps, typed random keys, NumPy arrays. Workers of a cluster write their own shards, so all hosts have to
-            see the folder. Functions, and what else is no array in a module of equinox, are not saved.
+        step: an integer, 0 or more.
+        state: a pytree of numbers and arrays: jax arrays of this process, results of parallelized steps, typed random
+            keys, NumPy arrays. Static leaves of a module of equinox, such as functions, are not saved. Workers of a
+            cluster write their own shards, so all hosts must see the folder.
         metrics: numbers by name, or arrays of one number, for `best_fn` and `Checkpoint.metrics`.
-        data: the state of the data iterator: bytes, or a value that JSON gives back equal.
-        plan: the plan that the state was computed under, which `load_plan` reads.
+        data: the state of the data iterator: bytes, or a value that JSON preserves.
+        plan: the plan that computed the state, for `load_plan`.
         force: also save a step that `save_interval_steps` skips.
 
-        Raises CheckpointError, before anything is written, for a leaf that cannot be saved and for a step that exists.
+        Raises CheckpointError, before writing, for a leaf that cannot be saved and for a step that exists.
         """
         ocp = _orbax()
         from minialpa.checkpoints.targets import savable, weak_numbers
@@ -177,7 +181,7 @@ class CheckpointManager:
             )
         if not force and not self.should_save(step):
             return False
-        # What is no array in a state is part of the program, and comes from the target when the state is read.
+        # Static leaves of a state are part of the program. In `restore`, they come from the target.
         state = hide_static(state)
         items = {"state": ocp.args.PyTreeSave(savable(state), custom_metadata={"weak_numbers": weak_numbers(state)})}
         if plan is not None:
@@ -188,23 +192,22 @@ class CheckpointManager:
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         if numbers is not None:
             if self._best is not None:
-                self._best(numbers)  # else orbax would call it first when the files are written
+                self._best(numbers)  # raises here; orbax would call it only after the files are written
             items["numbers"] = ocp.args.JsonSave(numbers)
         with _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
             return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=numbers, force=force))
 
     def restore(self, step: int | None = None, *, like: Any, partial_restore: bool = False) -> Checkpoint:
-        """Read the checkpoint of `step`, by default the latest one, which a call of `save` may still be writing.
+        """Read the checkpoint of `step`, by default the latest one, after pending saves.
 
-        like: the target: an `Executable`, whose argument 0 is the state in the planned shardings; or a pytree with an
-            array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the sharding of its target, without
-            a copy of the whole array on any device; by default it goes to jax's default device. Workers of a cluster
-            read their own shards, and NumPy arrays stay NumPy arrays. Functions, and other static leaves of a module of
-            equinox, come from the target.
-        partial_restore: read only the leaves of the target, such as the weights of a training state,
-            `{"params": executable.get_input_targets()[0]}`. Otherwise the checkpoint must have no other leaves.
+        like: the target: an `Executable`, whose argument 0 is the state in the planned shardings, or a pytree with an
+            array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the sharding of its target, by
+            default jax's default device. No device holds a whole sharded array. NumPy arrays stay NumPy
+            arrays. Static leaves of a module of equinox come from the target.
+        partial_restore: read only the leaves of the target, such as the weights of a training state, `{"params":
+            executable.get_input_targets()[0]}`. Otherwise the checkpoint must have no other leaves.
 
-        Raises CheckpointError if there is no such checkpoint, or if it is damaged or of another model.
+        Raises CheckpointError if the checkpoint does not exist, is damaged, or is of another model.
         """
         from minialpa.checkpoints.targets import (
             in_stored_tree,
@@ -223,7 +226,8 @@ class CheckpointManager:
         with _errors_of_orbax(f"Reading {name}", advice):
             if not self._has(step, "state"):
                 raise CheckpointError(f"There is no `state` in {name}. minialpa did not save this checkpoint.")
-            list((self._orbax.directory / str(step)).iterdir())  # orbax takes a folder that it cannot list for empty
+            # Raises for an unreadable folder, which orbax would take for empty.
+            list((self._orbax.directory / str(step)).iterdir())
             stored = self._orbax.item_metadata(step)["state"]
             if stored is None:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
@@ -241,22 +245,21 @@ class CheckpointManager:
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
 
     def load_plan(self, step: int | None = None) -> Plan | None:
-        """The plan in a checkpoint, by default the latest one; None if it has none.
+        """The plan in a checkpoint, by default the latest one; None if it has no plan.
 
-        Raises CheckpointError if there is no such checkpoint, VerifyError for a plan of another version.
+        Raises CheckpointError for a missing checkpoint, and VerifyError for a plan of another version.
         """
         found = self._load_json(step, "plan")
         return None if found is None else Plan.from_json(json.dumps(found))
 
     def load_data(self, step: int | None = None) -> Any:
-        """The state of the data iterator in a checkpoint, by default the latest one; None if it has none.
+        """The state of the data iterator in a checkpoint, by default the latest one; None if it has no such state.
 
-        Raises CheckpointError if there is no such checkpoint.
+        Raises CheckpointError for a missing checkpoint.
         """
         return _of_json(self._load_json(step, "data"))
 
     def _load_json(self, step: int | None, item: str) -> Any:
-        """The content of a JSON item; None if the checkpoint does not have it."""
         self.wait_until_finished()
         step = self._existing(step)
         if not self._has(step, item):
@@ -266,30 +269,28 @@ class CheckpointManager:
             return self._orbax.restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` saves this step: a multiple of `save_interval_steps` after the latest one."""
+        """Whether `save` saves this step: a multiple of `save_interval_steps` after the latest checkpoint."""
         return bool(self._orbax.should_save(step))
 
     def latest_step(self) -> int | None:
-        """The latest step with a complete checkpoint; None if there is none."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> tuple[int, ...]:
-        """The steps of checkpoints, in order, including one that is being written."""
+        """The steps of checkpoints, in order. A checkpoint that is being written counts."""
         return tuple(sorted(self._orbax.all_steps()))
 
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written."""
         return bool(self._orbax.is_saving_in_progress())
 
     def wait_until_finished(self) -> None:
-        """Wait until every checkpoint is written. Raises CheckpointError if one could not be."""
+        """Wait until every checkpoint is written. Raises CheckpointError if writing failed."""
         with _errors_of_orbax(f"Saving to `{self._directory}`"):
             self._orbax.wait_until_finished()
         if not self._read_only:
             self._delete_old()
 
     def close(self) -> None:
-        """Wait until every checkpoint is written, and end the threads. Other methods of the manager then fail."""
+        """Wait until every checkpoint is written, and end the threads. Other methods then fail."""
         self._is_closed = True
         try:
             with _errors_of_orbax(f"Saving to `{self._directory}`"):
@@ -331,7 +332,6 @@ class CheckpointManager:
             unfinished.rename(deleted / unfinished.name)
 
     def _delete_old(self) -> None:
-        """Delete the checkpoints in the folder of `_deleted`. The folder stays."""
         for old in self._deleted().glob("*"):
             shutil.rmtree(old, ignore_errors=True)
 
@@ -361,7 +361,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan:
 def restore_checkpoint(
     path: str | os.PathLike[str], target: Any, *, step: int | None = None, partial_restore: bool = False
 ) -> Any:
-    """The pytree of a checkpoint in the folder `path`: that of `step`, by default of the latest one.
+    """The pytree of the checkpoint of `step` in the folder `path`, by default the latest one.
 
     See `CheckpointManager.restore` for `target` (there `like`), `partial_restore` and errors.
     """
@@ -370,7 +370,6 @@ def restore_checkpoint(
 
 
 def _check_counts(save_interval_steps: Any, **optional: Any) -> None:
-    """Raise CheckpointError for a number that is not a positive integer; `optional` ones may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {"save_interval_steps": save_interval_steps, **given}.items():
         if not _is_whole(value, 1):
@@ -378,7 +377,6 @@ def _check_counts(save_interval_steps: Any, **optional: Any) -> None:
 
 
 def _is_whole(value: Any, least: int) -> bool:
-    """Whether a value is an integer of at least `least`, of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -393,7 +391,7 @@ def _orbax() -> Any:
 
 
 def _number_of(best_fn: Callable[[Any], float], worst: float) -> Callable[[Any], float]:
-    """`best_fn`, with `worst` for NaN, which has no place in an order."""
+    """`best_fn`, with `worst` for NaN."""
 
     def number(metrics: Any) -> float:
         value = float(best_fn(metrics))
@@ -403,7 +401,7 @@ def _number_of(best_fn: Callable[[Any], float], worst: float) -> Callable[[Any],
 
 
 def _absolute(directory: str | os.PathLike[str]) -> str:
-    """orbax takes absolute paths, and addresses such as gs://bucket/folder. Raises CheckpointError for others."""
+    """An absolute path, or an address, for orbax. Raises CheckpointError for a name that tensorstore cannot write."""
     if not isinstance(directory, str | os.PathLike):
         raise CheckpointError(
             f"The folder of a checkpoint is a path, the first argument; got a {type(directory).__name__}."
@@ -412,7 +410,7 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
     if "://" in text:
         return text
     path = str(Path(text).absolute())
-    # tensorstore takes a backslash for the end of a folder's name, and would write elsewhere.
+    # tensorstore ends a folder's name at a backslash, and would write elsewhere.
     if "\\" in path or path.encode(errors="ignore").decode() != path:
         raise CheckpointError(
             f"Checkpoints cannot be in the folder {path!r}, since tensorstore, which writes them, takes only names "
@@ -423,9 +421,9 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
-    """Raise errors of orbax as CheckpointErrors. `then`: advice for damaged files, which raise errors of many types.
+    """Raise errors of orbax as CheckpointErrors. `then`: advice for damaged files.
 
-    Errors of the system, such as too many open files, come without this advice.
+    Errors of the system, such as too many open files, come without the advice.
     """
     try:
         yield
@@ -433,14 +431,14 @@ def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         advice = "" if _is_of_the_system(error) else then
-        text = str(error).split(" [tensorstore_spec=")[0]  # A page of JSON that names the file once more.
+        text = str(error).split(" [tensorstore_spec=")[0]  # a page of JSON that repeats the file name follows
         raise CheckpointError(
             f"{doing} failed: {type(error).__name__}: {text.rstrip('.')}. {advice}".rstrip()
         ) from error
 
 
 def _is_of_the_system(error: Exception) -> bool:
-    """Whether memory, the file system or a device failed, rather than files being missing or damaged."""
+    """Whether memory, the file system or a device failed, and no file is missing or damaged."""
     if isinstance(error, OSError):
         return not isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
     return isinstance(error, MemoryError) or _SYSTEM.search(str(error)) is not None
@@ -463,7 +461,7 @@ def _as_json(data: Any) -> dict[str, Any]:
 
 
 def _same(read: Any, data: Any) -> bool:
-    """Whether two values are equal, types included: True equals 1."""
+    """Whether two values and their types are equal: in Python, True equals 1."""
     if type(read) is not type(data):
         return False
     if isinstance(data, dict):

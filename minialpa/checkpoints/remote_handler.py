@@ -1,10 +1,8 @@
-"""orbax's handlers for arrays on workers, and for arrays in blocks of rows.
+"""orbax's handlers for arrays on workers and in blocks of rows: arrays go in, files come out, and the reverse.
 
-On disk each is one array like any other. orbax calls a `TypeHandler` for each type of leaf: `RemoteArrayHandler` is the
-one for `RemoteArray`, and `state_handler` combines it with orbax's own.
-
-Each worker writes to its own sub-folder of the checkpoint, like the processes of one jax program. orbax merges these
-sub-folders before it names the checkpoint.
+On disk, each is one plain array. orbax calls a `TypeHandler` for each type of leaf; `state_handler` combines its own
+with `RemoteArrayHandler`. Each worker writes to its own sub-folder, as a process of a jax program would. orbax merges
+the sub-folders before it names the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,16 +29,14 @@ from minialpa.runtime.workers.array_files import StoredArray
 
 @dataclass
 class RemoteRestoreArgs(ocp.RestoreArgs):
-    """Asks for a `RemoteArray` in the placement of `target`. orbax defines the other fields."""
+    """Asks for a `RemoteArray` in the placement of `target`."""
 
     target: BlockedTarget | DistributedTarget | None = None
 
 
 class RemoteArrayHandler(type_handlers.NumpyHandler):
-    """Writes and reads `RemoteArray`s like NumPy arrays."""
-
     def __init__(self) -> None:
-        # It makes the arrays that it writes, so no one else changes them.
+        # The arrays are fresh copies, which no other code changes.
         super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(
@@ -58,8 +54,7 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
         return pending + [start_writing(runtime, arrays) for runtime, arrays in on_workers.items()]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Read arrays. Workers read all of theirs at once. This process reads one array after the other, so that its
-        memory holds one whole array at a time."""
+        """Read arrays. Workers read all of theirs at once. This process reads one after the other, to hold only one."""
         found: dict[int, Any] = {}
         on_workers: dict[ClusterRuntime, dict[int, list[RequestedArray]]] = {}
         for i, (info, arg) in enumerate(zip(infos, args or (), strict=True)):
@@ -78,10 +73,9 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
 
 
 def state_handler() -> Any:
-    """The handler of a state: orbax's own for pytrees, and `RemoteArrayHandler`."""
     kept = [(kind, type_handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray, jax.Array)]
     registry = type_handlers.create_type_handler_registry((RemoteArray, RemoteArrayHandler()), *kept)
-    # Compression hardly shortens weights, and takes most of the time.
+    # Compressing weights takes most of the time and saves few bytes.
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
 
@@ -130,7 +124,6 @@ def _to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
 
 
 def _blocks_to_read(target: DistributedTarget, info: Any) -> list[RequestedArray]:
-    """The blocks of an array, or the array as the only one."""
     spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
     stored = StoredArray(str(info.parent_dir), _context(), spec)
     requested = []
@@ -143,7 +136,6 @@ def _blocks_to_read(target: DistributedTarget, info: Any) -> list[RequestedArray
 
 @functools.cache
 def _context() -> Any:
-    """orbax's settings of threads and caches for tensorstore."""
     return type_handlers.get_ts_context(use_ocdbt=True).spec.to_json()
 
 

@@ -1,7 +1,7 @@
-"""A state or a target in, orbax's arguments to save or read its leaves out.
+"""A state or a target goes in; orbax's arguments to save or read its leaves come out.
 
-`savable` checks a state before it is saved. `restore_arguments` compares a target with the metadata of the files before
-orbax reads an array; `restored` checks the arrays that orbax returns.
+`savable` checks a state. `restore_arguments` compares a target with the files' metadata before arrays are read;
+`restored` checks the arrays.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from minialpa.pytrees import hide_static
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.executable import Executable
 
-#: Leaves that a message lists at most.
+#: Most leaves in one message.
 _MOST_NAMES = 8
 _Number = bool | int | float | complex
 
 
 def savable(state: Any) -> Any:
-    """The state as orbax saves it. Raises CheckpointError with the path of a leaf that it cannot save."""
+    """The state as orbax saves it. Raises CheckpointError with the path of a leaf that cannot be saved."""
     names: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         text = jax.tree_util.keystr(path) or "the state"
@@ -49,7 +49,7 @@ def savable(state: Any) -> Any:
 def weak_numbers(state: Any) -> list[str]:
     """The names of weakly typed numbers: Python numbers, and results of steps that come from them.
 
-    orbax does not keep weak types, and a plan fits a step only if its arguments have the same ones as before.
+    orbax loses weak types, but a plan fits a step only if its arguments have the same weak types as before.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [
@@ -60,7 +60,7 @@ def weak_numbers(state: Any) -> list[str]:
 
 
 def target_tree(like: Any) -> Any:
-    """The pytree of targets for `like`, without functions and other static leaves (see `hide_static`)."""
+    """The targets of the leaves, without functions and other static leaves (see `hide_static`)."""
     if like is None:
         raise CheckpointError(
             "The target is None, as `get_last_executable()` returns before the first call. Use `get_executable(...)`."
@@ -86,9 +86,12 @@ def restore_arguments(
 ) -> Any:
     """orbax's RestoreArgs for every leaf of `target`.
 
-    stored: orbax's metadata of the leaves. name: of the checkpoint, for messages. weak: see `weak_numbers`.
-    partial_restore: whether the checkpoint may have leaves that the target lacks. Raises CheckpointError with a list of
-    the leaves that differ in path, shape or dtype.
+    stored: orbax's metadata of the leaves.
+    name: of the checkpoint, for messages.
+    weak: see `weak_numbers`.
+    partial_restore: whether the checkpoint may have further leaves.
+
+    Raises CheckpointError with a list of leaves that differ in path, shape or dtype.
     """
     there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
@@ -113,9 +116,9 @@ def restore_arguments(
 
 
 def in_stored_tree(tree: Any, stored: Any) -> Any:
-    """The saved tree, with the leaves of a target at their places and orbax's placeholders elsewhere.
+    """The saved tree, with the leaves of `tree` and elsewhere orbax's placeholders.
 
-    orbax compares containers, so without this it could not read weights from the pair (weights, optimizer).
+    orbax compares containers, so it could not otherwise read weights from the pair (weights, optimizer).
     """
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     return jax.tree_util.tree_map_with_path(
@@ -124,13 +127,13 @@ def in_stored_tree(tree: Any, stored: Any) -> Any:
 
 
 def out_of_stored_tree(state: Any, target: Any) -> Any:
-    """The inverse of `in_stored_tree`: the leaves that orbax read, in the structure of the target."""
+    """The inverse of `in_stored_tree`, in the structure of `target`."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], target)
 
 
 def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
-    """The leaves that orbax read, with the types of their targets. weak: see `weak_numbers`."""
+    """The leaves that orbax read, with the types of their targets."""
 
     def checked(path: Any, requested: Any, found: Any) -> Any:
         text = jax.tree_util.keystr(path)
@@ -167,7 +170,7 @@ def _check_savable(leaf: Any, text: str) -> None:
     elif not isinstance(leaf, np.ndarray | np.generic | _Number):
         raise CheckpointError(f"`{text}` is a {type(leaf).__name__}. Save pytrees of arrays and numbers.")
 
-    value = np.asarray(leaf) if isinstance(leaf, _Number) else leaf  # ints that no dtype holds become objects
+    value = np.asarray(leaf) if isinstance(leaf, _Number) else leaf  # ints beyond every dtype become objects
     if 0 in value.shape:
         raise CheckpointError(f"`{text}` has the shape {value.shape}, and orbax saves no arrays without elements.")
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
@@ -178,15 +181,12 @@ def _check_savable(leaf: Any, text: str) -> None:
 def _as_saved(leaf: Any) -> Any:
     if isinstance(leaf, RemoteArray) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.fetch_once()  # a jax array of keys, which orbax saves with their implementation
-    # orbax has a type for these numbers, and for no others.
+    # orbax has no type for these numbers.
     return np.asarray(leaf) if isinstance(leaf, complex | np.bool_) and not isinstance(leaf, np.ndarray) else leaf
 
 
 def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_restore: bool) -> Iterator[str]:
-    """A line for each leaf that differs or that only one side has.
-
-    partial_restore: whether the checkpoint may have leaves that the target lacks.
-    """
+    """A line for each leaf that differs or that one side lacks."""
     requested = {_name(path): (jax.tree_util.keystr(path), leaf) for path, leaf in leaves}
     for path, (text, leaf) in requested.items():
         shape, dtype = _stored_type(leaf)
@@ -242,7 +242,6 @@ def _fits(found: Any, target: Any) -> bool:
 
 
 def _is_number(found: Any) -> bool:
-    """Whether a leaf was saved from a Python number."""
     return isinstance(found, ocp.metadata.ScalarMetadata)
 
 
@@ -272,7 +271,7 @@ def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
 
 
 def _number(found: Any, target: Any, text: str, name: str) -> Any:
-    """A number with the type of its target: a Python number, a NumPy array, or a jax array on the same devices."""
+    """A number with the type of its target: of Python, NumPy, or jax on the same devices."""
     value = np.asarray(found)
     if isinstance(target, _Number):
         return type(target)(value.item())

@@ -1,1 +1,1 @@
-"""Interfaces of other systems for their scripts, on the public names of minialpa. No other part imports them."""
+"""Interfaces of other systems: their scripts' calls go in, minialpa's public functions run. See README.md."""

@@ -1,7 +1,4 @@
-"""Compiled programs: reads the collectives and floating point operations from the text of XLA's optimised HLO.
-
-Imports: `cluster` and `cost`.
-"""
+"""The text of XLA's optimised HLO in; out, its collectives, their bytes and seconds, and operations. See README.md."""
 
 from minialpa.hlo.analysis import HloCollective, bytes_by_kind, collective_of, collectives, seconds
 

@@ -1,9 +1,7 @@
-"""The collectives of a compiled program, read from its HLO text, and their seconds on a mesh.
+"""The HLO text of a compiled program in; out, its collectives, and their seconds on a mesh.
 
-    seconds = sum over collectives of times * price on the mesh       -> seconds, _one_s
-    times   = product of the trip counts of the loops around it       -> _times
-
-A loop counts as one trip if XLA does not know its trip count. Every branch of a conditional counts once.
+A collective runs as often as the product of the trip counts of the loops around it. A loop counts as one trip if XLA
+does not know its trip count. Every branch of a conditional counts once.
 """
 
 from __future__ import annotations
@@ -41,11 +39,10 @@ class HloCollective:
     """One collective of a program.
 
     Attributes:
-        kind: name of the operation.
         n_bytes: as in `cost.Collective`; for a collective-permute, bytes that each device sends.
         groups: devices that exchange data with each other; for a collective-permute, (source, target) pairs.
         times: number of runs.
-        n_elements: elements of the largest array that it moves.
+        n_elements: of the largest array that it moves.
     """
 
     kind: CollectiveKind
@@ -67,7 +64,7 @@ def collectives(text: str) -> tuple[HloCollective, ...]:
 
 
 def bytes_by_kind(found: Iterable[HloCollective]) -> dict[CollectiveKind, float]:
-    """Total bytes of the collectives of each kind, over all runs."""
+    """Bytes of the collectives of each kind, over all runs."""
     total: defaultdict[CollectiveKind, float] = defaultdict(float)
     for one in found:
         total[one.kind] += one.times * one.n_bytes
@@ -90,11 +87,11 @@ def seconds(found: Iterable[HloCollective], mesh: LogicalMesh) -> float:
 
 
 def _one_s(one: HloCollective, mesh: LogicalMesh) -> float:
-    """The time of the slowest group.
+    """Seconds of the slowest group.
 
-    A sub-grid (n_0 x n_1 devices of the mesh, hence any set of whole axes) has the price of a mesh of that shape. Any
-    other group has the price of a ring over the slowest link that it crosses. Each pair of a collective-permute sends
-    its whole buffer over the slowest link that it crosses: alpha + beta * n_bytes.
+    A sub-grid (n_0 x n_1 devices of the mesh, hence any set of whole axes) has the price of a mesh of that shape, any
+    other group of a ring over the slowest link that it crosses. Each pair of a collective-permute sends its whole
+    buffer over the slowest link that it crosses: alpha + beta * n_bytes.
     """
     if one.kind == "collective-permute":
         pairs = [_crossed(_places(group, mesh)) for group in one.groups if len(set(group)) > 1]
@@ -118,7 +115,7 @@ def _crossed(places: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _sub_grid(group: Sequence[int], mesh: LogicalMesh) -> LogicalMesh:
-    """The group as a mesh: a grid with the links of `mesh`, or a ring over the slowest link that it crosses."""
+    """The group as a mesh: a grid with the links of `mesh`, or a ring over the slowest link."""
     places = _places(group, mesh)
     columns = [sorted(set(column)) for column in zip(*places, strict=True)]
     if set(places) == set(itertools.product(*columns)):
@@ -129,7 +126,7 @@ def _sub_grid(group: Sequence[int], mesh: LogicalMesh) -> LogicalMesh:
 
 
 def flops_of(instruction: Instruction, shapes: Mapping[str, str]) -> float:
-    """2 * elements of the result * terms of each sum, of a matrix product or convolution; 0 of all else.
+    """2 * elements of the result * terms of each sum, for a matrix product or convolution; otherwise 0.
 
     shapes: of its operands, by name.
     """
@@ -141,7 +138,7 @@ def flops_of(instruction: Instruction, shapes: Mapping[str, str]) -> float:
 
 
 def _flops_of_call(instruction: Instruction, shapes: Mapping[str, str]) -> float:
-    """`flops_of` a convolution of cuDNN. All of these have the labels of the forward convolution."""
+    """`flops_of` a cuDNN convolution. Gradients have the labels of the forward convolution, too."""
     found = _CUDNN_CONVOLUTION.search(instruction.attributes)
     if found is None:
         return 0.0
@@ -167,7 +164,7 @@ def _n_kernel_terms(instruction: Instruction, kernel: Sequence[int]) -> float:
     return math.prod(kernel) / kernel[labels[1].index("o")]
 
 
-# ---- how often a computation runs ------------------------------------------------------------------------------------
+# ---- run counts ------------------------------------------------------------------------------------------------------
 
 
 def runs(module: Module) -> dict[str, int]:
@@ -199,7 +196,7 @@ def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, in
 
 
 def collective_of(instruction: Instruction, times: int, n_devices: int) -> HloCollective | None:
-    """The collective that an instruction is, or starts; None if it does neither.
+    """The collective that an instruction is or starts, if any.
 
     times: number of runs of the instruction.
     n_devices: partitions times replicas.

@@ -1,4 +1,4 @@
-"""A parser for HLO text: turns what `compiled.as_text()` prints into computations of instructions.
+"""A parser of HLO text: the output of `compiled.as_text()` in, computations of instructions out.
 
 %sum = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
  name  shape         opcode     operands  attributes
@@ -21,14 +21,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """A line of a computation.
+    """A line of a computation; all fields are text.
 
     Attributes:
         name: without `%`.
-        shape: of the result, as text.
+        shape: of the result.
         opcode: such as `all-reduce`.
-        operands: names of the operands; the text of a constant's value; the number of a parameter.
-        attributes: the rest of the line, as text.
+        operands: names of the operands; the value of a constant; the number of a parameter.
+        attributes: the rest of the line.
     """
 
     name: str
@@ -56,8 +56,6 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """A computation of a program; its name is without `%`."""
-
     name: str
     instructions: tuple[Instruction, ...]
 
@@ -67,8 +65,7 @@ class Module:
     """A program.
 
     Attributes:
-        computations: by name.
-        entry: name of the computation that runs first.
+        computations: by name, without `%`.
         n_devices: partitions times replicas.
     """
 
@@ -98,7 +95,7 @@ def parse_module(text: str) -> Module:
 
     if not entry:
         raise VerifyError(
-            "Not the text of a compiled program: it has no `ENTRY`. Pass what `compiled.as_text()` gives."
+            "Not the text of a compiled program: it has no `ENTRY`. Pass the result of `compiled.as_text()`."
         )
     return Module(computations, entry, math.prod(map(int, counts)))
 
@@ -127,7 +124,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def split_tuple(text: str) -> list[str]:
-    """The top-level parts of a tuple such as `(a, (b, c), d{1,0})`; a text that is no tuple is its only part."""
+    """The top-level parts of a tuple such as `(a, (b, c), d{1,0})`; other texts are one part."""
     if not text.startswith("("):
         return [text]
 
@@ -137,7 +134,7 @@ def split_tuple(text: str) -> list[str]:
             depth += 1
         elif mark[0] in ")}]":
             depth -= 1
-        # A comma ends a part at depth 1, and the last parenthesis ends the last part at depth 0.
+        # A comma ends a part at depth 1, the last parenthesis at depth 0.
         if depth == (1 if mark[0] == "," else 0):
             parts.append(text[start : mark.start()].strip())
             start = mark.end()
@@ -145,27 +142,27 @@ def split_tuple(text: str) -> list[str]:
 
 
 def array_sizes(shape: str) -> Iterator[tuple[int, float]]:
-    """(elements, bytes) of each array of a shape such as `f32[8,4]{1,0}` or a tuple of them."""
+    """(elements, bytes) of each array of a shape such as `f32[8,4]{1,0}` or a tuple of shapes."""
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape):
         n_elements = math.prod(int(size.lstrip("<=")) for size in dims.split(",") if size)
         yield n_elements, n_elements * _dtype_bytes(dtype)
 
 
 def array_dims(shape: str) -> tuple[int, ...]:
-    """Dimensions of an array's shape: (8, 4) of `f32[8,4]{1,0}`."""
+    """`f32[8,4]{1,0}` gives (8, 4)."""
     return tuple(_numbers(shape[shape.index("[") : shape.index("]")]))
 
 
 def _dtype_bytes(dtype: str) -> float:
-    """Bytes of one element: the first number in a name is its bits (`bf16`, `f8e4m3fn`, `c64`); a `pred` is a byte."""
+    """Bytes of one element: the first number in a dtype's name is its bits (`bf16`, `f8e4m3fn`, `c64`)."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) / 8 if bits else float(dtype == "pred")
 
 
 def parse_groups(attributes: str, n_devices: int) -> Groups:
-    """The device groups of the attribute `replica_groups`, or the pairs of `source_target_pairs`.
+    """The device groups of `replica_groups`, or the pairs of `source_target_pairs`.
 
-    XLA writes groups in three forms. Any other raises VerifyError.
+    Raises VerifyError for a form that is not one of
 
     * `{{0,1},{2,3}}`: a list; `{}` stands for one group of all devices;
     * `[2,4]<=[4,2]T(1,0)`: the rows of an iota that is reshaped, transposed and reshaped (`_iota`);
@@ -181,7 +178,7 @@ def parse_groups(attributes: str, n_devices: int) -> Groups:
         return _rows(_iota(iota[1]))
     if axes := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?\]?(?:T\([\d,]+\))?)\))? \{(.*?)\}", text):
         return _mesh_groups(*axes.groups())
-    raise VerifyError(f"Replica groups in a form that is not known: `{text[:80]}`. Teach `parse_groups` to read it.")
+    raise VerifyError(f"Replica groups in a form that is not known: `{text[:80]}`. Extend `parse_groups` for it.")
 
 
 def _numbers(text: str) -> list[int]:
@@ -189,7 +186,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _rows(array: np.ndarray) -> Groups:
-    """The groups of an array of device numbers whose last dimension runs over the devices of a group."""
+    """The groups of an array of device numbers [..., devices of a group]."""
     return tuple(tuple(row) for row in array.reshape(-1, array.shape[-1]).tolist())
 
 
@@ -207,9 +204,8 @@ class _SubAxis:
     """`'a':(2)3` in HLO: with mesh axis `a` reshaped to [2, 3, rest], the dimension of length 3.
 
     Attributes:
-        axis: name of the mesh axis.
-        before: product of the lengths before this dimension.
-        length: of this dimension.
+        before: product of the lengths before this dimension, here 2.
+        length: of this dimension, here 3.
     """
 
     axis: str
@@ -222,7 +218,7 @@ class _SubAxis:
 
 
 def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
-    """Groups over `axes`, which are axes and sub-axes of the mesh, in the order of its devices."""
+    """Groups over axes and sub-axes of a mesh."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
     devices = np.arange(math.prod(sizes.values()))
     if device_ids:
@@ -232,7 +228,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
         for name, before, length in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     ]
 
-    # One dimension for each part of an axis; dimensions inside groups move to the end.
+    # Each part of an axis is a dimension; dimensions inside groups move to the end.
     parts = [part for name, size in sizes.items() for part in _parts_of_axis(name, size, chosen)]
     inside = [i for sub_axis in chosen for i, part in enumerate(parts) if sub_axis.includes(part)]
     outside = [i for i in range(len(parts)) if i not in inside]
@@ -241,7 +237,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
 
 
 def _parts_of_axis(axis: str, size: int, chosen: Sequence[_SubAxis]) -> list[_SubAxis]:
-    """An axis cut where a chosen sub-axis of it begins or ends; one part of length 1 for an axis of size 1."""
+    """An axis cut where its chosen sub-axes begin and end."""
     cuts = {1, size}
     for sub_axis in chosen:
         if sub_axis.axis == axis:

@@ -1,4 +1,1 @@
-"""Between meshes: makes a plan with its stages for a traced step and a cluster, and the program of a plan.
-
-Imports: `intra`, `rules`, `tracing`, `plan` and `programs`; no module that runs.
-"""
+"""The planner: a traced step and a cluster in, a `Plan` out; `lower` makes the program of a plan. See README.md."""

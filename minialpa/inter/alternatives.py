@@ -1,8 +1,7 @@
-"""Alternatives to the decisions of a plan, with the cost of each.
+"""What each decision of a plan is worth: a plan in, tables of alternative plans with their costs out.
 
-Each alternative is planned as the plan was, with one choice forced and the rest of its decisions kept: a spec of an
-argument or result, the stages, the micro-batches, or the rematerialisation. The shardings are solved anew, so a
-difference is the price of the decision and not of its neighbours.
+An alternative forces one choice, keeps the other decisions, and solves the shardings anew. So a difference in seconds
+is the price of the forced choice alone.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from minialpa.plan.text import bytes_text, count, operator_lines, seconds_text
 from minialpa.sharding import Spec, specs_of
 from minialpa.tracing.trace import TracedStep
 
-#: Each alternative is a plan of its own, so only so many arguments and results, and specs of each, are explained.
+#: Most arguments and results, and specs of each, that are explained: each alternative is a plan.
 _MOST_VALUES, _MOST_SPECS = 4, 25
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One choice and its plan; without a plan, the reason."""
+    """One choice with its plan or, without a plan, the reason."""
 
     name: str
     plan: Plan | None
@@ -46,7 +45,7 @@ class Alternative:
 def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
     """Tables of the alternatives to the decisions of `plan` on `what`.
 
-    what: "stages", "micro-batches", "remat", or part of the path of arguments and results or of an operator.
+    what: "stages", "micro-batches", "remat", or a part of the path of an argument or result, or of an operator's line.
     """
     of_plan: dict[str, Callable[[TracedStep, Plan], Iterator[Alternative]]] = {
         "micro-batches": _other_micro_batches,
@@ -55,20 +54,20 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
     }
     if what in of_plan:
         found = list(of_plan[what](traced, plan))
-        note = "" if found else "\nNothing else is possible: rematerialisation, for one, needs gradients."
+        note = "" if found else "\nNo other choice is possible. Rematerialisation, for example, needs gradients."
         return _table(plan, [Alternative(_name_of(plan), plan), *found]) + note
 
-    # Anything else is a name: each value is planned with other specs, which takes long for many values.
+    # Other texts are names. Plans with other specs take long for many values.
     values = named_values(traced, plan, what)
     parts = [_explain_value(traced, plan, value, k) for value, k in values[:_MOST_VALUES]]
     if len(values) > _MOST_VALUES:
-        parts.append(f"{len(values) - _MOST_VALUES} more are called so. Name one of them in full.")
+        parts.append(f"{len(values) - _MOST_VALUES} more values match. Give the full name of one value.")
 
     for k, stage in enumerate(plan.stages):
         lines = operator_lines(plan, stage.operators)
         parts.extend(f"stage {k}: {line}" for line in lines if what in line)
     return "\n".join(parts) or (
-        f"Nothing in the plan is called `{what}`. Name arguments, results or operators of the plan, or one of "
+        f"No part of the plan is called `{what}`. Name arguments, results or operators of the plan, or one of "
         f"{', '.join(f'`{name}`' for name in of_plan)}."
     )
 
@@ -77,7 +76,7 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
 
 
 def forced_spec(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int, spec: Spec) -> Alternative:
-    """The plan with `spec` for one of its arguments or results, on the mesh of `stage`."""
+    """The plan in which the argument or result `value` has `spec` on the mesh of `stage`."""
     found = _planned(str(spec.partition_spec()), traced, plan, _with_spec(plan, value.path, spec, stage))
     if found.plan is None or _spec_in(found.plan, value.path, stage) == spec:
         return found
@@ -85,7 +84,6 @@ def forced_spec(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int, 
 
 
 def _with_spec(plan: Plan, path: str, spec: Spec, stage: int) -> PlanOptions:
-    """The options of a plan, and `spec` for `path` on the mesh of `stage`."""
     options = options_of(plan)
     option = plan.stages[stage].option
     names = option.names_on(plan.stages[stage].logical_shape)
@@ -107,7 +105,9 @@ def _spec_in(plan: Plan, path: str, stage: int) -> Spec | None:
 
 
 def named_values(traced: TracedStep, plan: Plan, what: str) -> list[tuple[PlacedValue, int]]:
-    """Arguments and results of that name, on each of their meshes, without results that take an argument's spec."""
+    """(value, mesh) of arguments and results whose path contains `what`, except results with the spec of an
+    argument.
+    """
     own = (value for value, alias in zip(plan.outputs, traced.layouts, strict=True) if alias is None)
     return [(value, k) for value in (*plan.inputs, *own) if what in value.path for k in dict.fromkeys(value.mesh_ids)]
 
@@ -116,7 +116,6 @@ def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: in
     shape = plan.stages[stage].logical_shape
     chosen = value.specs[value.mesh_ids.index(stage)]
 
-    # Each other spec is a plan of its own, so only the first ones are tried.
     others = [spec for spec in specs_of(value.shape, shape) if spec != chosen]
     found = [forced_spec(traced, plan, value, stage, spec) for spec in others[:_MOST_SPECS]]
     lines = [
@@ -126,7 +125,7 @@ def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: in
     if len(others) > _MOST_SPECS:
         lines.append(f"  and {len(others) - _MOST_SPECS} more")
 
-    # A user may look for a spec that no plan can have.
+    # Specs that no plan can have.
     uneven = [
         f"dimension {d} of size {size} over axis {axis} of length {n}"
         for d, size in enumerate(value.shape)
@@ -140,7 +139,7 @@ def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: in
 
 
 def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
-    """Half as many, twice and four times as many, and one, if they divide the batch."""
+    """Half, twice and four times as many, and one, if they divide the batch."""
     n, size = plan.n_micro_batches, traced.batch_size or 1
     for other in sorted({1, n // 2, 2 * n, 4 * n} - {0, n}):
         if size % other == 0:
@@ -149,7 +148,7 @@ def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative
 
 
 def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
-    """The same in every layer of the plan; in a plan without layers, the plans of `ShardParallel(remat=...)`."""
+    """The same in all layers of the plan; in a plan without layers, `ShardParallel(remat=...)`."""
     choices: tuple[Remat, ...] = ("none", "dots", "full")
     if not plan.layer_of_group:
         for remat in choices[1:] if traced.n_groups else ():
@@ -163,7 +162,7 @@ def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
 
 
 def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
-    """No pipeline, on a mesh of every shape, and equal stages of every number that divides the devices."""
+    """One stage on a mesh of each shape, and equal stages of each number that divides the devices."""
     options, n = options_of(plan), plan.cluster.n_devices
     for shape in dict.fromkeys(c.logical_shape for c in candidates(plan.cluster, AutoStageOption())):
         if math.prod(shape) == n and (plan.layer_of_group or shape != plan.stages[0].logical_shape):
@@ -205,7 +204,6 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _table(plan: Plan, found: Sequence[Alternative]) -> str:
-    """The plan first, then the alternatives from the fastest on; then the impossible ones."""
     possible = [(a.name, a.plan) for a in found if a.plan is not None]
     rows = [["", "per step", "against the plan", "compute", "communication", "bubble", "update", "peak memory"]]
     for name, other in (possible[0], *sorted(possible[1:], key=lambda pair: pair[1].cost.total_s)):

@@ -1,9 +1,6 @@
-"""From decided stages to a plan: tasks are placed on the meshes of the stages, each mesh is solved, a plan is written.
+"""From decided stages to a plan: layers and `DecidedStage`s in, a `Plan` out.
 
-place_stages   layers, stages        -> tasks of every mesh, and the order of their passes
-solve_meshes   tasks of every mesh   -> shardings, with their seconds and bytes
-build_plan     all of these          -> the plan
-best_of        several attempts      -> the best plan
+`place_stages` makes the tasks of each mesh, `solve_meshes` their shardings, and `build_plan` the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from minialpa.inter.search.stage_solve import NotFasterError, SlowestStage, Stag
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.submeshes import preferred_seconds
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.inter.short_plan import ShortStep, pieced_whole, short_step_of, staged_short_step, sublayers_of_layers
+from minialpa.inter.short_plan import ShortStep, short_step_of, staged_short_step, sublayered_whole, sublayers_of_layers
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
@@ -43,17 +40,20 @@ from minialpa.tracing.ragged_products import ragged_products
 
 #: Steps with fewer equations are always planned as a whole.
 _LEAST_SHORTENED = 1000
-#: A short step has at most this part of the equations. Longer ones save less time than the whole step takes in the end.
+#: Most equations of a short step, as a part of the whole step. A longer one saves less than its expansion takes.
 _MOST_OF_WHOLE = 0.6
-#: Stages that are not the slowest may make a step longer by this part, all together.
+#: Stages that are not the slowest may together lengthen a step by this part.
 _SPARE_PART = 0.005
 
 
 class StageTooLargeError(InfeasibleError):
     """A stage does not fit with so many micro-batches in flight, or is too slow.
 
-    free: its cheapest shardings in unlimited memory; None if the options forbid all, or if `is_too_slow`.
-    is_too_slow, by_compute: whether the caller has a faster plan, and whether the compute alone shows that.
+    Attributes:
+        n_live: most micro-batches in flight in a chunk.
+        free: the fastest shardings in unlimited memory; None if the options forbid all, or if `is_too_slow`.
+        is_too_slow: whether the caller has a faster plan.
+        by_compute: whether the compute alone is too slow.
     """
 
     def __init__(
@@ -73,10 +73,12 @@ class StageTooLargeError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedStages:
-    """Decided stages and their tasks. Mesh k of `staged` is the mesh of stage k; `chunks` are the runs of layers of
-    each stage.
+    """Decided stages and their tasks.
 
-    short: the short step that `staged` is made from; None if it is the whole step.
+    Attributes:
+        chunks: the runs of layers of each stage.
+        staged: the tasks; mesh k is the mesh of stage k.
+        short: the short step of `staged`; None if `staged` is the whole step.
     """
 
     layered: LayeredStep
@@ -91,8 +93,10 @@ class PlacedStages:
 class SolvedMesh:
     """The shardings of one mesh, with their seconds and bytes per device.
 
-    live: micro-batches in flight in each chunk, at each moment that may be the fullest.
-    moved: the collectives of each task. free: the cheapest shardings in unlimited memory.
+    Attributes:
+        live: micro-batches in flight in each chunk, at each moment that may be the fullest.
+        moved: the collectives of each task.
+        free: the fastest shardings in unlimited memory.
     """
 
     problem: MeshEquations
@@ -106,7 +110,7 @@ class SolvedMesh:
 
 
 def plan_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> Plan:
-    """The plan with these stages. Raises StageTooLargeError if one does not fit."""
+    """The plan with these stages. Raises StageTooLargeError if a stage does not fit, or is too slow."""
     placed = place_stages(context, layered, stages)
     casting = _casting_once(context, placed)
     if casting is not None:
@@ -115,10 +119,11 @@ def plan_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence
 
 
 def _casting_once(context: PlanningContext, placed: PlacedStages) -> tuple[PlanningContext, PlacedStages] | None:
-    """The same single stage with weights cast once per step, if memory is short and that takes less time and memory.
+    """The single stage with weights cast once per step, if memory is short and that takes less time and memory; or
+    None.
 
-    Both are compared in unlimited memory: shardings that save memory take the solver long, and only one of the two
-    needs them. Otherwise None, and `pipeline` compares the plans of both.
+    The comparison is in unlimited memory, because shardings that save memory take the solver long. In other cases,
+    `pipeline` compares finished plans.
     """
     options = context.options
     if len(placed.stages) > 1 or options.n_micro_batches == 1 or options.cast_once is not None:
@@ -135,7 +140,7 @@ def _casting_once(context: PlanningContext, placed: PlacedStages) -> tuple[Plann
 
 
 def _in_unlimited_memory(context: PlanningContext, placed: PlacedStages) -> FreeSolution | None:
-    """The cheapest shardings of a single stage; None if the options forbid all, or if the caller has a faster plan."""
+    """`SolvedMesh.free` of a single stage; None if options forbid all shardings, or the caller has a faster plan."""
     try:
         return solve_meshes(context, placed, saves_memory=False)[0].free
     except StageTooLargeError as error:
@@ -143,16 +148,15 @@ def _in_unlimited_memory(context: PlanningContext, placed: PlacedStages) -> Free
 
 
 def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> PlacedStages:
-    """The tasks of every mesh. Raises ShardingError for stages, or gradients, that the schedule cannot have."""
+    """The tasks of each mesh. Raises ShardingError for stages or gradients that the schedule cannot have."""
     options = context.options
     chunks = chunks_of([stage.layers for stage in stages])
     check_chunks(chunks, options.schedule)
     staged, short = _staged_short(context, layered, chunks) or (_staged(context, layered, chunks), None)
 
-    # Only the staged step knows its passes.
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
         raise ShardingError(
-            "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
+            "The schedule `inference` has no backward pass, but the step computes gradients. Use `1f1b` or `gpipe`."
         )
     # A single stage waits for no other: it ends each micro-batch before it starts the next.
     name = options.schedule if len(stages) > 1 else "1f1b"
@@ -163,35 +167,33 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
 
 
 def _staged(context: PlanningContext, layered: LayeredStep, chunks: Chunks) -> StagedStep:
-    """The tasks of the whole step."""
     options = context.options
-    n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
+    n, rows, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
     groups = chunks.of_group(layered.of_group)
 
-    # Methods differ in their shardings, and many attempts share one staged step.
+    # Attempts that differ only in shardings share one staged step.
     return context.staged.get_or_make(
         (_made_by(layered), chunks, n, rows, casts),
-        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_rows=rows, cast_once=casts),
+        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_activations=rows, cast_once=casts),
     )
 
 
 def _made_by(layered: LayeredStep) -> Hashable:
-    """Layers and their rematerialisation make the step of an attempt from the traced step."""
     return (layered.of_group, layered.remat, layered.row_blocks) if layered.of_group else layered.plain.flat
 
 
 def _staged_short(
     context: PlanningContext, layered: LayeredStep, chunks: Chunks
 ) -> tuple[StagedStep, ShortStep] | None:
-    """The tasks of the short step; None if too little repeats."""
+    """None if too few equations repeat."""
     if not context.shortens or len(layered.plain.flat.eqns) < _LEAST_SHORTENED:
         return None
     options = context.options
-    n, rows, casts = options.n_micro_batches, bool(options.keep_rows), bool(options.cast_once)
+    n, rows, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
     sublayer_of_group, layer_of_sublayer = sublayers_of_layers(layered.plain, layered.of_group)
     try:
         whole = context.sublayered.get_or_make(
-            (layered.plain.flat, sublayer_of_group, n), lambda: pieced_whole(layered.plain, sublayer_of_group, n)
+            (layered.plain.flat, sublayer_of_group, n), lambda: sublayered_whole(layered.plain, sublayer_of_group, n)
         )
         chunk_of_layer = {layer: chunk for chunk, layers in enumerate(chunks.layers) for layer in layers}
         short = short_step_of(whole, layered, layer_of_sublayer, [chunk_of_layer[k] for k in sorted(chunk_of_layer)])
@@ -199,7 +201,7 @@ def _staged_short(
             return None
         staged = context.staged.get_or_make(
             ("short", layered.plain.flat, _made_by(layered), chunks, n, rows, casts),
-            lambda: staged_short_step(short, n, chunks, keep_rows=rows, cast_once=casts),
+            lambda: staged_short_step(short, n, chunks, keep_activations=rows, cast_once=casts),
         )
     except TraceError:
         return None
@@ -207,21 +209,22 @@ def _staged_short(
 
 
 def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
-    """The tasks of a plan that was made in this context, see `place_stages`."""
+    """The tasks of a plan that was made in this context."""
     if isinstance(plan, Sketch):
         return plan.placed.staged
     made_by = (plan.layer_of_group, plan.remat, plan.row_blocks) if plan.layer_of_group else context.traced.flat
     return context.staged.get_or_make(
-        (made_by, plan_chunks(plan), plan.n_micro_batches, plan.keeps_rows, plan.casts_once),
+        (made_by, plan_chunks(plan), plan.n_micro_batches, plan.keeps_activations, plan.casts_once),
         lambda: realise(context.traced, plan).staged,
     )
 
 
 def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory: bool = True) -> list[SolvedMesh]:
-    """The shardings of every mesh. saves_memory: see `StageSolver.solve`.
+    """The shardings of each mesh.
 
-    Raises StageTooLargeError if a stage does not fit on its devices, or cannot take less than `context.below_s`, and
-    UnevenBatchError if the devices of the only stage do not divide the examples as its options ask.
+    saves_memory: whether to try slower shardings if the fastest do not fit.
+    Raises StageTooLargeError if a stage does not fit, or cannot take less than `context.below_s`.
+    Raises UnevenBatchError if the devices of the only stage do not divide the examples.
     """
     solved: list[SolvedMesh] = []
     for mesh in range(len(placed.stages)):
@@ -233,7 +236,10 @@ def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory
 
 
 def _slowest(placed: PlacedStages, solved: Sequence[SolvedMesh]) -> SlowestStage | None:
-    """The slowest stage so far. Each other stage takes time of its own in one micro-batch of a step alone."""
+    """The slowest stage so far, and the seconds that each other stage may waste.
+
+    Only one micro-batch of the other stages lengthens the step.
+    """
     if not solved:
         return None
     n = placed.staged.split.n_micro_batches
@@ -259,7 +265,7 @@ def _solve_mesh(
         )  # fmt: skip
     except InfeasibleError as error:
         if isinstance(error, UnevenBatchError) and len(placed.stages) == 1:
-            raise  # No other stage, and no other memory, would help.
+            raise  # other stages cannot help
         message = f"Stage {mesh} on a mesh of shape {view.mesh.shape}: {error}"
         free = error.free if isinstance(error, StageMemoryError) else None
         raise StageTooLargeError(
@@ -288,7 +294,7 @@ def _solve_mesh(
 
 
 def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
-    """The plan of the whole step, or a sketch of it if the stages were solved for a short step."""
+    """The plan, or a sketch of it if the stages were solved for a short step."""
     plan = plan_of(context, placed, solved)
     if placed.short is not None:
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
@@ -299,10 +305,7 @@ def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sketch(Plan):
-    """A plan whose costs are of the whole step, and whose specs are of a short one.
-
-    It becomes a plan when the planner has chosen it, see `whole_plan`.
-    """
+    """A plan with the costs of the whole step and the specs of a short step. `whole_plan` expands the chosen sketch."""
 
     placed: PlacedStages
     solved: tuple[SolvedMesh, ...]
@@ -329,7 +332,7 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         cost=_cost(stages, _border_seconds(placed, context.cluster), placed.schedule.size),
         row_blocks=layered.row_blocks,
         per_micro_batch=staged.split.per_micro_batch,
-        keeps_rows=bool(options.keep_rows),
+        keeps_activations=bool(options.keep_activations),
         casts_once=bool(options.cast_once) and options.n_micro_batches > 1,
         batch=layered.plain.batch_arguments,
         compiler_options=compiler_options_of(context.cluster),
@@ -390,7 +393,6 @@ def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperato
 
 
 def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
-    """Collectives of a stage, equal ones counted together."""
     counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
     for task in moved:
         n_runs = n_micro_batches if task.task.per_micro_batch else 1
@@ -405,7 +407,7 @@ def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) 
 
 
 def _border_seconds(placed: PlacedStages, cluster: ClusterSpec) -> list[float]:
-    """Seconds of one micro-batch's values, both directions, over the border after each chunk but the last."""
+    """For the border after each chunk except the last: seconds of one micro-batch, in both directions."""
     seconds = []
     borders = itertools.pairwise(placed.chunks.stage_of)
     for n_bytes, neighbours in zip(border_bytes(placed.staged), borders, strict=True):
@@ -418,12 +420,15 @@ def _border_seconds(placed: PlacedStages, cluster: ClusterSpec) -> list[float]:
 
 
 def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:
-    """T = ((v - 1) max(B, p) + B) / v max_k t_k + (sum_k t_k - max_k t_k) / v + sum borders + max_k update_k.
+    """The closed formula for p stages, B micro-batches and v chunks per stage, summed over loops:
 
-    Several loops follow each other: the first two terms and the last for each of them. With one chunk per stage, v = 1,
-    this is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with transfers). With several the first
-    micro-batch fills, and the last one drains, only one chunk of each of the p stages. t_k: seconds of a micro-batch in
-    all chunks of a stage, which are taken to be equal.
+        T = sum_loops [((v - 1) max(B, p) + B) / v max_k t_k + (sum_k t_k - max_k t_k) / v + max_k u_k] + sum borders
+
+    t_k: seconds of one micro-batch in all chunks of stage k, which are taken to be equal.
+    u_k: seconds of stage k between this loop and the next, or of its update.
+
+    For v = 1 it is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with transfers). With more chunks,
+    the first micro-batch fills, and the last one drains, one chunk of each stage.
     """
     total = compute = communication = update = 0.0
     n_loops = 1 + max(len(s.between_s) for s in stages)
@@ -431,12 +436,12 @@ def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineS
         compute_s = [sum(one.compute_s for one in s.passes if one.loop == loop) for s in stages]
         pass_s = [sum(one.seconds for one in s.passes if one.loop == loop) for s in stages]
         slowest = max(range(len(stages)), key=lambda k: pass_s[k])
-        behind_s = max(s.between_s[loop - 1] if loop < n_loops else s.update_s for s in stages)
+        after_loop_s = max(s.between_s[loop - 1] if loop < n_loops else s.update_s for s in stages)
 
-        total += _loop_seconds(pass_s, size) + behind_s
+        total += _loop_seconds(pass_s, size) + after_loop_s
         compute += size.n_micro_batches * compute_s[slowest]
         communication += size.n_micro_batches * (pass_s[slowest] - compute_s[slowest])
-        update += behind_s
+        update += after_loop_s
     total += sum(borders[: size.n_stages - 1])
 
     return PlanCost(
@@ -450,7 +455,7 @@ def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineS
 
 
 def _loop_seconds(seconds: Sequence[float], size: PipelineSize) -> float:
-    """Seconds of one loop. seconds: of each stage for one micro-batch."""
+    """seconds: t_k of `_cost`."""
     p, n_micro_batches, v = size.n_stages, size.n_micro_batches, size.n_chunks
     full = ((v - 1) * max(n_micro_batches, p) + n_micro_batches) / v
     return full * max(seconds) + (sum(seconds) - max(seconds)) / v
@@ -462,9 +467,9 @@ def _loop_seconds(seconds: Sequence[float], size: PipelineSize) -> float:
 def best_of(
     attempts: Iterable[Callable[[], Plan]], excused: tuple[type[MinialpaError], ...] = (InfeasibleError,)
 ) -> Plan:
-    """The best of the plans that attempts make; of equals, the first. Without any, raises the last `excused` error."""
+    """The best plan of all attempts; of equals, the first. If no attempt succeeds, raises the last `excused` error."""
     plans: list[Plan] = []
-    failure: MinialpaError = InfeasibleError("There is nothing to choose from.")
+    failure: MinialpaError = InfeasibleError("There is no plan to choose from.")
     for attempt in attempts:
         try:
             plans.append(attempt())
@@ -477,6 +482,6 @@ def best_of(
 
 
 def preference(plan: Plan) -> float:
-    """The less the better: seconds, and of plans with nearly equal seconds, fewer devices."""
+    """Less is better: seconds of a step. Of plans with nearly equal seconds, fewer devices are better."""
     n_devices = sum(stage.n_devices for stage in plan.stages)
     return preferred_seconds(plan.cost.total_s, n_devices / plan.cluster.n_devices)

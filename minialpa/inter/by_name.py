@@ -1,11 +1,9 @@
 """Methods by name as candidates of a search: a step and the options of the search in, the best of all plans out.
 
-A search adds up the costs of pieces. Such a sum can exceed the memory of the whole stage, or fall below its time. So a
-search may refuse a step that fits, and may miss the fastest plan. Therefore the planner also plans `ShardParallel`,
-`DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices, with the number of micro-batches of the options or
-of the search. If one of these plans fits, there is a plan, and it costs at most as much as the best of them: a method
-is given up only if a bound shows that it is not faster. The bound holds for shardings that treat repeated layers alike.
-In large steps methods rematerialise all layers or no layer, so a method that mixes both may be faster.
+A search adds up costs of sublayers. The sum can exceed the memory of the whole stage, or fall below its time, so a
+search may refuse a step that fits, or miss the fastest plan. So the planner also plans `ShardParallel`, `DataParallel`,
+`Zero2Parallel` and `Zero3Parallel` on all devices. It gives up a method only if a bound shows that the method is not
+faster; the bound holds for shardings that treat repeated layers alike.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 
-#: In steps of more equations, a method by name rematerialises all layers or no layer: a choice for each layer takes
-#: minutes there.
+#: In steps of more equations, methods rematerialise all layers or no layer: a choice for each layer takes minutes.
 _FEW_EQUATIONS = 10_000
 
 
@@ -45,8 +42,8 @@ def best_with_methods_by_name(
 ) -> Plan:
     """The plan of the search that the options ask for, or of a cheaper method by name.
 
-    planned: makes the plan of the options of a context. best_variant: the plan itself, or a faster one with the same
-    stages.
+    planned: the plan of the options of a context.
+    best_variant: the plan itself, or a faster plan with the same stages.
     Raises the InfeasibleError of the search if no candidate fits in memory.
     """
     plans: list[Plan] = []
@@ -79,16 +76,16 @@ def _plans_by_name(
 ) -> list[Plan]:
     """Plans of methods by name, without methods that cannot be faster than an earlier plan or than `found`.
 
-    The options or `found` give the number of micro-batches. If the options leave it open, see `_with_other_numbers`.
+    The options or `found` give the number of micro-batches.
     """
-    # They use all devices, which the user may have left out of the submeshes to search.
+    # Methods use all devices, which the user may exclude from the submeshes.
     space, cluster = auto.submesh_physical_shape_space, context.cluster
     if not isinstance(space, str) and (cluster.num_hosts, cluster.devices_per_host) not in space:
         return []
 
     tries = _MethodTries(context, planned, best_variant, _least_s(found))
     numbers = context.options.micro_batch_choices(context.traced.batch_size)
-    # Without a plan to start from, each device has one example at a time.
+    # Without a plan, start with one example at a time on each device.
     first = found[0].n_micro_batches if found else max(1, numbers[-1] // cluster.n_devices)
     first = max(n for n in numbers if n <= first or n == numbers[0])
     by_name = list(_options_by_name(context, auto, first))
@@ -107,11 +104,11 @@ def _with_other_numbers(
 ) -> None:
     """Plan methods with other numbers of micro-batches.
 
-    Fewer micro-batches take more memory and, as a rule, less time. A single stage has no bubble to fill, so its best
-    number may be far from a pipeline's. `ShardParallel` is planned with fewer until it does not fit, and the best
-    method of all with fewer and with more as long as that is faster; then the other methods with its number.
+    Fewer micro-batches take more memory and usually less time, as a single stage has no bubble. `ShardParallel` is
+    planned with fewer until it does not fit; the best method with fewer and with more while it gets faster; then the
+    other methods with its number.
 
-    by_name: the options that were planned so far, all with one number. numbers: the choices.
+    by_name: the options that were planned so far, all with one number.
     with_number: the options of each method with another number.
     """
     first = by_name[0].n_micro_batches if by_name else 1
@@ -132,17 +129,16 @@ def _with_other_numbers(
             tries.add(options)
 
 
-#: `bounded`: the compute alone takes too long, so no shardings with this rematerialisation and number of micro-batches
-#: are faster.
+#: `bounded`: the compute alone takes too long with this rematerialisation and number of micro-batches.
 _Outcome = Literal["faster", "slower", "bounded", "too large"]
 
 
 class _MethodTries:
-    """Methods that are planned one after the other, each of which has to be faster than all before.
+    """Plans methods one after the other. Each has to be faster than all before.
 
     Attributes:
-        plans: the plans that were made.
-        best: the options of the fastest of them; None without plans.
+        plans: all plans.
+        best: the options of the fastest plan; None without plans.
     """
 
     def __init__(
@@ -152,7 +148,6 @@ class _MethodTries:
         best_variant: Callable[[Plan], Plan],
         least_s: float,
     ) -> None:
-        """least_s: seconds of a step of the fastest plan so far."""
         self._context, self._planned, self._best_variant, self._least_s = context, planned, best_variant, least_s
         self.plans: list[Plan] = []
         self.best: PlanOptions | None = None
@@ -162,7 +157,7 @@ class _MethodTries:
     def add(self, options: PlanOptions) -> _Outcome:
         """Plan with these options, unless that was done before, and compare with all earlier plans."""
         if options not in self._outcomes:
-            # The least compute of free shardings is the least of every method.
+            # Methods restrict shardings, so a bound on free shardings holds for each method.
             free = replace(options, sharding=self._context.options.sharding)
             is_bounded = self._outcomes.get(free) == "bounded"
             self._outcomes[options] = "bounded" if is_bounded else self._outcome(options)
@@ -190,11 +185,11 @@ class _MethodTries:
         return "faster" if is_faster else "slower"
 
     def _plan(self, options: PlanOptions) -> Plan:
-        self._context.solver.begin()  # a method is planned as well as by its name
+        self._context.solver.begin()  # as much work of the solver as for the method alone
         return self._planned(replace(self._context, options=options, below_s=self._least_s))
 
     def _variants(self, options: PlanOptions) -> tuple[list[Plan], bool]:
-        """Plans of the variants that may be faster; and whether the compute alone rules all of them out."""
+        """Plans of variants that may be faster, and whether the compute alone excludes all of them."""
         n = options.n_micro_batches
         if n not in self._variants_of:
             self._variants_of[n] = _open_variants(self._context, n)
@@ -202,7 +197,9 @@ class _MethodTries:
         plans, are_bounded = [], True
         choices = [(False, True) if is_open else (False,) for is_open in self._variants_of[n]]
         for rows, cast in itertools.product(*choices):
-            variant = replace(options, keep_rows=rows or options.keep_rows, cast_once=cast or options.cast_once)
+            variant = replace(
+                options, keep_activations=rows or options.keep_activations, cast_once=cast or options.cast_once
+            )
             if variant == options:
                 continue
             try:
@@ -213,17 +210,17 @@ class _MethodTries:
 
 
 def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool]:
-    """Whether rows may be kept, and whether weights may be cast once, where that is open and changes the step."""
+    """Whether keeping values for later loops, and casting weights once, are open and change the step."""
     if n == 1:
         return False, False
     split = split_micro_batches(context.traced, n)
-    keeps_rows = context.options.keep_rows is None and split.recomputes_rows
+    keeps_activations = context.options.keep_activations is None and split.recomputes_rows
     casts_once = context.options.cast_once is None and casts_weights(split)
-    return keeps_rows, casts_once
+    return keeps_activations, casts_once
 
 
 def _halves(numbers: Sequence[int], n: int) -> Iterator[int]:
-    """The largest of `numbers` that is at most half of `n`, the largest that is at most half of that, and so on."""
+    """The largest of `numbers` up to n / 2, then up to half of the last, and so on."""
     for m in sorted(numbers, reverse=True):
         if 2 * m <= n:
             yield m
@@ -231,7 +228,7 @@ def _halves(numbers: Sequence[int], n: int) -> Iterator[int]:
 
 
 def _doubles(numbers: Sequence[int], n: int) -> Iterator[int]:
-    """The smallest of `numbers` that is at least twice `n`, the smallest that is at least twice that, and so on."""
+    """The smallest of `numbers` from 2 n on, then from twice the last on, and so on."""
     for m in sorted(numbers):
         if m >= 2 * n:
             yield m
@@ -254,7 +251,6 @@ def shardings_by_name(option: AutoShardingOption, auto: AutoStageOption) -> Iter
 
 
 def _options_by_name(context: PlanningContext, auto: AutoStageOption, n: int) -> Iterator[PlanOptions]:
-    """The options of each method by name with `n` micro-batches."""
     options, layers = context.options, context.options.layers
     asked = replace(options, n_micro_batches=n, choose_micro_batches=False, layers=None, stages=None)
     shardings = list(shardings_by_name(options.sharding, auto))
@@ -264,7 +260,7 @@ def _options_by_name(context: PlanningContext, auto: AutoStageOption, n: int) ->
             yield replace(asked, sharding=sharding, remat=remat)
         return
 
-    # Without rematerialisation, free shardings that save memory take the solver longest, and the search has tried them.
+    # Free shardings that save memory take the solver longest, and the search has tried them.
     for sharding in shardings[1:]:
         yield replace(asked, sharding=sharding, remat="none")
     for sharding in shardings:

@@ -1,4 +1,4 @@
-"""The input of planning as one value, the compiler that plans count on, and checks that run before any search."""
+"""The input of planning as one value, the compiler of a cluster, and checks before any search."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from minialpa.tracing.trace import TracedStep
 Progress = Callable[[str, int, int], None]
 JaxVersion = tuple[int, ...]
 
-#: The first jax whose XLA for CPUs orders kernels by optimization barriers. A plan for a described cluster assumes an
-#: older one, in which rematerialisation saves no memory inside one program.
+#: The first jax whose XLA for CPUs respects optimization barriers. Before, rematerialisation saves no memory inside one
+#: program.
 _JAX_WITH_BARRIERS: JaxVersion = (0, 11)
 #: XLA for GPUs runs collectives beside kernels only with this scheduler.
 _HIDING = (("xla_gpu_enable_latency_hiding_scheduler", True),)
-#: Bytes of the staged steps that are kept.
+#: Most bytes of each cache.
 _MOST_STAGED_BYTES = 2**29
-#: Paths that a message lists at most.
+#: Most paths in a message.
 _MOST_PATHS = 8
 
 
@@ -47,12 +47,13 @@ class PlanningContext:
 
     Attributes:
         solver: solves each distinct stage once, for all attempts at a plan.
-        logical_mesh: the view of all devices that the user gave in place of a cluster; None if the planner chooses.
-        below_s: seconds of a step under a known plan. The planner may give up attempts that cannot be faster.
-        shortens: whether attempts are made for short steps, see `short_plan`.
-        cuts, pieced, staged: of the last attempts, the step with its layers, its pieces, and its tasks, see
-            `place_stages`.
-        made: the plans of all attempts so far, and sketches of plans.
+        logical_mesh: the user's view of all devices; None if the planner chooses.
+        below_s: seconds per step of a known plan. The planner may give up attempts that cannot be faster.
+        shortens: whether attempts plan short steps, see `short_plan`.
+        made: the plans and sketches of all attempts so far.
+        cuts: cache of steps with their layers.
+        sublayered: cache of steps with their sublayers.
+        staged: cache of steps with their tasks, see `place_stages`.
     """
 
     traced: TracedStep
@@ -82,26 +83,29 @@ class PlanningContext:
         return LayeredStep(plain=self.traced, fingerprint=self.traced.fingerprint)
 
     def cut_scans(self, layers: LayerOption) -> CutStep | None:
-        """See `layered_step.cut_scans`. Attempts share the step, so that they share its pieces."""
+        """`layered_step.cut_scans`. Attempts share the result, and so its sublayers."""
         return self.cuts.get_or_make(("cut", layers), lambda: cut_scans(self.whole, layers))
 
     def whole_scans(self, layers: LayerOption) -> CutStep:
-        """See `layered_step.whole_scans`."""
+        """`layered_step.whole_scans`, shared as well."""
         cut = self.cuts.get_or_make(("whole", layers), lambda: whole_scans(self.whole, layers))
         assert cut is not None
         return cut
 
     def asking(self, **options: Any) -> PlanningContext:
-        """The same step on the same cluster with some options replaced."""
+        """The same context with some options replaced."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
 
     def asking_for_fewest(self) -> PlanningContext:
-        """The same with one micro-batch, if the options leave their number open."""
+        """The same context with one micro-batch, if the options leave the number open."""
         return self.asking(n_micro_batches=1) if self.options.choose_micro_batches else self
 
 
 def compiler_of(cluster: ClusterSpec, jax_version: JaxVersion | None = None) -> Compiler:
-    """The compiler for the devices of `cluster`. jax_version: of these devices; None for a described cluster."""
+    """The compiler for the devices of `cluster`.
+
+    jax_version: of the jax that runs these devices; None for a described cluster, whose CPUs count as jax 0.10.
+    """
     if is_gpu(cluster.device):
         return XLA_GPU
     has_barriers = jax_version is not None and jax_version >= _JAX_WITH_BARRIERS
@@ -109,7 +113,7 @@ def compiler_of(cluster: ClusterSpec, jax_version: JaxVersion | None = None) -> 
 
 
 def compiler_options_of(cluster: ClusterSpec) -> tuple[tuple[str, bool], ...]:
-    """The options of XLA that plans for `cluster` count on: to hide collectives."""
+    """The options of XLA that plans for `cluster` count on. On GPUs, they hide collectives."""
     return _HIDING if is_gpu(cluster.device) else ()
 
 
@@ -117,7 +121,7 @@ def compiler_options_of(cluster: ClusterSpec) -> tuple[tuple[str, bool], ...]:
 
 
 def check_request(context: PlanningContext) -> None:
-    """Raise ShardingError for options that the step or the cluster cannot have; warn of missing rules or boundaries."""
+    """Raise ShardingError for options that the step or the cluster cannot have. Warn of missing rules or boundaries."""
     _warn_of_missing_rules(context)
     _warn_of_missing_boundaries(context)
     _check_fixed_specs(context)
@@ -131,7 +135,7 @@ def _warn_of_missing_rules(context: PlanningContext) -> None:
         listed = ", ".join(f"`{name}`" for name in names)
         warnings.warn(
             f"No sharding rule for {listed}: every device computes all of {'it' if len(names) == 1 else 'them'}. The "
-            "numbers are right; the time and the memory may be more than they need be.",
+            "results are right but take more time and memory. Add a rule with `minialpa.register_sharding_rule`.",
             UserWarning,
             stacklevel=3,
         )
@@ -140,7 +144,7 @@ def _warn_of_missing_rules(context: PlanningContext) -> None:
 def _warn_of_missing_boundaries(context: PlanningContext) -> None:
     if isinstance(context.options.layers, ManualLayerOption) and context.traced.n_boundaries == 0:
         warnings.warn(
-            "The layers of this pipeline end at `mark_pipeline_boundary()`, and the step has no such call: it is one "
+            "The layers of this pipeline end at `mark_pipeline_boundary()`, but the step has no such call: it is one "
             "stage. Mark boundaries in the model, or use `AutoLayerOption()`.",
             UserWarning,
             stacklevel=3,
@@ -152,7 +156,7 @@ def _check_fixed_specs(context: PlanningContext) -> None:
     unknown = {name for option in options for name in option.named_axes} - {*names}
     if unknown and names:
         raise ShardingError(
-            f"`fixed_specs` and `received_axes` name the axes {sorted(unknown)}; the meshes have {', '.join(names)}."
+            f"`fixed_specs` or `received_axes` name the axes {sorted(unknown)}, but the meshes have {', '.join(names)}."
         )
 
     paths = (*context.traced.in_paths, *context.traced.out_paths)
@@ -160,26 +164,25 @@ def _check_fixed_specs(context: PlanningContext) -> None:
         if not any(matches(pattern, path) for path in paths):
             listed = ", ".join(f"`{path}`" for path in paths[:_MOST_PATHS]) + (", ..." if paths[_MOST_PATHS:] else "")
             raise ShardingError(
-                f"`fixed_specs` has the key `{pattern}`, which no argument and no result matches. There are {listed}; "
+                f"`fixed_specs` has the key `{pattern}`, which matches no argument or result. Choose from {listed}; "
                 "`*` stands for any text."
             )
 
 
 def _check_submeshes(context: PlanningContext) -> None:
-    """A submesh to search is a part of a host or whole hosts."""
     stages, cluster = context.options.stages, context.cluster
     space = stages.submesh_physical_shape_space if isinstance(stages, AutoStageOption) else ()
     for h, n in () if isinstance(space, str) else space:
         per_host = cluster.devices_per_host
         if not 1 <= h <= cluster.num_hosts or not (1 <= n <= per_host if h == 1 else n == per_host):
             raise ShardingError(
-                f"`submesh_physical_shape_space` has ({h}, {n}), and the cluster has {cluster.num_hosts} hosts of "
+                f"`submesh_physical_shape_space` has ({h}, {n}), but the cluster has {cluster.num_hosts} hosts of "
                 f"{per_host} devices. A submesh is a part of one host, (1, n), or whole hosts, (h, {per_host})."
             )
 
 
 def _check_logical_mesh(context: PlanningContext) -> None:
-    """A given LogicalMesh leaves no other view of its devices. Stages are checked when they are placed."""
+    """The user's LogicalMesh excludes other views of its devices. Stages are checked when they are placed."""
     mesh, options = context.logical_mesh, context.options
     if mesh is None:
         return
@@ -187,15 +190,15 @@ def _check_logical_mesh(context: PlanningContext) -> None:
     if options.layers is not None:
         if isinstance(options.stages, AutoStageOption):
             raise ShardingError(
-                "A LogicalMesh is one view of its devices, and a search looks at all of them. Give a ClusterSpec or a "
-                "list of devices, or use `ShardParallel`."
+                "A LogicalMesh is one view of its devices, but a search compares views. Pass a ClusterSpec or a list "
+                "of devices, or use `ShardParallel`."
             )
         return
 
     shape, submesh = options.logical_shape, options.submesh
     if shape is not None and tuple(shape) != tuple(mesh.shape):
         raise ShardingError(
-            f"`logical_shape` is {tuple(shape)} and `devices` is a LogicalMesh of {mesh.shape}. Leave one out."
+            f"`logical_shape` is {tuple(shape)}, but `devices` is a LogicalMesh of {mesh.shape}. Omit one."
         )
     if submesh is not None and submesh[0] * submesh[1] != mesh.n_devices:
-        raise ShardingError(f"`submesh` is {submesh} and `devices` is a LogicalMesh of {mesh.shape}. Leave one out.")
+        raise ShardingError(f"`submesh` is {submesh}, but `devices` is a LogicalMesh of {mesh.shape}. Omit one.")

@@ -1,9 +1,8 @@
 """Plans that follow another plan: a function that reads a training state is planned where the step keeps the state.
 
-follow      leaves of the function -> their meshes, rows and specs in the step: by equal path and type, or from the
-            arrays of a call
-layers      each equation on the mesh of its parameters, or on the mesh of its operands
-shardings   solved with these specs fixed
+leaves      of the function -> their meshes, rows and specs in the step: by path and type, or from the arrays of a call
+layers      each equation runs on the mesh of its parameters, or else of its operands
+shardings   are solved with these specs fixed
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from minialpa.plan import PlacedValue, Plan
 from minialpa.sharding import Spec
 from minialpa.tracing.trace import LeafPart, TracedStep
 
-#: A leaf of the function, or a block of its rows, as planning names it: unlike paths, no two have one name.
+#: Unique names of leaves and of blocks of their rows. Paths are not unique.
 _Names = Mapping[LeafPart, str]
 
 
@@ -40,13 +39,13 @@ class _Homes:
     """Where the step keeps the leaves of the function.
 
     Attributes:
-        of_leaf: by the number of the argument leaf, its place; only of leaves on the meshes of the step.
+        of_leaf: number of an argument leaf on the meshes of the step -> its place.
     """
 
     of_leaf: Mapping[int, PlacedValue]
 
     def of_part(self, part: LeafPart) -> dict[int, Spec]:
-        """The meshes that hold a leaf or a block of it, with its spec on each."""
+        """Mesh -> spec of a leaf or block, for each mesh that holds it."""
         value = self.of_leaf.get(part.leaf)
         if value is None:
             return {}
@@ -66,14 +65,13 @@ def plan_following(
     placements: Mapping[int, PlacedValue] | None = None,
     relax: Callable[[AutoShardingOption], AutoShardingOption] | None = None,
 ) -> Plan:
-    """A plan on the meshes of `source`, in which each leaf that both steps read is where `source` has it.
+    """A plan on the meshes of `source`, in which each leaf that both functions read is where `source` has it.
 
-    placements: by the number of the argument leaf, the place of its array on these meshes; None for the place in which
-    `source` has the leaf with the same path and type.
+    placements: number of an argument leaf -> place of its array. None matches leaves by path and type.
     relax: changes the options of `source` for the shardings; None keeps them.
-    Raises ShardingError if there is no such leaf, or if the function cannot read one in the blocks of `source`.
+    Raises ShardingError if no leaf matches, or if the function cannot read a leaf in the blocks of `source`.
     """
-    context = dataclasses.replace(context, shortens=False)  # the leaves of the whole step get their paths back
+    context = dataclasses.replace(context, shortens=False)  # the plan names leaves of the whole step
     homes = _find_homes(context.traced, source) if placements is None else _Homes(placements)
     cut = _cut_as(context.whole, homes)
     parts = [cut.step.argument(i) for i in range(len(cut.step.flat.invars))]
@@ -104,8 +102,8 @@ def plan_following(
 def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
     """The leaves of the function that are leaves of the step of `source`.
 
-    Two leaves are the same if their types are equal and the step's path ends with the function's: `params['w']` is
-    `state.params['w']`. Without one, the name of the argument is left out: `p['w']` is the same leaf, too.
+    Two leaves match if their types are equal and the step's path ends with the function's: `params['w']` matches
+    `state.params['w']`. If no path matches, the name of the argument is dropped: `p['w']` matches, too.
     """
     endings: dict[tuple[str, ...], list[PlacedValue]] = defaultdict(list)
     for value in source.inputs:
@@ -123,23 +121,22 @@ def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
             continue
         of_leaf[number] = same[0]
         others = [one for one in same if dataclasses.replace(one, path=same[0].path) != same[0]]
-        if others:  # in one place, all are as good
+        if others:  # in different places
             del of_leaf[number]
             ambiguous.append(f"`{path}` may be `{same[0].path}` or `{others[0].path}`")
 
     if ambiguous:
         message = (
-            f"`FollowParallel` follows leaves by their paths and types, and {ambiguous[0]}, which the followed "
-            "function keeps in different places. Name the argument as this part of the state is named."
+            f"`FollowParallel` matches leaves by path and type, and {ambiguous[0]}, which the followed function "
+            "keeps in different places. Name the argument like this part of the state."
         )
         if not of_leaf:
             raise ShardingError(message)
         warnings.warn(f"{message} Its place is planned anew, so calls may move it.", UserWarning, stacklevel=2)
     elif not of_leaf:
         raise ShardingError(
-            "`FollowParallel` follows the leaves that both functions read, by their paths and types, and there are "
-            f"none. The followed function has {_some(value.path for value in source.inputs)}; this one has "
-            f"{_some(traced.in_paths)}."
+            "`FollowParallel` matches the leaves of both functions by path and type, and no leaf matches. The followed "
+            f"function has {_some(value.path for value in source.inputs)}; this function has {_some(traced.in_paths)}."
         )
     return _Homes(of_leaf)
 
@@ -147,7 +144,7 @@ def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
 def _same_leaves(
     endings: Mapping[tuple[str, ...], list[PlacedValue]], keys: tuple[str, ...], var: Var, n_keys: int | None = None
 ) -> list[PlacedValue]:
-    """The leaves with the type of `var` whose paths end with `keys`; if some paths have `n_keys` keys, only these."""
+    """The leaves of the type of `var` whose paths end with `keys`, preferably paths of `n_keys` keys."""
     same = [one for one in endings.get(keys, ()) if one.shape == shape_of(var) and one.dtype == dtype_name(var)]
     return [one for one in same if len(_keys(one.path)) == (n_keys or len(keys))] or same
 
@@ -170,7 +167,7 @@ def _name(path: str, rows: tuple[int, int] | None) -> str:
 
 
 def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
-    """The function with its scans over layers in the step's blocks of the stacked leaves."""
+    """The function with its scans over layers cut into the step's blocks."""
     traced = whole.step
     stacks = find_stacks(traced)
     blocks: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in stacks.lengths]
@@ -188,32 +185,32 @@ def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
 
 
 def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int], ...]], homes: _Homes) -> None:
-    """Raise ShardingError if the function does not read a leaf in the blocks in which the step keeps it.
+    """Raise ShardingError unless the function reads leaves in the step's blocks.
 
-    blocks_of: the blocks of each stacked variable in the function.
+    blocks_of: the blocks of each stacked variable of the function.
     """
     read = {var for eqn in traced.flat.eqns for var in operand_vars(eqn)}
     for leaf, var in enumerate(traced.flat.invars):
         is_cut = blocks_of.get(var) == homes.blocks_of(leaf)
         if var in read and homes.blocks_of(leaf) and not is_cut:
             raise ShardingError(
-                f"`{traced.in_paths[leaf]}` is kept in the rows {homes.blocks_of(leaf)} on several meshes, and this "
-                "function does not read it row by row in a scan over layers, as the followed one does. Scan over it "
-                "in the same way, or have it planned by itself."
+                f"`{traced.in_paths[leaf]}` is kept in the rows {homes.blocks_of(leaf)} on several meshes, but this "
+                "function does not scan over its rows, as the followed function does. Scan over it in the same "
+                "way, or use another method than `FollowParallel`."
             )
 
 
 def _decides(traced: TracedStep, leaf: int) -> bool:
-    """Whether equations run where a leaf is.
+    """Whether equations run on the mesh of a leaf.
 
-    Examples and integers, such as the token from the last stage that the first one reads next, move to their readers.
+    Examples and integers move to their readers, such as a token from the last stage that the first stage reads next.
     """
     is_integer = dtype_name(traced.flat.invars[leaf]).startswith(("int", "uint"))
     return traced.batch_dims[leaf] is None and not is_integer
 
 
 def _stage_of_groups(step: TracedStep, parts: Sequence[LeafPart], homes: _Homes) -> tuple[int, ...]:
-    """The stage of each forward group: the stage of its leaves, and not before its operands."""
+    """The stage of the leaves of each forward group, but not before the stage of its operands."""
     # Values that no leaf decides, such as targets made of the batch, are computed at their first reader.
     stages = with_first_readers(step.flat.eqns, _stages_by_leaves(step, parts, homes))
     of_group = [0] * step.n_groups
@@ -224,7 +221,7 @@ def _stage_of_groups(step: TracedStep, parts: Sequence[LeafPart], homes: _Homes)
 
 
 def _stages_by_leaves(step: TracedStep, parts: Sequence[LeafPart], homes: _Homes) -> list[int | None]:
-    """The stage of each equation that reads leaves, or results of such equations; None for others."""
+    """The stage of each equation that depends on leaves; None for others."""
     home_of = {var: sorted(homes.of_part(part)) for var, part in zip(step.flat.invars, parts, strict=True)}
     stage_of: dict[Var, int] = {}
     stages: list[int | None] = []
@@ -248,7 +245,6 @@ def _stages(
     names: _Names,
     relax: Callable[[AutoShardingOption], AutoShardingOption] | None,
 ) -> Iterator[DecidedStage]:
-    """The stages of `source`, with the specs of the leaves on each mesh fixed."""
     for mesh, stage in enumerate(source.stages):
         option = stage.option if relax is None else relax(stage.option)
         fixed = tuple(

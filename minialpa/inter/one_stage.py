@@ -1,15 +1,14 @@
-"""Plans without a pipeline: the whole step as one stage, on a submesh of the user's or on the best one.
+"""Plans without a pipeline: the whole step as one stage, on the user's submesh or on the best one.
 
-Rematerialisation only goes as far as the fastest shardings need to fit in memory. The first plan keeps all values; if
-its fastest shardings fit, it is the answer. If not, shardings that save memory cost collectives, and rematerialisation
-costs compute; the planner takes the faster of these plans:
+With `remat="auto"`, a plan that keeps all values is the answer if its fastest shardings fit in memory. If not, the
+fastest of these plans wins:
 
-    layers    as in `AutoLayerOption`; scans over layers are cut into their rows, see `cut_scans`
-    uniform   all layers but the last keep the results of products (`dots`); if that is too much, no value (`full`)
-    mixes     the first k layers do so, and the others keep more; least k, by linear interpolation of memory
-    in need   if the fastest shardings never fit, `dots` and `full` with shardings that save memory, too
+    free       all values kept, and shardings that save memory by collectives
+    uniform    all layers except the last keep the results of products (`dots`), or no value (`full`)
+    mixes      the first k layers do so, and the others keep more; least k, by linear interpolation of memory
+    last       if the fastest shardings never fit, `dots` and `full` with shardings that save memory
 
-Values of the first layers wait longest for their backward pass. The last layer's backward pass follows at once, so
+Values of the first layers wait longest for the backward pass. The backward pass of the last layer follows at once, so
 rematerialisation saves no memory there.
 """
 
@@ -40,12 +39,12 @@ from minialpa.intra.graph.constraints import shape_of_constraints
 from minialpa.options import AutoLayerOption, AutoStageOption, Remat, remats_of
 from minialpa.plan import Plan
 
-#: A plan that fits is the answer if it takes at most this multiple of a faster plan that does not fit. By choice: the
-#: plans in between take longer to find than they save.
+#: A plan that fits is the answer up to this multiple of a faster plan that does not fit. By choice: plans in between
+#: take longer to find than they save.
 _AS_FAST = 1.01
-#: Mixes of two rematerialisations that are planned. By choice: memory is nearly linear in their shares.
+#: Most mixes that are planned. By choice: memory is nearly linear in k.
 _MOST_MIXES = 3
-#: Layers that rematerialisation is chosen for; scans are cut accordingly.
+#: The layers for which rematerialisation is chosen; scans are cut between them.
 _LAYERS = AutoLayerOption(remat="auto")
 
 
@@ -59,16 +58,16 @@ def plan_on_submesh(context: PlanningContext) -> Plan:
     stage = DecidedStage(layers=(), candidate=candidate, option=options.sharding, first_device=0)
 
     choices = remats_of(options.remat)
-    if choices == ("none",) or context.traced.n_groups == 0:  # without gradients, no value waits for a backward pass
+    if choices == ("none",) or context.traced.n_groups == 0:  # without gradients, no value waits
         return plan_stages(context, context.whole, [stage])
     if len(choices) == 1:
         tries = _RematTries(context, _cut(context), stage)
         return plan_stages(context, tries.layered(choices[0], "none", tries.most), [tries.layered_stage()])
-    return _with_least_again(context, stage)
+    return _with_least_recomputation(context, stage)
 
 
 def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
-    """The mesh of the step's sharding constraints, if the options leave the shape open; by default a row."""
+    """If the options leave the shape open: the mesh of the step's sharding constraints, or one axis."""
     option = context.options.sharding
     is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None
     asked = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.keep_constraints and is_open else None
@@ -95,26 +94,26 @@ def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Pla
 # ---- rematerialisation -----------------------------------------------------------------------------------------------
 
 
-def _with_least_again(context: PlanningContext, stage: DecidedStage) -> Plan:
-    """The plan that keeps all values, or a faster one with rematerialisation if memory is short."""
+def _with_least_recomputation(context: PlanningContext, stage: DecidedStage) -> Plan:
+    """The plan that keeps all values or, if memory is short, a faster plan."""
     first = _tried(context, context.whole, stage)
     if first.is_good:
         return first.plan_or_raise()
     if not context.solver.compiler.waits_at_barriers:
         return first.plan_or_raise(
-            "Rematerialisation would save no memory: XLA for CPUs, before jax 0.11, computes values again long before "
-            "the backward pass needs them."
+            "Rematerialisation would save no memory: before jax 0.11, XLA for CPUs recomputes values long before the "
+            "backward pass needs them."
         )
     try:
         cut = _cut(context)
     except TraceError as error:
-        return first.plan_or_raise(f"Rematerialisation needs layers, and there are none: {error}")
+        return first.plan_or_raise(f"Rematerialisation needs layers, but the step cannot be cut into layers: {error}")
 
     tries = _RematTries(context, cut, stage)
     if not tries.most:
-        return first.plan_or_raise("Rematerialisation needs two layers, and there is one.")
+        return first.plan_or_raise("Rematerialisation needs two layers, and the step has one.")
 
-    found = list(tries.computing_again(first))
+    found = list(tries.recomputing(first))
     plans = [one.plan for one in (first, *found) if one.plan is not None]
     if plans:
         return min(plans, key=preference)
@@ -129,15 +128,17 @@ def _with_least_again(context: PlanningContext, stage: DecidedStage) -> Plan:
 
 
 def _cut(context: PlanningContext) -> CutStep:
-    """The step with its layers. Raises TraceError if it has too few operations."""
     return context.cut_scans(_LAYERS) or context.whole_scans(_LAYERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Try:
-    """The outcome of one rematerialisation: a plan, or the failure if no sharding fits.
+    """The outcome of one choice of rematerialisation.
 
-    free: its fastest shardings in unlimited memory; None if the options forbid all, or if the caller has a faster plan.
+    Attributes:
+        plan: None if no shardings fit.
+        free: the fastest shardings in unlimited memory; None if options forbid all, or if the caller has a faster plan.
+        failure: why there is no plan.
     """
 
     plan: Plan | None
@@ -146,13 +147,13 @@ class _Try:
 
     @property
     def is_good(self) -> bool:
-        """Whether rematerialisation cannot make it better: it is as fast as in unlimited memory, or impossible."""
+        """Whether more rematerialisation cannot help: the plan is as fast as in unlimited memory, or impossible."""
         if self.plan is None or self.free is None:
             return self.free is None
         return self.free.fits or self.plan.cost.total_s <= _AS_FAST * self.free.seconds
 
     def plan_or_raise(self, note: str = "") -> Plan:
-        """The plan. Without one, raises the failure, with a `note` on other attempts."""
+        """The plan, or raises the failure with a `note` on other attempts."""
         if self.plan is not None:
             return self.plan
         assert self.failure is not None
@@ -170,46 +171,47 @@ def _tried(context: PlanningContext, layered: LayeredStep, stage: DecidedStage, 
 
 @dataclass(frozen=True, slots=True)
 class _RematTries:
-    """Rematerialisations of the layers of one step, on one stage."""
-
     context: PlanningContext
     cut: CutStep
     stage: DecidedStage
 
     @property
     def most(self) -> int:
-        """The layers that may recompute values: all but the last."""
+        """Number of layers that may recompute values: all except the last."""
         return self.cut.n_layers - 1
 
-    def layered(self, again: Remat, kept: Remat, n: int) -> LayeredStep:
-        """The step with `again` in its first n layers, and `kept` in the others of `most`."""
-        return layered_step(self.cut, (again,) * n + (kept,) * (self.most - n) + ("none",))
+    def layered(self, recompute: Remat, kept: Remat, n: int) -> LayeredStep:
+        """`recompute` in the first n layers, `kept` in the next, and all values kept in the last layer."""
+        return layered_step(self.cut, (recompute,) * n + (kept,) * (self.most - n) + ("none",))
 
     def layered_stage(self) -> DecidedStage:
         return dataclasses.replace(self.stage, layers=tuple(range(self.cut.n_layers)))
 
-    def computing_again(self, first: _Try) -> Iterator[_Try]:
-        """Tries that may beat `first`, which keeps all values."""
+    def recomputing(self, first: _Try) -> Iterator[_Try]:
+        """Attempts that may beat `first`, which keeps all values."""
         kept: Remat = "none"
         choices: tuple[Remat, ...] = ("dots", "full")
         last = first
-        for again in choices:
-            found = self._tried(again, kept, self.most)
+        for recompute in choices:
+            found = self._tried(recompute, kept, self.most)
             if found.plan is not None:
                 yield found
-                yield from self._mixes(kept, again, (last, found))
+                yield from self._mixes(kept, recompute, (last, found))
                 return
             if found.free is None:
                 return
-            kept, last = again, found
+            kept, last = recompute, found
             yield found
 
         # The fastest shardings never fit.
-        for again in choices:
-            yield self._tried(again, kept, self.most, saves_memory=True)
+        for recompute in choices:
+            yield self._tried(recompute, kept, self.most, saves_memory=True)
 
-    def _mixes(self, kept: Remat, again: Remat, ends: tuple[_Try, _Try]) -> Iterator[_Try]:
-        """Tries with `again` in the first layers and `kept` in the others. ends: all layers alike."""
+    def _mixes(self, kept: Remat, recompute: Remat, ends: tuple[_Try, _Try]) -> Iterator[_Try]:
+        """Attempts with `recompute` in the first layers and `kept` in the others.
+
+        ends: the attempts with `kept` in all layers, which does not fit, and with `recompute` in all, which fits.
+        """
         too_few, enough = 0, self.most
         free = [one.free for one in ends]
         for _ in range(_MOST_MIXES):
@@ -219,7 +221,7 @@ class _RematTries:
             missing = (free[0].n_bytes - free[0].limit_bytes) / (free[0].n_bytes - free[1].n_bytes)
             n = min(enough - 1, max(too_few + 1, too_few + math.ceil(missing * (enough - too_few))))
 
-            found = self._tried(again, kept, n)
+            found = self._tried(recompute, kept, n)
             if found.free is None:
                 return
             yield found
@@ -228,8 +230,8 @@ class _RematTries:
             else:
                 too_few, free[0] = n, found.free
 
-    def _tried(self, again: Remat, kept: Remat, n: int, *, saves_memory: bool = False) -> _Try:
-        # The fastest shardings lead to mixes, which may be fast enough even if they are not.
+    def _tried(self, recompute: Remat, kept: Remat, n: int, *, saves_memory: bool = False) -> _Try:
+        # Mixes may be faster than `below_s` even if these shardings are not.
         below_s = self.context.below_s if saves_memory else math.inf
         context = dataclasses.replace(self.context, below_s=below_s)
-        return _tried(context, self.layered(again, kept, n), self.layered_stage(), saves_memory=saves_memory)
+        return _tried(context, self.layered(recompute, kept, n), self.layered_stage(), saves_memory=saves_memory)

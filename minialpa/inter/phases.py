@@ -1,7 +1,6 @@
-"""The phases of a planned step, from its trace to its instructions, as text.
+"""The phases of a planned step as text: a traced step and its plan in, one text per phase out.
 
-In: a traced step and its plan. Out: the text of each phase, by name; the verifier of each phase runs first. A plan
-holds decisions and no equations, so each phase is the step as these decisions rewrite it.
+A plan has decisions and no equations, so `realise` first rewrites the step by these decisions.
 """
 
 from __future__ import annotations
@@ -34,7 +33,13 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase: its name in `--dump`, the facts that it adds, its text, and its verifier, which raises VerifyError."""
+    """One phase.
+
+    Attributes:
+        name: as in `minialpa plan MODEL --dump`.
+        adds: the facts that the phase adds.
+        verify: raises VerifyError; runs before `lines`.
+    """
 
     name: str
     adds: str
@@ -43,7 +48,7 @@ class Phase:
 
 
 def phases(traced: TracedStep, plan: Plan) -> dict[str, str]:
-    """The text of each phase, by its name, in order. Raises VerifyError if the plan is for another step."""
+    """Name -> text of each phase, in order. Raises VerifyError if the plan is for another step."""
     planned = _Planned(traced, plan, realise(traced, plan))
     texts = {}
     for phase in PHASES:
@@ -130,7 +135,7 @@ def _segment_name(segment: int, split: SplitStep) -> str:
 
 
 def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str]:
-    """The combinations over micro-batches of the values of a loop."""
+    """One line for each value that combines the micro-batches of a loop."""
     made = {value for op in split.in_segment(segment) for value in op.eqn.outvars}
     for one in split.accumulators:
         if one.loop in made:
@@ -142,7 +147,7 @@ def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str
 
 
 def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
-    """The operations of a split step, with the same numbers in this phase and later ones."""
+    """The operations of a split step, with equal numbers in all phases from here on."""
     block = Block(invars=split.inputs, ops=split.ops, outvars=split.outvars)
     names = _input_names(split.traced)
     names |= {rows: f"{names[whole]}[rows]" for whole, rows in split.micro_inputs}
@@ -209,7 +214,9 @@ def _specs(problem: MeshEquations, chosen: Sequence[EquationSpecs], block: Block
 def _instructions(planned: _Planned) -> Iterator[str]:
     program = emit_program(planned.traced, planned.plan)
     for slot in program.inputs:
-        yield f"b{slot.buffer} = {planned.traced.in_paths[slot.leaf]}{_rows(slot.rows)} on mesh {slot.mesh}"
+        part = planned.realised.cut.argument(slot.leaf)
+        rows = f"{_rows(part.rows)}{_rows(slot.rows)}"  # a block of a stacked leaf, and a micro-batch of examples
+        yield f"b{slot.buffer} = {planned.traced.in_paths[part.leaf]}{rows} on mesh {slot.mesh}"
     yield ""
     yield from (_instruction(program, one) for one in program.instructions)
     yield ""
@@ -219,7 +226,6 @@ def _instructions(planned: _Planned) -> Iterator[str]:
 
 
 def _rows(rows: Sequence[int] | None) -> str:
-    """The rows of a leaf in a buffer, if a scan is cut between stages."""
     return "" if rows is None else f", rows {rows[0]} to {rows[1]}"
 
 
@@ -245,14 +251,14 @@ def _buffers(numbers: Sequence[int]) -> str:
 
 
 def _verify_split(planned: _Planned) -> None:
-    """A combined value is there once the last of its parts is made."""
+    """A combined value exists once the last of its parts does."""
     split = planned.realised.staged.split
     block, _ = _split_text(split)
-    later = {total: block.made_by[value] + 1 for value, total in split.combined if value in block.made_by}
-    early = {total for value, total in split.combined if value not in block.made_by}
+    later = {result: block.made_by[value] + 1 for value, result in split.combined if value in block.made_by}
+    known_before = {result for value, result in split.combined if value not in block.made_by}
     rows = {rows for _, rows in split.micro_inputs}
     index = set() if split.micro_index is None else {split.micro_index}
-    verify_block(block, early | rows | index, later=later)
+    verify_block(block, known_before | rows | index, later=later)
 
 
 def _verify_tasks(planned: _Planned) -> None:
@@ -265,7 +271,7 @@ def _verify_shardings(planned: _Planned) -> None:
     verify_staged(staged, mesh_problems(staged), planned.plan)
 
 
-#: In the order in which a step takes them.
+#: In the order of planning.
 PHASES = (
     Phase(
         "trace",
@@ -281,13 +287,13 @@ PHASES = (
     ),
     Phase(
         "rematerialise",
-        "what backward passes compute again in place of keeping it",
+        "values that backward passes recompute instead of keeping them",
         _rematerialised,
         lambda planned: verify_block(planned.realised.rematerialised.flat),
     ),
-    Phase("microbatch", "what runs for each micro-batch, and what runs once before and after", _split, _verify_split),
+    Phase("microbatch", "operations of each micro-batch, and operations that run once", _split, _verify_split),
     Phase("stages", "tasks: which operations run together, on which mesh", _tasks, _verify_tasks),
     Phase("shardings", "the specs of each value: results <- operands", _shardings, _verify_shardings),
     # `emit_program` verifies the instructions that it returns.
-    Phase("instructions", "what the runtime does with numbered buffers", _instructions, lambda planned: None),
+    Phase("instructions", "operations of the runtime over numbered buffers", _instructions, lambda planned: None),
 )

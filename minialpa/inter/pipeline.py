@@ -1,15 +1,7 @@
-"""The planner: the order in which a step is planned. Pure; no devices.
+"""The planner: a traced step, a cluster and options in, a `Plan` out. Pure functions; no devices.
 
-checks           options that the step and the cluster cannot have                       context.py
-layers           layer of each forward equation; scans over layers cut, or whole         layers/
-stages           one, the user's, or the best of a search, if one pays                   one_stage.py here worth.py
-                                                                                         searched_plan.py search/
-plan_stages      tasks of every mesh -> shardings -> plan, for each choice of stages     build_plan.py
-                 attempts are made for a short step, without most repeated layers        short_plan.py
-refinements      one change at a time, kept if the plan gets faster                      refine.py
-variants         the same stages with rows kept, or with weights cast once per step      here
-by name          after a search: the methods by name, if one of them is better           by_name.py
-whole_plan       shardings of the chosen short step -> plan of the whole step            whole_plan.py
+Checks, layers, stages, refinements, variants and methods by name run in the order of README.md. Stages come from the
+user (here), from a search (searched_plan.py), or are one stage (one_stage.py). All become plans in build_plan.py.
 """
 
 from __future__ import annotations
@@ -40,7 +32,7 @@ from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption,
 from minialpa.plan import Plan
 from minialpa.tracing.trace import TracedStep
 
-#: Attempts that are made for the whole step, the best first, before all attempts are.
+#: Short plans that are expanded, the best first. If all fail, the planner replans the whole step.
 _MOST_SKETCHES = 3
 
 
@@ -53,12 +45,12 @@ def plan_step(
     logical_mesh: LogicalMesh | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plan `traced` on `cluster`. `logical_mesh` overrides the view of the cluster if there is no pipeline.
+    """Plan `traced` on `cluster`.
 
-    compiler: by default `compiler_of(cluster)`, with any installed jax. progress: `progress(what, done, total)` reports
-    long work.
-    Raises InfeasibleError if no plan fits in memory, ShardingError if a method asks for devices that the cluster does
-    not have.
+    compiler: rules of memory; by default `compiler_of(cluster)`, which ignores the installed jax.
+    logical_mesh: the user's view of all devices; None if the planner chooses.
+    progress: `progress(what, done, total)` reports long work.
+    Raises InfeasibleError if no plan fits in memory, ShardingError if the step or the cluster cannot have the options.
     """
     context = PlanningContext(
         traced=traced,
@@ -72,14 +64,14 @@ def plan_step(
     try:
         return _whole(context, _best_plan(context))
     except (NotExpandedError, InfeasibleError):
-        # Short steps predict memory. The whole step may fit where they do not, and the other way round.
+        # Memory of a short step is a prediction; the whole step may fit.
         if not len(context.sublayered):
             raise
         return _best_plan(dataclasses.replace(context, shortens=False))
 
 
 def _whole(context: PlanningContext, best: Plan) -> Plan:
-    """The plan of the whole step of `best`, or of the next best attempts if the whole step does not fit."""
+    """The plan of the whole step for `best`, or for the next best attempts if it does not fit."""
     others = [plan for plan in context.made if plan.cluster == best.cluster and preference(plan) > preference(best)]
     ranked = [best, *sorted(others, key=preference)[: _MOST_SKETCHES - 1]]
     return _first_whole([dataclasses.replace(plan, certificate=best.certificate) for plan in ranked])
@@ -93,13 +85,13 @@ def _first_whole(plans: Sequence[Plan]) -> Plan:
 
 
 def _best_plan(context: PlanningContext) -> Plan:
-    """The best plan of all that the options leave open, or its sketch."""
+    """The best plan, or its `Sketch`, over all decisions that the options leave open."""
     options = context.options
     best_variant = partial(_best_variant, context)
     if not isinstance(options.stages, AutoStageOption):
         return best_variant(_planned(context))
 
-    # Some spaces of logical shapes stand for options of the shardings.
+    # Some spaces of logical shapes are options of the shardings.
     auto = options.stages
     searched = context.asking(sharding=auto.sharding(options.sharding))
     plan = plan_if_not_searched(searched, auto)
@@ -109,7 +101,7 @@ def _best_plan(context: PlanningContext) -> Plan:
 
 
 def _planned(context: PlanningContext) -> Plan:
-    """The best plan of all that the options leave open, except variants of the same stages."""
+    """As `_best_plan`, without variants and methods by name."""
     options = context.options
     if options.layers is None:
         return plan_on_submesh(context)
@@ -127,7 +119,7 @@ def _planned(context: PlanningContext) -> Plan:
 
 
 def _plan_on_given_stages(context: PlanningContext, layers: LayerOption) -> Plan:
-    """The best plan with the stages of the options: only shardings and rematerialisation are open."""
+    """The best plan with the user's stages."""
 
     def attempt(choice: int, recomputes: bool) -> Plan:
         cut = _cut_step(context, layers, recomputes=recomputes)
@@ -145,8 +137,8 @@ def _plan_on_given_stages(context: PlanningContext, layers: LayerOption) -> Plan
 def _cut_step(context: PlanningContext, layers: LayerOption, *, recomputes: bool) -> CutStep:
     """The step with its scans over layers cut, or with whole scans if no scan can be cut or a cut has no use.
 
-    A cut lets a stage end inside a scan, and lets layers that recompute values keep fewer of them. The layers of a plan
-    are always layers of cut scans. recomputes: whether layers do.
+    A cut lets a stage end inside a scan, and lets layers that recompute values keep fewer values. The layers of a
+    `FixedLayerOption` always refer to cut scans.
     """
     cut = context.cut_scans(layers)
     if cut is None or isinstance(layers, FixedLayerOption):
@@ -156,11 +148,10 @@ def _cut_step(context: PlanningContext, layers: LayerOption, *, recomputes: bool
 
 
 def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedStage]) -> None:
-    """Raise ShardingError if each stage would have a part of the devices of a LogicalMesh."""
     if logical_mesh is not None and any(s.candidate.n_devices != logical_mesh.n_devices for s in stages):
         raise ShardingError(
-            f"`devices` is a LogicalMesh of {logical_mesh.shape}, one view of all of its devices, and there are "
-            f"{len(stages)} stages on parts of them. Give a ClusterSpec or a list of devices."
+            f"`devices` is a LogicalMesh of {logical_mesh.shape}, one view of all of its devices, but the "
+            f"{len(stages)} stages use parts of them. Pass a ClusterSpec or a list of devices."
         )
 
 
@@ -168,10 +159,13 @@ def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedS
 
 
 def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
-    """`plan`, or the same stages with rows kept, or with weights cast once, if that is open, fits and is faster."""
+    """`plan`, or its stages with per-example values kept for later loops, or with weights cast once per step.
+
+    A variant is planned if its option (`keep_activations`, `cast_once`) is open, and taken if it fits and is faster.
+    """
     options = context.options
-    if options.keep_rows is None and plan.n_loops > 1 and staged_step_of(context, plan).split.recomputes_rows:
-        plan = _or_planned_with(context, plan, keep_rows=True)
+    if options.keep_activations is None and plan.n_loops > 1 and staged_step_of(context, plan).split.recomputes_rows:
+        plan = _or_planned_with(context, plan, keep_activations=True)
     is_open = options.cast_once is None and plan.n_micro_batches > 1 and not plan.casts_once
     if is_open and casts_weights(staged_step_of(context, plan).split):
         plan = _or_planned_with(context, plan, cast_once=True)
@@ -179,7 +173,6 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
 
 
 def _or_planned_with(context: PlanningContext, best: Plan, **options: Any) -> Plan:
-    """`best`, or its stages with some options replaced, if that is faster and fits."""
     below_s = min(context.below_s, best.cost.total_s)
     other = dataclasses.replace(context, options=options_of(best), below_s=below_s).asking(**options)
     return best_of([lambda: best, lambda: dataclasses.replace(_planned(other), certificate=best.certificate)])

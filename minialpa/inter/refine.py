@@ -1,4 +1,4 @@
-"""Passes from a plan to a better one: each tries one change of the decisions, and keeps it if the plan is faster."""
+"""Refinements: a plan in, a plan out with one decision changed if that is better."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from minialpa.inter.schedule.chunks import plan_chunks
 from minialpa.inter.search.user_stages import as_planned
 from minialpa.plan import Plan
 
-#: Fraction of the step time from which a bubble is worth the try of interleaved stages. Chosen by hand: each try solves
-#: all stages anew.
+#: Interleaved stages are tried if the bubble is at least this part of the step. By choice: each try solves all stages.
 _LARGE_BUBBLE = 0.02
-#: Long scans are taken up to this multiple of the step time with each layer by itself: their programs are smaller and
-#: compile sooner.
+#: Long scans may take up to this multiple of the step time: their programs are smaller and compile sooner.
 _AS_FAST = 1.01
 
 
@@ -55,7 +53,7 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     if n_stages == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
         return best
 
-    # The layers of each stage are spread over the model in runs of about equal work.
+    # Each stage has several runs of layers of about equal work.
     layered = layered_step(cut, best.remat)
     asked = context.asking(n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
     flops = layer_flops(cut.step, best.layer_of_group)

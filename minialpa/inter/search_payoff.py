@@ -1,20 +1,18 @@
-"""Whether a search of the stages of a step pays, and the plan of a step for which it does not.
+"""Whether a search of stages pays; if not, a step in and its plan out.
 
-A search takes seconds, and at best it saves all the time of a step. If it takes longer than that, over
-`AutoStageOption.planned_steps` steps, the planner does not search:
+A search takes seconds, and at best it saves all the time of a step. Over the N steps of a training run
+(`AutoStageOption.planned_steps`, or by `planning_effort`), with step_s the step on one device by the cost model:
 
-    search_s = SEARCH_S_PER_EQUATION * n_equations
-    step_s * planned_steps <= search_s                                   -> search_pays
+    search_s = SEARCH_S_PER_EQUATION n_equations
+    step_s N > search_s                                           -> search_pays
 
-where step_s is the time of the step on one device by the cost model. A slightly longer step is planned without a search
-first. No plan beats devices that share the work perfectly, so a plan near that is the answer:
+A slightly longer step is first planned without a search. Devices that share the work perfectly are the lower bound, so
+a plan near the bound is the answer:
 
-    step_s * planned_steps <= _LITTLE_LONGER * search_s and
-    (plan_s - step_s / n_devices) * planned_steps <= search_s            -> plan_if_not_searched
+    step_s N <= _LITTLE_LONGER search_s and
+    (plan_s - step_s / n_devices) N <= search_s                   -> plan_if_not_searched
 
-Equal stages on equal submeshes need no search. `or_equal_stages` plans them where they may pay in the same sense.
-
-All seconds here are counted, not measured, so plans do not depend on how busy the machine is.
+All seconds are counted, not measured, so plans do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -49,14 +47,13 @@ from minialpa.options import (
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
 
-#: Seconds that a search takes for each equation of a step, about: 0.01 on models of 200 to 1,600 equations, and more
-#: than twice that on one of 7,500.
+#: Seconds of a search for each equation: about 0.01 in models of 200 to 1,600 equations, above 0.02 in one of 7,500.
 SEARCH_S_PER_EQUATION = 0.02
-#: Seconds for each equation that the programs of twice as many stages take longer to compile, about.
+#: Seconds of compilation that a pipeline adds, about, for each equation.
 _COMPILE_S_PER_EQUATION = 0.01
-#: Numbers of equal stages that are planned without a search, and micro-batches for each of them, at most.
+#: Numbers of equal stages that are planned without a search, and most micro-batches for each stage.
 _EQUAL_STAGES, _PER_STAGE = (2, 4, 8), 4
-#: Steps that are longer by this factor are searched at once: a plan without a search would seldom be the answer.
+#: Steps longer by this factor are searched at once.
 _LITTLE_LONGER = 10
 
 
@@ -91,7 +88,6 @@ def _needs_search(context: PlanningContext, layers: LayerOption, auto: AutoStage
 
 
 def _planned_steps(context: PlanningContext, auto: AutoStageOption) -> float:
-    """The number of steps of the training run."""
     given = auto.planned_steps
     return PLANNED_STEPS[context.options.sharding.planning_effort] if given is None else given
 
@@ -107,7 +103,7 @@ def one_device_s(context: PlanningContext) -> float:
 
 
 def n_equations(eqns: Sequence[JaxprEqn]) -> int:
-    """The number of equations; bodies count twice, as scans are searched whole, and cut between layers."""
+    """Number of equations. Bodies count twice, because a search plans scans both whole and cut."""
     bodies = itertools.chain.from_iterable(map(sub_jaxprs, eqns))
     return len(eqns) + 2 * sum(n_equations(body.eqns) for body in bodies)
 
@@ -115,8 +111,8 @@ def n_equations(eqns: Sequence[JaxprEqn]) -> int:
 def plan_without_search(context: PlanningContext, auto: AutoStageOption) -> Plan:
     """The step in one stage on all devices, or on one device if that is as fast and devices may be idle.
 
-    The plan on all devices costs at most as much as `ShardParallel` and the data parallel methods. Raises
-    InfeasibleError if the fastest shardings on all devices do not fit.
+    It costs at most as much as `ShardParallel` and the data parallel methods on all devices. Raises InfeasibleError if
+    the fastest shardings on all devices do not fit.
     """
     asked = context.asking_for_fewest()
     best = _on_all_devices(asked, auto)
@@ -128,11 +124,12 @@ def plan_without_search(context: PlanningContext, auto: AutoStageOption) -> Plan
 def or_equal_stages(
     context: PlanningContext, auto: AutoStageOption, best: Plan, planned: Callable[[PlanningContext], Plan]
 ) -> Plan:
-    """`best`, or a faster pipeline of 2, 4 or 8 equal stages, as `UniformStageOption` makes them.
+    """`best`, or a faster pipeline of 2, 4 or 8 equal stages (`UniformStageOption`).
 
-    planned: makes the plan of the options of a context.
-    A pipeline of p stages takes (n + p - 1) / n times the share of each device in the step, or more. It has to repay
-    the programs of its stages. Few are faster than one stage, so it is planned where it could repay a search.
+    p stages take at least (n + p - 1) / n times the share of each device in the step, and have to repay their
+    compilation. Few are faster than one stage, so they are planned only where the gain could repay a search.
+
+    planned: the plan of the options of a context.
     """
     options, n_devices = context.options, context.cluster.n_devices
     is_open = options.layers in (AutoLayerOption(), AutoLayerOption(remat="auto"))
@@ -166,18 +163,17 @@ def on_one_device(context: PlanningContext, auto: AutoStageOption) -> Plan:
 
 
 def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
-    """The best plan in one stage on all devices, the methods by name included."""
     option = context.options.sharding
     stage = DecidedStage((), _whole_clusters(context, auto)[0], option, 0)
     placed = place_stages(context, context.whole, [stage])
 
     def attempt(sharding: AutoShardingOption, below_s: float) -> tuple[Plan, float]:
-        """The plan, and a lower bound on the seconds of every plan."""
+        """The plan, and a lower bound on the seconds of each plan."""
         named = replace(placed, stages=(replace(stage, option=sharding),))
         solved = solve_meshes(replace(context, below_s=below_s), named)
         free = solved[0].free
         if free is not None and not free.fits:
-            raise InfeasibleError("Memory is short, so that rematerialisation may be faster than these shardings.")
+            raise InfeasibleError("Memory is short, so rematerialisation may be faster than these shardings.")
         return build_plan(context, named, solved), free.bound_s if free is not None else 0.0
 
     best, bound_s = attempt(option, math.inf)

@@ -1,7 +1,7 @@
-"""Plans whose stages are searched: layers, submeshes, micro-batches and rematerialisation are chosen together.
+"""Plans of a joint search of layers, submeshes, micro-batches and rematerialisation: a step and options in, a plan out.
 
-The search adds up costs of pieces (`search/joint_search.py`). This module solves the stages that it finds as wholes,
-and the search learns their costs, until it promises no better pipeline.
+The search adds up costs of sublayers (`search/joint_search.py`). This module solves the stages that it finds as whole
+problems, and the search learns their costs, until no other pipeline has a lower sum.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from minialpa.inter.search_payoff import on_one_device
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Certificate, Plan
 
-#: Plans that are made before a search ends although the sums of pieces promise better ones.
+#: Plans after which a search ends although a sum of sublayers is lower.
 _MAX_PLANS = 8
 #: Rounds of a search, including rounds in which stages do not fit.
 _MAX_ROUNDS = 30
-#: In steps with at most so many equations, every pipeline that promises to be faster becomes a plan. In larger steps, a
-#: promise has to be better by the excess of the first plan over its promise.
+#: In larger steps, a sum has to be lower by the excess of the first plan over its sum.
 _FEW_EQUATIONS = 10_000
 #: Steps with at most so many equations are planned for one device, too.
 _VERY_FEW_EQUATIONS = 4000
 
 
 def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> Plan:
-    """The best plan of a joint search, with scans over layers whole and, if that may help, with stages in them."""
+    """The best plan of two searches: with scans over layers whole and, if that may help, cut by stages."""
     cut = context.cut_scans(layers) if context.cluster.n_devices > 1 else None
 
     def attempt(scans_are_cut: bool) -> Plan:
@@ -47,13 +46,12 @@ def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto:
         found = _search(context, step, layers, auto)
         return or_longer_scans(context, found, step)
 
-    # A step whose layers are all in scans may have too few operations outside them for layers, or batches.
+    # Outside of whole scans, there may be too few operations for layers, or for batches.
     attempts = [partial(attempt, scans_are_cut) for scans_are_cut in ((False, True) if cut else (False,))]
     return best_of(attempts, (InfeasibleError, TraceError))
 
 
 def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: AutoStageOption) -> Plan:
-    """The best plan of a joint search over one layering of the step."""
     options = context.options
     space = Space(
         micro_batches=options.micro_batch_choices(cut.step.batch_size),
@@ -97,9 +95,7 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """The plans of a search with their pipelines, bounds on all other pipelines, and why a pipeline did not fit, if one
-    did not.
-    """
+    """Plans with their pipelines, bounds on all other pipelines, and why a pipeline did not fit, if so."""
 
     plans: tuple[tuple[Plan, FoundPipeline], ...]
     certificate: Certificate
@@ -107,11 +103,11 @@ class _Solved:
 
 
 def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch) -> _Solved:
-    """Solve the stages of the best pipeline, tell the search their costs, and repeat while it promises more."""
+    """Plan the best pipeline, report the costs of its stages to the search; repeat while another sum is lower."""
     plans: list[tuple[Plan, FoundPipeline]] = []
     failure: InfeasibleError | None = None
     certificate: Certificate | None = None
-    excess = 1.0  # of the cost of whole stages over the sums of their pieces
+    excess = 1.0  # cost of whole stages / sum of their sublayers
 
     for _ in range(_MAX_ROUNDS):
         try:
@@ -120,7 +116,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
             failure = failure or error
             break
 
-        # No other pipeline is expected to beat the best plan.
+        # By the sums, no other pipeline beats the best plan.
         certificate = search.certificate
         best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
@@ -144,21 +140,21 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
 
 
 def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Plan:
-    """The plan of a found pipeline. Raises StageTooLargeError if a stage does not fit after all."""
+    """The plan of a found pipeline. Raises StageTooLargeError if a stage does not fit as a whole."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     option = context.options.sharding
     layered = layered_step(cut, remat)
     stages = [DecidedStage(s.layers, s.candidate, option, s.choice.first_device) for s in found.stages]
-    if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
+    if len(stages) == 1 and not set(remat) - {"none"}:  # layers have no use
         layered, stages = cut.whole, [dataclasses.replace(stages[0], layers=())]
     return plan_stages(context.asking(n_micro_batches=found.n_micro_batches), layered, stages)
 
 
 def _explained(context: PlanningContext, failure: InfeasibleError, auto: AutoStageOption) -> InfeasibleError:
-    """Why a search found no plan: if options may be the reason, the error of the whole step on all devices."""
+    """The error without a plan: if options may be the reason, the error of the whole step on all devices."""
     options = context.options
 
-    # Options that may forbid shardings: without any, there is too little memory.
+    # Only options that may forbid shardings.
     kept = set(options.sharding.set_names) - {"memory_limit_bytes", "planning_effort", "solver_time_limit_s"}
     if auto.sharding(AutoShardingOption()) != AutoShardingOption():
         kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
@@ -171,5 +167,5 @@ def _explained(context: PlanningContext, failure: InfeasibleError, auto: AutoSta
         plan_on_best_submesh(context.asking_for_fewest(), auto)
     except InfeasibleError as error:
         listed = ", ".join(f"`{name}`" for name in sorted(kept))
-        return InfeasibleError(f"No pipeline keeps to {listed}, and neither does the step in one stage. {error}")
+        return InfeasibleError(f"No pipeline and no single stage satisfies {listed}. {error}")
     return failure

@@ -1,13 +1,11 @@
-"""Short steps of attempts at a plan, and shardings of the whole step from shardings of a short one.
+"""Short steps: attempts at a plan leave out most repeated layers, and the chosen plan is expanded to the whole step.
 
-Models repeat their layers. An attempt at a plan solves, times and measures a step with a few of them
-(`search/short_step.py`), in which one unit stands for all units that are left out (`ir/repeats.py`). The chosen plan
-is made for the whole step: an equation of a unit that is left out has the specs of the same equation of the unit that
-stands for it, and the whole step is measured.
+Of 32 equal units of layers, a short step has units 0, 1, 2 and 31, and unit 2 counts 29 times (`ir/repeats.py`). In the
+whole step, each equation that is left out takes the specs of its counterpart in unit 2.
 
     LayeredStep, stages    -> ShortStep                        short_step_of
     ShortStep, options     -> StagedStep with `Repeats`        staged_short_step
-    shardings of it        -> shardings of the whole step      Expansion
+    its shardings          -> shardings of the whole step      Expansion
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ from minialpa.tracing.trace import TracedStep
 
 
 class NotExpandedError(Exception):
-    """The whole step differs from the short one."""
+    """The whole step differs from the short step."""
 
 
 class EquationPlace(NamedTuple):
-    """An equation of a staged step: the `number`-th of one piece in one direction of one segment.
+    """An equation of a staged step: the `number`-th of one sublayer in one direction of one segment.
 
-    sublayer: -1 for equations that belong to no piece.
+    sublayer: -1 for equations without a sublayer.
     """
 
     sublayer: int
@@ -61,9 +59,10 @@ class EquationPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayeredWhole:
-    """A step with the layers of its groups, as pieces.
+    """A step, cut into sublayers.
 
-    kinds: pieces of one kind are the same equations.
+    Attributes:
+        kinds: for each sublayer, a number; equal numbers mean equal equations.
     """
 
     sublayers: StagedSublayers
@@ -72,16 +71,15 @@ class SublayeredWhole:
 
     @property
     def sublayer_of_group(self) -> tuple[int, ...]:
-        """The piece of each forward group."""
         return self.sublayers.whole.sublayer_of_group
 
 
 def sublayers_of_layers(step: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The piece of each forward group, and the layer of each piece. Without layers, the step is one layer."""
+    """The sublayer of each forward group, and the layer of each sublayer. Without layers, the step is one layer."""
     return sublayers_of(step, tuple(layer_of_group) or (0,) * step.n_groups)
 
 
-def pieced_whole(step: TracedStep, sublayer_of_group: tuple[int, ...], n_micro_batches: int) -> SublayeredWhole:
+def sublayered_whole(step: TracedStep, sublayer_of_group: tuple[int, ...], n_micro_batches: int) -> SublayeredWhole:
     """Raises TraceError if the step cannot be split into so many micro-batches."""
     whole = whole_step(step, sublayer_of_group)
     staged = stage_step(step, n_micro_batches, sublayer_of_group, range(whole.n_sublayers))
@@ -98,7 +96,9 @@ def pieced_whole(step: TracedStep, sublayer_of_group: tuple[int, ...], n_micro_b
 class ShortStep:
     """A step without most of its repeated units, before rematerialisation.
 
-    layered: of the whole step. layer_of_sublayer: the layer of each piece.
+    Attributes:
+        layered: the whole step.
+        layer_of_sublayer: the layer of each sublayer.
     """
 
     whole: SublayeredWhole
@@ -108,14 +108,14 @@ class ShortStep:
 
     @property
     def layer_of_group(self) -> tuple[int, ...]:
-        """The layer of each group of the short step."""
+        """The layer of each forward group of the short step."""
         if not self.layered.of_group:
             return ()
         runs_as, layers = self.short.runs_as, self.layer_of_sublayer
         return tuple(layers[runs_as[sublayer]] for sublayer in self.whole.sublayer_of_group)
 
     def places(self, staged: StagedStep, *, is_short: bool) -> dict[JaxprEqn, EquationPlace]:
-        """The places of the equations of the short step, or of the whole one, with the pieces of the whole one."""
+        """The place of each equation of the short or whole step, in sublayers of the whole step."""
         sublayers = _sublayers_of_equations(self, staged, is_short=is_short)
         counter = Counter[tuple[int, int, str]]()
         found: dict[JaxprEqn, EquationPlace] = {}
@@ -131,7 +131,7 @@ def short_step_of(
 ) -> ShortStep | None:
     """The short step of an attempt; None if too little repeats.
 
-    chunk_of_layer: the chunk of the pipeline of each layer; empty without a pipeline.
+    chunk_of_layer: the chunk of each layer; empty without a pipeline.
     """
     n_of_layer = Counter(layer_of_sublayer)
     seen = Counter[int]()
@@ -152,18 +152,20 @@ def short_step_of(
 
 
 def staged_short_step(
-    step: ShortStep, n_micro_batches: int, chunks: Chunks, *, keep_rows: bool, cast_once: bool
+    step: ShortStep, n_micro_batches: int, chunks: Chunks, *, keep_activations: bool, cast_once: bool
 ) -> StagedStep:
-    """The tasks of a short step, with the counts of its equations. Raises TraceError if it cannot be split."""
+    """The tasks of a short step, with `Repeats`. Raises TraceError if it cannot be split."""
     layers = step.layer_of_group
     traced = rematerialise(step.short.step, layers, step.layered.remat) if layers else step.short.step
     groups = chunks.of_group(layers)
-    staged = stage_step(traced, n_micro_batches, groups, chunks.stage_of, keep_rows=keep_rows, cast_once=cast_once)
+    staged = stage_step(
+        traced, n_micro_batches, groups, chunks.stage_of, keep_activations=keep_activations, cast_once=cast_once
+    )
     return replace(staged, repeats=_repeats(step, staged))
 
 
 def _sublayers_of_equations(step: ShortStep, staged: StagedStep, *, is_short: bool) -> list[int]:
-    """The piece of each operation of the whole or short step, numbered as in the whole step; -1 without one."""
+    """The sublayer of each operation, numbered as in the whole step; -1 without a sublayer."""
     split, short = staged.split, step.short
     sources = split.traced.flat.eqns
     sublayer_of_group = step.whole.sublayer_of_group
@@ -177,7 +179,7 @@ def _sublayers_of_equations(step: ShortStep, staged: StagedStep, *, is_short: bo
             sublayer = short.runs_as[sublayer] if is_short else sublayer
         sublayers.append(sublayer)
 
-    # Equations that splitting adds belong to the first piece of their readers.
+    # Equations that splitting adds belong to the first sublayer of their readers.
     of_reader: dict[Var, int] = {}
     known: list[int] = []
     for op, sublayer in zip(reversed(split.ops), reversed(sublayers), strict=True):
@@ -236,7 +238,7 @@ def _is_alike(eqn: JaxprEqn, other: JaxprEqn) -> bool:
 
 
 class Expansion:
-    """The equations of a whole staged step, each with its equation in the short one.
+    """For each equation of a whole staged step, its equation in the short step.
 
     Raises NotExpandedError if the two differ.
     """
@@ -273,7 +275,6 @@ class Expansion:
         )
 
     def _variables(self, problem: MeshEquations, short: MeshEquations) -> dict[Var, Var]:
-        """For each variable of a mesh of the whole step, its variable in the short one."""
         like: dict[Var, Var] = {}
         for eqn in problem.eqns:
             other = self.of[eqn]

@@ -1,7 +1,6 @@
-"""From the sketch of a plan, whose shardings are of a short step, to the plan of the whole step.
+"""From the `Sketch` of a plan, with shardings of a short step, to the plan of the whole step.
 
-The whole step gets the shardings of the short one, and its collectives and memory are measured. If it needs more memory
-than the short step promises, the short step is solved with less room.
+The whole step gets these shardings, and its collectives and memory are measured.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from minialpa.inter.staging.mesh_problem import mesh_collectives, mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.plan import Plan
 
-#: Solutions of a short step, with less and less room, of which the whole step is measured.
+#: Solutions of a short step, with lower and lower limits, that are expanded.
 _MOST_CORRECTIONS = 3
 
 
 def whole_plan(plan: Plan) -> Plan:
     """The plan of the whole step.
 
-    The memory of a short step is a prediction. If the whole step needs more than its devices have, the short one is
-    solved with less room, by the difference.
-    Raises NotExpandedError if the short step of a sketch differs from the whole one, and StageTooLargeError if the
-    whole step does not fit.
+    If the whole step needs more memory than its devices have, the short step is solved with a limit lowered by the
+    difference. Raises NotExpandedError if the short step differs from the whole step, StageTooLargeError if the whole
+    step does not fit.
     """
     if not isinstance(plan, Sketch):
         return plan
@@ -41,7 +39,7 @@ def whole_plan(plan: Plan) -> Plan:
     whole = _whole(context, placed, placed.short.layered)
     expansion = Expansion(placed.short, placed.staged, whole.staged)
 
-    less_room = [0.0] * len(solved)
+    reserved_bytes = [0.0] * len(solved)
     for _ in range(_MOST_CORRECTIONS):
         measured = [_measured(context, whole, expansion, mesh, found) for mesh, found in enumerate(solved)]
         missing = [_missing_bytes(placed.stages[mesh], found) for mesh, found in enumerate(measured)]
@@ -49,38 +47,38 @@ def whole_plan(plan: Plan) -> Plan:
             made = plan_of(context, whole, measured)
             return dataclasses.replace(made, cluster=plan.cluster, certificate=plan.certificate)
 
-        # As much less on each mesh that lacks memory, since stages that are alike are solved once.
+        # Equal limits on all meshes that lack memory: stages that are alike are solved once.
         errors = [_needed(one) - _needed(other) for one, other in zip(measured, solved, strict=True)]
-        less_room = [max(less, *errors) if lacks > 0 else less for less, lacks in zip(less_room, missing, strict=True)]
+        reserved_bytes = [
+            max(less, *errors) if lacks > 0 else less for less, lacks in zip(reserved_bytes, missing, strict=True)
+        ]
         asked = dataclasses.replace(context, below_s=math.inf)
-        solved = tuple(solve_meshes(asked, _with_room(placed, solved, less_room)))
+        solved = tuple(solve_meshes(asked, _with_less_memory(placed, solved, reserved_bytes)))
     worst = max(range(len(missing)), key=lambda mesh: missing[mesh])
     raise StageTooLargeError(f"Stage {worst} lacks {missing[worst]:,.0f} bytes per device.", worst, 1)
 
 
 def _whole(context: PlanningContext, placed: PlacedStages, layered: LayeredStep) -> PlacedStages:
-    """The stages of a short step, with the tasks of the whole one."""
     options = context.options
     staged = stage_step(
         layered.step,
         options.n_micro_batches,
         placed.chunks.of_group(layered.of_group),
         placed.chunks.stage_of,
-        keep_rows=bool(options.keep_rows),
+        keep_activations=bool(options.keep_activations),
         cast_once=bool(options.cast_once),
     )
     return dataclasses.replace(placed, staged=staged, short=None)
 
 
 def _needed(solved: SolvedMesh) -> float:
-    """Bytes per device that a mesh needs."""
     return needed(solved.memory, solved.live)
 
 
 def _measured(
     context: PlanningContext, whole: PlacedStages, expansion: Expansion, mesh: int, found: SolvedMesh
 ) -> SolvedMesh:
-    """`found`, a solved mesh of a short step, in the whole one."""
+    """`found`, a solved mesh of a short step, measured in the whole step."""
     staged, view = whole.staged, found.view
     problem = mesh_equations(staged, mesh)
     sharding = expansion.sharding(problem, found.problem, found.sharding)
@@ -97,15 +95,17 @@ def _measured(
 
 
 def _missing_bytes(stage: DecidedStage, solved: SolvedMesh) -> float:
-    """Bytes per device that a mesh needs beyond its memory."""
+    """Bytes per device beyond the memory limit; negative if the mesh fits."""
     limit_bytes = stage.option.limit_bytes(solved.view.mesh.device)
     return -math.inf if limit_bytes is None else solved.memory.peak_bytes(solved.live) - limit_bytes
 
 
-def _with_room(placed: PlacedStages, solved: Sequence[SolvedMesh], less_room: Sequence[float]) -> PlacedStages:
-    """The same stages with less memory per device."""
+def _with_less_memory(
+    placed: PlacedStages, solved: Sequence[SolvedMesh], reserved_bytes: Sequence[float]
+) -> PlacedStages:
+    """The same stages with the memory limits lowered by `reserved_bytes` bytes per device."""
     stages = []
-    for stage, one, less in zip(placed.stages, solved, less_room, strict=True):
+    for stage, one, less in zip(placed.stages, solved, reserved_bytes, strict=True):
         limit_bytes = stage.option.limit_bytes(one.view.mesh.device)
         if limit_bytes is not None and less > 0:
             option = dataclasses.replace(stage.option, memory_limit_bytes=limit_bytes - less)

@@ -1,4 +1,1 @@
-"""Inside one mesh: chooses a spec for every value of its tasks, and makes the program of one device from the specs.
-
-Imports: `rules`, `tracing`, and the values at the top level; no stages or micro-batches.
-"""
+"""The equations of one mesh and their specs go in; the program of one device comes out."""

@@ -1,8 +1,9 @@
-"""Arrays move between devices in the narrower of two types: a program in, the same program out with fewer bytes moved.
+"""A `ShardedEquations` goes in; the same program comes out, with fewer bytes in collectives next to conversions.
 
-A conversion has the spec of its operand, so the solver prices a move only after it. A move does not change elements, so
-it may come before a conversion to a wider type, or after one to a narrower type: the same bits arrive. Partial sums are
-left alone, since a sum in another type is another sum.
+A conversion has the spec of its operand. Resharding does not change elements, so the narrower array can move:
+    to a wider type        bfloat16 -> convert -> all-gather of float32     becomes   all-gather of bfloat16 -> convert
+    to a narrower type     all-gather of float32 -> convert -> bfloat16     becomes   convert -> all-gather of bfloat16
+Partial sums stay: a sum in another type has another value.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, aval_of, is_literal
 from minialpa.sharding import EquationSpecs, Spec
 
-#: The specs in which a variable is read, by reader and number of the operand; results have no equation.
+#: The specs in which a variable is read, by reader (None for results of the program) and number of the operand.
 _Readers = dict[tuple[JaxprEqn | None, int], Spec]
 
 
 def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
-    """`program` with moves before conversions to wider types and after conversions to narrower ones."""
     readers = _readers(program)
     equations, specs = dict(program.equations), dict(program.specs)
     # Backwards, so that a move passes several conversions in a row.
@@ -56,10 +56,12 @@ def _readers(program: ShardedEquations) -> Mapping[Var, _Readers]:
 def _better_spec(
     eqn: JaxprEqn, before: Spec, chosen: EquationSpecs, required: set[Spec], read_before: set[Spec]
 ) -> Spec | None:
-    """A spec of a conversion that moves less than `chosen`, or None.
+    """A spec for a conversion that moves fewer bytes than `chosen`, or None.
 
-    before: the spec of its operand. required: specs in which its result is read. read_before: specs in which others
-    read its operand.
+    Args:
+        before: the spec in which the operand is made.
+        required: the specs in which the result is read.
+        read_before: the specs in which other equations read the operand.
     """
     converted = chosen.operands[0]
     after = next(iter(required), converted)
@@ -71,7 +73,7 @@ def _better_spec(
     grows = _width(eqn.outvars[0]) - _width(eqn.invars[0])
     if grows > 0 and before == converted != after:
         return after
-    # The operand moves to this spec anyway if others want it.
+    # If others read the operand in `converted`, it moves in any case.
     if grows < 0 and before != converted == after and converted not in read_before:
         return before
     return None

@@ -1,9 +1,10 @@
-"""The program of one device on arrays: `spmd.walk` under `jax.shard_map`, and the collectives of each step.
+"""A `ShardedEquations` goes in; a function of jax arrays comes out: `spmd.walk` under `jax.shard_map`.
 
-Barriers wait by data. XLA for GPUs drops optimization barriers before it orders its kernels, so recomputed values of a
-backward pass would be made long before that pass needs them, and save no memory. So a condition chooses each array
-after a barrier from itself and zeros. The condition reads an element of every array in front of the barrier and never
-holds, which no compiler knows. The choice is elementwise, and becomes a part of the kernels that read the array.
+Barriers wait by data, because XLA for GPUs drops optimization barriers before it orders its kernels. It would recompute
+values for a backward pass long before the pass needs them, and save no memory. So each array x after a barrier becomes
+    where(never, 0, x)
+`never` reads an element of every array before the barrier and is always false, which no compiler knows. The kernels
+that read x include the `where`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Shape = tuple[int, ...]
 
 
 def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
-    """The program as a function of stored arrays (`Spec.stored_shape`), over all devices of its mesh."""
+    """The program as a function of stored arrays (`Spec.stored_shape`) on all devices of the mesh."""
     mesh_shape = program.mesh.shape
     in_specs = [program.specs[v] for v in program.invars]
     ops = replace(_array_ops(mesh_shape), run=functools.partial(_run_in_order, mesh_shape))
@@ -59,12 +60,11 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
 
 
 def _shard_of(stored: Any, spec: Spec) -> Any:
-    """The shard of a stored array, without the leading dimensions that count the parts of a partial sum."""
+    """The shard of a stored array, without the leading dimensions of partial sums."""
     return stored.reshape(stored.shape[len(spec.partial) :]) if spec.partial else stored
 
 
 def _stored(shard: Any, spec: Spec) -> Any:
-    """The reverse of `_shard_of`."""
     return jnp.expand_dims(shard, range(len(spec.partial))) if spec.partial else shard
 
 
@@ -78,7 +78,7 @@ def _array_ops(mesh_shape: Shape) -> ShardOps[Any]:
 
 def _move(mesh_shape: Shape, shard: Any, step: ReshardStep, atom: Atom) -> Any:
     if is_extended(aval_of(atom).dtype):
-        # Typed keys are resharded as integers.
+        # Random keys are resharded as integers.
         data = take_step(jax.random.key_data(shard), step, mesh_shape)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(shard))
     return take_step(jnp.asarray(shard, aval_of(atom).dtype), step, mesh_shape)
@@ -99,14 +99,14 @@ def _run(mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpe
 def _run_in_order(
     mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]
 ) -> list[Any]:
-    """As `_run`, with barriers that every compiler keeps. Iterations of a loop are in order anyway."""
+    """`_run` with barriers that every compiler keeps. Loops do not need them: iterations run in order."""
     if eqn.primitive.name == "optimization_barrier" and not only_keeps_apart(eqn):
         return wait_for_all(operands)
     return _run(mesh_shape, eqn, factors, chosen, operands)
 
 
 def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
-    """An equation with side effects runs on the first device only; the others get its results."""
+    """Run an equation with side effects on the first device only; the others get its results."""
     if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
         raise TraceError(
             f"`{eqn.primitive.name}` at {source_line(eqn)} runs an ordered `jax.debug` callback, which jax supports on "
@@ -124,8 +124,8 @@ def _check_shapes(eqn: JaxprEqn, chosen: EquationSpecs, results: Sequence[Any], 
         expected = spec.shard_shape(shape_of(v), mesh_shape)
         if tuple(np.shape(shard)) != expected:
             raise VerifyError(
-                f"The rule of `{eqn.primitive.name}` makes a shard of shape {np.shape(shard)} where {spec} of "
-                f"{shape_of(v)} is {expected}. The rule is wrong; please report it."
+                f"The sharding rule of `{eqn.primitive.name}` makes a shard of shape {np.shape(shard)}; spec {spec} of "
+                f"shape {shape_of(v)} has shards of shape {expected}. The rule is wrong; please report it."
             )
 
 
@@ -135,7 +135,7 @@ def _loop(mesh_shape: Shape, eqn: JaxprEqn, body: ScanBody, inside: ShardedEquat
     def iteration(carry: Any, slices: Any) -> Any:
         inputs = [*body.flat.consts, *operands[: body.n_consts], *carry, *slices]
         shards = walk(inside, inputs, ops)
-        # Literals may be Python numbers, but a scan needs arrays of the dtypes of its carry.
+        # Literals may be Python numbers; a scan needs arrays.
         results = [
             jnp.asarray(shard, aval_of(atom).dtype) if is_literal(atom) else shard
             for shard, atom in zip(shards, inside.outvars, strict=True)
@@ -165,7 +165,7 @@ def wait_for_all(arrays: Sequence[Any]) -> list[Any]:
 
 
 def wait_by_data(*arrays: Any) -> tuple[Any, ...]:
-    """The same arrays, to the last bit, each computed from an element of all floating point arrays."""
+    """The same arrays, to the last bit, each of which depends on an element of every floating point array."""
     elements = [
         array[(0,) * array.ndim].astype(jnp.float32)
         for array in arrays
@@ -174,7 +174,7 @@ def wait_by_data(*arrays: Any) -> tuple[Any, ...]:
     if not elements:
         return _barrier(*arrays)
 
-    # NaN is equal to nothing, also not to 0.
+    # Never true: a NaN is not equal to 0.
     read = jnp.stack(elements)
     never = jnp.any((read != read) & (read == 0))
     return tuple(jnp.where(never, jnp.zeros_like(array), array) for array in arrays)
@@ -188,7 +188,6 @@ def _barrier(*arrays: Any) -> tuple[Any, ...]:
 
 
 def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
-    """One step of a resharding on the shard `x` of this device, together with the devices along its axes."""
     if is_narrow(x.dtype):
         return take_step(x.astype(np.int8), step, mesh_shape).astype(x.dtype)
     names = _names(step.axes)
@@ -214,7 +213,7 @@ def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
 
 
 def _cut_halves(x: Any, dim: int, i: Any, n: int) -> Any:
-    """The part of `x` of device i of n after a swap: of 2 n pieces, piece 2 i and piece 2 n - 1 - 2 i."""
+    """Of 2 n slices of `x`, slices 2 i and 2 n - 1 - 2 i, which device i of n has after a swap."""
     size = x.shape[dim] // (2 * n)
     starts = (2 * i * size, (2 * n - 1 - 2 * i) * size)
     halves = [lax.dynamic_slice_in_dim(x, start, size, dim) for start in starts]
@@ -222,7 +221,7 @@ def _cut_halves(x: Any, dim: int, i: Any, n: int) -> Any:
 
 
 def _swap(x: Any, dim: int, names: tuple[str, ...], n: int) -> Any:
-    """The first half of this device's part, then the second half of device n - 1 - i's."""
+    """The first half of this shard, then the second half of the shard of device n - 1 - i."""
     kept, sent = jnp.split(x, 2, axis=dim)
     received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
     return jnp.concatenate([kept, received], axis=dim)

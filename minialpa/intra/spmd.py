@@ -1,10 +1,11 @@
-"""Programs of one device: equations over shards, with explicit collectives.
+"""Equations with specs go in (`ShardedEquations`); the program of one device, with explicit collectives, comes out.
 
-`walk` goes through equations as a device does: it reshards operands, runs each equation on shards, applies all-reduces
-that cannot wait (of a maximum, for example), and reshards results. The caller defines a shard: `shard_program`
-(shard_arrays.py) computes with arrays under `jax.shard_map`, `collectives_of` only counts. So a plan predicts the
-collectives that run.
-XLA's partitioner has no part in this: it does not know partial sums.
+`walk` runs the program: it reshards operands, runs each equation on shards, applies all-reduces that cannot wait (of a
+maximum, for example), and reshards results. The caller chooses the type of a shard. `shard_program` (shard_arrays.py)
+computes with arrays; `collectives_of` only counts. So a plan predicts the collectives that run. XLA's partitioner takes
+no part: it does not know partial sums.
+
+    y = x @ w      reshard x to R,S0 and w to S0,R; multiply shards, which makes R,R+P0; all-reduce y to R,R
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class ShardOps(Generic[T]):
 
     Attributes:
         literal: makes the shard of a literal.
-        move: takes one step of a resharding; gets the shard, the step and the variable or literal.
-        run: runs an equation on the shards of its operands.
-        loop: runs a scan whose iterations are a program of shards.
+        move: takes one step of a resharding.
+        run: runs an equation.
+        loop: runs a scan; its iteration is a `ShardedEquations`.
     """
 
     literal: Callable[[Atom], T]
@@ -56,13 +57,11 @@ class ShardedEquations:
     """Equations of one program on `mesh`, with their specs.
 
     Attributes:
-        invars: arguments; each comes in its spec of `specs`.
-        specs: the spec in which the maker of each variable leaves it.
-        equations: specs of operands and results of each equation.
+        invars: arguments, which arrive in their `specs`.
+        specs: for each variable, the spec in which its maker leaves it.
         forbidden: kinds of collectives that resharding may not use.
         combined: kinds of sums that start together.
-        early, awaited, in_loop: see `hidden_values`.
-        repeats: the equations that stand for several.
+        live_on_entry, required_outputs, in_loop: see `hidden_values`.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -81,6 +80,7 @@ class ShardedEquations:
 
 
 def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> list[T]:
+    """Run `program` on the shards `inputs`; returns the shards of its results, in `out_specs`."""
     shards = _Shards(program, ops)
     shards.held.update(((v, program.specs[v]), shard) for v, shard in zip(program.invars, inputs, strict=True))
     for eqn in program.eqns:
@@ -91,17 +91,17 @@ def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> li
 class _Shards(Generic[T]):
     """The shards of one run of a program so far, by variable and spec.
 
-    A variable is resharded once for all readers with one spec, and chains of steps share their beginnings.
+    A variable is resharded once for all readers in one spec, and chains of steps share their first steps.
     """
 
     def __init__(self, program: ShardedEquations, ops: ShardOps[T]) -> None:
         self.program, self.ops = program, ops
         self.held: dict[tuple[Var, Spec], T] = {}
-        #: Shards after an exchange of halves.
+        #: Operands after an exchange of halves.
         self.swapped: dict[tuple[Var, ReshardStep], T] = {}
-        #: As in the prices of the plan, so that sums that start together take the same steps.
+        #: As in the prices of the plan.
         self.n_together = sum_groups(program.eqns).n_together
-        #: The equations of variables without operands, such as positions.
+        #: `iota` equations, by result.
         self.makers: dict[Var, JaxprEqn] = {}
 
     def operand(self, atom: Atom, spec: Spec) -> T:
@@ -113,7 +113,7 @@ class _Shards(Generic[T]):
         return self.held[atom, spec]
 
     def moved(self, shard: T, atom: Atom, src: Spec, dst: Spec) -> T:
-        """`shard` resharded; skips finished steps."""
+        """`shard` resharded; steps that other readers took are skipped."""
         if src == dst:
             return shard
 
@@ -131,7 +131,7 @@ class _Shards(Generic[T]):
         return shard
 
     def run(self, eqn: JaxprEqn) -> None:
-        """Run an equation, and hold its results in both specs, `made` and `results`."""
+        """Run an equation; holds its results in both specs, `made` and `results`."""
         chosen = self.program.equations[eqn]
         operands = [self.operand(atom, spec) for atom, spec in zip(eqn.invars, chosen.operands, strict=True)]
         if chosen.body:
@@ -143,7 +143,6 @@ class _Shards(Generic[T]):
             self.makers[eqn.outvars[0]] = eqn
         run = self._run_balanced if chosen.is_balanced else self.ops.run
         made = run(eqn, factors, chosen, operands)
-        # Only sums can stay pending.
         finish = eager_reductions(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         for v, shard, step, src, dst in zip(eqn.outvars, made, finish, chosen.made, chosen.results, strict=True):
             finished = shard if step is None else self.ops.move(shard, step, v)
@@ -151,7 +150,6 @@ class _Shards(Generic[T]):
             self.held[v, dst] = self.moved(finished, v, src, dst)
 
     def _run_balanced(self, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[T]) -> list[T]:
-        """Run an equation between two exchanges that give all devices equal work."""
         balance = balance_of(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         assert balance is not None, (eqn.primitive, chosen)
 
@@ -162,7 +160,6 @@ class _Shards(Generic[T]):
         return [shard if step is None else self.ops.move(shard, step, v) for v, shard, step in ends]
 
     def _swapped(self, atom: Atom, shard: T, step: ReshardStep) -> T:
-        """The shard of an operand after an exchange of halves."""
         if is_literal(atom):
             return self.ops.move(shard, step, atom)
         if (atom, step) in self.swapped:
@@ -170,7 +167,7 @@ class _Shards(Generic[T]):
 
         maker = self.makers.get(atom)
         if maker is not None:
-            # Made anew in full, so that devices exchange nothing.
+            # Made anew in full, so that devices need no exchange.
             whole = Spec.replicated(len(shape_of(atom)))
             (shard,) = self.ops.run(maker, factors_of(maker), EquationSpecs((), (whole,), (whole,)), [])
             step_taken = replace(step, kind="cut-halves", src=whole)
@@ -214,12 +211,11 @@ class Communication(NamedTuple):
     """A collective of a program.
 
     Attributes:
-        times: how often it happens when the program runs once.
-        group: number of the group that it starts with, see `sum_groups`; None for a start of its own.
-        loop: the loop that it is in; None outside of loops.
-        can_hide: whether all the work of the loop, or of the program, can hide it, see `hidden_values`.
+        times: runs per run of the program.
+        group: the group with which it starts (`sum_groups`); None if it starts alone.
+        can_hide: whether all the work of the loop, or of the program, can hide it (`hidden_values`).
         after: bit i is set if it waits for collective i of the program, which sums with the gradients.
-        n: the number of such collectives, one after the other, see `Repeats`.
+        n: how many successive collectives it stands for (`Repeats`).
     """
 
     collective: Collective
@@ -233,14 +229,13 @@ class Communication(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
-    """The collectives of one run of the program, in order."""
     found: list[Communication] = []
     groups = sum_groups(program.eqns).number
     hidden = hidden_values(
         program.eqns, program.invars, program.live_on_entry, program.required_outputs, in_loop=program.in_loop
     )
 
-    # The shards are bits: the sums that they wait for.
+    # A shard is a set of bits: the sums for which it waits.
     def move(after: int, step: ReshardStep, atom: Atom) -> int:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:
@@ -265,7 +260,7 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
 
 
 def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, ...]]:
-    """The mesh axes, outermost first, that split each factor of an equation."""
+    """For each split factor of an equation, the mesh axes that split it, outermost first."""
     splits: dict[int, tuple[int, ...]] = {}
     for arrays, specs in ((factors.operands, chosen.operands), (factors.results, chosen.made)):
         for dims, spec in zip(arrays, specs, strict=True):

@@ -1,9 +1,8 @@
-"""The verifier of shardings: whether the equations of a mesh can have the specs of a plan.
+"""The equations of a mesh and the specs of a plan go in; the spec of each value comes out, or a VerifyError.
 
-The program of a mesh trusts its specs. `verify_specs` checks them by the rule of each equation: operands and results
-together are one of its sharding candidates (`strategies/candidates.py`), so a spec has partial sums only if the
-equation makes them or passes them on; and each value can be resharded for its readers. A program of such specs may be
-slow but computes the step. The time is linear in the number of specs.
+The program of a mesh trusts its specs. They compute the step, perhaps slowly, if operands and results of each equation
+are one of its sharding candidates (`strategies/candidates.py`), and each value can be resharded for its readers.
+Example: R,S0  S0,R -> R,R is no candidate of `dot_general`, whose result is R,R+P0.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class SpecsOfMesh:
     """The specs of one mesh in a plan.
 
     Attributes:
-        where: the stage in the plan, for errors.
-        forbidden: kinds of collectives that may not reshard.
-        inputs, equations: their specs, in order.
+        where: the stage, for errors, such as `plan.stages[0]`.
+        forbidden: kinds of collectives that resharding may not use.
+        inputs, equations: specs, in the order of `MeshEquations`.
     """
 
     where: str
@@ -49,12 +48,12 @@ class SpecsOfMesh:
 
 
 def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
-    """The specs of all values of a mesh. Raises VerifyError, with the name of the field, unless
+    """The spec of each value of a mesh. Raises VerifyError, with the name of the field, unless
 
-    - each input and each equation has its specs, and these fit their arrays;
-    - inputs are no partial sums, nor are results that leave the mesh or are combined other than by a sum;
+    - each input and each equation has specs that fit its arrays;
+    - inputs, and values in `MeshEquations.not_partial`, are no partial sums;
     - operands and results of each equation are one of its sharding candidates;
-    - a loop carries its values in one spec, and splits no stacked array between iterations;
+    - a loop carries each value in one spec, and splits no stacked array between iterations;
     - each value can be resharded for its readers.
     """
     known = _verify_inputs(problem, found)
@@ -66,26 +65,26 @@ def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
 def _verify_inputs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
     where = f"{found.where}.input_specs"
     given, required = len(found.inputs), len(problem.inputs)
-    require(given == required, where, f"a list of {given}", f"{required}, one for each array that the stage is given")
+    require(given == required, where, f"a list of {given}", f"{required}, one for each input array of the stage")
 
     known: dict[Var, Spec] = {}
     for i, ((v, _), spec) in enumerate(zip(problem.inputs, found.inputs, strict=True)):
         check_spec(v, spec, found.mesh, f"{where}[{i}]")
-        require(not spec.partial, f"{where}[{i}]", spec, "no partial sum, as devices are given arrays")
+        require(not spec.partial, f"{where}[{i}]", spec, "no partial sum: inputs of a stage are complete")
         known[v] = spec
     return known
 
 
 def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
-    """Raise VerifyError unless devices of `mesh` can hold the array `v` in `spec`."""
+    """Raise VerifyError unless the devices of `mesh` can hold the array `v` in `spec`."""
     expected = _expected(spec, shape_of(v), mesh.shape)
     require(expected is None, where, spec, expected or "")
-    require(not spec.partial or is_summable(v), where, spec, "no partial sum of what are no numbers")
+    require(not spec.partial or is_summable(v), where, spec, "no partial sum, as the elements are not numbers")
 
 
 @functools.lru_cache(maxsize=4096)
 def _expected(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
-    """What is expected of a spec of an array of `shape`; None if `spec` is right."""
+    """Text: the property that `spec` of an array of `shape` lacks; None if `spec` is right."""
     if not all(axis < len(mesh_shape) and mesh_shape[axis] > 1 for axis in (*spec.axes, *spec.partial)):
         return f"axes of a mesh of shape {mesh_shape} that have several devices"
     if not all(list(axes) == sorted(axes) for axes in (*spec.dims, spec.partial)):
@@ -96,22 +95,17 @@ def _expected(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
 
 
 def check_resharding(v: Atom, src: Spec, dst: Spec, mesh: LogicalMesh, forbidden: tuple[str, ...], where: str) -> None:
-    """Raise VerifyError unless the array `v` can be resharded from `src` to `dst`, which is at `where`."""
+    """Raise VerifyError unless the array `v` can be resharded from `src` to `dst`, the field `where`."""
     if src != dst:
         table = reshard_table(shape_of(v), bytes_of(v), mesh, forbidden)
         named = " or ".join(f"`{kind}`" for kind in forbidden)
-        expected = f"what `{src}` can be turned into without {named}, which the stage's option forbids"
+        expected = f"a spec to which `{src}` can be resharded without {named}, which the options of the stage forbid"
         require(math.isfinite(table.cost(src, dst)), where, dst, expected)
 
 
 @dataclass(frozen=True, slots=True)
 class _Verifier:
-    """Verifies the equations of a mesh and its loops.
-
-    Attributes:
-        mesh, forbidden: see `SpecsOfMesh`.
-        not_partial, equal: see `MeshEquations`.
-    """
+    """Verifies the equations of a mesh and its loops. For the fields, see `SpecsOfMesh` and `MeshEquations`."""
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...]
@@ -121,7 +115,7 @@ class _Verifier:
     def equations(
         self, eqns: Sequence[JaxprEqn], specs: Sequence[EquationSpecs], known: dict[Var, Spec], where: str
     ) -> None:
-        """Verify equations in order; adds the specs of results to `known`, the specs of all variables so far."""
+        """Verify equations in order; `known` has the specs of all variables so far, and gets the specs of results."""
         require(len(specs) == len(eqns), where, f"a list of {len(specs)}", f"{len(eqns)}, one for each equation")
         for i, (eqn, chosen) in enumerate(zip(eqns, specs, strict=True)):
             at = f"{where}[{i}]"
@@ -136,11 +130,10 @@ class _Verifier:
                 self._check_resharding(atom, known[atom], spec, f"{where}[{_OPERANDS}][{k}]")
 
     def _check_results(self, eqn: JaxprEqn, chosen: EquationSpecs, known: dict[Var, Spec], where: str) -> None:
-        """Each result can be left in its spec; adds it to `known`."""
         for r, (v, made, left) in enumerate(zip(eqn.outvars, chosen.made, chosen.results, strict=True)):
             here = f"{where}[{_RESULTS}][{r}]"
             self._check_resharding(v, made, left, here)
-            expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is read elsewhere, or in other ways"
+            expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is read elsewhere or combined otherwise"
             require(not left.partial or v not in self.not_partial, here, left, expected)
             known[v] = known[self.equal.get(v, v)] = left
 
@@ -148,7 +141,6 @@ class _Verifier:
         check_resharding(v, src, dst, self.mesh, self.forbidden, where)
 
     def _check_arrays(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """Each array of the equation has a spec that fits."""
         groups = (
             (_OPERANDS, eqn.invars, chosen.operands, "operand"),
             (_MADE, eqn.outvars, chosen.made, "result"),
@@ -163,7 +155,7 @@ class _Verifier:
     def _check_kind(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
         if chosen.body:
             body = scan_body(eqn)
-            expected = f"an empty list, as `{eqn.primitive.name}` is no loop that is planned inside"
+            expected = f"an empty list, as `{eqn.primitive.name}` is no loop with planned equations"
             require(body is not None, f"{where}[{_BODY}]", f"a list of {len(chosen.body)}", expected)
             assert body is not None
             self._check_loop(body, chosen, where)
@@ -176,7 +168,6 @@ class _Verifier:
         self._check_balanced(eqn, chosen, where)
 
     def _check_candidate(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """The specs are a sharding candidate of the equation; the error names the nearest one."""
         operands, made = nearest_candidate(
             eqn, factors_of(eqn).on_mesh(), self.mesh.shape, chosen.operands, chosen.made
         )
@@ -189,18 +180,16 @@ class _Verifier:
                 require(spec == expected, f"{where}[{place}][{k}]", spec, text)
 
     def _check_balanced(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """Only shards with whole blocks of positions of unequal work are exchanged."""
         if chosen.is_balanced:
             balance = balance_of(factors_of(eqn), chosen.operands, chosen.made, self.mesh.shape)
-            expected = f"no balanced equation: the devices of `{eqn.primitive.name}` have nothing to exchange"
+            expected = f"no balanced equation: the devices of `{eqn.primitive.name}` have no halves to exchange"
             require(balance is not None, where, "balanced", expected)
 
     # ---- loops ------------------------------------------------------------------------------------------------------
 
     def _check_loop(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
-        """The loop carries its values in one spec, and each device has all slices of stacked arrays."""
         for k, spec in enumerate(chosen.operands[body.n_lead :], body.n_lead):
-            require(not spec.dims[0], f"{where}[{_OPERANDS}][{k}]", spec, "iterations that all devices have")
+            require(not spec.dims[0], f"{where}[{_OPERANDS}][{k}]", spec, "an unsplit dimension of iterations")
 
         for r, (made, left) in enumerate(zip(chosen.made, chosen.results, strict=True)):
             here = f"{where}[{_MADE}][{r}]"
@@ -209,12 +198,11 @@ class _Verifier:
                 came = chosen.operands[body.n_consts + r]
                 require(made == came, here, made, f"{came}, in which the loop carries the value")
             else:
-                require(not made.dims[0], here, made, "iterations that all devices have")
+                require(not made.dims[0], here, made, "an unsplit dimension of iterations")
 
         self._check_iteration(body, chosen, where)
 
     def _check_iteration(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
-        """The specs of the body are right, and its results can be left in the specs of the loop."""
         flat = body.flat
         known = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
         known.update((v, body.inner_operand(k, chosen.operands[k])) for k, v in enumerate(flat.invars))
@@ -226,13 +214,11 @@ class _Verifier:
 
 
 def _check_barrier(chosen: EquationSpecs, where: str) -> None:
-    """An optimization barrier passes each operand on in its spec."""
     for k, (came, made) in enumerate(zip(chosen.operands, chosen.made, strict=True)):
-        require(made == came, f"{where}[{_MADE}][{k}]", made, f"{came}, as the array comes that is passed on")
+        require(made == came, f"{where}[{_MADE}][{k}]", made, f"{came}, the spec in which the barrier gets the array")
 
 
 def _check_replicated(eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-    """An equation with side effects, which runs once, has replicated operands and results."""
     expected = f"a replicated array, as `{eqn.primitive.name}` has side effects and runs once"
     for place, specs in ((_OPERANDS, chosen.operands), (_MADE, chosen.made)):
         for k, spec in enumerate(specs):

@@ -1,4 +1,4 @@
-"""Programs as blocks of operations: jax equations with the facts that phases find, rewritten, checked and printed.
+"""Programs as blocks of operations: jax equations in, the same with facts of later phases out, as values and as text.
 
-Each value of a block is defined once. Imports: `errors` and `support`.
+README.md explains the package.
 """

@@ -1,4 +1,4 @@
-"""Blocks: operations in an order in which they can run, with operands and results; `verify_block` checks one."""
+"""`Block`: a program as a list of operations in an order in which they can run. `verify_block` checks one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Block:
         constvars: variables for captured arrays.
         consts: their values.
         invars: operands.
-        ops: operations; `eqns` and `origins` hold their fields by the same numbers.
+        ops: operations; `eqns` and `origins` hold their fields under the same numbers.
         outvars: results.
     """
 
@@ -44,11 +44,11 @@ class Block:
 
     @functools.cached_property
     def made_by(self) -> Mapping[Var, int]:
-        """The number of the operation that makes each value, without inputs."""
+        """The number of the operation that defines each value; inputs are absent."""
         return {value: i for i, eqn in enumerate(self.eqns) for value in eqn.outvars}
 
     def text(self, names: Mapping[Var, str]) -> ProgramText:
-        """Prints the block. names: of operands; an operand without a name gets a number."""
+        """names: of operands; operands without a name are numbered."""
         return ProgramText((*self.constvars, *self.invars), self.ops, names)
 
     def __str__(self) -> str:
@@ -57,23 +57,23 @@ class Block:
         return "\n".join((*text.lines((direction, modules)), f"return {results}"))
 
     def with_eqns(self, eqns: Sequence[JaxprEqn]) -> Block:
-        """The block with another equation in each operation."""
+        """The block with one new equation for each operation."""
         ops = zip(self.ops, eqns, strict=True)
         return replace(self, ops=tuple(op if op.eqn is eqn else replace(op, eqn=eqn) for op, eqn in ops))
 
     def with_each_written_as(self, written: Iterable[Sequence[JaxprEqn]]) -> Block:
-        """The block with any number of equations in place of each operation, with its facts."""
+        """The block with any number of equations for each operation, which keep its facts."""
         pairs = zip(self.ops, written, strict=True)
         return replace(self, ops=tuple(replace(op, eqn=eqn) for op, eqns in pairs for eqn in eqns))
 
     def without_dead_operations(self) -> Block:
-        """The block without operations that no result needs; side effects stay."""
+        """The block without operations that no result needs. Operations with side effects stay."""
         is_live = live_equations(self.eqns, self.outvars)
         return self if all(is_live) else replace(self, ops=tuple(itertools.compress(self.ops, is_live)))
 
 
 def block_of(closed: ClosedJaxpr) -> Block:
-    """A program of jax, equation by equation."""
+    """A program of jax as a block."""
     return Block(
         constvars=tuple(closed.jaxpr.constvars),
         consts=tuple(closed.consts),
@@ -86,16 +86,16 @@ def block_of(closed: ClosedJaxpr) -> Block:
 def verify_block(block: Block, known: AbstractSet[Var] = frozenset(), *, later: Mapping[Var, int] = {}) -> None:
     """Raise VerifyError, with the number of the operation, unless
 
-    - every value is an operand of the block, in `known`, or made once before it is read;
-    - every operation makes the types that its primitive computes from its operands.
+    - every value is an operand of the block, in `known`, or defined once before it is read;
+    - every result has the shape and dtype that its primitive computes.
 
-    later: values that exist from the operation of this number on, though no operation makes them.
+    later: values that exist from the operation of this number on, although no operation defines them.
     """
     there = {*block.constvars, *block.invars, *known}
 
     def require(atom: Atom, i: int, what: str) -> None:
         if not is_literal(atom) and atom not in there and later.get(atom, i + 1) > i:
-            raise VerifyError(f"{what} reads a value of type {aval_of(atom)} that is not there.")
+            raise VerifyError(f"{what} reads a value of type {aval_of(atom)} that is not defined before it.")
 
     for i, eqn in enumerate(block.eqns):
         what = f"Operation %{i}, `{eqn.primitive.name}`,"
@@ -103,7 +103,7 @@ def verify_block(block: Block, known: AbstractSet[Var] = frozenset(), *, later: 
             require(atom, i, what)
         for value in eqn.outvars:
             if value in there:
-                raise VerifyError(f"{what} makes a value that is there already.")
+                raise VerifyError(f"{what} defines a value that is already defined.")
             there.add(value)
         _verify_types(eqn, what)
     for atom in block.outvars:
@@ -114,4 +114,4 @@ def _verify_types(eqn: JaxprEqn, what: str) -> None:
     made = result_avals(eqn, tuple(map(aval_of, eqn.invars)), eqn.params)
     for expected, found in zip(made, map(aval_of, eqn.outvars), strict=True):
         if any(getattr(expected, name, None) != getattr(found, name, None) for name in ("shape", "dtype")):
-            raise VerifyError(f"{what} makes {expected}, and its result is {found}.")
+            raise VerifyError(f"{what} computes {expected}, but its result has the type {found}.")

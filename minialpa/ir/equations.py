@@ -1,4 +1,4 @@
-"""Equations of jax: their operands, results, types, source lines and inner programs."""
+"""Functions of one equation of jax: operands, results, types, source line and inner programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Atom = Any  # Var | Literal
 
 _LINEAR_SOLVE = "custom_linear_solve"
-#: Primitives that only wrap other equations, with the parameter that holds these.
+#: Primitives that only wrap other equations, and the parameter that holds these.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -47,7 +47,6 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
 
 
 def operand_vars(eqn: JaxprEqn) -> list[Var]:
-    """The operands of an equation, without literals."""
     return [atom for atom in eqn.invars if not is_literal(atom)]
 
 
@@ -56,7 +55,7 @@ def fresh_var(aval: Any) -> Var:
 
 
 def reading(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
-    """A copy of an equation that reads `names[v]` in place of each operand `v` in `names`."""
+    """The equation with operand `names[v]` for each operand `v` in `names`."""
     copy: JaxprEqn = eqn.replace(invars=[v if is_literal(v) else names.get(v, v) for v in eqn.invars])
     return copy
 
@@ -73,7 +72,7 @@ _name_of = functools.lru_cache(str)
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of this aval; a typed PRNG key counts as 16 bytes."""
+    """Bytes of an array; a typed PRNG key counts as 16 bytes."""
     dtype = getattr(aval, "dtype", None)
     return 0 if dtype is None else math.prod(aval.shape) * _itemsize(dtype)
 
@@ -84,12 +83,12 @@ def _itemsize(dtype: Any) -> int:
 
 
 def is_extended(dtype: Any) -> bool:
-    """Whether this is one of jax's own dtypes, as typed PRNG keys have."""
+    """Whether only jax has this dtype, as for typed PRNG keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def is_weak(aval: Any) -> bool:
-    """Whether a value takes on the dtype of the other operand, as Python numbers do."""
+    """Whether the value takes the dtype of the other operand, as Python numbers do."""
     return bool(getattr(aval, "weak_type", False))
 
 
@@ -103,28 +102,27 @@ def is_inexact(atom: Atom) -> bool:
 
 
 def has_all(wide: Any, narrow: Any) -> bool:
-    """Whether the floats of `wide` include all floats of `narrow`."""
+    """Whether `wide` has all floats of `narrow`."""
     a, b = jnp.finfo(wide), jnp.finfo(narrow)
     return bool(a.nmant >= b.nmant and a.nexp >= b.nexp)
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Jaxprs in the parameters of an equation, such as bodies of scan, while and cond."""
+    """Inner programs, such as bodies of scan, while and cond."""
     return tuple(jex.jaxprs_in_params(eqn.params))
 
 
 def count_equations(eqns: Iterable[JaxprEqn]) -> int:
-    """The number of equations, also inside loops and branches."""
+    """The number of equations, also inside bodies."""
     return sum(1 + sum(count_equations(body.eqns) for body in sub_jaxprs(eqn)) for eqn in eqns)
 
 
 def is_call(eqn: JaxprEqn) -> bool:
-    """Whether the equation only wraps others, as jit and remat do."""
+    """Whether an equation only wraps others, as jit and remat do."""
     return eqn.primitive.name in CALLS
 
 
 def is_control_flow(eqn: JaxprEqn) -> bool:
-    """Whether the equation is a loop or a choice between branches."""
     return eqn.primitive.name in ("cond", "scan", "while")
 
 
@@ -150,7 +148,7 @@ def with_called(eqn: JaxprEqn, inner: Any) -> JaxprEqn:
 def with_bodies(eqn: JaxprEqn, bodies: Mapping[str, Any]) -> JaxprEqn:
     """The equation with these programs, or tuples of programs, as parameters.
 
-    Returns the same object if no program changes: planning knows equations and bodies by identity.
+    Returns the same object if no program changes, since planning compares by identity.
     """
 
     def is_own(name: str) -> bool:
@@ -164,7 +162,7 @@ def with_bodies(eqn: JaxprEqn, bodies: Mapping[str, Any]) -> JaxprEqn:
 
 
 def with_each_body(fun: Callable[[ClosedJaxpr], ClosedJaxpr], eqn: JaxprEqn) -> JaxprEqn:
-    """A loop or branches with `fun(program)` for each program inside; the same object if no program changes."""
+    """A loop or branch with `fun(program)` for each inner program; the same object if no program changes."""
     bodies: dict[str, Any] = {}
     for name, value in eqn.params.items():
         if isinstance(value, ClosedJaxpr):
@@ -175,30 +173,30 @@ def with_each_body(fun: Callable[[ClosedJaxpr], ClosedJaxpr], eqn: JaxprEqn) -> 
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Number of consts and of carries."""
+    """Numbers of constants and carries."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.11 and later
     return len(consts), len(carry)
 
 
-#: This module wraps functions of the user, so it has frames between frames of the user.
+#: Wraps functions of the user, so its frames are between frames of the user.
 _MARKS_FILE = str(Path(__file__).parents[1] / "tracing" / "gradients.py")
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the user's code that made this equation; a line of an installed library only without one."""
+    """`file:line (function)` of the user's code; a line of a library only if no other is known."""
     frames = [frame for frame in frames_of(eqn) if frame.file_name != _MARKS_FILE]
-    own = (frame for frame in frames if not any(name in frame.file_name for name in _LIBRARIES))
-    found = next(own, next(iter(frames), None))
+    user_frames = (frame for frame in frames if not any(name in frame.file_name for name in _LIBRARIES))
+    found = next(user_frames, next(iter(frames), None))
     if found is None:
         return innermost_line(eqn)
     return f"{found.file_name}:{found.start_line} ({found.function_name})"
 
 
 def is_gradient_marker(eqn: JaxprEqn) -> bool:
-    """Whether this marks where a gradient is summed over devices, once for all micro-batches."""
+    """Whether this marks where a gradient is summed over devices, once after all micro-batches."""
     return eqn.primitive.name == "minialpa_gradient"
 
 

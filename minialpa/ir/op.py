@@ -1,4 +1,4 @@
-"""One operation of a program: an equation of jax with its facts, and the name scopes that tell its origin."""
+"""`Op`: an equation of jax with its facts; and the name scopes that encode its `Origin`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Direction = Literal["forward", "backward", "other"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where an equation came from.
+    """The place of an equation in the step.
 
     Attributes:
-        direction: the part of the step; "other" includes the update.
-        group: number of the forward equation that it is or is a derivative of; None if unknown.
+        direction: its pass; "other" includes the update.
+        group: number of the forward equation that it is, or is a derivative of; None if unknown.
         layer: number of pipeline boundaries before that forward equation.
         call: number of the gradient call in the step, from 0.
         is_second: whether it is a derivative of a backward pass, as in a plain `jax.grad` of `jax.grad`.
@@ -40,8 +40,8 @@ class Op:
 
     Attributes:
         scope: the name scopes of its trace.
-        source: number of the traced operation that it is, or is written for, or -1.
-        segment: when it runs, see `SplitStep`; -1 before micro-batches are split.
+        source: number of the traced operation that it is or is written for, or -1.
+        segment: its segment in `SplitStep`; -1 before micro-batches are split.
     """
 
     eqn: JaxprEqn
@@ -60,7 +60,7 @@ _OF_JAX = frozenset(("jvp", "transpose", "vmap", "jit", "pjit", "remat", "checkp
 
 
 def tag_scope(modules: str, call: int, layer: int, index: int) -> str:
-    """Name scope for forward equation `index` of these modules, in `layer`, of gradient call `call` of a step."""
+    """The name scope of forward equation `index`."""
     tag = f"minialpa.{call}.{layer}.{index}"
     return f"{modules}/{tag}" if modules else tag
 

@@ -1,7 +1,7 @@
-"""Equations that stand for several equal ones: a step with a few of its repeated layers, priced as the whole step.
+"""`Repeats`: how many equations of a whole step each equation of a short step stands for.
 
-A short step has three or four of many equal units, such as layers. The equations of one of these units, the *model*
-unit, stand for the equations of all units that are left out. This module holds their counts:
+The search prices a short step, with three or four of many equal units such as layers, as the whole step. The equations
+of one unit, the *model* unit, also stand for the units that are left out:
 
     units of the whole step     0   1   2   3   4   5   6   7
     units of the short step     0   1   2                   7
@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 
 
 class UnitPass(NamedTuple):
-    """The equations of a model unit that run together: its forward pass, its backward pass or its update."""
+    """The equations of a model unit in one forward pass, backward pass or update."""
 
     run: int
     segment: int
@@ -26,7 +26,7 @@ class UnitPass(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """How many equations an equation stands for, itself included, and its place in the model unit."""
+    """How many equations an equation stands for, itself included, and its pass."""
 
     n: int
     unit_pass: UnitPass
@@ -34,11 +34,11 @@ class Repeated(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeats:
-    """The counts of a short step; empty for a whole one.
+    """The counts of a short step; empty for a whole step.
 
     Attributes:
         equations: the equations of model units.
-        variables: how many variables each result, argument and total of these equations stands for.
+        variables: how many variables each result, argument and accumulator of these equations stands for.
         alike: for each equation of a model unit, the same equation of the unit before it.
     """
 
@@ -47,21 +47,19 @@ class Repeats:
     alike: Mapping[JaxprEqn, JaxprEqn] = field(default_factory=dict)
 
     def with_readers(self, made: Mapping[Var, JaxprEqn]) -> Repeats:
-        """With further equations, each in the pass of its operand `made`, and with their results."""
+        """With an additional equation `made[v]` for each result v, in the pass of v, and with its results."""
         passes = {v: one for eqn, one in self.equations.items() for v in eqn.outvars if v in made}
         equations = {made[v]: one for v, one in passes.items()}
         variables = {out: one.n for eqn, one in equations.items() for out in eqn.outvars}
         return replace(self, equations={**self.equations, **equations}, variables={**self.variables, **variables})
 
     def n_equations(self, eqn: JaxprEqn) -> int:
-        """How many equations of the whole step `eqn` stands for."""
         found = self.equations.get(eqn)
         return 1 if found is None else found.n
 
     def n_variables(self, v: Var) -> int:
-        """How many variables of the whole step `v` stands for."""
         return self.variables.get(v, 1)
 
 
-#: Of a whole step.
+#: The counts of a whole step.
 NO_REPEATS = Repeats()

@@ -1,7 +1,10 @@
-"""Programs as text: one line per operation, columns of one width, and each repetition once under its count.
+"""Prints programs: one line per operation, aligned columns, and each repetition once under its count.
 
 A value is the path of an argument, such as `state.params['w']`, or `%12`, the result of operation 12; `%12.1` is its
-second result. Columns of facts follow; an empty column is left out.
+second result. Layers that repeat print as
+
+    3 times alike, to %9:
+    | %1  f32[8,16]  dot_general[1x0] batch['x'], state.params['w']
 """
 
 from __future__ import annotations
@@ -17,26 +20,25 @@ from jax.extend.core import Var
 from minialpa.ir.equations import Atom, aval_of, is_literal, source_line, sub_jaxprs
 from minialpa.ir.op import Op, module_path
 
-#: Longer literals and parameters are left out.
+#: Longer literals and parameters are omitted.
 _MOST_LETTERS = 32
 #: A repetition that saves fewer lines is printed in full.
 _LEAST_SAVED = 4
-#: The greatest width of a column, by number; a longer cell shifts the rest of its line.
+#: Maximal width by column. A longer cell shifts the rest of its line.
 _WIDEST = {1: 16, 2: 56}
 
-#: A column: the text for an operation and its number.
+#: A column: (number, operation) -> text.
 Fact = Callable[[int, Op], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Operation `number` as text.
+    """An operation as text.
 
     Attributes:
-        cells: its columns.
         kind: equal for lines that repeat: the cells without numbers of operations.
-        reads: for each operand the number of the operation that makes it, or its text.
-        body: the lines of the programs inside, such as the body of a loop.
+        reads: for each operand, the number of the operation that computes it, or its text.
+        body: the lines of the inner programs, such as the body of a loop.
     """
 
     number: int
@@ -47,16 +49,14 @@ class Line:
 
 
 class ProgramText:
-    """Operations whose values have names."""
-
     def __init__(self, inputs: Sequence[Var], ops: Sequence[Op], names: Mapping[Var, str]) -> None:
-        """names: of values that no operation makes; inputs without one are numbered."""
+        """names: of values that no operation defines. Inputs without a name are numbered."""
         self._ops = ops
         self._made_by = {value: i for i, op in enumerate(ops) for value in op.eqn.outvars}
         self._given = {value: f"input{k}" for k, value in enumerate(inputs)} | dict(names)
 
     def name_of(self, atom: Atom) -> str:
-        """`%12` or `%12.1` for a result, the path of an argument, the value of a small literal."""
+        """`%12` or `%12.1` for a result, the path of an argument, the value of a short literal."""
         if is_literal(atom):
             text = str(atom.val)
             return text if len(text) <= _MOST_LETTERS else type_text(atom)
@@ -67,7 +67,7 @@ class ProgramText:
         return f"%{number}" + (f".{results.index(atom)}" if len(results) > 1 else "")
 
     def lines(self, facts: Sequence[Fact], numbers: Sequence[int] | None = None) -> list[str]:
-        """One line for each operation. facts: further columns. numbers: of the operations; all by default."""
+        """facts: additional columns. numbers: of the printed operations; all by default."""
         chosen = range(len(self._ops)) if numbers is None else numbers
         return _aligned([self._line(i, facts) for i in chosen])
 
@@ -85,7 +85,7 @@ class ProgramText:
         )
 
     def _read(self, atom: Atom) -> int | str:
-        """The number of the operation that makes an operand, or text that is equal in repetitions."""
+        """The number of the operation that computes an operand, or text that is equal in repetitions."""
         if is_literal(atom):
             return self.name_of(atom)
         number = self._made_by.get(atom)
@@ -101,7 +101,7 @@ def _bodies(op: Op) -> Iterator[list[str]]:
 
 
 def type_text(atom: Atom) -> str:
-    """The type of a value, such as `f32[8,16]`."""
+    """`f32[8,16]`, for example."""
     text: str = aval_of(atom).str_short(short_dtypes=True)
     return text
 
@@ -112,7 +112,7 @@ def _without_numbers(text: str) -> str:
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
-#: Parameters that repeat the types of operands and results, or that no plan depends on.
+#: Omitted: they repeat types of operands and results, or no plan depends on them.
 _LEFT_OUT = (
     *("accuracy", "donated_invars", "inline", "keep_unused", "name", "new_dtype", "new_sizes", "out_sharding"),
     *("precision", "preferred_element_type", "shape", "sharding", "unroll", "update_consts", "update_jaxpr"),
@@ -130,7 +130,7 @@ def _parameters(op: Op) -> str:
 
 
 def _contracted(numbers: Any) -> str:
-    """The contracted and the batch dimensions of a product, as `1x0 batch=0x0`; empty for other operations."""
+    """`1x0 batch=0x0` for a product; empty for other operations."""
     try:
         contracted, batch = ([f"{a}x{b}" for a, b in zip(*pair, strict=True)] for pair in numbers)
     except (TypeError, ValueError):  # of a convolution or a gather
@@ -139,12 +139,10 @@ def _contracted(numbers: Any) -> str:
 
 
 def _parameter(value: Any) -> str:
-    if value is None or value is False or value == ():
-        return ""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        text = f"({','.join(map(str, value))})"
+        text = f"({','.join(map(str, value))})" if value else ""
     else:
-        text = str(value) if isinstance(value, int | float | str) else ""
+        text = str(value) if isinstance(value, int | float | str) and value is not False else ""
     return text if len(text) <= _MOST_LETTERS else ""
 
 
@@ -152,18 +150,18 @@ def _parameter(value: Any) -> str:
 
 
 def direction(_: int, op: Op) -> str:
-    """The part of the step that an operation belongs to, and its forward group; empty outside both passes."""
+    """The pass of an operation and its forward group; empty outside both passes."""
     group = "" if op.origin.group is None else f" {op.origin.group}"
     return "" if op.origin.direction == "other" else f"{op.origin.direction}{group}"
 
 
 def modules(_: int, op: Op) -> str:
-    """The path of the operation in the user's modules, such as `GPT/blocks_3/attn`."""
+    """The path in the user's modules, such as `GPT/blocks_3/attn`."""
     return module_path(op.scope)
 
 
 def where(_: int, op: Op) -> str:
-    """The operation's line of the user's code, as `file:line`."""
+    """`file:line` in the user's code."""
     return Path(source_line(op.eqn).split(" ")[0]).name
 
 
@@ -171,7 +169,6 @@ def where(_: int, op: Op) -> str:
 
 
 def _aligned(lines: Sequence[Line]) -> list[str]:
-    """The lines with columns of one width, and each repetition once under its count."""
     n_columns = len(lines[0].cells) if lines else 0
     shown = [k for k in range(n_columns) if any(line.cells[k] for line in lines)]
     groups = list(_repetitions(lines))
@@ -192,7 +189,6 @@ def _aligned(lines: Sequence[Line]) -> list[str]:
 
 
 def _repetitions(lines: Sequence[Line]) -> Iterator[tuple[int, int, int]]:
-    """(start, length, times) of each group of lines, in order."""
     start = 0
     while start < len(lines):
         period, times = _repetition(lines, start)
@@ -219,7 +215,7 @@ def _repetition(lines: Sequence[Line], start: int) -> tuple[int, int]:
 def _alike(lines: Sequence[Line], start: int, n: int, period: int) -> bool:
     """Whether lines `start + n` and `start + n + period` are equal, with equal operands or operands as far apart.
 
-    The first repetition may read any value before it where the others read the repetition before them.
+    Where later repetitions read the repetition before them, the first one may read any earlier value.
     """
     one, other = lines[start + n], lines[start + n + period]
     if one.kind != other.kind or len(one.reads) != len(other.reads) or one.body != other.body:

@@ -1,8 +1,4 @@
-"""Models for tests, benchmarks and the command line, tiny by default. They need the `models` extra.
-
-`build("gpt", hidden=64)` is a small GPT. `build("gpt-1.3b")` has a published size from `minialpa.models.sizes`; keyword
-arguments override parts of it. A model takes the fields of its class, `boundary` and `n_boundaries`.
-"""
+"""Models for tests, benchmarks and the command line: a name and sizes go in, a `ModelCase` comes out. See README.md."""
 
 from __future__ import annotations
 
@@ -35,7 +31,11 @@ MODELS: dict[str, Callable[..., ModelCase]] = {name: partial(make_case, name, ki
 
 
 def build(name: str, **sizes: Any) -> ModelCase:
-    """The model `name`, a key of `MODELS` or `SIZES`, with `sizes` as arguments."""
+    """The model `name`, a key of `MODELS` or `SIZES`. `sizes` are fields of its class, `boundary` or `n_boundaries`.
+
+    `build("gpt", hidden=64)` is a small GPT; `build("gpt-1.3b")` has a published size. Raises TraceError for unknown
+    names.
+    """
     if name in MODELS:
         return MODELS[name](**sizes)
     if name in SIZES:

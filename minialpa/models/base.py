@@ -1,7 +1,6 @@
-"""A `ModelCase` is a model to train: functions for its state, its batches and its training step.
+"""The parts of a model to train: a `Model` (sizes, forward pass, loss, batches) goes in, a `ModelCase` comes out.
 
-`make_case` makes them from a `Model`, a frozen value: sizes and optimizer as fields; forward pass, loss and synthetic
-batches as methods. The training step is written for one device:
+The training step is for one device:
 
     (loss, ...), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     state = state.apply_gradients(grads=grads)
@@ -36,10 +35,10 @@ class ModelCase:
     """One model to train.
 
     Attributes:
-        batch_size: number of examples in a batch by default.
+        batch_size: default number of examples in a batch.
         init: from a PRNG key to the initial state.
         make_batch: from a seed and a number of examples to a batch.
-        train_step: from `jax.value_and_grad`, or a function like it, to the step.
+        train_step: from `jax.value_and_grad`, or a function like it, to `step(state, batch)`.
     """
 
     name: str
@@ -50,7 +49,7 @@ class ModelCase:
 
 
 class ModelState(TrainState):
-    """A flax `TrainState`; BatchNorm models fill `batch_stats`, models with dropout fill `dropout_key`."""
+    """A flax `TrainState`. Models with BatchNorm fill `batch_stats`, models with dropout `dropout_key`."""
 
     batch_stats: Any = None
     dropout_key: Any = None
@@ -72,7 +71,7 @@ class Boundaries:
             )
 
     def after(self, block: int) -> None:
-        """Call this after block number `block`, counted from 0."""
+        """Call this after each block. `block` counts from 0."""
         cuts = (j * self.n_blocks // (self.count + 1) for j in range(1, self.count + 1))
         if self.hook is not None and block + 1 in cuts:
             self.hook()
@@ -90,8 +89,9 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 class Model:
     """Base of all models. The fields are arguments of `minialpa.models.build`.
 
-    inputs: the leaves of a batch that `forward` gets.
-    optimizer: a key of `OPTIMIZERS`.
+    Attributes:
+        inputs: the leaves of a batch that `forward` reads.
+        optimizer: a key of `OPTIMIZERS`.
     """
 
     inputs: ClassVar[tuple[str, ...]]
@@ -103,7 +103,7 @@ class Model:
 
     @property
     def n_blocks(self) -> int:
-        """The number of blocks, with room for pipeline boundaries between them."""
+        """Number of blocks, with a possible pipeline boundary between two blocks."""
         raise NotImplementedError
 
     @property
@@ -111,7 +111,7 @@ class Model:
         return False
 
     def forward(self, network: Network, *inputs: Any) -> Any:
-        """The outputs. `network` owns the parameters, and its `boundaries` are called after each block."""
+        """The outputs. `network` holds the parameters; call its `boundaries` after each block."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, batch: Any) -> tuple[jax.Array, Metrics]:
@@ -124,8 +124,6 @@ class Model:
 
 
 class Network(nn.Module):
-    """`model.forward` as a flax module."""
-
     model: Model
     boundaries: Boundaries
 
@@ -139,7 +137,7 @@ def make_case(
 ) -> ModelCase:
     """The case of `kind(**arguments)`, with `n_boundaries` calls of `boundary` between its blocks.
 
-    flax and optax run under standard dtype promotion: bfloat16 norms and Adam's step count break the strict one.
+    flax and optax run under standard dtype promotion: bfloat16 norms and Adam's step count need it.
     """
     # Flax modules are keys of caches, which lists cannot be.
     hashable: Any = {field: tuple(value) if isinstance(value, list) else value for field, value in arguments.items()}
@@ -147,7 +145,7 @@ def make_case(
     if model.optimizer not in OPTIMIZERS:
         raise TraceError(f"There is no optimizer `{model.optimizer}`. Known optimizers: {', '.join(OPTIMIZERS)}.")
     network = Network(model, Boundaries(boundary, n_boundaries, model.n_blocks), name=kind.__name__)
-    # One for all states: it is a part of their structure, which a step is compiled for.
+    # One object for all states: it is part of the structure that a step is compiled for.
     optimizer = OPTIMIZERS[model.optimizer](model.learning_rate)
 
     def make_batch(seed: int, n_examples: int) -> Batch:
@@ -157,7 +155,6 @@ def make_case(
         params_key, dropout_key = jax.random.split(key)
         example = make_batch(0, 1)
 
-        # Boundaries belong to the training step.
         quiet = network.clone(boundaries=Boundaries())
         with jax.numpy_dtype_promotion("standard"):
             rngs = {"params": params_key, "dropout": dropout_key}
@@ -200,44 +197,44 @@ def make_case(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _variables(model: nn.Module, rngs: Any, *inputs: Any) -> Any:
-    """`model.init`, compiled as one function. Run directly, it compiles each of its operations for each shape."""
+    """`model.init`, jitted: eagerly, jax would compile each operation for each shape."""
     return model.init(rngs, *inputs)
 
 
-# ---- losses and batches: means are over all examples, in float32 -----------------------------------------------------
+# ---- losses (means over all examples, in float32) and batches --------------------------------------------------------
 
 
 def cross_entropies(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """One float32 loss per label; `logits` has the classes on its last axis."""
+    """One float32 loss per label. The last axis of `logits` has the classes."""
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
     return losses
 
 
 def squared_error(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, Metrics]:
-    """Mean of the squared difference over every element. No metrics."""
+    """The mean squared difference over all elements. No metrics."""
     return jnp.mean(jnp.square(outputs.astype(jnp.float32) - targets)), {}
 
 
 def classification(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Metrics]:
-    """Mean cross-entropy. Metric `correct`: how many labels are the arg max of their logits, as int32."""
+    """Mean cross-entropy. The int32 metric `correct` counts labels that are the arg max of their logits."""
     value = jnp.mean(cross_entropies(logits, labels))
     return value, {"correct": jnp.sum(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.int32)}
 
 
 def labelled_images(rng: np.random.Generator, n: int, image_size: int, n_classes: int) -> Batch:
-    """`image` [n image_size image_size 3] in float32 and int32 `label` [n]."""
+    """`image`, float32 [n image_size image_size 3], and `label`, int32 [n]."""
     image = rng.standard_normal((n, image_size, image_size, 3), np.float32)
     return {"image": image, "label": rng.integers(n_classes, size=n, dtype=np.int32)}
 
 
 def next_tokens(rng: np.random.Generator, n: int, seq_len: int, vocab_size: int) -> Batch:
-    """`tokens` and `labels`, both int32 [n seq_len]; a label is the token that follows."""
+    """`tokens` and `labels`, int32 [n seq_len]; each label is the next token."""
     text = rng.integers(vocab_size, size=(n, seq_len + 1), dtype=np.int32)
     return {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
 
 def masked_tokens(rng: np.random.Generator, n: int, seq_len: int, vocab_size: int) -> Batch:
-    """`tokens` and `labels`, int32 [n seq_len]; `mask`, float32 [n seq_len], 1 where the token is hidden as 0."""
+    """`tokens` and `labels`, int32 [n seq_len]; `mask`, float32 [n seq_len], is 1 where the token is hidden as 0."""
     labels = rng.integers(1, vocab_size, size=(n, seq_len), dtype=np.int32)
     hidden = rng.random((n, seq_len)) < 0.25
     hidden[:, 0] = True  # no micro-batch divides by zero

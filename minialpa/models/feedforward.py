@@ -1,4 +1,6 @@
-"""Models without attention: a multi-layer perceptron, two towers, a Wide-ResNet with BatchNorm, a diffusion U-Net."""
+"""Models without attention: a batch goes in; outputs of an MLP, two towers, a Wide-ResNet or a diffusion U-Net come
+out.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,10 @@ class Mlp(Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoTower(Model):
-    """Tokens [b s] of the query and of the item -> scores [b], the dot products of two projections.
+    """Tokens [b s] of query and item -> scores [b], the dot products of two projections.
 
-    The towers share the embedding and the projection; the layers between are each tower's own. Examples do not mix.
-    Batch: `query` and `item`, int32 [b seq_len], and `target`, float32 [b].
+    The towers share embedding and projection, but no layers. Examples do not mix. Batch: `query` and `item`, int32 [b
+    seq_len], and `target`, float32 [b].
     """
 
     inputs: ClassVar = ("query", "item")
@@ -88,7 +90,7 @@ BlockKind = Literal["basic", "bottleneck"]
 
 
 class ResNetBlock(nn.Module):
-    """relu(x + convolutions(x)); `stride` applies to the first 3x3. [b y x c] -> [b y/stride x/stride c']."""
+    """relu(x + convolutions(x)), [b y x c] -> [b y/stride x/stride c']. The first 3x3 has the `stride`."""
 
     kind: BlockKind
     filters: int
@@ -117,10 +119,10 @@ class ResNetBlock(nn.Module):
 class ResNet(Model):
     """Wide-ResNet (Zagoruyko and Komodakis, 2016). Images [b y x 3] -> logits [b n_classes].
 
-    Stage number i has `stage_sizes[i]` blocks and f = filters * 2^i. Block kinds, for the width factor w:
+    Stage i has `stage_sizes[i]` blocks, with f = filters * 2^i and w = width_factor:
         basic       3x3 to f w, 3x3 to f w
         bottleneck  1x1 to f, 3x3 to f w, 1x1 to 4 f
-    Batch: `image`, float32 [b y x 3], and `label`, int32 [b]. Metric `correct` counts the right predictions.
+    Batch: see `labelled_images`. Metric: see `classification`.
     """
 
     inputs: ClassVar = ("image",)
@@ -187,12 +189,11 @@ def double(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UNet(Model):
-    """Noisy images [b y x c] and times [b] -> noise [b y x c].
+    """Noisy images [b y x c] and times [b] -> noise [b y x c]. Squared error.
 
-    Path for channels (c0, c1): down c0, halve, down c1, middle c1, up c1, double, up c0. Every down block's output
-    skips over the middle to an up block. Squared error.
-    Batch: `image` and `noise`, float32 [b y x image_channels], and `time`, float32 [b] in 0..1. `image_size` divides by
-    2^(len(channels) - 1); every channel count divides by `n_groups`.
+    For channels (c0, c1): down c0, halve, down c1, middle c1, up c1, double, up c0. Down blocks also feed the up block
+    of their size. Batch: `image` and `noise`, float32 [b y x image_channels], and `time`, float32 [b] in 0..1.
+    2^(len(channels) - 1) must divide `image_size`, and `n_groups` every channel count.
     """
 
     inputs: ClassVar = ("image", "time")

@@ -1,4 +1,4 @@
-"""Layers of the transformers. Letters: b batch, q/k positions, h heads, d features of a head."""
+"""Layers: activations go in and come out. Letters of shapes: b batch, q/k positions, h heads, d features of a head."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _attend_grouped(
 
 
 def _weights(scores: jax.Array, causal: bool, bias: jax.Array | None) -> jax.Array:
-    """The softmax of scores [... q k] and a bias of the same dimensions, in float32."""
+    """The float32 softmax of scores plus bias, both with the dimensions [... q k]."""
     scores = scores.astype(jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
@@ -62,7 +62,7 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
 
 
 class FusedAttention(nn.Module):
-    """Self-attention with one projection for query, key and value, laid out head by head so that heads can be split."""
+    """Self-attention. One projection makes query, key and value, head by head, so that heads can be split."""
 
     n_heads: int
     causal: bool
@@ -71,7 +71,7 @@ class FusedAttention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         *leading, hidden = x.shape
-        # No bias: a bias on keys cancels in the softmax, so its gradient is rounding noise, which Adam would scale up.
+        # No bias: on keys it cancels in the softmax, and Adam would scale up its gradient, rounding noise.
         qkv = nn.Dense(3 * hidden, use_bias=False, dtype=self.dtype, name="qkv")(x)
         query, key, value = jnp.split(qkv.reshape(*leading, self.n_heads, -1), 3, axis=-1)
         out = attend(query, key, value, causal=self.causal)
@@ -79,7 +79,7 @@ class FusedAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """`x` [b q hidden] asks `memory` [b k hidden]. Returns [b q hidden]."""
+    """`x` [b q hidden] attends to `memory` [b k hidden]. Returns [b q hidden]."""
 
     n_heads: int
     causal: bool
@@ -111,7 +111,7 @@ class PositionBias(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """gelu(x W1 + b1) W2 + b2, with `factor` times as many hidden features as `x` has."""
+    """gelu(x W1 + b1) W2 + b2, with `factor` times as many hidden features as `x`."""
 
     dtype: DTypeLike
     factor: int = 4
@@ -124,25 +124,25 @@ class FeedForward(nn.Module):
 
 # ---- a mixture of experts with top-2 gating (GShard, arXiv:2006.16668) -----------------------------------------------
 #
-# A group is one row of the batch, so examples do not mix. Letters: g groups, s tokens of a group, e experts,
-# c slots of an expert in a group, m features, f features inside an expert.
+# A group is one example. Letters: g groups, s tokens of a group, e experts, c slots of an expert in a group,
+# m features, f features inside an expert.
 #
 #     dispatch [g s e c] is 1 where a token has a slot;  combine [g s e c] is its gate there
 #     experts see  einsum("gsec,gsm->egcm", dispatch, x);  a token gets  einsum("gsec,egcm->gsm", combine, y)
 #
-# The residual carries tokens beyond an expert's slots.
+# Tokens beyond an expert's slots pass only through the residual.
 
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """`combine` [g s e c]; `imbalance` is a scalar, 1 when the experts are used evenly."""
+    """`combine` [g s e c]; `imbalance` is a scalar, 1 if the experts are used evenly."""
 
     combine: jax.Array
     imbalance: jax.Array
 
 
 def top2_gating(logits: jax.Array, n_slots: int) -> Gating:
-    """Each token goes to its two best experts; first choices take slots before second ones. `logits` is [g s e]."""
+    """Send each token to its two best experts. First choices take slots before second ones. `logits` is [g s e]."""
     n_experts = logits.shape[-1]
     gates = jax.nn.softmax(logits.astype(jnp.float32))
     first = jax.nn.one_hot(jnp.argmax(gates, axis=-1), n_experts)

@@ -1,7 +1,8 @@
-"""Published model sizes: for each name, the model and the arguments that give it this size.
+"""Published sizes: a name such as "gpt-1.3b" goes in; the model and its arguments come out.
 
-GPT, MoE and Wide-ResNet are the benchmark suites of Alpa (OSDI'22), with its global batch sizes; Llama 3 is
-arXiv:2407.21783, table 3, with 4M tokens in a batch; ViT arXiv:2010.11929, table 1; T5 arXiv:1910.10683, section 3.7.
+GPT, MoE and Wide-ResNet are from Alpa's benchmark suites (OSDI'22), with global batch sizes; Llama 3 from
+arXiv:2407.21783, table 3, with 4M tokens in a batch; ViT from arXiv:2010.11929, table 1; T5 from arXiv:1910.10683,
+section 3.7.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`arguments` go to the builder `MODELS[model]`; `n_parameters` is the publication's rounded count."""
+    """Arguments of `MODELS[model]`, and the published, rounded number of parameters."""
 
     model: str
     n_parameters: float
@@ -20,7 +21,7 @@ class Size:
 
 
 def _suite(model: str, columns: str, rows: dict[str, tuple[Any, ...]], **common: Any) -> dict[str, Size]:
-    """The sizes of a model. A row has the number of parameters, and the values of `columns`."""
+    """A row has the number of parameters, then the values of `columns`."""
     return {
         name: Size(model, n_parameters, dict(zip(columns.split(), values, strict=True)) | common)
         for name, (n_parameters, *values) in rows.items()

@@ -1,7 +1,6 @@
-"""Transformers: one block, which six models configure with their norm, attention and feed-forward layer.
+"""Transformers: tokens or images go in, logits come out. Six models configure one block. Shapes: b batch, s positions.
 
-The methods of a model make flax modules inside the calling module: `attention` and `feed_forward` inside a block,
-`forward` inside the network. Letters of the shapes: b batch, s positions.
+`attention` and `feed_forward` make flax modules inside the calling block, `forward` inside the network.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ from minialpa.models.layers import Attention, Experts, FeedForward, FusedAttenti
 class Transformer(Model):
     """Base of the transformers, with a GPT's attention and feed-forward layer. AdamW.
 
-    norm: the flax module that normalises.
-    norm_names: names of a block's norms, or None for flax's names.
-    norm_first: whether a block has x + layer(norm(x)), else norm(x + layer(x)).
+    Attributes:
+        norm: the flax module that normalises.
+        norm_names: names of a block's norms; None for flax's names.
+        norm_first: True for x + layer(norm(x)), False for norm(x + layer(x)).
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("tokens",)
@@ -59,11 +59,9 @@ class Transformer(Model):
         return self.dropout != 0
 
     def attention(self, x: jax.Array, bias: jax.Array | None, causal: bool) -> jax.Array:
-        """[b s hidden] -> [b s hidden]."""
         return FusedAttention(self.n_heads, causal, self.dtype, name="attention")(x)
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
-        """[b s hidden] -> [b s hidden]."""
         return FeedForward(self.dtype, name="feed_forward")(x)
 
     def dense(self, n_features: int, name: str, use_bias: bool = False) -> nn.Dense:
@@ -83,7 +81,6 @@ class Transformer(Model):
         return x
 
     def with_positions(self, network: Network, x: jax.Array) -> jax.Array:
-        """[b s hidden] + learned positions."""
         position = network.param("positions", nn.initializers.normal(0.02), x.shape[1:])
         return x + position.astype(self.dtype)[None]
 
@@ -111,7 +108,7 @@ class TransformerBlock(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens(Transformer):
-    """A model of the next token, unless it has another loss. Batch: `tokens` and `labels`, both int32 [b seq_len]."""
+    """A model of the next token by default. Batch: `tokens` and `labels`, int32 [b seq_len]."""
 
     seq_len: int = 16
     vocab_size: int = 64
@@ -128,7 +125,7 @@ class Tokens(Transformer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt(Tokens):
-    """Tokens [b s] -> logits [b s vocab_size]. With `tie_head` the head is the transposed embedding table."""
+    """Tokens [b s] -> logits [b s vocab_size]. With `tie_head`, the head is the transposed embedding table."""
 
     tie_head: bool = True
 
@@ -142,8 +139,8 @@ class Gpt(Tokens):
 class Moe(Tokens):
     """A GPT with experts in blocks 0, 2, ...; tokens [b s] -> logits [b s vocab_size] and the summed imbalance.
 
-    Loss = cross-entropy + `balance` * imbalance, which is also a metric. An expert has `factor` times as many hidden
-    features, and capacity * 2 * seq_len / n_experts slots for each row of the batch.
+    Loss = cross-entropy + `balance` * imbalance, also a metric. An expert has `factor` * hidden features, and capacity
+    * 2 * seq_len / n_experts slots for each example.
     """
 
     n_experts: int = 8
@@ -179,10 +176,11 @@ class Moe(Tokens):
 class Llama(Tokens):
     """Rotary positions, grouped-query attention, SwiGLU, untied head. Tokens [b s] -> logits [b s vocab_size].
 
-    scan_layers: whether the blocks are one `lax.scan` over stacked parameters [n_layers ...], else a Python loop.
-    loss_chunks: a divisor of `seq_len`: head and loss are a `lax.scan` over runs of positions, which the backward pass
-        recomputes, so the logits of a long sequence are never whole; the outputs are losses [b chunk s]. 0: no scan.
-    remat_blocks: whether the backward pass recomputes each block from its input.
+    Attributes:
+        scan_layers: whether blocks are one `lax.scan` over stacked parameters [n_layers ...].
+        loss_chunks: a divisor of `seq_len`. Head and loss are a rematerialised `lax.scan` over chunks of positions, so
+            the whole logits never exist; outputs are losses [b chunk s]. 0: no scan.
+        remat_blocks: whether the backward pass recomputes each block from its input.
     """
 
     inputs: ClassVar = ("tokens", "labels")
@@ -260,11 +258,11 @@ class Llama(Tokens):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5(Tokens):
-    """An encoder-decoder. Source tokens [b s] and target tokens [b t] -> logits [b t vocab_size].
+    """An encoder and a decoder of `n_layers`. Source tokens [b s] and target tokens [b t] -> logits [b t vocab_size].
 
-    Source, target and head share the embedding table, and the layers of a stack share relative position biases. Every
-    decoder layer reads the encoder's output, so this tensor and the biases skip over pipeline stages. Batch: `source`,
-    int32 [b source_len]; `tokens` and `labels`, int32 [b seq_len]. `n_layers` each side.
+    Source, target and head share the embedding table; layers of a stack share relative position biases. All decoder
+    layers read the encoder's output, so it skips over pipeline stages, as do the biases. Batch: `source`, int32 [b
+    source_len]; `tokens` and `labels`, int32 [b seq_len].
     """
 
     inputs: ClassVar = ("source", "tokens")
@@ -300,7 +298,7 @@ class T5(Tokens):
 
 
 def _seeing_all(model: Transformer, x: jax.Array, bias: jax.Array | None, causal: bool) -> jax.Array:
-    """The attention of an encoder, where positions see each other."""
+    """Attention in which all positions see each other."""
     attention = nn.MultiHeadDotProductAttention(model.n_heads, use_bias=False, dtype=model.dtype, name="attention")
     y: jax.Array = attention(x)
     return y
@@ -308,7 +306,7 @@ def _seeing_all(model: Transformer, x: jax.Array, bias: jax.Array | None, causal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bert(Tokens):
-    """Tokens [b s] -> logits [b s vocab_size]; the head is a dense layer and the transposed embedding table.
+    """Tokens [b s] -> logits [b s vocab_size]. The head is a dense layer and the transposed embedding table.
 
     Batch: see `masked_tokens`. Loss = sum(cross-entropy * mask) / sum(mask).
     """
@@ -336,7 +334,7 @@ class Bert(Tokens):
 class Vit(Transformer):
     """Images [b y x 3] -> logits [b n_classes]: patches by a strided convolution, mean over positions.
 
-    Batch: `image`, float32 [b y x 3], and `label`, int32 [b]. Metric `correct` counts the right predictions.
+    Batch: see `labelled_images`. Metric: see `classification`.
     """
 
     inputs: ClassVar = ("image",)

@@ -1,7 +1,4 @@
-"""Plans: all decisions about one step, as values that print, save, load and compare.
-
-`record` has the fields, and `plan` the methods. Imports: `options`, `cost`, `tracing.fingerprint` and below.
-"""
+"""The decisions of the planner in, one `Plan` out: a value that prints, saves, loads and compares."""
 
 from minialpa.plan.plan import Plan
 from minialpa.plan.record import (

@@ -1,4 +1,4 @@
-"""The result of `Plan.check`: for each stage the planned figures beside the compiled ones."""
+"""The result of `Plan.check`: planned and compiled seconds and bytes of each stage, as values, text and JSON."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from minialpa.plan.text import bytes_text, seconds_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCheck:
-    """One compiled function of a stage.
+    """One compiled function of a stage. Seconds and bytes are of one run on one device.
 
     Attributes:
-        name: of the function.
-        times_per_step: number of its runs in a step.
-        peak_bytes: of a device, for the function alone.
-        kernels_s: seconds of its kernels, by XLA's estimates.
-        total_s: seconds of kernels and exposed collectives.
-        exposed_bytes: bytes of collectives without a kernel beside them.
-        hidden_bytes: the other bytes of collectives.
+        peak_bytes: of the function alone.
+        kernels_s: by XLA's estimates.
+        total_s: kernels and exposed collectives.
+        exposed_bytes: bytes of collectives that no kernel hides.
+        hidden_bytes: bytes of the other collectives.
     """
 
     name: str
@@ -39,11 +37,10 @@ class StageCheck:
 
     Attributes:
         limit_bytes: memory of a device.
-        planned_bytes, compiled_bytes: at the fullest moment of a device.
-        fullest: name of the function that runs then.
-        planned_collectives, compiled_collectives: bytes in a step, by the kind of collective.
-        planned_s, compiled_s: busy seconds of the stage in a step; compiled: by XLA's estimates of kernels.
-        functions: all functions of the stage.
+        planned_bytes, compiled_bytes: peak memory of a device.
+        fullest: name of the function that runs at the compiled peak.
+        planned_collectives, compiled_collectives: bytes per step, by the kind of collective.
+        planned_s, compiled_s: busy seconds per step; compiled ones by XLA's estimates.
     """
 
     limit_bytes: float
@@ -63,25 +60,22 @@ class StageCheck:
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """A plan beside its programs, compiled for the GPU `target`."""
+    """A plan and its programs, compiled for the GPU `target`."""
 
     target: str
     stages: tuple[StageCheck, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits in the memory of its devices."""
         return all(stage.fits for stage in self.stages)
 
     def to_json(self) -> str:
-        """All fields, as JSON."""
         return json.dumps({"fits": self.fits, **dataclasses.asdict(self)}, indent=2)
 
     def __str__(self) -> str:
         return self.summary()
 
     def summary(self) -> str:
-        """A few lines for each stage."""
         lines = [f"Compiled for {self.target}: {'fits' if self.fits else 'DOES NOT FIT'}"]
         for k, stage in enumerate(self.stages):
             lines.extend(_stage_lines(k, stage))

@@ -1,11 +1,14 @@
-"""Turns frozen dataclasses and named tuples into JSON data and back, by the types of their fields; plans to text.
+"""Frozen dataclasses and named tuples in, JSON data out, and back, by the types of their fields; plans as JSON text.
 
-`decode` accepts only results of `encode`. It names the first wrong field: a missing or unknown one, a value of another
-type, or NaN. Only a field that is marked as younger than its version may be missing. Specs are texts and PartitionSpecs
-are lists of axis names; the specs of an equation are a list without names, because a plan holds thousands of these.
+`decode` accepts only results of `encode`. Its error names the first wrong field: a missing or unknown field, a value of
+another type, or NaN.
 
-msgspec cannot do this: it writes `Spec` as a dataclass, and reads NaN, unknown fields, and records without the fields
-that have a default.
+    Spec             "S0,R"
+    PartitionSpec    axis names: ["x", null]
+    EquationSpecs    without names, because a plan has thousands: [operands, made, results, body]
+    dataclass        object with all fields
+
+msgspec does not fit: it accepts NaN, unknown fields and missing fields with defaults.
 """
 
 from __future__ import annotations
@@ -28,20 +31,19 @@ from minialpa.sharding import EquationSpecs, Spec
 
 T = TypeVar("T")
 
-VERSION = 6
-#: Characters of a plan's text, at some 65 for each equation. JSON may take 25 times its length in memory.
+VERSION = 7
+#: Most characters of a plan's text; an equation takes about 65. Parsed JSON may take 25 times its length in memory.
 MOST_CHARACTERS = 16 * 2**20
 
-_UNCONSTRAINED = "?"  # not the name of a mesh axis
-_MOST_LOOPS = 32  # inside each other
+_UNCONSTRAINED = "?"  # PartitionSpec.UNCONSTRAINED; no mesh axis has this name
+_MOST_LOOPS = 32  # depth of nested loops
 
-#: Short texts of any data, however deep or long.
+#: Bounds the text of a wrong value in an error.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 60, 60, 60
 
 
 def encode(value: Any) -> Any:
-    """JSON data of a value, for `decode`."""
     if isinstance(value, Spec):
         return str(value)
     if isinstance(value, EquationSpecs):
@@ -57,7 +59,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], data: Any, where: str) -> T:
-    """The value of type `kind` that `data` encodes; `where` is its path in the plan. Raises VerifyError."""
+    """The inverse of `encode`. Raises VerifyError unless `data` encodes a value of type `kind`.
+
+    where: the path of the value in the plan, for errors.
+    """
     value: T = _decode(kind, data, where)
     return value
 
@@ -103,7 +108,6 @@ def _scalar(kind: Any, data: Any, where: str) -> Any:
 
 
 def _is_number(data: Any) -> bool:
-    """Whether this is a number in the range of floats, and not NaN."""
     if not isinstance(data, int | float) or isinstance(data, bool):
         return False
     try:
@@ -121,7 +125,7 @@ def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
 
 
 def _union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
-    """The value of a type that is None or one other type. Fields of mappings hold them as pairs."""
+    """The value of a union of `None` and one other type. A field whose type allows a mapping holds pairs instead."""
     if data is None and type(None) in kinds:
         return None
     others = [k for k in kinds if k is not type(None) and typing.get_origin(k) is not Mapping]
@@ -135,22 +139,16 @@ def _fields(kind: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
-@functools.cache
-def _optional(kind: type) -> frozenset[str]:
-    """Fields that older plans of the same version lack; these take the default."""
-    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("may_be_missing"))
-
-
 def _record(kind: type, data: Any, where: str) -> Any:
     fields = _fields(kind)
     _expect(isinstance(data, dict), data, f"the fields of a {kind.__name__}", where)
     for name in fields:
-        if name not in data and name not in _optional(kind):
+        if name not in data:
             raise VerifyError(f"Not a plan: `{where}.{name}` is missing. Write plans with `Plan.save`.")
     for name in data:
         if name not in fields:
             raise VerifyError(f"Not a plan: `{where}` has a field `{name}`; expected {', '.join(fields)}.")
-    values = {name: _decode(k, data[name], f"{where}.{name}") for name, k in fields.items() if name in data}
+    values = {name: _decode(k, data[name], f"{where}.{name}") for name, k in fields.items()}
     try:
         return kind(**values)
     except (MinialpaError, TypeError, ValueError) as error:
@@ -174,7 +172,7 @@ def _spec(data: Any, where: str) -> Spec:
 
 
 def _equation_specs(data: Any, where: str, n_outside: int = 0) -> EquationSpecs:
-    """The specs of an equation. n_outside: the number of loops around it, which bounds the recursion."""
+    """n_outside: number of loops around the equation, which bounds the recursion."""
     is_whole = isinstance(data, list) and (len(data) == 4 or (len(data) == 5 and data[4] is True))
     _expect(is_whole, data, "a list of operands, made, results, body, and `true` if it is balanced", where)
     specs = [_tuple((Spec, ...), data[i], f"{where}[{i}]") for i in range(3)]
@@ -211,35 +209,37 @@ def file_text(plan: PlanRecord) -> str:
 
 
 def fields_in(text: str) -> Any:
-    """The plan in a text of `file_text`, as JSON data. Raises VerifyError for any other text."""
+    """The JSON data of the plan in a text of `file_text`. Raises VerifyError for any other text."""
     if len(text) > MOST_CHARACTERS:
         raise VerifyError(
-            f"Not a plan: it has more than {MOST_CHARACTERS} characters, and the plans of large models have a few "
-            "million. Write one with `Plan.save`."
+            f"Not a plan: it has more than {MOST_CHARACTERS} characters; plans of large models have a few million. "
+            "Write plans with `Plan.save`."
         )
     try:
         data = json.loads(text, object_pairs_hook=_fields_once)
     except VerifyError:
         raise
     except (ValueError, RecursionError) as error:
-        raise VerifyError(f"Not a plan: {error}. Write one with `Plan.save`.") from error
+        raise VerifyError(f"Not a plan: {error}. Write plans with `Plan.save`.") from error
 
-    # The version first: a file of another version has other fields, and should not be called broken.
+    # The version comes first: a valid file of another version has other fields.
     if not isinstance(data, dict) or "version" not in data:
-        raise VerifyError("Not a plan: JSON without `version`. Write one with `Plan.save`.")
+        raise VerifyError("Not a plan: JSON without `version`. Write plans with `Plan.save`.")
     version = data["version"]
     if version != VERSION or isinstance(version, bool):
-        raise VerifyError(f"The plan has version {version!r}; this minialpa reads version {VERSION}. Plan again.")
+        raise VerifyError(
+            f"The plan has version {version!r}; this minialpa reads version {VERSION}. Make a new plan of the step."
+        )
     if data.keys() != {"version", "plan"}:
         raise VerifyError(f"Not a plan: JSON with the fields {sorted(data)}; expected `plan` and `version`.")
     return data["plan"]
 
 
 def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object with each name once: a second value would replace the first one."""
+    """A JSON object. Raises VerifyError for a repeated name, whose first value `json` would drop silently."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise VerifyError(f"Not a plan: a record has `{twice[:60]}` twice. Write one with `Plan.save`.")
+        raise VerifyError(f"Not a plan: a record has `{twice[:60]}` twice. Write plans with `Plan.save`.")
     return fields

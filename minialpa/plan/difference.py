@@ -1,4 +1,4 @@
-"""`Plan.diff`: the differences between two plans in words. A line reads `what: first plan -> second plan`."""
+"""Two plans in, their differences out, one line each: `micro-batches: 4 -> 8`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_LINES = 20
 
 
 def difference(old: PlanRecord, new: PlanRecord) -> str:
-    """All differences, from the cluster to the predicted seconds; `The plans are equal.` only if they are."""
+    """All differences, from the cluster to the predicted seconds. `The plans are equal.` means equal in all fields."""
     if old == new:
         return "The plans are equal."
     lines = [
@@ -38,7 +38,7 @@ def _change(what: str, old: str, new: str) -> list[str]:
 
 
 def _changes(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Different entries of two tables, in the order of the tables; `none` for a missing entry."""
+    """A line for each entry that differs; a missing entry shows as `none`."""
     prefix = f"{what} " if what else ""
     names = dict.fromkeys((*old, *new))
     return [line for name in names for line in _change(prefix + name, old.get(name, "none"), new.get(name, "none"))]
@@ -71,7 +71,7 @@ def _settings(plan: PlanRecord) -> dict[str, str]:
     return {
         "micro-batches": str(plan.n_micro_batches),
         "schedule": plan.schedule,
-        "rows of earlier loops": "kept" if plan.keeps_rows else "computed again",
+        "per-example values of earlier loops": "kept" if plan.keeps_activations else "recomputed in later loops",
         "casts of weights": "once per step" if plan.casts_once else "in each pass",
     }
 
@@ -105,7 +105,6 @@ def _placements(plan: PlanRecord) -> dict[str, str]:
 
 
 def _operators(old: PlanRecord, new: PlanRecord) -> list[str]:
-    """Lines of operators that only one of the plans has, stage by stage."""
     lines = []
     for k in range(max(len(old.stages), len(new.stages))):
         a, b = ([] if k >= len(p.stages) else operator_lines(p, p.stages[k].operators) for p in (old, new))
@@ -115,7 +114,6 @@ def _operators(old: PlanRecord, new: PlanRecord) -> list[str]:
 
 
 def _communication(plan: PlanRecord) -> dict[str, str]:
-    """Bytes and number of collectives of a step, for each kind, axes and stage."""
     n_bytes: dict[str, float] = {}
     times: Counter[str] = Counter()
     for c in plan.collectives:

@@ -1,7 +1,7 @@
-"""The placements of a plan for use without minialpa: PartitionSpecs by path, and as Python source to paste.
+"""A plan in, the placements on one mesh out for use without minialpa: PartitionSpecs by path, or Python source.
 
-`jax.jit` with the shardings of the arguments and results on one mesh computes the same numbers. XLA then chooses the
-shardings inside the step, and so its collectives. Micro-batches and the stages of a pipeline are not exported.
+`jax.jit` with these shardings of arguments and results computes the same numbers. XLA then chooses the shardings inside
+the step. Micro-batches and pipeline stages are not exported.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from minialpa.sharding import AXIS_NAMES
 
 
 def export_specs(plan: PlanRecord, mesh: int = 0) -> ExportedSpecs:
-    """Specs, by path, of the arguments and results on one mesh. Raises ShardingError for an unknown mesh."""
     if not 0 <= mesh < len(plan.stages):
         raise ShardingError(f"The plan has the meshes 0 to {len(plan.stages) - 1}; got {mesh}.")
     return ExportedSpecs(_on_mesh(plan.inputs, mesh), _on_mesh(plan.outputs, mesh))
 
 
 def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
-    """Specs of the values on one mesh; of a value in several blocks, the spec of the first block.
+    """Specs of the values on one mesh. A value in several blocks has the spec of its first block there.
 
-    Values that no equation reads have no mesh, and are exported as replicated.
+    An argument that no equation reads has no mesh and is replicated.
     """
     out = {}
     for value in values:
@@ -59,13 +58,12 @@ def to_python(plan: PlanRecord, mesh: int = 0) -> str:
 
 
 def _argument(path: str) -> str:
-    """The argument of a leaf: its name, or `args[0]` for a step without names."""
+    """The argument of a leaf: its name, or `args[0]` for a step without argument names."""
     found = re.match(r"args\[\d+\]|\w+", path)
     return found.group() if found else path
 
 
 def _not_exported(plan: PlanRecord, mesh: int) -> list[str]:
-    """Decisions of the plan that the source does not have, for its header."""
     lines = []
     if len(plan.stages) > 1:
         lines.append(
@@ -74,8 +72,8 @@ def _not_exported(plan: PlanRecord, mesh: int) -> list[str]:
         )
     if plan.n_micro_batches > 1:
         lines.append(
-            f"The plan accumulates gradients over {plan.n_micro_batches} micro-batches, which is not exported. Without "
-            "it a step needs more\nmemory."
+            f"The plan accumulates gradients over {plan.n_micro_batches} micro-batches, which is not exported: this "
+            "step needs more\nmemory."
         )
     return lines
 
@@ -92,7 +90,7 @@ Arguments and results are named by path, over the axes of `mesh`. For example
     out_shardings = shardings(out_specs, "result", jax.eval_shape(step, {args}))
     step = jax.jit(step, in_shardings=in_shardings, out_shardings=out_shardings)
 
-XLA chooses the shardings inside the step, so its collectives may differ from those of the plan.
+XLA chooses the shardings inside the step, so its collectives may differ from the plan.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Plans as users see them: `PlanRecord` with methods, each of which calls a function of another module."""
+"""The class `Plan`: a `PlanRecord` in, texts, JSON, differences and PartitionSpecs out."""
 
 from __future__ import annotations
 
@@ -20,32 +20,35 @@ from minialpa.support.files import write_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PlanRecord):
-    """The plan of one step on one cluster. Equal inputs give equal plans and equal JSON. Its fields: `PlanRecord`."""
+    """All decisions about one step on one cluster. Equal inputs give equal plans and equal JSON.
+
+    `PlanRecord` describes the fields.
+    """
 
     def __str__(self) -> str:
         return self.summary()
 
     def summary(self) -> str:
-        """A few lines for each stage."""
+        """Cost of a step, and a few lines for each stage: devices, seconds, bytes, shardings, collectives."""
         return summary(self)
 
     def explain(self, what: str) -> str:
-        """Placement of the arguments and results whose path contains `what`, and the operators of that name."""
+        """Placements of the arguments and results whose path contains `what`, and operators whose line contains it."""
         return explain(self, what)
 
     def diff(self, other: Plan) -> str:
-        """The different decisions and predictions of `other`; a line reads this plan -> the other."""
+        """Different decisions and predictions, one line each: `what: this plan -> other`."""
         return difference(self, other)
 
     def export_specs(self, mesh: int = 0) -> ExportedSpecs:
         """PartitionSpecs of the arguments and results on one mesh, by path, for `jax.jit`.
 
-        `ParallelizedFunc.export_specs` returns them as pytrees.
+        `ParallelizedFunc.export_specs` returns them as pytrees. Raises ShardingError for an unknown mesh.
         """
         return export_specs(self, mesh)
 
     def to_python(self, mesh: int = 0) -> str:
-        """Python source of one mesh and of `export_specs`, to paste into a training loop without minialpa."""
+        """Python source that defines the mesh and `export_specs` of it, for a training loop without minialpa."""
         return to_python(self, mesh)
 
     def check(
@@ -56,30 +59,29 @@ class Plan(PlanRecord):
         target: str | None = None,
         cache: str | Path | None = None,
     ) -> PlanCheck:
-        """The plan beside its programs as XLA for GPUs compiles them, on any machine; see `minialpa.check`."""
-        # The one import that points up: users have a plan in hand, and the check needs all of the package.
+        """Compiles the programs of the plan with XLA for GPUs, on any machine, and compares. See `minialpa.check`."""
+        # The only import from a higher package: the check needs all of minialpa.
         import minialpa
 
         return minialpa.check(self, fun, args, target=target, cache=cache)
 
     def to_json(self) -> str:
-        """The plan as JSON, which `from_json` reads."""
         return file_text(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote. Raises VerifyError with the wrong field if the plan cannot run."""
+        """The inverse of `to_json`. Raises VerifyError, with the name of the wrong field, if the plan cannot run."""
         with collection_paused():
             plan = decode(Plan, fields_in(text), "plan")
             verify_plan(plan)
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file. A failure leaves the old file."""
+        """Write the plan to a file, atomically: a failure leaves the old file."""
         write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The plan that `save` wrote. Raises VerifyError like `from_json`."""
+        """The inverse of `save`. Raises VerifyError like `from_json`."""
         with Path(path).open(encoding="utf-8", errors="replace") as file:
             return Plan.from_json(file.read(MOST_CHARACTERS + 1))

@@ -1,12 +1,11 @@
-"""The fields of a plan: all decisions about one step, as values.
+"""The fields of a plan: all decisions about one step in, values without jaxprs or devices out.
 
-A plan holds no jaxpr. It numbers variables and equations in the order of tracing, which is the same for the same step
-and shapes; `fingerprint` identifies the step.
+A plan numbers variables and equations in the order of tracing, which is the same for the same step and shapes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -19,10 +18,8 @@ from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.ragged_products import RaggedProduct
 
-#: The options of XLA that a plan may set. Plans come from files, and some options of XLA write files.
+#: The XLA options that a plan may set. Other options could do harm: plans come from files, and XLA can write files.
 COMPILER_OPTIONS: Final = frozenset({"xla_gpu_enable_latency_hiding_scheduler"})
-#: Marks a field that older files of the same version lack.
-MAY_BE_MISSING: Final = {"may_be_missing": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +29,10 @@ class PlacementSpec:
     Attributes:
         path: the user's name, such as `params['w']`.
         shape: of the whole array.
-        dtype: its name.
-        mesh_ids: numbers of the meshes that hold it; empty for an unused argument.
-        partition_specs: its sharding on each of these meshes.
-        rows: empty if each of these meshes holds the whole array. Otherwise each entry of `mesh_ids`, `partition_specs`
-            and `rows` is for one block with the rows (start, stop) of dimension 0. A mesh may hold several blocks.
+        mesh_ids: the meshes that hold the array; empty for an unused argument.
+        partition_specs: the sharding on each of these meshes.
+        rows: empty if each mesh holds the whole array. Otherwise entry i of `mesh_ids`, `partition_specs` and `rows`
+            describes one block of rows (start, stop) of dimension 0. A mesh may hold several blocks.
     """
 
     path: str
@@ -66,7 +62,7 @@ class PlacedValue:
 
     @property
     def is_key(self) -> bool:
-        """Whether the dtype and shape are those of a raw random key."""
+        """Whether this looks like a raw random key."""
         return self.dtype == "uint32" and self.shape == (2,)
 
     def placement(self) -> PlacementSpec:
@@ -82,15 +78,7 @@ class PlacedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
-    """Equal collectives of a stage.
-
-    Attributes:
-        kind: all-reduce, all-gather, ...
-        n_bytes: bytes of one of them, in the count of `cost.Collective`.
-        axes: its axes of the stage's logical mesh.
-        stage: number of the stage.
-        times_per_step: number of runs in a step.
-    """
+    """Equal collectives of a stage. n_bytes: of one run, as in `cost.Collective`."""
 
     kind: CollectiveKind
     n_bytes: float
@@ -105,11 +93,9 @@ class PlannedOperator:
 
     Attributes:
         name: of the primitive.
-        part: forward, backward or other, which is the update.
-        layer: number of its layer; None outside of layers, as in the update.
-        shape: of its result.
-        result: sharding of its result.
-        operands: shardings of its operands.
+        part: `other` is the update.
+        layer: number of its layer; `None` outside of layers, as in the update.
+        shape, result: shape and sharding of its result.
     """
 
     name: str
@@ -124,8 +110,8 @@ class PassName(NamedTuple):
     """Names a pass, or the update of a stage.
 
     Attributes:
-        number: number of the chunk in the whole pipeline; of an update, the number of the stage.
-        loop: the loop of the pass, or the loop before the update. Loops count from 1.
+        number: of the chunk in the whole pipeline; of an update, the number of the stage.
+        loop: the loop of the pass, or before the update, from 1.
     """
 
     kind: Literal["forward", "backward", "update"]
@@ -138,9 +124,8 @@ class PlannedTransfer:
     """Arrays that a pass sends to another stage for each micro-batch, or an update to another update once per step.
 
     Attributes:
-        source: the pass or update that sends.
         target: the first pass or update that reads the arrays.
-        n_bytes: bytes of the whole arrays, for any sharding.
+        n_bytes: of the whole arrays, for any sharding.
     """
 
     source: PassName
@@ -153,12 +138,11 @@ class PlannedPass:
     """Predicted seconds of one micro-batch in one chunk.
 
     Attributes:
-        kind: forward or backward; `step` is both in one, in a plan with a single stage.
-        chunk: number of the chunk in the whole pipeline.
-        compute_s: seconds of computing.
-        communication_s: seconds of collectives that devices wait for.
-        loop: the loop of the pass. Loops count from 1.
-        hidden_s: seconds of collectives that run beside compute.
+        kind: `step` is forward and backward in one pass, in a plan with one stage.
+        chunk: number in the whole pipeline.
+        communication_s: collectives that devices wait for.
+        loop: counts from 1.
+        hidden_s: collectives that run beside compute.
     """
 
     kind: Literal["forward", "backward", "step"]
@@ -166,7 +150,7 @@ class PlannedPass:
     compute_s: float
     communication_s: float
     loop: int = 1
-    hidden_s: float = field(default=0.0, metadata=MAY_BE_MISSING)
+    hidden_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -175,28 +159,24 @@ class PlannedPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One pipeline stage. Its chunks are the runs of neighbouring `layers`.
+    """One pipeline stage. Each run of neighbouring `layers` is a chunk: layers (0, 1, 4, 5) are two chunks.
 
     Attributes:
-        layers: numbers of its layers; empty without a pipeline.
+        layers: empty without a pipeline.
         submesh: (hosts, devices per host).
         first_device: number of its first device in the cluster.
-        logical_shape: lengths of the axes of its logical mesh.
-        alpha: seconds of latency of the links along each axis.
-        beta: seconds per byte of the links along each axis.
-        combined: kinds of collectives that sum and start together where they can.
+        logical_shape, alpha, beta: of its logical mesh, see `LogicalMesh`.
         option: the user's options for its shardings.
-        input_specs: specs of the inputs of the mesh, in order.
-        equation_specs: specs of the equations of the mesh, in order.
-        operators: its matrix products and convolutions.
-        passes: the passes of one micro-batch, in order.
-        update_s: seconds once per step, before the first loop and after the last.
-        fixed_bytes: bytes per device for state, gradients and temporaries.
-        kept_bytes: for each chunk, bytes per device that every micro-batch in flight keeps.
-        peak_bytes: bytes per device at the fullest moment.
-        optimal: whether the solver has proven that its shardings are the cheapest.
-        between_s: seconds once per step after each loop except the last.
-        gap: its shardings cost at most this part more than the cheapest.
+        input_specs, equation_specs: of the inputs and equations of the mesh, in order.
+        passes: for one micro-batch, in order.
+        update_s: seconds per step before the first loop and after the last.
+        fixed_bytes: bytes per device of state, gradients and temporaries.
+        kept_bytes: for each chunk, bytes per device of each micro-batch in flight.
+        peak_bytes: per device.
+        optimal: whether the solver has proven that the shardings are the cheapest.
+        between_s: for each loop except the last, seconds per step after the loop.
+        combined: kinds of collectives that sum and start together where possible.
+        gap: upper bound on (cost of the shardings) / (least cost) - 1.
     """
 
     layers: tuple[int, ...]
@@ -217,7 +197,7 @@ class StagePlan:
     optimal: bool
     between_s: tuple[float, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
-    gap: float = field(default=0.0, metadata=MAY_BE_MISSING)
+    gap: float = 0.0
 
     @property
     def n_devices(self) -> int:
@@ -225,7 +205,6 @@ class StagePlan:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of one micro-batch in all passes, without communication."""
         return sum(one.compute_s for one in self.passes)
 
     @property
@@ -234,17 +213,17 @@ class StagePlan:
 
     @property
     def in_flight_bytes(self) -> float:
-        """Bytes per device of one micro-batch in flight in all chunks."""
+        """Bytes per device of one micro-batch that is live in all chunks."""
         return sum(self.kept_bytes)
 
     @property
     def forbidden(self) -> tuple[str, ...]:
-        """Kinds of collectives that may not reshard."""
+        """Kinds of collectives that resharding may not use."""
         return self.option.forbidden_collectives
 
     @property
     def mesh(self) -> LogicalMesh:
-        """The logical mesh with the links that the choice of collectives depends on."""
+        """The logical mesh, without its device: the choice of collectives depends on the links alone."""
         return LogicalMesh(self.logical_shape, self.alpha, self.beta)
 
 
@@ -254,9 +233,9 @@ class PlanCost:
 
     Attributes:
         compute_s, communication_s: of the slowest stage in the loops.
-        bubble_s: seconds that this stage waits for others.
-        update_s: seconds of the work once per step.
-        peak_bytes: bytes per device of each stage at its fullest moment.
+        bubble_s: waits of the slowest stage for others.
+        update_s: work once per step.
+        peak_bytes: per device of each stage.
     """
 
     total_s: float
@@ -269,15 +248,13 @@ class PlanCost:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Proof of a search: by the sums of pieces, every pipeline in its space takes at least `bound_s` seconds.
+    """Proof of a search: by the sums of costs of sublayers, each pipeline in its space takes `bound_s` or more.
 
-    The space is all cuts of the layers, submeshes, and choices of rematerialisation, with each of `n_micro_batches` and
-    with the logical shapes that the search looked at.
+    The space is all cuts of the layers, submeshes and choices of rematerialisation, with each of `n_micro_batches` and
+    the logical shapes that the search opened.
 
-    Attributes:
-        bound_s: seconds of a step.
-        n_micro_batches: the searched numbers of micro-batches.
-        n_costs: number of solved costs of pieces; bounds were enough for all others.
+    bound_s: seconds per step.
+    n_costs: number of solved costs of sublayers; bounds were enough for the other costs.
     """
 
     bound_s: float
@@ -286,7 +263,7 @@ class Certificate:
 
 
 class ExportedSpecs(NamedTuple):
-    """PartitionSpecs by path of arguments and results on one mesh, over the axes "x" and "y" of its logical shape."""
+    """PartitionSpecs of arguments and results on one mesh, by path, over the axes "x" and "y" of its logical shape."""
 
     inputs: dict[str, PartitionSpec]
     outputs: dict[str, PartitionSpec]
@@ -297,29 +274,23 @@ class PlanRecord:
     """The fields of a plan; `Plan` adds methods.
 
     Attributes:
-        fingerprint: of the planned step.
-        cluster: its devices and links.
-        n_micro_batches: number of parts of the batch.
-        schedule: name of the order of passes.
+        fingerprint: identifies the planned step.
+        schedule: name of the order of passes, such as `1f1b`.
         layer_of_group: layer of each forward group, in order; empty without a pipeline.
-        remat: for each layer, the values that its backward pass recomputes: `none`, all but matrix products (`dots`),
-            or all (`full`).
-        stages: from first to last.
-        inputs: meshes and specs of the arguments.
-        outputs: meshes and specs of the results.
+        remat: for each layer, the forward values that its backward pass recomputes: `none`, `dots` for all except
+            matrix products, `full` for all.
+        inputs, outputs: the argument and result leaves, in the order of `jax.tree.leaves`.
         collectives: communication between devices of one mesh.
         transfers: communication between meshes.
-        cost: predicted seconds and bytes.
-        row_blocks: for each stack of layers in a scan that is cut between stages, the number of rows of each block.
-        certificate: the proof of the search; None without a search.
-        per_micro_batch: values that each micro-batch computes from its own examples in place of a total of the full
-            batch: batch statistics, and calls of `per_micro_batch`.
-        keeps_rows: whether later loops over the micro-batches read kept rows of earlier loops, or recompute them.
-        casts_once: whether weights are cast to narrower types before the first loop, and stay in memory for the whole
-            step, or in each pass.
-        batch: names of the arguments that hold the examples; empty without examples, and in older files.
-        compiler_options: names and values of options of XLA for all programs of the step.
-        ragged_products: the step's ragged products, which are compiled as dense products over all groups.
+        row_blocks: for each stack that a cut scan over layers reads, the number of rows of each block.
+        certificate: the proof of the search; `None` without a search.
+        per_micro_batch: texts of the values that each micro-batch computes from its examples instead of the full batch,
+            such as batch statistics.
+        keeps_activations: whether later loops read values that earlier loops kept (True), or recompute them.
+        casts_once: whether weights are cast to narrower dtypes once per step (True) or in each pass.
+        batch: names of the arguments that hold the examples; empty without examples.
+        compiler_options: (name, value) of XLA options for all programs.
+        ragged_products: ragged products of the step, which are compiled as dense products over all groups.
     """
 
     fingerprint: Fingerprint
@@ -337,29 +308,28 @@ class PlanRecord:
     row_blocks: tuple[tuple[int, ...], ...] = ()
     certificate: Certificate | None = None
     per_micro_batch: tuple[str, ...] = ()
-    keeps_rows: bool = False
-    casts_once: bool = field(default=False, metadata=MAY_BE_MISSING)
-    batch: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
-    compiler_options: tuple[tuple[str, bool], ...] = field(default=(), metadata=MAY_BE_MISSING)
-    ragged_products: tuple[RaggedProduct, ...] = field(default=(), metadata=MAY_BE_MISSING)
+    keeps_activations: bool = False
+    casts_once: bool = False
+    batch: tuple[str, ...] = ()
+    compiler_options: tuple[tuple[str, bool], ...] = ()
+    ragged_products: tuple[RaggedProduct, ...] = ()
 
     @property
     def n_examples(self) -> int | None:
-        """The number of examples of a batch; None without a batch."""
+        """Number of examples of a batch; `None` without a batch."""
         sizes = (v.shape[0] for v in self.inputs if v.shape and argument_name(v.path) in self.batch and not v.is_key)
         return next(sizes, None)
 
     @property
     def n_loops(self) -> int:
-        """The number of loops over the micro-batches."""
         return 1 + max(len(stage.between_s) for stage in self.stages)
 
     @property
     def input_specs(self) -> tuple[PlacementSpec, ...]:
-        """Placement of each argument leaf, in the order of `jax.tree.leaves`."""
+        """`inputs` with PartitionSpecs."""
         return tuple(value.placement() for value in self.inputs)
 
     @property
     def output_specs(self) -> tuple[PlacementSpec, ...]:
-        """Placement of each result leaf."""
+        """`outputs` with PartitionSpecs."""
         return tuple(value.placement() for value in self.outputs)

@@ -1,4 +1,4 @@
-"""Plans as text for people: `Plan.summary` and `Plan.explain`, and the texts of seconds, bytes and layers."""
+"""A plan in, text for people out: `Plan.summary` and `Plan.explain`; the texts of seconds, bytes and layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from minialpa.tracing.ragged_products import RaggedProduct
 
 
 def summary(plan: PlanRecord) -> str:
-    """The plan as a text of a few lines for each stage."""
     cost = plan.cost
     lines = [
         f"Plan for {header(plan)}",
@@ -32,7 +31,6 @@ def summary(plan: PlanRecord) -> str:
 
 
 def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
-    """Place, cost, operators and collectives of stage `k`."""
     stage = plan.stages[k]
     forward = tuple(op for op in stage.operators if op.part == "forward")
     collectives = (c for c in plan.collectives if c.stage == k)
@@ -53,7 +51,7 @@ def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
 
 
 def _once_text(plan: PlanRecord, update_s: float) -> str:
-    """A note that the seconds of an update include the collectives that run once per step."""
+    """Marks the seconds of an update: they include the collectives that run once per step."""
     return " (with collectives)" if update_s and plan.collectives else ""
 
 
@@ -66,22 +64,20 @@ def _ragged_text(product: RaggedProduct) -> str:
 
 
 def certificate_text(found: Certificate) -> str:
-    """The certificate of a search in one line."""
     numbers = ", ".join(map(str, found.n_micro_batches))
     return (
-        f"Best possible pipeline by the costs of pieces: {seconds_text(found.bound_s)}, with {numbers} micro-batches "
-        f"({count(found.n_costs, 'cost')} solved)"
+        f"Best possible pipeline by the costs of sublayers: {seconds_text(found.bound_s)}, with {numbers} "
+        f"micro-batches ({count(found.n_costs, 'cost')} solved)"
     )
 
 
 def header(plan: PlanRecord) -> str:
-    """Cluster, stages, micro-batches, schedule and rematerialisation in one line."""
     kept = sorted(set(plan.remat))
     return (
         f"{plan.cluster.num_hosts} x {plan.cluster.devices_per_host} {plan.cluster.device.name} devices: "
         f"{count(len(plan.stages), 'stage')}, {count(plan.n_micro_batches, 'micro-batch')}"
         + (f" in {plan.n_loops} loops" if plan.n_loops > 1 else "")
-        + (" that keep their rows" if plan.keeps_rows else "")
+        + (" that keep per-example values" if plan.keeps_activations else "")
         + (", weights cast once" if plan.casts_once else "")
         + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
         + (f", rematerialisation {'/'.join(kept)}" if kept not in ([], ["none"]) else "")
@@ -89,7 +85,6 @@ def header(plan: PlanRecord) -> str:
 
 
 def stage_text(plan: PlanRecord, k: int) -> str:
-    """Layers, devices and logical shape of stage `k`."""
     stage = plan.stages[k]
     last = stage.first_device + stage.n_devices - 1
     devices = f"device {last}" if stage.n_devices == 1 else f"devices {stage.first_device}-{last}"
@@ -100,15 +95,13 @@ def stage_text(plan: PlanRecord, k: int) -> str:
 
 
 def explain(plan: PlanRecord, what: str) -> str:
-    """Placements of the arguments and results whose path contains `what`, and operators whose line does."""
     lines = [str(v) for v in (*plan.input_specs, *plan.output_specs) if what in v.path]
     for k, stage in enumerate(plan.stages):
         lines.extend(f"stage {k}: {line}" for line in operator_lines(plan, stage.operators) if what in line)
-    return "\n".join(lines) or f"Nothing in the plan is called `{what}`."
+    return "\n".join(lines) or f"The plan has no argument, result or operator `{what}`."
 
 
 def operator_lines(plan: PlanRecord, operators: Sequence[PlannedOperator]) -> list[str]:
-    """Operators of each layer; equal lines are counted."""
     counts: dict[str, int] = {}
     for op in operators:
         layer = f"layer {op.layer} " if plan.layer_of_group and op.layer is not None else ""
@@ -119,7 +112,7 @@ def operator_lines(plan: PlanRecord, operators: Sequence[PlannedOperator]) -> li
 
 
 def seconds_text(value: float) -> str:
-    """Three digits and the unit that suits them."""
+    """Three digits and a unit: `1.25 ms`."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"
@@ -127,7 +120,7 @@ def seconds_text(value: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """Three digits and the unit that suits them; a kB is 1000 bytes."""
+    """Three digits and a unit: `1.25 GB`; a kB is 1000 bytes."""
     if value < 1000:
         return f"{value:.0f} B"  # an average may be less than a byte
     for unit in ("kB", "MB"):

@@ -1,4 +1,4 @@
-"""Checks that the fields of a plan fit together. `inter.staging.verify_fit` checks that a plan fits a step."""
+"""A plan in, VerifyError out unless its fields fit together. `inter.staging.verify_fit` compares a plan with a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minialpa.plan.record import COMPILER_OPTIONS, PlacedValue, PlannedOperator,
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.arguments import argument_name
 
-#: Above all real counts, seconds, bytes and rates.
+#: Larger than all real counts, seconds, bytes and rates.
 _MOST_INTEGER, _MOST_FLOAT = 2**62, 1e30
 _MOST_DEVICES = 10**6
 
@@ -22,23 +22,22 @@ _MOST_DEVICES = 10**6
 def verify_plan(plan: PlanRecord) -> None:
     """Raise VerifyError, with the name of the field, unless
 
-    - seconds, bytes, rates, links, sizes and numbers of things are not negative, and none is absurd;
+    - numbers, except in user options, are finite and within [0, `_MOST_INTEGER`] or [0, `_MOST_FLOAT`];
     - there is a stage and a micro-batch, and at most as many micro-batches as the longest argument has rows;
     - a stage's alpha, beta and logical shape have one value for each mesh axis;
-    - the logical shape of a stage has as many devices as its submesh, the submesh is part of a host or whole hosts,
-      and stages have distinct devices of the cluster;
-    - with a pipeline, the stages have every layer once, each stage has one, in order, and each layer has a `remat`;
-      without, there is one stage;
-    - specs use axes of their mesh with several devices, in ascending order, and cut each dimension into equal parts;
+    - a stage's submesh is part of a host or whole hosts, has the devices of its logical shape, and shares no device;
+    - each layer of a pipeline is in one stage and has a `remat`, and each stage has layers, ascending; without layers
+      there is one stage;
+    - specs use axes of their mesh with several devices, ascending, and cut dimensions into equal parts;
     - arguments and results have one spec for each of their meshes, and are no partial sums;
-    - the blocks of an argument or result are distinct rows of it, and stacks of layers have blocks of at least one
-      row, in a pipeline only;
-    - the arguments that hold examples are among the inputs, and have an array;
-    - the options of the compiler are in `COMPILER_OPTIONS`;
-    - collectives run on axes of a stage, and the peak bytes of the cost are the peak bytes of the stages;
-    - the fingerprint counts each primitive once.
+    - their blocks are disjoint rows, and stacks of layers have blocks of at least one row, in a pipeline only;
+    - the arguments in `batch` are among the inputs, one of them an array;
+    - the compiler options are in `COMPILER_OPTIONS`;
+    - collectives run on axes of a stage, and the cost has the peak bytes of the stages;
+    - passes and transfers name chunks, stages and loops that exist;
+    - the fingerprint lists each primitive once.
     """
-    # Sizes first: they bound the loops of the other checks.
+    # Numbers come first, because they bound the loops of the other checks.
     _check_numbers(plan, "plan")
     _check_fingerprint(plan)
     require(plan.n_micro_batches >= 1, "n_micro_batches", plan.n_micro_batches, "at least 1")
@@ -50,7 +49,7 @@ def verify_plan(plan: PlanRecord) -> None:
     for name, n in (("num_hosts", cluster.num_hosts), ("devices_per_host", cluster.devices_per_host)):
         require(cluster.n_devices <= _MOST_DEVICES, f"cluster.{name}", n, f"at most {_MOST_DEVICES} devices in all")
 
-    # Then devices and layers, which the other fields refer to.
+    # Devices and layers come next, because the other fields refer to them.
     for k, stage in enumerate(plan.stages):
         _check_devices(plan, stage, f"stages[{k}]")
     _check_overlap(plan)
@@ -73,15 +72,17 @@ def verify_plan(plan: PlanRecord) -> None:
 
 
 def require(holds: bool, where: str, found: Any, expected: str) -> None:
-    """Raise VerifyError, with the value of the field `where` and the expected value, unless `holds`."""
+    """Raise VerifyError unless `holds`. where: the field, whose value is `found`."""
     if not holds:
         text = str(found)
         shown = text if len(text) <= 80 else f"{text[:77]}..."
-        raise VerifyError(f"Not a plan that can run: `plan.{where}` is {shown}; expected {expected}. Plan again.")
+        raise VerifyError(
+            f"Not a plan that can run: `plan.{where}` is {shown}; expected {expected}. Make a new plan of the step."
+        )
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Check every number except in the user's options, so that their sums and products are finite."""
+    """Check all numbers except user options, so that their sums and products are finite."""
     if isinstance(value, int | float):
         most = _MOST_FLOAT if isinstance(value, float) else _MOST_INTEGER
         require(0 <= value <= most, where.removeprefix("plan."), value, f"finite and not negative, at most {most:g}")
@@ -154,7 +155,7 @@ def _check_layers(plan: PlanRecord) -> None:
     if not plan.layer_of_group:
         require(len(plan.stages) == 1, "layer_of_group", (), "the layer of each group, in a plan with several stages")
 
-    # Only stages can end inside a scan, so blocks of rows need layers.
+    # Only a pipeline cuts scans into blocks of rows.
     positive = all(sizes and min(sizes) >= 1 for sizes in plan.row_blocks)
     require(positive, "row_blocks", plan.row_blocks, "blocks of at least one row")
     needed = bool(plan.layer_of_group) or not plan.row_blocks
@@ -164,9 +165,8 @@ def _check_layers(plan: PlanRecord) -> None:
     listed = [list(stage.layers) for stage in plan.stages]
     require(sorted(layers) == list(range(n_layers)), "stages[*].layers", listed, f"each of {n_layers} layers once")
     for k, stage in enumerate(plan.stages):
-        own = stage.layers
-        require(list(own) == sorted(own), f"stages[{k}].layers", own, "layers in ascending order")
-        require(bool(own) or n_layers == 0, f"stages[{k}].layers", own, "a layer at least")
+        require(list(stage.layers) == sorted(stage.layers), f"stages[{k}].layers", stage.layers, "ascending layers")
+        require(bool(stage.layers) or n_layers == 0, f"stages[{k}].layers", stage.layers, "a layer at least")
 
 
 def _check_spec(spec: Spec, stage: StagePlan, where: str) -> None:
@@ -193,7 +193,7 @@ def _check_stage_specs(stage: StagePlan, where: str) -> None:
 
 
 def _specs_of_equations(equations: Iterable[EquationSpecs]) -> Iterable[tuple[int, Spec]]:
-    """Each spec with the number of its equation; specs in the body of a loop have the number of the loop."""
+    """(number of the equation, spec); a spec in the body of a loop has the number of the loop."""
     for i, chosen in enumerate(equations):
         for spec in (*chosen.operands, *chosen.made, *chosen.results):
             yield i, spec
@@ -222,7 +222,6 @@ def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str)
     apart = all(one[1] <= following[0] for one, following in itertools.pairwise(blocks))
     require(apart, f"{where}.rows", value.rows, "blocks that do not overlap")
 
-    # The spec is of the whole array, or of the mesh's block of rows.
     require(all(m < len(stages) for m in meshes), f"{where}.mesh_ids", meshes, f"below {len(stages)}")
     require(len(specs) == len(meshes), f"{where}.specs", list(map(str, specs)), f"one for each mesh of {meshes}")
     for i, (mesh, spec) in enumerate(zip(meshes, specs, strict=True)):
@@ -242,7 +241,6 @@ def _check_collectives(plan: PlanRecord) -> None:
 
 
 def _check_passes(plan: PlanRecord) -> None:
-    """Check the chunks of stages, and that passes and both ends of transfers exist."""
     runs = [max(1, len(set(stage.layers) - {layer + 1 for layer in stage.layers})) for stage in plan.stages]
     for k, stage in enumerate(plan.stages):
         where = f"stages[{k}]"

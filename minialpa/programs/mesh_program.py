@@ -1,7 +1,7 @@
-"""The program of one mesh, as a value that can be sent to worker processes.
+"""The part of a `Program` for one mesh in, a value for the worker processes of that mesh out.
 
-All workers of a mesh, one for each of its hosts, execute the same instructions. A transfer between meshes is a `Send`
-on one mesh and a `Receive` on the other; each worker picks its own moves from the shared `Resharding`.
+All workers of a mesh, one for each of its hosts, execute the same instructions. A `Transfer` becomes a `Send` on one
+mesh and a `Receive` on the other. Each worker picks its moves from the shared `Resharding`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from minialpa.programs.resharding import Move, Resharding
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """Shape and dtype of a stored array.
+    """Type of an array.
 
     Attributes:
         shape: as users see it.
         dtype: name of the dtype; of typed random keys, the dtype of their integers.
-        key: implementation of typed random keys, a key of `KEY_SHAPES`; None for other arrays.
-        weak_type: as in jax: like a Python number, the array takes the dtype of the other operand.
+        key: implementation of typed random keys, a key of `KEY_SHAPES`; `None` for other arrays.
+        weak_type: as in jax.
     """
 
     shape: tuple[int, ...]
@@ -38,20 +38,18 @@ class ArrayType:
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Shape of the stored array; of random keys, the shape of their integers."""
+        """Shape of the stored array; of typed random keys, of their integers."""
         return self.shape if self.key is None else (*self.shape, *KEY_SHAPES[self.key])
 
     @property
     def jax_dtype(self) -> Any:
-        """The dtype that users see; random keys have a key dtype."""
         return np.dtype(self.dtype) if self.key is None else _key_dtype(self.key)
 
     def typed(self, data: Any) -> Any:
-        """`data`, an array of `data_shape`, as an array of this type."""
+        """The array of this type, from stored `data`."""
         return data if self.key is None else jax.random.wrap_key_data(data, impl=KEY_NAMES[self.key])
 
     def data(self, array: Any) -> Any:
-        """The inverse of `typed`."""
         return array if self.key is None else jax.random.key_data(array)
 
 
@@ -66,13 +64,13 @@ def _key_dtype(key: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_NAMES[key])).dtype
 
 
-#: Dtypes that `jax.export` cannot write, and the wider integers that exported functions use in their place.
+#: Dtypes that `jax.export` cannot write, with the wider integers that exported functions use instead.
 STAND_INS: Mapping[str, str] = {"int2": "int8", "uint2": "uint8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFunction:
-    """A `Function`, with `code` that `jax.export` has serialised, and with `STAND_INS`."""
+    """A `Function` for worker processes. code: from `jax.export`, with `STAND_INS` as dtypes."""
 
     name: str
     code: bytes
@@ -85,7 +83,7 @@ class MeshFunction:
 
 
 def callable_of(function: MeshFunction) -> tuple[Callable[..., Any], list[Any]]:
-    """The function for `jax.jit`, and shape and dtype of each argument, without `STAND_INS`."""
+    """The function for `jax.jit`, and shape and dtype of each argument, with the true dtypes instead of `STAND_INS`."""
     exported = jax.export.deserialize(bytearray(function.code))
     if not any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types)):
         return exported.call, list(exported.in_avals)
@@ -107,7 +105,7 @@ def callable_of(function: MeshFunction) -> tuple[Callable[..., Any], list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start to send buffer `source` by the resharding of transfer number `transfer`."""
+    """Start to send buffer `source` by the resharding of `MeshProgram.transfers[transfer]`."""
 
     source: int
     transfer: int
@@ -115,7 +113,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Wait for transfer number `transfer`; target = its array, in the spec `landing` of its resharding."""
+    """Wait for the array of `MeshProgram.transfers[transfer]`; target = the array, in `Resharding.landing`."""
 
     target: int
     transfer: int
@@ -148,17 +146,11 @@ class MeshProgram:
     """The part of a `Program` that the workers of one mesh run.
 
     Attributes:
-        mesh: number of the mesh.
-        shape: its devices.
         functions: numbered for this mesh.
-        instructions: the same for all workers of the mesh.
-        inputs: the input slots on this mesh.
-        constants: the constants on this mesh.
-        outputs: (number of the result, buffer) for each result, or copy of one, on this mesh.
+        outputs: (number of the result, buffer) for each result, or copy of a result, on this mesh.
         transfers: by number, the transfers from and to this mesh.
-        types: type of each buffer.
-        specs: sharding of each buffer.
-        donated_leaves: numbers of the argument leaves that a step invalidates.
+        types, specs: of each buffer.
+        donated_leaves: numbers of the argument leaves that a call invalidates.
     """
 
     mesh: int
@@ -175,9 +167,9 @@ class MeshProgram:
 
 
 def overwritten_rows(program: Program | MeshProgram) -> frozenset[int]:
-    """Positions of the inputs that are rows of micro-batches and that some function writes over.
+    """Positions in `program.inputs` of micro-batches whose buffers a function overwrites.
 
-    Rows that were cut before the call belong to the caller, because batches are never donated, and need a copy.
+    The runtime has to copy rows that the caller cut before the call: batches are not donated.
     """
     overwritten = {
         run.inputs[k]
@@ -190,7 +182,7 @@ def overwritten_rows(program: Program | MeshProgram) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The mesh and host of a worker, and its consecutive devices."""
+    """The mesh, host and consecutive devices of a worker."""
 
     mesh: int
     host: int
@@ -203,7 +195,7 @@ class Place:
 
 
 def worker_places(meshes: Sequence[MeshShape], devices_per_host: int) -> tuple[Place, ...]:
-    """The workers of a program, mesh by mesh, and host by host within a mesh."""
+    """The workers of a program: one for each mesh and host with devices of the mesh, mesh by mesh."""
     places = []
     for number, mesh in enumerate(meshes):
         first, stop = mesh.first_device, mesh.first_device + math.prod(mesh.logical_shape)
@@ -215,7 +207,7 @@ def worker_places(meshes: Sequence[MeshShape], devices_per_host: int) -> tuple[P
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The moves of one transfer from one worker (by its place in `worker_places`) to another, in order."""
+    """The moves of one transfer from one worker to another, in order. Workers are indices in `worker_places`."""
 
     source: int
     target: int
@@ -223,10 +215,7 @@ class Message:
 
 
 def messages(transfer: MeshTransfer, places: Sequence[Place]) -> tuple[Message, ...]:
-    """The messages of a transfer: one for each pair of workers with moves between them.
-
-    Moves keep the order of the resharding, and messages are in the order of their first moves.
-    """
+    """One message for each pair of workers with moves between them, in the order of their first moves."""
     workers = {(place.mesh, device): i for i, place in enumerate(places) for device in place.devices}
     by_pair: dict[tuple[int, int], list[Move]] = {}
     for move in transfer.resharding.moves:
@@ -237,9 +226,9 @@ def messages(transfer: MeshTransfer, places: Sequence[Place]) -> tuple[Message, 
 
 
 def links(programs: Sequence[MeshProgram], places: Sequence[Place]) -> tuple[tuple[int, int, int, int], ...]:
-    """Connections that transfers use: sorted (sending worker, its device, receiving worker, its device).
+    """The connections of all transfers, sorted: (sending worker, its device, receiving worker, its device).
 
-    `places` numbers the workers, and each worker numbers its own devices.
+    Each worker numbers its devices from 0.
     """
     transfers = {number: transfer for program in programs for number, transfer in program.transfers.items()}
     found = set()

@@ -1,10 +1,12 @@
-"""Programs: a static list of instructions over numbered buffers, which carries out a plan.
+"""A program: argument leaves in, result leaves out, by a static list of instructions over numbered buffers.
 
-Functions are pure jax functions with specs for their inputs and outputs; a runtime compiles them for real devices. The
-instructions of all meshes are in one order that respects every dependency, so one thread can issue them.
+    Run(function=0, inputs=(0, 1), outputs=(2,))       a forward pass on mesh 0
+    Transfer(source=2, target=3, mesh=1, spec=...)     its activations to mesh 1
+    Run(function=1, inputs=(3, 4), outputs=(5,))       a pass on mesh 1
 
-Where a stage ends inside a scan over layers, `LeafBlocks` cuts each stacked leaf into blocks of rows. In a program each
-block is a leaf with its own number, and `runtime/runner.py` splits arguments and joins results.
+One list has the instructions of all meshes in an order that respects every dependency, so one thread can issue them. If
+a stage ends inside a scan over layers, `LeafBlocks` cuts each stacked leaf into blocks of rows. A program numbers each
+block as a leaf, and `runtime/runner.py` splits arguments and joins results.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from minialpa.errors import VerifyError
 
-#: The rows (start, stop) along dimension 0 of each block of a leaf, in order.
+#: (start, stop) along dimension 0 of each block of a leaf, in order.
 BlockRows = tuple[tuple[int, int], ...]
 
 T = TypeVar("T")
@@ -34,16 +36,14 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Function:
-    """A function that runs on one mesh.
+    """A pure jax function on one mesh, which a runtime compiles.
 
     Attributes:
         name: for messages and timelines.
-        mesh: number of the mesh.
-        fun: the function of all inputs; returns a sequence of outputs.
-        in_avals, out_avals: shape and dtype of each input and output, as stored on the whole mesh.
-        in_specs, out_specs: their shardings.
+        fun: takes all inputs and returns a sequence of outputs.
+        in_avals, out_avals: global shape and dtype, as stored (`Spec.stored_shape`).
         donated: positions of the inputs whose buffers the outputs may reuse.
-        compiler_options: names and values of options for XLA.
+        compiler_options: (name, value) of XLA options.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """totals = functions[function](*totals, *values), in place."""
+    """accumulators = functions[function](*accumulators, *values), in place."""
 
     function: int
     accumulators: tuple[int, ...]
@@ -87,7 +87,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """No later instruction reads these buffers."""
+    """Releases buffers, which no later instruction reads."""
 
     buffers: tuple[int, ...]
 
@@ -100,11 +100,8 @@ class InputSlot:
     """A buffer that each call fills with an argument leaf, or with the rows of one micro-batch.
 
     Attributes:
-        buffer: number of the buffer.
-        leaf: the program's number of the argument leaf (`Program.blocks`).
-        rows: (start, stop, dimension) of the rows of a micro-batch; None for the whole leaf.
-        mesh: number of the mesh that holds the buffer.
-        spec: sharding of the buffer.
+        leaf: number of the leaf in the program; each block of `Program.blocks` counts as a leaf.
+        rows: (start, stop, dimension) of a micro-batch; `None` for the whole leaf.
     """
 
     buffer: int
@@ -116,7 +113,7 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstantSlot:
-    """A buffer that holds the same `value` in every call."""
+    """A buffer with the same `value` in every call."""
 
     buffer: int
     value: Any
@@ -126,7 +123,7 @@ class ConstantSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """The buffers, and their meshes, that each hold the whole of one result at the end of a call."""
+    """One result at the end of a call: each of `buffers`, on the mesh at the same index, holds all of it."""
 
     buffers: tuple[int, ...]
     meshes: tuple[int, ...]
@@ -134,12 +131,12 @@ class OutputSlot:
 
 @dataclass(frozen=True, slots=True)
 class LeafBlocks:
-    """The blocks of the leaves of a step, by the caller's numbers of the leaves.
+    """The blocks of rows of the caller's leaves, for example ((0, 4), (4, 6)) for 6 rows in 2 blocks.
 
-    Raises VerifyError unless the blocks of each cut leaf are its rows in order, without gaps or overlaps.
+    Raises VerifyError unless the blocks of a leaf are all its rows, in order, without gaps or overlaps.
 
     Attributes:
-        arguments: for each argument leaf, its blocks; None for a whole leaf. Empty if all leaves are whole.
+        arguments: for each argument leaf, its blocks; `None` for a whole leaf. Empty if all leaves are whole.
         results: the same for result leaves.
     """
 
@@ -153,7 +150,6 @@ class LeafBlocks:
                     raise VerifyError(f"{kind} leaf {number} is cut into the rows {blocks}, which do not make a leaf.")
 
     def __bool__(self) -> bool:
-        """Whether any leaf is cut."""
         return bool(self.arguments or self.results)
 
 
@@ -165,7 +161,7 @@ def _make_a_leaf(blocks: BlockRows) -> bool:
 def numbered_leaves(
     leaves: Sequence[T], blocks: Sequence[BlockRows | None]
 ) -> Iterator[tuple[T, tuple[int, int] | None]]:
-    """For each leaf of a program, in order: the caller's leaf, and the rows of its block; None for all rows."""
+    """For each leaf of a program, in order: the caller's leaf, and the rows of the block; `None` for all rows."""
     for leaf, of_leaf in zip(leaves, blocks or (None,) * len(leaves), strict=True):
         for rows in of_leaf or (None,):
             yield leaf, rows
@@ -173,18 +169,15 @@ def numbered_leaves(
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Program:
-    """One call of a planned step: instructions with their functions, inputs and outputs.
+    """One call of a planned step.
 
     Attributes:
-        meshes: by mesh number.
-        functions: by function number.
-        inputs: buffers that hold argument leaves when the call begins.
-        constants: buffers that hold constants when the call begins.
+        inputs, constants: buffers that are full when the call begins.
         instructions: in an order that respects every dependency.
         outputs: one slot for each result leaf, in order.
         donated_leaves: numbers of the argument leaves that a call invalidates.
         n_buffers: buffers have the numbers 0 to n_buffers - 1.
-        blocks: the leaves of the step that are cut into blocks of rows. The fields above count each block as a leaf.
+        blocks: the cut leaves of the step. The fields above count each block as a leaf.
     """
 
     meshes: tuple[MeshShape, ...]
@@ -199,7 +192,6 @@ class Program:
 
 
 def reads(instruction: Instruction) -> tuple[int, ...]:
-    """Buffers that an instruction reads."""
     match instruction:
         case Run():
             return instruction.inputs
@@ -212,7 +204,6 @@ def reads(instruction: Instruction) -> tuple[int, ...]:
 
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
-    """Buffers that an instruction fills or updates."""
     match instruction:
         case Run():
             return instruction.outputs
@@ -227,10 +218,10 @@ def writes(instruction: Instruction) -> tuple[int, ...]:
 def verify_program(program: Program) -> None:
     """Raise VerifyError unless
 
-    * every buffer is written before it is read, and not read after it was freed or donated;
-    * every buffer is freed at most once, and only after it was written;
-    * every result is in a live buffer at the end;
-    * the number of inputs and outputs of every run is that of its function.
+    * each buffer is written before it is read or freed, and neither read nor freed after it is freed;
+    * a buffer that a run donates is freed by the next instruction;
+    * each result is in a live buffer at the end;
+    * each run and accumulation has as many inputs and outputs as its function.
     """
     live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
     for i, instruction in enumerate(program.instructions):
@@ -272,7 +263,6 @@ def _check_call(program: Program, i: int, call: Run | Accumulate) -> None:
 
 
 def _check_donated(program: Program, i: int, run: Run) -> None:
-    """A donated buffer must be freed right after its run."""
     donated = {run.inputs[k] for k in program.functions[run.function].donated}
     following = program.instructions[i + 1] if i + 1 < len(program.instructions) else None
     if donated and not (isinstance(following, Free) and donated <= set(following.buffers)):

@@ -1,8 +1,12 @@
-"""Resharding between meshes: the moves of an array from device to device, part by part.
+"""Resharding between meshes: shardings of an array on two meshes in, the moves from device to device out.
 
-`inter/lower/cross_mesh.py` makes a `Resharding` and the runtime carries it out. The cluster numbers the devices, and
-each host has `devices_per_host` consecutive numbers. A worker has the devices of one mesh on one host: a host that two
-meshes share has two workers.
+An array of shape (8,) in halves on devices 0 and 1 goes to copies on devices 2 and 3:
+
+    Move(box=((0, 4),), source=0, targets=(2, 3))
+    Move(box=((4, 8),), source=1, targets=(2, 3))
+
+`inter/lower/cross_mesh.py` makes a `Resharding` and the runtime carries it out. Device numbers count in the cluster. A
+worker has the devices of one mesh on one host.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from minialpa.programs.program import MeshShape
 from minialpa.sharding import Spec
 
 Box = tuple[tuple[int, int], ...]
-"""Start and stop of a part of an array in each dimension."""
+"""(start, stop) of a part of an array in each dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,8 @@ class Move:
 
     Attributes:
         box: the part, in elements of the global array.
-        source: the device that sends it.
-        targets: the devices, all of one host, whose shards include the part.
-        relayed: whether the source is a device of the target mesh that received the same part in an earlier move.
+        targets: devices of one host whose shards include the part.
+        relayed: whether `source` is a device of the target mesh that received the part in an earlier move.
     """
 
     box: Box
@@ -39,17 +42,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
-    """How an array gets from one mesh to another.
+    """The way of an array from one mesh to another.
 
     Attributes:
         shape: global shape, as stored (`Spec.stored_shape`).
-        item_bytes: bytes of one element.
-        source_boxes: (device, its shard) for each device of the source mesh.
-        landing_boxes: (device, its shard) for each device of the target mesh.
-        landing: spec in which the array arrives on the target mesh. If it is finer than the readers' spec, the target
-            mesh gathers the rest over its own links.
-        moves: in an order in which each worker can send. Moves from one worker to another are adjacent. A host that
-            has begun to relay receives no more, so hosts never wait for each other.
+        item_bytes: of one element.
+        source_boxes, landing_boxes: (device, shard) for each device of the source and of the target mesh.
+        landing: spec in which the array arrives. If it is finer than the spec of the readers, the target mesh gathers
+            the rest over its links.
+        moves: in the order of sending; moves between the same two workers are adjacent. A host that has begun to relay
+            receives no more, so hosts never wait for each other in a circle.
     """
 
     shape: tuple[int, ...]
@@ -65,10 +67,7 @@ def n_elements(box: Box) -> int:
 
 
 def shard_boxes(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> dict[int, Box]:
-    """The shard that each device of `mesh` holds of an array of `shape` with sharding `spec`, by device number.
-
-    Raises ShardingError if the mesh axes of a dimension do not divide its length.
-    """
+    """The shard of each device of `mesh`, by device number. Raises ShardingError if axes do not divide a dimension."""
     lengths = mesh.logical_shape
     sizes = spec.shard_shape(shape, lengths)
     boxes = {}
@@ -79,7 +78,7 @@ def shard_boxes(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> dict[int
 
 
 def tile_at(place: tuple[int, ...], spec: Spec, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The shard at coordinates `place` of a mesh with axes of these lengths: its number along each array dimension."""
+    """The index, along each array dimension, of the shard at coordinates `place` of a mesh with axes of `lengths`."""
     tile = []
     for axes in spec.dims:
         number = 0

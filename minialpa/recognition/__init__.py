@@ -1,4 +1,4 @@
-"""A `TracedStep` in, the same step with attentions as operations out.
+"""Recognition turns a `TracedStep` into the same step with each attention as one operation.
 
-Imports: `attention`, `tracing`, and `support` for the source lines of equations.
+README.md explains the package.
 """

@@ -1,8 +1,13 @@
-"""Attentions in the bodies of scans, loops and branches.
+"""Attentions in the bodies of scans, loops and branches: the equations of a program in, rewritten equations out.
 
-A scan and the scan of its derivative are one program: a row that the first stacks and the second reads is one value of
-the same iteration. So the first stacks the log sum exp and the result of an attention instead of its probabilities, and
-memory grows linearly with the number of positions.
+A scan over layers and the scan of its derivative are rewritten together. A row that the first stacks and the second
+reads is a value of the same iteration, so one iteration of both is one program in two sections:
+
+    first     p = softmax(q k), out = p v     stacks p
+    second    reads p                         gradients of q, k, v
+
+The new first scan stacks the log sum exp and the result instead of p, so memory grows linearly with the number of
+positions.
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, vari
 from minialpa.tracing.flattening import flatten_calls
 
 ShouldRewrite = Callable[[Operands], bool]
-#: By the number of an equation, the equations in its place.
+#: For the number of an equation, the equations that replace it.
 Changed = dict[int, list[JaxprEqn]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Program:
-    """Equations in which attentions become operations, if their operands are wanted; `written` is around them."""
+    """Equations in which attentions become operations if `should_rewrite` accepts their operands."""
 
     eqns: Sequence[JaxprEqn]
     outvars: Sequence[Atom]
@@ -47,7 +52,7 @@ class _Program:
     should_rewrite: ShouldRewrite
 
     def rewritten(self, section: Sequence[int] = ()) -> list[NewEquation] | None:
-        """The equations with their attentions outside of bodies as operations; None without attentions."""
+        """The equations with the attentions outside bodies as operations; None without attentions."""
         return rewrite(
             self.eqns, self.outvars, self.written, lambda operands, _: self.should_rewrite(operands), section=section
         )
@@ -56,7 +61,7 @@ class _Program:
 def with_recognised_bodies(
     flat: Block, outvars: Sequence[Atom], should_rewrite: ShouldRewrite
 ) -> list[NewEquation] | None:
-    """The equations of a program with the attentions in their bodies as operations; None without attentions."""
+    """The equations of a program with the attentions in bodies as operations; None without attentions."""
     written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
     return _in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, should_rewrite=should_rewrite))
 
@@ -86,7 +91,7 @@ def _in_bodies(program: _Program) -> list[NewEquation] | None:
 
 
 def _partners(eqns: Sequence[JaxprEqn]) -> dict[int, int]:
-    """For each scan whose rows a later scan of the same length reads, the number of the later scan."""
+    """For each scan, a later scan of the same length that reads its stacks."""
     scan_of_array: dict[Var, int] = {}
     found: dict[int, int] = {}
     for i, eqn in enumerate(eqns):
@@ -103,7 +108,7 @@ def _partners(eqns: Sequence[JaxprEqn]) -> dict[int, int]:
 
 
 def _changed_alone(program: _Program, i: int) -> Changed:
-    """Equation i with the attentions of its bodies as operations; empty without attentions."""
+    """The bodies of equation i with attentions as operations; empty without attentions."""
     eqn = program.eqns[i]
     if eqn.primitive.name == "scan":
         scan = _scan_alone(program, eqn)
@@ -113,7 +118,6 @@ def _changed_alone(program: _Program, i: int) -> Changed:
 
 
 def _changed_pair(program: _Program, i: int, k: int) -> Changed:
-    """`_changed_alone` for a scan and the scan of its derivative together."""
     together = _scan_pair(program, i, k)
     return {**_changed_alone(program, i), **_changed_alone(program, k)} if together is None else together
 
@@ -122,7 +126,7 @@ def _changed_pair(program: _Program, i: int, k: int) -> Changed:
 
 
 def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> ClosedJaxpr:
-    """A program with its attentions as operations; the same program without attentions."""
+    """The program with attentions as operations; the same program without any."""
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     written = Written(consts=consts)
@@ -143,7 +147,7 @@ def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> Close
 
 
 def _recognised(program: _Program) -> list[JaxprEqn] | None:
-    """Equations with the attentions in them and in their bodies as operations; None without attentions."""
+    """The equations, also inside bodies, with attentions as operations; None without any."""
     own = program.rewritten()
     chosen = list(program.eqns) if own is None else [one.eqn for one in own]
     inner = _in_bodies(replace(program, eqns=chosen))
@@ -162,7 +166,6 @@ def _scan_alone(program: _Program, eqn: JaxprEqn) -> list[JaxprEqn] | None:
 
 
 def _of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[Atom], *bodies: Body) -> _Program:
-    """The equations of bodies as a program, with the equations around them."""
     consts = dict(program.written.consts)
     for body in bodies:
         consts |= body.consts
@@ -170,9 +173,9 @@ def _of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[At
 
 
 def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
-    """Scans i and k, the second of which reads stacks of the first, with their common attentions as operations.
+    """Scans i and k, which reads stacks of i, with their common attentions as operations; None without any.
 
-    One iteration of both is one program in two sections. The new first scan stacks only values with a reader.
+    The new first scan stacks only values with a reader.
     """
     first = read_body(program.eqns[i], {})
     second = read_body(program.eqns[k], {array: atom for atom, array in first.stacked})
@@ -187,10 +190,10 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
     first = replace(first, eqns=tuple(one.eqn for one in new if one.place < n))
     second = replace(second, eqns=tuple(one.eqn for one in new if one.place >= n))
 
-    # A value that the second body reads is a row of an array that the first scan reads, or the first scan stacks it.
+    # The second body reads a value as a row of an array: an input of the first scan, or a stack that it makes.
     array_of_row = dict(first.rows)
     read = second.read
-    shared = [var for var in first.own if var in read]
+    shared = [var for var in first.variables if var in read]
     made = {var: _stacked_array(var, first) for var in shared if var not in array_of_row}
     arrays = array_of_row | made
     first = replace(first, stacked=tuple(dict.fromkeys([*first_only.stacked, *made.items()])))
@@ -199,7 +202,7 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
 
 
 def _read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
-    """The stacks of the first scan that have another reader than the rows of scan k."""
+    """The stacks of the first scan that have a reader other than the rows of scan k."""
     n_consts, n_carry = scan_counts(program.eqns[k])
     read = {var for j, eqn in enumerate(program.eqns) if j != k for var in operand_vars(eqn)}
     read.update(variables_in([*program.outvars, *program.eqns[k].invars[: n_consts + n_carry]]))
@@ -207,7 +210,7 @@ def _read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom,
 
 
 def _stacked_array(var: Var, body: Body) -> Var:
-    """The variable of the array of all iterations: the existing one if the scan stacks the value."""
+    """The variable of the stack of a value, which may exist already."""
     known = next((array for atom, array in body.stacked if atom is var), None)
     if known is not None:
         return known

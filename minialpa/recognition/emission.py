@@ -1,4 +1,11 @@
-"""The equations of a recognised attention, with operands in the layout of the primitives and results in the old one."""
+"""Writes a recognised attention as equations, from its `Operands` and the requested variables.
+
+Operands move to the layouts of the primitives, and results back to the layout of the program:
+
+    query, out [b t g r features]    key, value [b s g features]    bias, mask [b g r t s]
+
+b: batch, g: heads of keys, r: heads that share a key, t and s: query and key positions.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +28,13 @@ from minialpa.recognition.rewrites import SCORE_FEATURE, VALUE_FEATURE
 from minialpa.recognition.terms import Axes, Label, Leaf, NoFormula, Role, Softmax
 from minialpa.tracing.new_equations import equations_for
 
-#: The indices that make up one dimension of an operand.
+#: The indices that one dimension of an operand joins.
 Group = tuple[Label, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableRequest:
-    """A variable that an attention computes, its role, and the number of the equation that computed it."""
+    """A variable that an attention computes; equation number `place` computed it before."""
 
     var: Var
     role: Role
@@ -36,10 +43,9 @@ class VariableRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """The arrays that an attention reads, and the indices of their dimensions.
+    """The arrays that an attention reads, with their indices.
 
     Attributes:
-        softmax: the softmax of the scores.
         value: the array of values.
         cotangent: the cotangent of the result; None in the forward pass.
         window: the window of positions.
@@ -58,7 +64,6 @@ class Operands:
 
     @property
     def float16(self) -> tuple[Step, ...]:
-        """The steps in float16."""
         steps = set(self.softmax.scores.float16)
         if self.softmax.is_float16:
             steps.add("softmax")
@@ -83,7 +88,7 @@ class Operands:
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The indices of each letter of the primitives' layouts."""
+        """The indices of each letter of the layouts."""
         softmax = self.softmax
         order = [label for leaf in (softmax.query, softmax.key, self.value) for label in leaf.axes]
         order += sorted(softmax.batch, key=str)
@@ -99,12 +104,11 @@ class Operands:
 
     @property
     def n_scores(self) -> int:
-        """Query positions times key positions."""
         return self.sizes[self.position] * self.sizes[self.softmax.key_position]
 
 
 def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands:
-    """The operands of the attention of a role. Raises NoFormula if the primitives cannot have them."""
+    """The operands of a role's attention. Raises NoFormula if the primitives do not support them."""
     softmax, value, cotangent = role.softmax, role.value, role.cotangent
     if value is None:
         raise NoFormula
@@ -129,7 +133,7 @@ def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands
 
 
 def with_cotangent(operands: Operands, role: Role) -> Operands | None:
-    """The operands of a forward pass, with the cotangent of a role."""
+    """The operands with the cotangent of a role, if the primitives support it."""
     cotangent = role.cotangent
     if cotangent is None or not cotangent.labels <= operands.softmax.labels | {VALUE_FEATURE}:
         return None
@@ -141,20 +145,19 @@ def with_cotangent(operands: Operands, role: Role) -> Operands | None:
 
 
 def shared_dtype(operands: Operands, results: Sequence[VariableRequest]) -> Any:
-    """The common dtype of query, key, value and the written result."""
+    """The narrowest dtype with all numbers of query, key, value and result."""
     atoms = [operands.softmax.query.var, operands.softmax.key.var, operands.value.var]
     atoms += [request.var for request in results if request.role.name == "out"]
     return _common_dtype([aval_of(atom).dtype for atom in atoms])
 
 
 def _common_dtype(dtypes: Sequence[Any]) -> Any:
-    """The narrowest dtype with all numbers of these."""
     return next(np.dtype(name) for name in FLOATS if all(has_all(name, dtype) for dtype in dtypes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """The equations of a call of a primitive, the atom for each request, and the primitive's own results."""
+    """The equations of a call of a primitive, the atom for each request, and the primitive's results (`raw`)."""
 
     eqns: list[JaxprEqn]
     results: list[Atom]
@@ -162,7 +165,7 @@ class Emitted:
 
 
 def emit_attention(operands: Operands, requests: Sequence[VariableRequest], dtype: Any) -> Emitted:
-    """The equations of `attention_p`, and of the requested results."""
+    """The equations of `attention_p` and of the requested results."""
     writer = _LayoutWriter(operands, dtype)
     variables = operands.variables
 
@@ -185,7 +188,10 @@ def emit_attention(operands: Operands, requests: Sequence[VariableRequest], dtyp
 def emit_gradient(
     operands: Operands, forward: Sequence[Atom], requests: Sequence[VariableRequest], dtype: Any
 ) -> Emitted:
-    """The equations of `attention_gradient_p`. forward: the results of `attention_p`, in its layout."""
+    """The equations of `attention_gradient_p` and of the requested gradients.
+
+    forward: the raw results of `attention_p`.
+    """
     writer = _LayoutWriter(operands, dtype)
     variables, cotangent = operands.variables, operands.cotangent
     assert cotangent is not None, operands
@@ -209,7 +215,7 @@ def emit_gradient(
         out_bar = lax.convert_element_type(out_bar, dtype)
         raw = attention_gradient_p.bind(
             *writer.main(read), out, logsumexp, out_bar, *writer.others(read),
-            kind=writer.kind, dtypes=dtypes, wants_bias=requested,
+            kind=writer.kind, dtypes=dtypes, with_bias_gradient=requested,
         )  # fmt: skip
         results = []
         for request in requests:
@@ -228,20 +234,17 @@ def emit_gradient(
 
 
 def _only_free(axes: Axes, writer: _LayoutWriter) -> Group:
-    """The index of features of a result."""
     return tuple(label for label in axes if label is not None and label not in writer.operands.softmax.labels)
 
 
 class _LayoutWriter:
-    """Writes operands in the layout of the primitives, and results in the layout of the program."""
-
     def __init__(self, operands: Operands, dtype: Any) -> None:
         self.operands, self.dtype = operands, dtype
         self.groups = operands.groups
         scores, window = operands.softmax.scores, operands.window
         self.shift = 0
         left, right = (None, None) if window is None else (window.left, window.right)
-        # A window without the query's own position ends at the position of another query: shift the positions.
+        # The primitives require left, right >= 0: other windows shift the positions.
         if right is not None and right < 0:
             self.shift, left, right = right, None if left is None else left + right, 0
         elif left is not None and left < 0:
@@ -285,20 +288,18 @@ class _LayoutWriter:
     def operand(self, x: Any, axes: Axes, letters: str, features: Group | None) -> Any:
         """An array with one dimension for each letter, and one for features.
 
-        features: None for biases and masks, which have length 1 where they do not depend on the indices of a letter.
+        features: None for biases and masks, which have length 1 for letters on whose indices they do not depend.
         """
         groups = [self.groups[letter] for letter in letters] + ([] if features is None else [features])
         own = [label for label in axes if label is not None]
         sizes = {**self.operands.sizes, **_named_sizes(axes, x.shape)}
 
-        # The indices of the result in order, without groups on which a bias or mask does not depend.
         requested = [label for group in groups for label in group if features is not None or set(group) & set(own)]
         x = _reshaped(x, [sizes[label] for label in own])
         x = _broadcast(x, own, {label: sizes[label] for label in requested})
         return _reshaped(x, [math.prod(sizes[label] for label in group if label in requested) for group in groups])
 
     def result(self, x: Any, letters: str, features: Group, request: VariableRequest) -> Any:
-        """A result of a primitive, in the layout of a variable of the program."""
         labels = [label for letter in letters for label in self.groups[letter]] + list(features)
         return self._in_layout(x, labels, dict(zip(features, x.shape[-1:], strict=False)), request)
 
@@ -313,7 +314,7 @@ class _LayoutWriter:
         x = _reshaped(x, [sizes[label] for label in labels])
         own = [label for label in axes if label is not None]
 
-        # An operand without an index is the same for all values of the index.
+        # An operand without an index is broadcast along it, so its gradient is a sum.
         summed = [i for i, label in enumerate(labels) if label not in own]
         if summed:
             x = jnp.sum(x, tuple(summed))
@@ -327,12 +328,11 @@ class _LayoutWriter:
 
 
 def _named_sizes(axes: Axes, shape: Sequence[int]) -> dict[Label, int]:
-    """The length of each index of an array."""
     return {label: size for label, size in zip(axes, shape, strict=True) if label is not None}
 
 
 def _broadcast(x: Any, own: Sequence[Label], requested: Mapping[Label, int]) -> Any:
-    """An array with the indices `own`, broadcast to the indices and lengths `requested`, in their order."""
+    """An array with indices `own`, with the indices and lengths `requested`, in their order."""
     order = list(requested)
     present = [label for label in order if label in own]
     x = _transposed(x, [own.index(label) for label in present])

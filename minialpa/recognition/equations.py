@@ -1,7 +1,6 @@
-"""The form of the result of an equation, from the forms of its operands. `RULES` lists the rules by primitive.
+"""`RULES`: for each primitive, the form of its result from the forms of its operands.
 
-A rule takes the forms of the operands as `Known` and the equation. The rules align indices; the table in `rewrites` has
-the formulas of the elements.
+The rules align indices; the table in `rewrites` has the formulas of the elements.
 """
 
 from __future__ import annotations
@@ -46,7 +45,9 @@ class Known:
         rules: Mapping[str, Rule],
         factors: Known | None = None,
     ) -> None:
-        """Equations with one of the `rules` are followed back to leaves. `factors` has operands of products."""
+        """rules: for primitives through which arrays are followed back to leaves.
+        factors: has the forms of operands of products of matrices.
+        """
         self.indices, self.forms = indices, dict[Var, Form]()
         self._producers, self._numbers, self._followed = producers, numbers, followed
         self._rules, self._factors = rules, factors
@@ -62,11 +63,11 @@ class Known:
         return self.forms[atom]
 
     def factor(self, atom: Atom) -> Form:
-        """The form of an operand of a product of matrices: a leaf even if it is such a product itself."""
+        """The form of an operand of a product of matrices, in which another such product is a leaf."""
         return self[atom] if self._factors is None else self._factors[atom]
 
     def _outside(self, var: Var) -> Form:
-        """The form of an array that is not followed: a leaf in some layout, or a product of two."""
+        """A leaf in some layout, or a product of two."""
         eqn = self._producers.get(var)
         rule = None if eqn is None else self._rules.get(eqn.primitive.name)
         if eqn is not None and rule is not None and self._followed.keys().isdisjoint(operand_vars(eqn)):
@@ -77,12 +78,12 @@ class Known:
         return Form(axes, Leaf(self._numbers(var), axes, var))
 
 
-#: The form of the only result of an equation. Raises NoFormula if there is no such form.
+#: The form of an equation's only result. Raises NoFormula without one.
 Rule = Callable[[Known, JaxprEqn], Form]
 
 
 def form_by(rule: Rule, known: Known, eqn: JaxprEqn) -> Form | None:
-    """The form of the only result of an equation by a rule, if it has one."""
+    """The form of an equation's only result, if the rule applies."""
     try:
         return rule(known, eqn)
     except NoFormula:
@@ -111,14 +112,13 @@ def _convert(known: Known, eqn: JaxprEqn) -> Form:
     if old in FLOATS and new in FLOATS:
         return Form(form.axes, converted(form.term, old, new))
 
-    # Every dtype has the integers below 128.
     if isinstance(form.term, Number) and form.term.value in range(128) and (new in FLOATS or "int" in new):
         return form
     raise NoFormula
 
 
 def _reduce_precision(known: Known, eqn: JaxprEqn) -> Form:
-    """`jax.checkpoint` rounds saved values to their own dtype."""
+    """`jax.checkpoint` rounds saved values to the dtype that they already have."""
     if not keeps_elements(eqn):
         raise NoFormula
     return known[eqn.invars[0]]
@@ -138,7 +138,6 @@ def _broadcast_in_dim(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _reshape(known: Known, eqn: JaxprEqn) -> Form:
-    """Only dimensions of length 1 come and go."""
     form = known[eqn.invars[0]]
     if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
         raise NoFormula
@@ -151,7 +150,7 @@ def _reshape(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _part_of_number(known: Known, eqn: JaxprEqn) -> Form:
-    """A part of an array of one number, such as a default head mask of ones."""
+    """A slice of an array with one value everywhere, such as a default head mask of ones."""
     form = known[eqn.invars[0]]
     if not isinstance(form.term, Number):
         raise NoFormula
@@ -186,7 +185,7 @@ def _elementwise(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _name_of_key(terms: Sequence[Term]) -> dict[Label, Label]:
-    """Where a repeated total meets a product, the repeated dimension gets the name of key positions."""
+    """Where a broadcast TOTAL meets a product, the broadcast dimension gets the name of key positions."""
     softmaxes = [term.softmax for term in terms if isinstance(term, SoftmaxArray) and term.kind in OF_QUERIES]
     products = [term for term in terms if isinstance(term, Scores) and term.is_product]
     if len(softmaxes) != 1 or len(products) != 1:
@@ -196,7 +195,6 @@ def _name_of_key(terms: Sequence[Term]) -> dict[Label, Label]:
 
 
 def _difference(known: Known, eqn: JaxprEqn) -> Form:
-    """`_elementwise` with fixed names of scores and their maximum."""
     axes, forms = known.indices.aligned([_with_fixed_names(known, known[atom]) for atom in eqn.invars])
     return Form(axes, rewritten(eqn, [form.term for form in forms]))
 
@@ -219,7 +217,6 @@ def _select_n(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _is_choice_of_floats(eqn: JaxprEqn) -> bool:
-    """Whether an equation chooses between two arrays of floats, by a boolean for each element."""
     which, result = eqn.invars[0], eqn.outvars[0]
     is_boolean = len(eqn.invars) == 3 and aval_of(which).dtype == np.bool_
     is_by_element = bool(shape_of(which)) or not shape_of(result)
@@ -227,8 +224,6 @@ def _is_choice_of_floats(eqn: JaxprEqn) -> bool:
 
 
 def _number(fun: Callable[..., object]) -> Rule:
-    """The rule of a function of numbers."""
-
     def rule(known: Known, eqn: JaxprEqn) -> Form:
         terms = [known[atom].term for atom in eqn.invars]
         dtype = aval_of(eqn.outvars[0]).dtype
@@ -245,7 +240,7 @@ def _number(fun: Callable[..., object]) -> Rule:
 
 
 def _reduced(known: Known, eqn: JaxprEqn) -> Form:
-    """A sum or a maximum along dimensions, which is the identity if these have length 1."""
+    """A sum or a maximum along dimensions; the identity if these have length 1."""
     form = _with_fixed_names(known, known[eqn.invars[0]])
     dims, shape = eqn.params["axes"], shape_of(eqn.invars[0])
     if any(form.axes[i] is None and shape[i] != 1 for i in dims) or isinstance(form.term, Number):
@@ -279,9 +274,8 @@ def dot_general(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _factors(known: Known, eqn: JaxprEqn) -> tuple[Form, Form]:
-    """The operands of a product of matrices."""
     left, right = (known.factor(atom) for atom in eqn.invars)
-    # The other operand of an array of one number, such as a mask of ones, may be a product.
+    # If an operand is a number everywhere, such as a mask of ones, the other one may be a product.
     if isinstance(left.term, Number):
         right = known[eqn.invars[1]]
     elif isinstance(right.term, Number):
@@ -290,7 +284,6 @@ def _factors(known: Known, eqn: JaxprEqn) -> tuple[Form, Form]:
 
 
 def _label(left: Form, right: Form, pair: tuple[int, int]) -> Label | None:
-    """The index of a dimension that two operands share; None if neither depends on it."""
     i, j = pair
     return left.axes[i] if left.axes[i] is not None else right.axes[j]
 
@@ -312,7 +305,7 @@ def _first(one: Rule, other: Rule) -> Rule:
     return rule
 
 
-#: Rules of arrays that are no scores, on their way to an attention.
+#: Rules for arrays before the scores.
 OUTSIDE: Mapping[str, Rule] = {
     **LAYOUTS,
     "div": _number(np.divide),

@@ -1,4 +1,4 @@
-"""The formula of each value of a program: equations in, `Form`s out.
+"""`find_forms` maps the equations of a program to the formula (`Form`) of each value of an attention.
 
 Values get formulas from the scores of a softmax to the gradients that follow from it: forward from each `exp` whose
 operand comes from a product of matrices. Every other array is a `Leaf`.
@@ -15,7 +15,7 @@ from minialpa.recognition.equations import LAYOUTS, OUTSIDE, RULES, Known, dot_g
 from minialpa.recognition.indices import Indices, Numbers
 from minialpa.recognition.terms import RESULTS, Form, Scores, SoftmaxArray, find_role, kind_of
 
-#: Most equations from an `exp` back to the product of its scores.
+#: Maximal number of equations from a product of scores to its `exp`.
 _DEPTH = 12
 
 #: Primitives between the product of queries and keys and the `exp`.
@@ -25,7 +25,7 @@ _TO_SCORES = frozenset(RULES) - {"exp", "integer_pow", "reduce_sum"}
 def find_forms(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> dict[Var, Form]:
     """The forms of the variables that depend on an exponential of scores.
 
-    producers: the equation of each variable, including variables from outside of a scan.
+    producers: the equation of each variable, also from outside a scan.
     """
     to_exponentials = _equations_to_exponentials(eqns)
     follower = _Follower(producers)
@@ -35,8 +35,8 @@ def find_forms(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> d
 
 
 def _equations_to_exponentials(eqns: Sequence[JaxprEqn]) -> set[JaxprEqn]:
-    """The equations from a product of matrices to an `exp`."""
-    # For each variable on the way to an `exp`, the number of equations that may still precede it.
+    """The equations from a product of matrices to an `exp`; empty without one."""
+    # How many equations may precede each variable.
     left: dict[Var, int] = {}
     found: set[JaxprEqn] = set()
     has_product = False
@@ -58,10 +58,7 @@ def _equations_to_exponentials(eqns: Sequence[JaxprEqn]) -> set[JaxprEqn]:
 
 
 class _Follower:
-    """Makes the forms of a program, one equation after the other."""
-
     def __init__(self, producers: Mapping[Var, JaxprEqn]) -> None:
-        #: The variables that depend on an exponential of scores.
         self.followed: dict[Var, Form] = {}
         indices, numbers = Indices(), Numbers(producers)
         factors = Known(producers, indices, numbers, self.followed, OUTSIDE)
@@ -69,10 +66,7 @@ class _Follower:
         self._known = Known(producers, indices, numbers, self.followed, rules=rules, factors=factors)
 
     def follow(self, eqn: JaxprEqn, is_to_exponential: bool) -> None:
-        """Note the form of the result of an equation, if the equation belongs to an attention and has a rule.
-
-        is_to_exponential: whether it is on the way from a product of matrices to an `exp`.
-        """
+        """Record the form of an equation's result, if the equation belongs to an attention and has a rule."""
         name = eqn.primitive.name
         rule = RULES.get(name)
         is_after = any(var in self.followed for var in operand_vars(eqn))
@@ -81,7 +75,7 @@ class _Follower:
         if name == "optimization_barrier":
             self._follow_barrier(eqn)
             return
-        # The rest of the model reads a result like any other array.
+        # A result of an attention is a leaf for the rest of the model.
         if name not in LAYOUTS and any(map(self._has_finished, operand_vars(eqn))):
             return
 
@@ -94,7 +88,7 @@ class _Follower:
             self.followed[out] = form
 
     def _follow_barrier(self, eqn: JaxprEqn) -> None:
-        """Scores and parts of a softmax keep their forms across a barrier."""
+        """Scores and terms of a softmax keep their forms."""
         forms = self._known.forms
         for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(atom) or self._has_finished(atom):

@@ -1,7 +1,7 @@
-"""Names of indices and numbers of arrays.
+"""Names of indices, and numbers of arrays.
 
-`Indices` gives forms that meet in an equation one name for each common dimension. `Numbers` gives arrays with equal
-elements equal numbers.
+`Indices` gives forms that meet in an equation one name for each common dimension, so the order of dimensions has no
+effect.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from minialpa.recognition.terms import Axes, Form, Label, NoFormula, Scores, Sof
 
 
 class Indices:
-    """The names that are in use."""
-
     def __init__(self) -> None:
         self._names = itertools.count()
-        #: Indices of scores, whose names mean the same in all forms.
+        #: Names of indices of scores, with one meaning in all forms.
         self.fixed: set[Label] = set()
         self._fixed_names: dict[Label, Label] = {}
 
@@ -31,19 +29,18 @@ class Indices:
         return tuple(None if size == 1 else next(self._names) for size in shape)
 
     def apart(self, form: Form, taken: Iterable[Label]) -> Form:
-        """The form with other names for its indices in `taken`, unless they are fixed."""
+        """The form with new names for its indices in `taken`, unless these are fixed."""
         taken = set(taken)
         own = form.term.labels | set(form.axes) - {None}
         return with_names(form, {label: next(self._names) for label in own if label in taken - self.fixed})
 
     def with_fixed_names(self, form: Form) -> Form:
-        """The form of scores with fixed names, which mean the same in all forms and occur in no leaf."""
+        """The form of scores with fixed names for its indices. No leaf has these names."""
         names = {label: self._fixed_names.setdefault(label, next(self._names)) for label in self._free(form)}
         self.fixed.update(names.values())
         return with_names(form, names)
 
     def _free(self, form: Form) -> list[Label]:
-        """The indices of the dimensions that may get another name."""
         return [label for label in form.axes if label is not None and label not in self.fixed]
 
     # ---- elementwise -----------------------------------------------------------------------------------------------
@@ -56,7 +53,7 @@ class Indices:
             if not form.axes:  # a number
                 out.append(form)
                 continue
-            # With the name of another dimension, two indices would become one.
+            # The name of another dimension would make two indices one.
             form = self.apart(form, set(self._free(form)) & set(axes))
             axes = tuple(own if label is None else label for label, own in zip(axes, form.axes, strict=True))
             out.append(with_names(form, _changes(form.axes, axes)))
@@ -67,7 +64,7 @@ class Indices:
         return axes, out
 
     def _names_to_keep(self, forms: Sequence[Form]) -> Axes:
-        """For each dimension, the name that the result takes from an operand; None if any name works."""
+        """For each dimension, the name that the result takes from an operand; None if any name is possible."""
         axes: list[Label | None] = [None] * max(len(form.axes) for form in forms)
         for form in forms:
             for i, label in enumerate(form.axes):
@@ -77,7 +74,7 @@ class Indices:
                     raise NoFormula
                 axes[i] = label
 
-        # Scores keep the names of their indices, so a saved product has the same names in the backward pass.
+        # Scores keep their names, so a saved product has the same names in the backward pass.
         for form in forms:
             for i, label in enumerate(form.axes if isinstance(form.term, Scores | SoftmaxArray) else ()):
                 if axes[i] is None and label not in axes:
@@ -87,7 +84,7 @@ class Indices:
     # ---- products of matrices --------------------------------------------------------------------------------------
 
     def joined(self, left: Form, right: Form, pairs: Iterable[tuple[int, int]]) -> tuple[Form, Form]:
-        """The operands of a product, with one name for the dimensions of each pair and different names elsewhere."""
+        """The operands of a product, with common names for the dimensions of a pair and different names elsewhere."""
         right = self.apart(right, left.term.labels | set(left.axes) - {None})
         for i, j in pairs:
             a, b = left.axes[i], right.axes[j]
@@ -103,7 +100,6 @@ class Indices:
 
 
 def with_names(form: Form, names: Mapping[Label, Label]) -> Form:
-    """The form with other names for some of its indices."""
     axes = tuple(label if label is None else names.get(label, label) for label in form.axes)
     return Form(axes, renamed(form.term, names))
 
@@ -126,15 +122,15 @@ def _changes(old: Axes, new: Axes) -> dict[Label, Label]:
 
 #: Arrays are compared by this many equations before them.
 _DEPTH = 12
-#: Dtypes of attentions, narrower ones first.
+#: Dtypes of attentions, narrow ones first.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class Numbers:
-    """Numbers of arrays. Equal computations have equal numbers.
+    """Numbers of arrays, equal for equal computations.
 
-    A barrier or a wider dtype of floats keeps the number, other than in `tracing/values.py`: the equations of one
-    attention read its scores before and after such equations.
+    Unlike in `tracing/values.py`, a barrier or a wider dtype of floats keeps the number: an attention reads its scores
+    before and after these.
     """
 
     def __init__(self, producers: Mapping[Var, JaxprEqn]) -> None:
@@ -154,7 +150,7 @@ class Numbers:
         return self._of_key.setdefault(key, len(self._of_key))
 
     def _key(self, var: Var, depth: int) -> Any:
-        """The identity of a variable: the number of an equal operand, its equation, or itself."""
+        """The number of an equal operand, or a key of the equation or variable."""
         eqn = self._producers.get(var)
         if eqn is None or eqn.effects:
             return ("variable", var)
@@ -173,7 +169,7 @@ class Numbers:
 
 
 def keeps_elements(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the identity, or gives floats a wider dtype."""
+    """Whether an equation is the identity on its elements, or widens the dtype of floats."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         old, new = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))

@@ -1,4 +1,7 @@
-"""Masks as windows of positions, and as boolean arrays in their small shapes before a broadcast."""
+"""`MaskReader.read` turns the masks of an attention into a window of positions, and arrays before their broadcast.
+
+A causal mask [b h t s] becomes `Window(t, s, right=0)`. A padding mask stays the array [b s].
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from minialpa.recognition.terms import Axes, Label, Mask
 from minialpa.tracing.affine import Affine, combined, filled
 from minialpa.tracing.affine_programs import AffineProgram
 
-#: Largest offset of a window: sums and differences of positions and offsets fit into 32 bits.
+#: Largest offset of a window: its sums with positions fit into 32 bits.
 _FARTHEST = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A condition on positions: index `query` at i sees index `key` at j if i - left <= j <= i + right."""
+    """Index `query` at i sees index `key` at j if i - left <= j <= i + right. None is no bound."""
 
     query: Label
     key: Label
@@ -29,7 +32,7 @@ class Window:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no query sees any key."""
+        """Whether no query sees a key."""
         return self.left is not None and self.right is not None and self.left + self.right < 0
 
     def and_also(self, other: Window) -> Window:
@@ -41,7 +44,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class MaskCondition:
-    """One condition of a mask: True where the array is `positive`. axes: the index of each dimension of the array."""
+    """True where the boolean array `var` equals `positive`. axes: the index of each of its dimensions."""
 
     var: Var
     axes: Axes
@@ -49,7 +52,7 @@ class MaskCondition:
 
 
 Condition = MaskCondition | Window
-#: A boolean array, the index of each of its dimensions, and the value that it should have.
+#: A boolean array, its indices, and the required value.
 _Boolean = tuple[Atom, Axes, bool]
 
 
@@ -70,12 +73,12 @@ class MaskReader:
     queries: frozenset[Label]
 
     def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[MaskCondition, ...]]:
-        """The common window of all masks, if they have one, and the other conditions."""
+        """The common window of all masks, if any, and the other conditions."""
         window: Window | None = None
         parts: list[MaskCondition] = []
         for mask in masks:
             conditions = self._conditions(mask.leaf.var, mask.leaf.axes, mask.positive)
-            assert conditions is not None, mask  # a variable is a condition itself, at least
+            assert conditions is not None, mask  # a variable is at least a condition by itself
             for condition in conditions:
                 if isinstance(condition, MaskCondition):
                     parts.append(condition)
@@ -83,12 +86,12 @@ class MaskReader:
                     window = condition
                 elif window.query == condition.query:
                     window = window.and_also(condition)
-                else:  # a window of another index of the queries
+                else:  # a window of another query index
                     parts.append(MaskCondition(mask.leaf.var, mask.leaf.axes, mask.positive))
         return window, tuple(dict.fromkeys(parts))
 
     def _conditions(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
-        """The conditions that hold together where a boolean array is `positive`; None if it never is."""
+        """The conditions that together hold where a boolean array equals `positive`; None if it never does."""
         if is_literal(atom):
             return [] if bool(atom.val) == positive else None
         whole: list[Condition] = [MaskCondition(atom, axes, positive)]
@@ -102,7 +105,6 @@ class MaskReader:
         return whole if found is None else found
 
     def _together(self, parts: Sequence[_Boolean]) -> list[Condition] | None:
-        """The conditions of several boolean arrays; None if one of them never holds."""
         found: list[Condition] = []
         for part in parts:
             conditions = self._conditions(*part)
@@ -111,7 +113,7 @@ class MaskReader:
             found += conditions
         return found
 
-    # ---- handlers of primitives: None if the result of the equation is one condition -------------------------------
+    # ---- handlers of primitives: None if the result of the equation is one condition by itself ---------------------
 
     def _of_layout(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
         inner = _operand_axes(eqn, axes)
@@ -129,7 +131,7 @@ class MaskReader:
         return self._together([(x, _shrunk(x, axes), positive) for x in eqn.invars])
 
     def _of_choice(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        """A choice between an array and False is True where both the array and the chooser are."""
+        """A choice between an array and False is true where both the array and the chooser are."""
         which, *cases = eqn.invars
         is_by_element = bool(shape_of(which)) or not axes
         if not positive or not _is_boolean(which) or len(cases) != 2 or not is_by_element:
@@ -146,13 +148,12 @@ class MaskReader:
         return None if window is None else [window]
 
     def _of_equality(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        """A comparison with 0 of a boolean array that was converted to numbers."""
         if self._value(eqn.invars[1]) != 0:
             return None
         return self._of_number(eqn.invars[0], axes, positive == (eqn.primitive.name == "ne")) or None
 
     def _of_number(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
-        """The conditions of the boolean array that was converted to these numbers."""
+        """The conditions of the booleans that were converted to these numbers."""
         eqn = None if is_literal(atom) else self.producers.get(atom)
         if eqn is None:
             return None
@@ -166,7 +167,6 @@ class MaskReader:
         return [MaskCondition(operand, inner, positive)] if found is None else found
 
     def _value(self, atom: Atom) -> float | None:
-        """The common value of all elements of an array, if it is known."""
         while not is_literal(atom):
             eqn = self.producers.get(atom)
             if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -177,7 +177,6 @@ class MaskReader:
     # ---- windows ---------------------------------------------------------------------------------------------------
 
     def _window_of_comparison(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> Window | None:
-        """The window in which a comparison of positions is `positive`; None if it is no window."""
         # For integers, a > b is a - b - 1 >= 0.
         sign, offset = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}[eqn.primitive.name]
         a, b = map(AffineProgram(self.producers, self.consts).affine, eqn.invars)
@@ -193,7 +192,7 @@ class MaskReader:
         return self._where_not_negative(difference, axes)
 
     def _where_not_negative(self, x: Affine, axes: Axes) -> Window | None:
-        """i - j + c >= 0 or j - i + c >= 0, for the position i of a query and j of a key."""
+        """The window of x >= 0, if x is i - j + c or j - i + c for positions i of a query and j of a key."""
         factors = Counter[Label | None]()
         for label, stride, size in zip(axes, x.strides, x.shape, strict=True):
             factors[label] += stride if size > 1 else 0
@@ -209,7 +208,6 @@ class MaskReader:
         return None
 
     def _window_of_array(self, value: np.ndarray, axes: Axes) -> Window | None:
-        """The window with the elements of a captured array, if there is one."""
         labels = [label for label in axes if label is not None]
         if value.dtype != np.bool_ or len(labels) != 2 or self.key not in labels or not value.any():
             return None
@@ -225,7 +223,7 @@ class MaskReader:
         if not np.array_equal(seen, (offsets >= -left) & (offsets <= right)):
             return None
 
-        # A side that hides no key is no condition.
+        # A side that hides no key needs no bound.
         return Window(
             query,
             self.key,
@@ -256,7 +254,7 @@ def _is_boolean(atom: Atom) -> bool:
 
 
 def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
-    """The indices of the operand's dimensions, if the equation only changes its layout."""
+    """The operand's indices, if the equation only changes its layout."""
     name = eqn.primitive.name
     if name in ("copy", "stop_gradient"):
         return axes
@@ -270,7 +268,7 @@ def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
     if name == "transpose":
         return tuple(axes[i] for i in np.argsort(eqn.params["permutation"]))
 
-    # Reshapes may only add or drop dimensions of length 1.
+    # A reshape may only add or drop dimensions of length 1.
     if [size for size in old if size != 1] != [size for size in new if size != 1]:
         return None
     left = iter([label for label, size in zip(axes, new, strict=True) if size != 1])
@@ -278,6 +276,5 @@ def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
 
 
 def _shrunk(atom: Atom, axes: Axes) -> Axes:
-    """The indices of an operand that is broadcast along dimensions of length 1."""
     shape = shape_of(atom)
     return tuple(None if size == 1 else label for size, label in zip(shape, axes, strict=True)) if shape else ()

@@ -1,10 +1,11 @@
-"""The rewrite rules of attention: how kinds of terms follow from each other. `REWRITES` lists them.
+"""`REWRITES`: the rules by which the kinds of terms of an attention follow from each other.
 
-A row states that an equation with operands of these kinds computes a term of another kind. `build` checks conditions on
-the operands. A row holds for every float: zeros of both signs, infinities, NaN, the smallest and the largest numbers.
-Results may differ by roundings, as in a sum in another order; if finite cotangents add up to infinity, one may have NaN
-and the other infinity or a number. A step that holds only for most numbers has no row, and its attention stays as
-written. Examples:
+A row states that an equation with operands of these kinds computes a term of another kind, if its `build` accepts the
+operands: `div` of a WEIGHT by a TOTAL is a PROBABILITY.
+
+A row holds for every float: zeros of both signs, infinities, NaN, the smallest and the largest numbers. Results may
+differ by rounding; if finite cotangents add up to infinity, one result may be NaN and the other infinity or a number. A
+step that holds only for most numbers has no row, and its attention stays as written:
 
 - exp(x) / sum exp(x) without a maximum, and (sum w value) / z: sums may be infinite;
 - exp(x - logsumexp(x)): if all scores are far below zero, rounding loses the logarithm of the number of keys;
@@ -43,7 +44,6 @@ from minialpa.recognition.terms import (
 
 #: The indices of features: d of queries and keys, e of values.
 SCORE_FEATURE, VALUE_FEATURE = "d", "e"
-#: Precisions of products that the primitives have, too.
 _PRECISIONS = (
     None,
     lax.Precision.DEFAULT,
@@ -53,16 +53,13 @@ _PRECISIONS = (
 
 _MOST_IN_FLOAT16 = float(jnp.finfo(jnp.float16).max)
 
-#: The term of the result. `over`: the indices that the equation sums over, or takes the maximum over.
+#: The term of the result. `over`: the indices of the sum or maximum.
 Build = Callable[[JaxprEqn, Sequence[Any], frozenset[Label]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """A rule: the primitive of an equation, the kinds of its operands and its result, and the term of its result.
-
-    `build` raises NoFormula if the rule does not apply.
-    """
+    """A rule. `build` returns the term of the result, or raises NoFormula if the rule does not apply."""
 
     primitive: str
     operands: tuple[Kind, ...]
@@ -71,7 +68,7 @@ class Rewrite:
 
 
 def rewritten(eqn: JaxprEqn, terms: Sequence[Term], over: frozenset[Label] = frozenset()) -> Term:
-    """The term of the result of an equation. Raises NoFormula if no rule applies."""
+    """The term of an equation's result. Raises NoFormula if no rule applies."""
     rule = _RULES.get((eqn.primitive.name, tuple(kind_of(term) for term in terms)))
     if rule is None:
         raise NoFormula
@@ -100,7 +97,6 @@ def _has_usual_precision(eqn: JaxprEqn) -> bool:
 
 
 def _rounds_to_float16(eqn: JaxprEqn) -> bool:
-    """Whether a product of matrices rounds its operands to float16."""
     return bool(eqn.params["precision"] == lax.DotAlgorithmPreset.F16_F16_F32)
 
 
@@ -115,7 +111,7 @@ def _scaled(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 
 def _factor(eqn: JaxprEqn, c: float) -> float:
-    """c of a product with c, or 1 / c of a division by c, if both are neither 0 nor infinite in the dtype."""
+    """The factor of a product with c or a division by c. Raises NoFormula if c or 1 / c is 0 or infinite."""
     info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
     if not float(info.tiny) <= abs(c) <= 1 / float(info.tiny):
         raise NoFormula
@@ -124,7 +120,7 @@ def _factor(eqn: JaxprEqn, c: float) -> float:
 
 def _biased(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     scores, bias = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
-    # A large number of 16 bits loses the number that is added to it.
+    # In 16 bits, a large number loses the number that is added to it.
     if aval_of(eqn.outvars[0]).dtype.itemsize < 4 or scores.masks:
         raise NoFormula
     return replace(scores, biases=(*scores.biases, (bias, -1.0 if eqn.primitive.name == "sub" else 1.0)))
@@ -138,7 +134,9 @@ def _masked(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 
 def _choice(terms: Sequence[Any]) -> tuple[Mask, Any, float]:
-    """select_n(boolean, if_false, if_true) with a number as one case: the mask of the other case, and both cases."""
+    """select_n(boolean, if_false, if_true) with a number as one case: the mask of the other case, this case, the
+    number.
+    """
     which, if_false, if_true = terms
     if isinstance(if_false, Number):
         return Mask(which, True), if_true, if_false.value
@@ -164,9 +162,8 @@ def _n_keys(softmax: Softmax) -> int:
 
 
 def _part(kind: Kind) -> Build:
-    """A builder of the result, if all operands are whole parts of one softmax, or products of its values and cotangent.
-
-    All have all their indices, and the dtype of the maximum.
+    """A builder for whole terms of one softmax, with one array of values and one cotangent, in the dtype of the
+    maximum.
     """
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
@@ -190,7 +187,7 @@ def _part(kind: Kind) -> Build:
 
 
 def _one_pair(terms: Sequence[Any], softmax: Softmax) -> tuple[Leaf | None, Leaf | None, bool]:
-    """The values and the cotangent in these terms, and whether their product is float16; NoFormula for several."""
+    """The values and cotangent in these terms, and whether their product is float16. Raises NoFormula for several."""
     pairs: set[tuple[Leaf | None, Leaf | None, bool]] = set()
     for term in terms:
         if isinstance(term, SoftmaxArray) and term.value is not None:
@@ -224,7 +221,7 @@ def _with_feature(leaf: Leaf, feature: Label) -> Leaf:
 
 
 def _inverse_square(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
-    # In float16, the square of 256 is infinite.
+    # In float16, 256^2 is infinite.
     is_large = _is_float16(eqn.outvars[0]) and _n_keys(terms[0].softmax) ** 2 > _MOST_IN_FLOAT16
     if eqn.params["y"] != -2 or is_large:
         raise NoFormula
@@ -276,7 +273,7 @@ def _mixed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     """A product of the scores' cotangent with keys, summed over keys, or with queries, summed over queries.
 
-    The cotangent is 0 wherever a score is masked, scaled as the scores are, and in float16 if their product is.
+    The cotangent must be 0 under masks, have the scale of the scores, and be in float16 if their product is.
     """
     part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     softmax = part.softmax
@@ -296,11 +293,11 @@ def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) ->
 
 
 def _is_scores_bar(eqn: JaxprEqn, part: SoftmaxArray, var: Any) -> bool:
-    """Whether an operand is the cotangent of a product of queries and keys, scaled and typed like the product."""
+    """Whether operand `var` is the cotangent of the product of queries and keys, with its scale and dtype."""
     scores = part.softmax.scores
     if not part.is_derivative or not part.is_whole or part.is_scaled != (scores.scale != 1):
         return False
-    # With p_bar in float16, p (p_bar - sum_s p p_bar) is finite, and so is its product with a scale of at most 1.
+    # With p_bar in float16, p (p_bar - sum_s p p_bar) is finite, also under a scale of at most 1.
     if _rounds_to_float16(eqn) and not (part.has_float16_bar and abs(scores.scale) <= 1):
         return False
     return _is_float16(var) == ("product" in scores.float16)
@@ -314,7 +311,7 @@ def _summed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
 
 
 def _same(number: float) -> Build:
-    """The other operand, if one operand is this number and the equation has no sum."""
+    """The other operand, if one operand is this number."""
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
         other, c = _other_and_number(terms)
@@ -346,11 +343,10 @@ def _either(*builds: Build) -> Build:
 
 
 def converted(term: Term, old: Any, new: Any) -> Term:
-    """A term after a conversion from one dtype of floats to another. Raises NoFormula if the conversion changes it.
+    """A term after a conversion between dtypes of floats. Raises NoFormula if the conversion changes it.
 
-    A wider dtype keeps the elements. bfloat16 has the range of float32, so it may round a term like any product in
-    bfloat16. It must not round biased scores: a large bias would hide the scores. float16 may round results of a
-    product in float16.
+    A wider dtype keeps the elements. Rounding to bfloat16, with the range of float32, is like a product in bfloat16;
+    but a large bias would hide the scores. float16 may round results of a product in float16.
     """
     old, new = np.dtype(old), np.dtype(new)
     is_wider = has_all(new, old)

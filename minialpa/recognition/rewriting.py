@@ -1,8 +1,8 @@
-"""Attentions in a list of equations: `rewrite` inserts the primitives, and drops equations without readers.
+"""`rewrite` replaces the attentions in a list of equations by the primitives, and drops equations without readers.
 
-A primitive computes each result of an attention that the rest of the program reads; the rest may read other values of
-the attention, too, such as its probabilities. If the product of the scores still has readers, the attention stays as
-written. A list may be in two sections: the bodies of a scan and of its derivative.
+A primitive computes each result of an attention that the rest of the program reads. The rest may also read other
+values, such as the probabilities, but if the product of the scores keeps a reader, the attention stays as written. A
+list may have two sections: the bodies of a scan and of its derivative.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ from minialpa.tracing.new_equations import equations_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewEquation:
-    """An equation of the new program.
+    """An equation that is, or replaces, the old equation number `place`.
 
-    Attributes:
-        eqn: the equation.
-        place: number of the old equation that it is, or replaces.
-        forward: for the gradient of an attention, the `place` of the attention.
+    `forward`: for the gradient of an attention, the `place` of the attention.
     """
 
     eqn: JaxprEqn
@@ -49,7 +46,7 @@ class NewEquation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Equations around or before the rewritten ones, by their results, and values of captured arrays."""
+    """Equations around or before the rewritten equations, by result, and values of captured arrays."""
 
     producers: Mapping[Var, JaxprEqn] = field(default_factory=dict)
     consts: Mapping[Var, object] = field(default_factory=dict)
@@ -57,8 +54,6 @@ class Written:
 
 @dataclass(slots=True)
 class _AttentionRequests:
-    """The requests of one attention."""
-
     results: list[VariableRequest] = field(default_factory=list)
     gradients: list[VariableRequest] = field(default_factory=list)
 
@@ -87,7 +82,7 @@ def rewrite(
 
 
 def _parts_by_softmax(eqns: Sequence[JaxprEqn], forms: Mapping[Var, Form]) -> dict[Softmax, list[int]]:
-    """The equations of each attention: the product of its scores, and what depends on their exponential."""
+    """The equations of each attention: the product of its scores, and its values after the exponential."""
     parts: dict[Softmax, set[int]] = defaultdict(set)
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     for var, form in forms.items():
@@ -133,10 +128,7 @@ class _Rewriter:
     # ---- which attentions ------------------------------------------------------------------------------------------
 
     def _choose(self, left: Set[Softmax]) -> tuple[dict[Softmax, _AttentionRequests], dict[int, set[Var]]]:
-        """The requests of each attention, and the equations that stay, with their needed results.
-
-        left: attentions that stay as written.
-        """
+        """The requests of each attention except `left`, and the needed results of each equation that stays."""
         needed = {atom for atom in self._outvars if not is_literal(atom)}
         attentions: dict[Softmax, _AttentionRequests] = {}
         kept: dict[int, set[Var]] = {}
@@ -158,7 +150,7 @@ class _Rewriter:
         return attentions, kept
 
     def _needed_part(self, eqn: JaxprEqn, requested: Set[Var]) -> JaxprEqn:
-        """A barrier without values that have no reader; any other equation unchanged."""
+        """A barrier without values that have no reader."""
         if eqn.primitive.name != "optimization_barrier" or len(requested) == len(eqn.outvars):
             return eqn
         pairs = [pair for pair in zip(eqn.invars, eqn.outvars, strict=True) if pair[1] in requested]
@@ -192,7 +184,7 @@ class _Rewriter:
         return MaskReader(self._written.producers, self._written.consts, softmax.key_position, softmax.query_positions)
 
     def _is_good(self, softmax: Softmax, attention: _AttentionRequests, kept: Mapping[int, set[Var]]) -> bool:
-        """Whether one call of each primitive computes all requests, and the product of the scores is gone."""
+        """Whether one call of each primitive computes all requests, and the product of the scores is dropped."""
         forward, backward = self._sides(attention)
         if forward is None or (attention.gradients and backward is None):
             return False
@@ -206,7 +198,7 @@ class _Rewriter:
         return self._accept(forward, [i for i in self._parts[softmax] if i not in kept])
 
     def _sides(self, attention: _AttentionRequests) -> tuple[Operands | None, Operands | None]:
-        """The operands of the forward pass and of the gradient, if a request names all of them."""
+        """The operands of the forward pass and of the gradient, if known."""
         found = [self._operands_of(request) for request in attention.results + attention.gradients]
         backward = [operands for operands in found if operands is not None and operands.cotangent is not None]
         known = [operands for operands in found if operands is not None]
@@ -244,7 +236,7 @@ class _Rewriter:
         place: int,
         forward: int | None = None,
     ) -> tuple[list[NewEquation], dict[Var, Var]]:
-        """Equations that compute the requested variables, with the source line at `place`; and renamed variables."""
+        """Equations that compute the requested variables, and the renamed variables."""
         named, names = with_named_results(eqns, results, [request.var for request in requests])
         line = self._eqns[place]
         out = [NewEquation(eqn=with_source_of(eqn, line), place=place, forward=forward) for eqn in named]
@@ -254,7 +246,7 @@ class _Rewriter:
 def with_named_results(
     eqns: Sequence[JaxprEqn], results: Sequence[Atom], targets: Sequence[Var]
 ) -> tuple[list[JaxprEqn], dict[Var, Var]]:
-    """Equations with `targets` in the place of `results`, and the renamed variables."""
+    """Equations with `targets` in place of `results`, and the renamed variables."""
     made = {var for eqn in eqns for var in eqn.outvars}
     names: dict[Var, Var] = {}
     eqns = list(eqns)
@@ -262,8 +254,7 @@ def with_named_results(
         if not is_literal(atom) and atom in made and atom not in names:
             names[atom] = target
             continue
-        # A copy for the second name of a result, or for an operand: jax returns the operand itself if a scan stacks the
-        # rows that it reads.
+        # The second name of a result, or an operand, which jax returns if a scan stacks rows that it reads.
         copies, (copy,) = equations_for(jnp.copy, atom)
         eqns += copies
         names[copy] = target
@@ -273,7 +264,7 @@ def with_named_results(
 
 
 def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEquation] | None:
-    """The equations sorted by dependencies, else by place; None if sections depend on each other in both ways."""
+    """The equations sorted by dependencies, then by place; None if sections depend on each other in both directions."""
     maker = {var: k for k, one in enumerate(new) for var in one.eqn.outvars}
     waits = [{maker[var] for var in operand_vars(one.eqn) if var in maker} for one in new]
     readers: list[list[int]] = [[] for _ in new]
@@ -299,7 +290,7 @@ def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEqua
 
 
 def _have_one_call(attention: _AttentionRequests) -> bool:
-    """Whether all requests have one array of values, one cotangent, and p_bar in one dtype."""
+    """Whether all requests share one array of values, one cotangent, and one dtype of p_bar."""
     roles = [request.role for request in attention.results + attention.gradients]
     gradients = [request.role for request in attention.gradients]
     values = {role.value.number for role in roles if role.value is not None}

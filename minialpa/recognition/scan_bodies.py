@@ -1,4 +1,4 @@
-"""Scans and their bodies: `read_body` reads a scan, `scan_of` makes the equations of a scan with another body."""
+"""`read_body` turns a scan into a `Body`, and `scan_of` a `Body` into the equations of a scan."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from minialpa.tracing.new_equations import equations_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A scan with its body, which reads the variables of the outer program.
+    """A scan with its body, which reads variables of the outer program.
 
     Attributes:
-        eqn: the scan.
         carries: variables of the carry, in the body.
         rows: pairs (variable of a row in the body, stacked array).
-        eqns: the equations of the body.
         new_carries: the carry for the next iteration.
         stacked: pairs (value in the body, stacked array).
         consts: values of captured arrays.
@@ -40,14 +38,14 @@ class Body:
     consts: dict[Var, Any]
 
     @property
-    def own(self) -> dict[Var, None]:
-        """The variables of one iteration, in the order of the program."""
+    def variables(self) -> dict[Var, None]:
+        """The variables of one iteration, in order."""
         made = (var for eqn in self.eqns for var in eqn.outvars)
         return dict.fromkeys([*self.carries, *(var for var, _ in self.rows), *made])
 
     @property
     def results(self) -> list[Atom]:
-        """The results of an iteration: the carry for the next one, then the stacked values."""
+        """The results of an iteration: the next carry, then the stacked values."""
         return [*self.new_carries, *(atom for atom, _ in self.stacked)]
 
     @property
@@ -61,13 +59,12 @@ def variables_in(atoms: Sequence[Atom]) -> list[Var]:
 
 
 def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
-    """The body of a scan. linked: by stacked array, the value of the same iteration in another body."""
+    """linked: for a stacked array, the value of the same iteration in another body."""
     closed = eqn.params["jaxpr"]
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     n_consts, n_carry = scan_counts(eqn)
     carries = [fresh_var(aval_of(var)) for var in flat.invars[n_consts : n_consts + n_carry]]
 
-    # A row of a linked array is a value of the other body.
     rows, values = [], []
     for var, operand in zip(flat.invars[n_consts + n_carry :], eqn.invars[n_consts + n_carry :], strict=True):
         if not is_literal(operand) and operand in linked:
@@ -77,7 +74,7 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
         rows.append((row, operand))
         values.append(row)
 
-    # Bodies of the same function may share variables, so all variables are new.
+    # Bodies of one function may share variables, so all variables are new.
     names: dict[Var, Atom] = dict(zip(flat.invars, [*eqn.invars[:n_consts], *carries, *values], strict=True))
     names |= {var: fresh_var(aval_of(var)) for var in flat.constvars}
     eqns = []
@@ -97,7 +94,7 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
 
 
 def with_rows(body: Body, rows: Sequence[tuple[Var, Var, Atom]]) -> Body:
-    """The body with rows of stacked arrays in the place of variables. rows: variable, row, stacked array."""
+    """Put rows of stacked arrays in place of variables. rows: variable, row, stacked array."""
     names: dict[Var, Atom] = {var: row for var, row, _ in rows}
     return replace(
         body,
@@ -130,7 +127,7 @@ def scan_of(body: Body) -> list[JaxprEqn]:
 
 
 def _read_from_outside(body: Body) -> list[Var]:
-    made = body.own.keys() | body.consts.keys()
+    made = body.variables.keys() | body.consts.keys()
     stacked = [array for _, array in body.rows]
     captured = [var for var in body.read if var not in made]
     return list(dict.fromkeys([*variables_in([*_first_carries(body), *stacked]), *captured]))
@@ -142,7 +139,6 @@ def _first_carries(body: Body) -> list[Atom]:
 
 
 def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
-    """The results of a scan with this body; `env` has the values of outer variables."""
     params, n_carry = body.eqn.params, len(body.carries)
     read = body.read
     rows = [(row, array) for row, array in body.rows if row in read]
@@ -182,5 +178,4 @@ def value_of(atom: Atom, env: Mapping[Var, Any]) -> Any:
 
 
 def _like(x: Any, other: Any) -> Any:
-    """A value in the dtype of another one, not weak."""
     return lax.convert_element_type(x, other.dtype)

@@ -1,4 +1,4 @@
-"""Attentions of a traced step as operations: `recognise` maps a `TracedStep` to a `TracedStep`."""
+"""`recognise` maps a `TracedStep` to the same step, in which attentions are operations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
 from minialpa.tracing.trace import TracedStep
 
-#: Query positions times key positions of small attentions: the scores of a head fit into a cache or registers, and the
-#: written program, fused by XLA, is faster than a loop over blocks.
+#: Query positions times key positions. So few scores fit into a cache or registers: the program as written, fused by
+#: XLA, is faster than a loop over blocks.
 _FEW_SCORES = 128 * 128
 
 
 def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
-    """The step with its attentions as `attention_p` and `attention_gradient_p`.
+    """Replace the attentions of a step by `attention_p`, and their derivatives by `attention_gradient_p`.
 
-    everywhere: includes small attentions. An attention that a pipeline boundary cuts stays as written.
+    everywhere: also replace small attentions. An attention across a pipeline boundary stays as written.
     """
     flat = step.flat
 
@@ -40,9 +40,9 @@ def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
 
 
 def _with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
-    """The step with other equations, each with the origin of the equation that it replaces."""
+    """Each equation gets the origin of the equation that it replaces."""
     origins = [_origin(one, step.origins) for one in new]
-    # Number the groups without gaps, in the old order.
+    # The numbers of groups must have no gaps.
     groups = sorted({origin.group for origin in origins if origin.group is not None})
     number = {group: i for i, group in enumerate(groups)}
     origins = [origin if origin.group is None else replace(origin, group=number[origin.group]) for origin in origins]
@@ -55,5 +55,5 @@ def _origin(one: NewEquation, origins: Sequence[Origin]) -> Origin:
     own = origins[one.place]
     if one.forward is None or own.group is None or origins[one.forward].group is None:
         return own
-    # The gradient belongs to the forward group of its attention, not to the group of a product in it.
+    # The gradient belongs to the forward group of its attention, not of a product in it.
     return replace(own, group=origins[one.forward].group)

@@ -1,8 +1,8 @@
-"""Arrays as formulas of an attention.
+"""`Form`: an array as a formula of an attention, with a name for the index of each dimension.
 
-A `Form` has a name for the index of each dimension of an array, and its formula as a `Term`: a `Number`, an array of
-the program (`Leaf`), `Scores` before their softmax, or a `SoftmaxArray` of the softmax or its derivative. `Kind` lists the
-formulas. `find_role` tells which result of an attention a form is.
+The formula is a `Term`: a `Number`, an array of the program (`Leaf`), `Scores` before their softmax, or a
+`SoftmaxArray` of the softmax or its derivative. For example, exp(s - max s) of scores [b h t s] is `Form((b, h, t, s),
+SoftmaxArray(kind=WEIGHT, ...))`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class NoFormula(Exception):
 
 
 class Kind(enum.Enum):
-    """The formula of a term. Without brackets, it has the indices of the scores [.. t s].
+    """The formula of a term. Without brackets, it has the indices of the scores, [.. t s].
 
-    score = scale * sum_d query key + biases, under masks; s: key position, t: query position, d, e: features.
+    score = scale * sum_d query key + biases, under masks; s: key position, t: query position; d, e: features.
     """
 
     NUMBER = "number"
@@ -57,13 +57,12 @@ class Kind(enum.Enum):
 
 #: Kinds without an index of key positions.
 OF_QUERIES = frozenset({Kind.MAXIMUM, Kind.TOTAL, Kind.TOTAL_SQUARED, Kind.MEAN, Kind.MINUS_MEAN})
-#: The results of an attention.
 RESULTS = frozenset({Kind.OUT, Kind.QUERY_BAR, Kind.KEY_BAR, Kind.VALUE_BAR})
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An array of one number."""
+    """An array with one value everywhere."""
 
     value: float
 
@@ -77,9 +76,9 @@ class Leaf:
     """An array of the program.
 
     Attributes:
-        number: equal arrays have equal numbers.
+        number: equal for equal arrays.
         axes: the index of each dimension.
-        var: one variable that holds the array.
+        var: a variable that holds the array.
     """
 
     number: int
@@ -93,7 +92,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """True where a boolean array is `positive`."""
+    """True where the boolean array `leaf` equals `positive`."""
 
     leaf: Leaf
     positive: bool
@@ -101,17 +100,14 @@ class Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """scale * sum_feature left right + sum of biases; `masked_score` where a mask is False.
+    """scale * sum_feature left right + sum of biases; `masked_score` where a mask is false.
 
     Attributes:
         var: the variable of the product.
-        left, right: the factors.
         feature: the index of the sum.
-        scale: a number.
         biases: pairs (array, 1.0 or -1.0 as its factor), in order.
         masks: in order, after the biases.
-        masked_score: the value of masked scores.
-        float16: "product", "scale" or both, if they are in float16.
+        float16: the steps that run in float16.
     """
 
     var: Var
@@ -140,7 +136,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The softmax of scores over the index `key_position`, which exactly one of the two factors has: the key."""
+    """The softmax of scores over the index `key_position`, which only one of the two factors, the key, has."""
 
     scores: Scores
     key_position: Label
@@ -169,12 +165,12 @@ class Softmax:
 
     @property
     def query_positions(self) -> frozenset[Label]:
-        """Indices of the queries that the keys lack: positions, and heads that share keys."""
+        """Indices of the query that the key lacks: positions, and heads that share keys."""
         return self.query.labels - self.key.labels
 
     @property
     def batch(self) -> frozenset[Label]:
-        """The indices that are not positions."""
+        """The indices of the scores that are not positions."""
         return self.labels - self.query_positions - {self.key_position}
 
 
@@ -183,12 +179,10 @@ class SoftmaxArray:
     """An array that a softmax or its derivative computes.
 
     Attributes:
-        kind: the formula.
-        softmax: the softmax.
         labels: the indices on which the term depends, without indices over which a gradient was summed.
         value: the array of values, if the formula has it.
         cotangent: the cotangent of the result, if the formula has it.
-        hidden: the masks where a SCORE_BAR is 0.
+        hidden: the masks under which a SCORE_BAR was set to 0.
         is_scaled: whether a SCORE_BAR is multiplied by the scale of the scores.
         has_float16_bar: whether p_bar, if the formula has it, is in float16.
     """
@@ -204,13 +198,12 @@ class SoftmaxArray:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the term has all its indices."""
         own = {self.softmax.key_position} if self.kind in OF_QUERIES else set()
         return self.labels == self.softmax.labels - own
 
     @property
     def is_derivative(self) -> bool:
-        """Whether a SCORE_BAR is 0 wherever a mask hides the score."""
+        """Whether a SCORE_BAR is 0 under all masks of the scores, as the derivative is."""
         return self.hidden == frozenset(self.softmax.scores.masks)
 
 
@@ -230,14 +223,12 @@ def kind_of(term: Term) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """An array as a term, with the index of each dimension."""
-
     axes: Axes
     term: Term
 
 
 def renamed(term: Term, names: Mapping[Label, Label]) -> Term:
-    """The term with other names for some of its indices. Raises NoFormula if two would have one name."""
+    """The term with other names for indices. Raises NoFormula if two would have one name."""
     if not names:
         return term
     match term:
@@ -296,12 +287,11 @@ class Role:
 
     Attributes:
         name: "out", or the operand of a gradient: "query", "key", "value" or "bias".
-        softmax: the attention's softmax.
+        axes: the index of each dimension.
         value: the array of values; None if only its gradient is known.
         cotangent: the cotangent of the result; None in the forward pass.
         has_float16_bar: whether the formula has p_bar in float16.
         bias: number of the bias.
-        axes: the index of each dimension.
     """
 
     name: str
@@ -314,7 +304,7 @@ class Role:
 
 
 def find_role(form: Form) -> Role | None:
-    """The role of a value with this form; None if it is no result of an attention."""
+    """The role of a value with this form, if it is a result of an attention."""
     part = form.term
     if not isinstance(part, SoftmaxArray) or part.labels != frozenset(form.axes) - {None}:
         return None
@@ -330,7 +320,7 @@ def find_role(form: Form) -> Role | None:
 
 
 def _own_indices(part: SoftmaxArray) -> frozenset[Label]:
-    """The indices of scores in the finished result or gradient."""
+    """The indices of the scores that a finished result or gradient has."""
     softmax = part.softmax
     is_of_queries = part.kind in (Kind.OUT, Kind.QUERY_BAR)
     return softmax.batch | (softmax.query_positions if is_of_queries else {softmax.key_position})

@@ -1,4 +1,1 @@
-"""Rules of named factors: the dimensions of an equation's arrays that are split together.
-
-Sharding (`intra`) and micro-batches (`inter.microbatch`) use them. Imports: `tracing`.
-"""
+"""An equation in, its `Factors` out: the dimensions of its arrays that are split together. See README.md."""

@@ -1,23 +1,22 @@
-"""AttentionKind: `minialpa.attention.operation`, and the attention of cuDNN.
+"""Rules of attention: the primitives of `minialpa.attention.operation`, and jax's attention of cuDNN.
 
-The primitives of `attention.operation`, with b example, g key/value head, r query head of that group, t query position,
-s key position, d and e features of keys and values. b, g, r and t may be split. The others are blocked:
+The primitives have dimensions b example, g key/value head, r query head of the group, t query, s key, d and e features
+of keys and values. b, g, r and t may be split, the others may not:
 
-    s      the softmax runs over it. The gradient needs all keys, too: it recomputes the sum of the softmax if the
-           rounded `logsumexp` is too coarse.
-    d, e   each shard would need whole scores: of d before the exponential, and of e to weigh its values.
+    s      the softmax runs over it. The gradient may recompute the sum of the softmax, over all keys.
+    d, e   each shard would need whole scores: of d before the exponential, of e to weigh its values.
 
 flops = 2 b g r t s (d + e) forward and 2 b g r t s (3 d + 2 e) backward, which recomputes the scores. Only scores in
 the window count.
 
-`jax.nn.dot_product_attention(implementation="cudnn")`, with k: heads of keys and values, g: heads of queries for each:
+`jax.nn.dot_product_attention(implementation="cudnn")` has k heads of keys and values, and g heads of queries for each:
 
     q [b t (k g) h], k [b s k h], v [b s k e], bias [b (k g) t s], lengths [b]
         -> out [b t (k g) e], softmax statistics [b (k g) t]
 
-The layout BNTH has heads before positions. b and k may be split. The gradient of a bias that all examples or all heads
-read is summed over their shards. Calls with dropout (one mask for the whole call), with packed sequences or with pages
-(offsets into all examples) are replicated. flops = 4 b t s (k g) h forward, and 2.5 times as many backward.
+b and k may be split. The gradient of a bias that examples or heads share is summed over shards. Calls with dropout (one
+mask for the call), packed sequences or pages (offsets into all examples) are replicated. flops = 4 b t s (k g) h
+forward, and 2.5 times as many backward.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ def _attention(eqn: JaxprEqn) -> Factors:
 
 @rule("minialpa_attention_gradient")
 def _attention_gradient(eqn: JaxprEqn) -> Factors:
-    """Linear in `out_bar`; a sum over each factor that the result lacks."""
+    """Linear in `out_bar`; a sum over each factor that a result lacks."""
     table, named = _letters(eqn)
-    kind, wants_bias = eqn.params["kind"], eqn.params["wants_bias"]
+    kind, with_bias_gradient = eqn.params["kind"], eqn.params["with_bias_gradient"]
     added = [_scores_like(named, shape_of(atom)) for atom in eqn.invars[6 + kind.n_positions :]]
-    requested = [dims for dims, is_requested in zip(added, wants_bias, strict=False) if is_requested]
+    requested = [dims for dims, is_requested in zip(added, with_bias_gradient, strict=False) if is_requested]
 
     operands = [
         *(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE, _OUT, _STATISTICS, _OUT)),
@@ -110,7 +109,7 @@ def _size(table: FactorTable, named: Mapping[str, Dim], letters: str) -> int:
 
 
 def _n_scores(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> float:
-    """Number of scores in the window, if queries and keys count their positions from 0."""
+    """Number of scores in the window, for positions that count from 0."""
     t, s = _size(table, named, "t"), _size(table, named, "s")
     queries = np.arange(t, dtype=np.float64)
     first = np.zeros(t) if kind.left is None else np.clip(queries - kind.left, 0, s)
@@ -131,12 +130,12 @@ def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int,
 # ---- cuDNN -----------------------------------------------------------------------------------------------------------
 
 
-#: The number of the layout BNTH in the parameters of the primitives; BTNH is 0.
+#: The layout BNTH, with heads before positions; BTNH is 0.
 _HEADS_FIRST = 1
 
 
 class _AttentionFactors:
-    """The factors of one call, by the roles of arrays. Cotangents have the factors of their arrays."""
+    """The factors of one call. Cotangents have the factors of their arrays."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
         self.is_heads_first = eqn.params["layout"] == _HEADS_FIRST
@@ -160,7 +159,6 @@ class _AttentionFactors:
         return (batch, second, first, features) if self.is_heads_first else (batch, first, second, features)
 
     def arrays(self) -> list[Dims]:
-        """Queries, keys and values."""
         return [
             self._ordered((self.examples, self.positions, self.heads, self.features)),
             self._ordered((self.examples, self.key_positions, self.key_heads, self.features)),
@@ -171,11 +169,11 @@ class _AttentionFactors:
         return self._ordered((self.examples, self.positions, self.heads, self.value_features))
 
     def other(self, atom: Atom) -> Dims:
-        """A bias, softmax statistics or lengths: the first dimensions of [b (k g) t s], or 1 if they are shared."""
-        own = (self.examples, self.heads, self.positions, self.key_positions)
+        """Dims of a bias, statistics or lengths: the first of [b (k g) t s], or 1 where examples or heads share it."""
+        letters = (self.examples, self.heads, self.positions, self.key_positions)
         return tuple(
             dim if size == length else self.table.dim(size, blocked=True)
-            for dim, size, length in zip(own, shape_of(atom), self.lengths, strict=False)
+            for dim, size, length in zip(letters, shape_of(atom), self.lengths, strict=False)
         )
 
 
@@ -209,7 +207,7 @@ def _forward(eqn: JaxprEqn) -> Factors:
 
 @rule("dot_product_attention_bwd_wrapper", named=lambda eqn: "derivative of cuDNN attention")
 def _backward(eqn: JaxprEqn) -> Factors:
-    """The forward pass's operands, statistics and result, and a cotangent -> cotangents of q, k, v, and of a bias."""
+    """The operands, statistics and result of the forward pass, and a cotangent -> cotangents of q, k, v, bias."""
     if _is_whole(eqn):
         return replicated_factors(eqn, 2.5 * _flops(eqn))
     of = _AttentionFactors(eqn)

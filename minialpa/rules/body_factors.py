@@ -1,7 +1,7 @@
-"""The factors of an equation of control flow, and the equation on shards, from the region inside it.
+"""The region inside a control flow equation in; the factors of the equation, and its parameters on shards, out.
 
-`body_splits` finds the groups of a region and their outcomes; `BoundaryTable` makes a factor of each group that may be
-split; `BodyShards` has the programs on shards, for `local_params` and `started`.
+`body_splits` finds groups and their outcomes, `BoundaryTable` makes a factor of each group that may be split, and
+`BodyShards` has the programs on shards, for `local_params` and `started`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ class BodySplits:
     """A region and the outcomes of its groups.
 
     Attributes:
-        region: the equations inside.
-        groups: the dimensions that are split together.
-        outcomes: of each group that may be split; all others are blocked.
-        part_flops: floating point operations of one run of each part of the region.
+        outcomes: of each group that may be split.
+        part_flops: floating point operations of one run of each part.
     """
 
     region: Region
@@ -59,20 +57,13 @@ def body_splits(region: Region) -> BodySplits:
 
 @dataclass(slots=True)
 class BoundaryTable:
-    """Makes the factors of a control flow equation, one for each group.
-
-    Attributes:
-        splits: the equation's region.
-        table: the factors so far.
-        factors: the factor of each group, if it has one so far.
-    """
+    """Makes the factors of a control flow equation, one for each group."""
 
     splits: BodySplits
     table: FactorTable = field(default_factory=FactorTable)
     factors: dict[Node, int] = field(default_factory=dict)
 
     def dims(self, atom: Atom) -> Dims:
-        """Factors of an input or result of the region."""
         return tuple(self._dim(node_of(atom, d), size) for d, size in enumerate(shape_of(atom)))
 
     def _dim(self, node: Node, size: int) -> tuple[int, ...]:
@@ -81,18 +72,18 @@ class BoundaryTable:
         if outcome is None or size <= 1:
             return self.table.dim(size, blocked=size > 1)
 
-        # A group has at most `n_blocks`; the rest of the dimension stays together.
+        # A group has at most `n_blocks`; a block is not cut.
         n_blocks = self.splits.groups.sizes[group]
         if group not in self.factors:
             is_positional = group in self.splits.groups.positional
-            # A factor of operands on which no result depends counts as reduced, without partial results.
+            # If no result depends on the group, its factor is reduced, without partial results.
             reduction = outcome.reduction or (None if "split" in outcome.results else "sum")
             (self.factors[group],) = self.table.dim(n_blocks, positional=is_positional, reduction=reduction)
         rest = self.table.dim(size // n_blocks, blocked=True) if size != n_blocks else ()
         return (self.factors[group], *rest)
 
     def build(self, eqn: JaxprEqn, operands: Sequence[Dims], results: Sequence[Dims], flops: float) -> Factors:
-        """The factors of the equation; its last operands are the inputs of the region."""
+        """The factors of the equation, whose last operands are the inputs of the region."""
         n_before = len(operands) - len(self.splits.region.inputs)
         outcomes = {f: self.splits.outcomes[group] for group, f in self.factors.items()}
         reduced = {f: outcome for f, outcome in outcomes.items() if f in self.table.reductions}
@@ -111,10 +102,9 @@ class BodyShards:
     """A region on shards.
 
     Attributes:
-        region: the programs and their arrays.
-        groups: the dimensions that are split together; a group has `groups.sizes[group]` blocks.
-        n_splits: the number of parts of each group that is split.
-        starts: the number of the shard's first block for each positional group that is split; empty if unknown.
+        groups: a group has `groups.sizes[group]` blocks.
+        n_splits: the number of parts of each split group.
+        starts: the number of the shard's first block for each split positional group; empty if unknown.
     """
 
     region: Region
@@ -131,7 +121,7 @@ class BodyShards:
         return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
     def program(self, part: int) -> Any:
-        """The part of this number on shards, as a closed jaxpr; it keeps sharding constraints for micro-batches."""
+        """A part of the region as a closed jaxpr; it keeps sharding constraints for micro-batches."""
         structs = self.structs(self.region.parts[part].invars)
         return jax.make_jaxpr(lambda *args: self._run(part, args, eval_equation))(*structs)
 
@@ -167,7 +157,7 @@ class BodyShards:
         return evaluate(eqn, operands, localize(eqn, factors, n_splits))
 
     def _own_part(self, atom: Atom, value: Any) -> Any:
-        """The shard of an array which the device holds in full."""
+        """The shard of an array that the device holds in full."""
         for d, size in enumerate(shape_of(atom)):
             group = self.groups.find(node_of(atom, d))
             if size > 1 and group in self.starts:
@@ -176,12 +166,11 @@ class BodyShards:
         return value
 
     def _literal_result(self, atom: Any) -> Any:
-        """The shard of a literal as an array; a literal may be a Python number."""
+        """A literal may be a Python number."""
         return self._own_part(atom, np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
 
 
 def _n_splits(splits: BodySplits, local: Shapes) -> dict[Node, int]:
-    """The number of parts of each group, from the local shapes of inputs and results."""
     atoms = (*splits.region.inputs, *(atoms[0] for atoms in splits.region.results))
     n_splits: dict[Node, int] = {}
     for atom, local_shape in zip(atoms, local, strict=True):
@@ -196,10 +185,10 @@ def local_params(
 ) -> dict[str, Any]:
     """The parameters of a control flow equation on shards of these shapes.
 
-    Programs that depend on positions are unknown until `on_shards` runs. Their parameter `shards` describes the cut; no
-    primitive has such a parameter, so the equation cannot run before.
+    Programs that depend on positions are unknown until `on_shards` runs: then the parameter `shards` describes the cut.
+    No primitive has such a parameter, so the equation cannot run before.
 
-    named: from `program(i)`, the function for part i on shards, to the parameters with the parts.
+    named: from `program(i)`, which gives part i on shards, to the parameters with the parts.
     """
     region, groups = splits.region, splits.groups
     n_splits = _n_splits(splits, (*inputs, *results))
@@ -210,15 +199,15 @@ def local_params(
 
 
 def started(shards: BodyShards, starts: Starts) -> BodyShards:
-    """The shards with their first blocks, as int32s."""
+    """The shards with the numbers of their first blocks."""
     groups, region = shards.groups, shards.region
     n_before = len(starts.operands) - len(region.inputs)
     known: dict[Node, Any] = {}
     results = (atoms[0] for atoms in region.results)
     for atom, dims in zip((*region.inputs, *results), (*starts.operands[n_before:], *starts.results), strict=True):
         # A stack has one dimension more than a slice, for the iterations.
-        own = dims[len(dims) - len(shape_of(atom)) :]
-        for d, start in enumerate(own):
+        array_dims = dims[len(dims) - len(shape_of(atom)) :]
+        for d, start in enumerate(array_dims):
             group = groups.find(node_of(atom, d))
             if shape_of(atom)[d] > 1 and group in shards.n_splits and group in groups.positional:
                 known[group] = jnp.asarray(start, np.int32)

@@ -1,12 +1,7 @@
-"""Regions and groups: the dimensions of the arrays inside a loop or branch that are split together.
+"""The equations inside a loop or branch (`Region`) in, the dimensions that are split together (`Groups`) out.
 
-A rule of control flow makes a `Region` of the programs inside its equation. `find_groups` partitions the dimensions of
-its arrays: in `h' = tanh(h @ w + x)` the examples of `h`, `x` and `h'` are one group, and the features of `h`, both
-dimensions of `w` and the features of `h'` are another one. A group is blocked if the equations on shards would not
-compute the shards of the whole results. `body_outcomes` splits groups, and `body_factors` runs a region on shards.
-
-A group is positional if shards must know their positions. An array that a body makes from unsplit operands, such as
-random bits, is made in full and cut; or the rule's `on_shards` makes the part of the shard alone.
+In `h' = tanh(h @ w + x)`, the examples of `h`, `x` and `h'` are one group; the features of `h` and `h'` and both
+dimensions of `w` are another. A group is blocked if equations on shards would not compute shards of the whole results.
 """
 
 from __future__ import annotations
@@ -41,8 +36,8 @@ class Region:
         inputs: a variable for each operand.
         results: for each result, one atom from each branch.
         carried: pairs (result, input): the result of one iteration is the input of the next.
-        tests: atoms that decide whether another iteration runs. They are equal in all shards, or have an element for
-            each element of the first dimensions of all carries, or each shard may end by itself (see `loop_exits`).
+        tests: atoms that decide whether another iteration runs. They are equal in all shards, or have one element for
+            each example of all carries, or let each shard exit by itself (`loop_exits`).
         equal: for loops with tests, the number of the first input that is the same array, for each input.
     """
 
@@ -72,18 +67,16 @@ class Region:
 
 
 def node_of(atom: Atom, dim: int) -> Node:
-    """A dimension of an array. Each occurrence of a literal is an array."""
+    """Each occurrence of a literal is a separate array."""
     return (ById(atom) if is_literal(atom) else atom, dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Groups:
-    """A partition of the dimensions of a region into groups. One of its dimensions names a group.
+    """A partition of the dimensions of a region into groups, each named by one of its dimensions.
 
     Attributes:
-        sets: the groups as disjoint sets.
         sizes: the largest number of blocks of each group.
-        blocked: groups that cannot be split.
         positional: groups whose shards must know their positions.
         members: by group and number of an equation, the factors of the equation in the group.
     """
@@ -98,7 +91,7 @@ class Groups:
         return self.sets.find(node)
 
     def of(self, atom: Atom) -> list[Node]:
-        """The groups of an array's dimensions that are longer than 1."""
+        """The groups of dimensions longer than 1."""
         return [self.find(node_of(atom, d)) for d, size in enumerate(shape_of(atom)) if size > 1]
 
 
@@ -109,7 +102,7 @@ def find_groups(region: Region) -> Groups:
             _link_equation(links, eqn, region.factors[eqn])
     _link_boundary(links, region)
 
-    # All arrays are linked, so the groups are final.
+    # From here on, the groups are final.
     intermediate = (var for eqn in region.eqns for var in eqn.outvars)
     for atom in (*region.inputs, *intermediate, *region.result_atoms):
         _limit_array(links, atom)
@@ -126,11 +119,11 @@ def find_groups(region: Region) -> Groups:
     )
 
 
-# ---- dimensions of one equation -------------------------------------------------------------------------------------
+# ---- one equation ---------------------------------------------------------------------------------------------------
 
 
 def leading_nodes(eqn: JaxprEqn, factors: Factors) -> dict[int, list[Node]]:
-    """By factor, the dimensions of which it is the outermost factor: splitting the factor cuts them."""
+    """For each factor, the dimensions that splitting it cuts."""
     nodes: dict[int, list[Node]] = defaultdict(list)
     for atom, dims in _arrays(eqn, factors):
         for d, dim in enumerate(dims):
@@ -141,7 +134,10 @@ def leading_nodes(eqn: JaxprEqn, factors: Factors) -> dict[int, list[Node]]:
 
 
 def is_made_whole(eqn: JaxprEqn, factors: Factors, factor: int) -> bool:
-    """Whether the operands lack a blocked factor of the results, as for random bits."""
+    """Whether only results have a blocked factor, as in random bits.
+
+    Such results are computed in full and cut, unless the rule's `on_shards` computes the part of the shard alone.
+    """
     if factor not in factors.blocked or factor in factors.reductions or eqn.effects:
         return False
     return not any(factor in dim for dims in factors.operands for dim in dims)
@@ -156,7 +152,7 @@ def _arrays(eqn: JaxprEqn, factors: Factors) -> list[tuple[Atom, Dims]]:
 
 @dataclass(slots=True)
 class _Links:
-    """Unfinished groups; the fields are as in `Groups`. `blocked` and `positional` may hold former names of groups."""
+    """Unfinished groups. `blocked` and `positional` may hold former names of groups."""
 
     sets: DisjointSets[Node] = field(default_factory=DisjointSets)
     sizes: dict[Node, int] = field(default_factory=dict)
@@ -164,7 +160,7 @@ class _Links:
     positional: set[Node] = field(default_factory=set)
 
     def join(self, first: Node, second: Node) -> None:
-        """Join the groups of two dimensions under the name of the first group."""
+        """Join two groups under the name of the first."""
         joined = self.sets.join(first, second)
         if joined is not None:
             group = self.sets.find(first)
@@ -185,7 +181,6 @@ class _Links:
         self.positional.add(self.sets.find(node))
 
     def current(self, marked: Iterable[Node]) -> frozenset[Node]:
-        """The names in `marked` that still name a group."""
         return frozenset(node for node in marked if self.sets.find(node) == node)
 
 
@@ -216,18 +211,18 @@ def _link_boundary(links: _Links, region: Region) -> None:
 
 
 def _link_arrays(links: _Links, atoms: Sequence[Atom]) -> None:
-    """Join the dimensions of several arrays, as far as all have them."""
+    """Join the dimensions that all arrays have."""
     for atom in atoms[1:]:
         for d in range(len(shape_of(atom))):
             links.join(node_of(atoms[0], d), node_of(atom, d))
 
 
 def _limit_array(links: _Links, atom: Atom) -> None:
-    """Make the blocks of an array's groups divide its dimensions, and block a group with two of them."""
+    """Make the blocks of groups divide the array's dimensions; block a group with two of them."""
     for d, size in enumerate(shape_of(atom)):
         links.limit(node_of(atom, d), size)
 
-    # Splitting such a group would leave the blocks on the array's diagonal.
+    # Its blocks would lie on the array's diagonal.
     groups = [links.sets.find(node_of(atom, d)) for d, size in enumerate(shape_of(atom)) if size > 1]
     links.blocked.update(group for group in groups if groups.count(group) > 1)
 

@@ -1,7 +1,6 @@
-"""Outcomes: the results of a region on shards if one of its groups is split.
+"""A region and one of its groups in; out, the state of each result on shards (`Outcome`) when the group is split.
 
-A region, its groups and one group in; for each result, whether it is split, a partial sum, or equal in all shards out.
-None if the equations on shards would not compute the shards of the whole results.
+In `carry + x.sum(0), tanh(x)`, splitting dimension 0 of x makes the first result a partial sum and splits the second.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from minialpa.rules.body_groups import Groups, Node, Region, is_made_whole
 from minialpa.rules.factors import Factors, Reduction
 from minialpa.rules.loop_exits import LoopExit, conditions, counters
 
-#: An array in each shard: a part of the array, the same in all shards, zeros in all shards, or a partial result.
+#: An array in each shard: its part, the same in all shards, zeros in all shards, or a partial result.
 State = Literal["split", "same", "zero"] | Reduction
 _REPLICATED = ("same", "zero")
 #: Primitives that pass each array unchanged, in any state.
@@ -35,7 +34,6 @@ class Outcome:
     """The results of a region on shards when one group is split.
 
     Attributes:
-        results: the state of each result.
         sums: numbers of the inputs that carry partial sums: only one shard may have their initial values.
     """
 
@@ -53,12 +51,10 @@ class Outcome:
 
 
 def follow(region: Region, groups: Groups, group: Node, zeros: frozenset[Atom]) -> Outcome | None:
-    """The outcome of splitting one group; None if the equations on shards would compute other results.
+    """The outcome of splitting one group; None if equations on shards would not compute shards of the whole results.
 
     An input whose next value is partial is partial itself, so carried sums are found by iteration. Only the last round,
     which knows all of them, checks the rules of equations.
-
-    zeros: arrays that are zero by construction, see `zero_arrays`.
     """
     sums: frozenset[int] = frozenset()
     while True:
@@ -72,7 +68,7 @@ def follow(region: Region, groups: Groups, group: Node, zeros: frozenset[Atom]) 
 
 
 def zero_arrays(region: Region) -> frozenset[Atom]:
-    """Arrays of a region that are zero by construction: results of linear equations of the literal 0."""
+    """Arrays that are zero by construction: results of linear equations of the literal 0."""
     zeros: set[Atom] = set()
     for eqn in region.eqns:
         factors = region.factors[eqn]
@@ -84,22 +80,22 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
 
 
 def _are_carries_sums(outcome: Outcome, region: Region) -> bool:
-    """Whether all partial results have one reduction, and all partial carries are sums."""
+    """Whether partial results have one reduction, and partial carries are sums."""
     carried = {r for r, _ in region.carried}
     partial = {state for state in outcome.results if _is_partial(state)}
     return len(partial) <= 1 and all(outcome.results[r] in ("split", "sum", *_REPLICATED) for r in carried)
 
 
 def _ended(region: Region, followed: _Followed) -> Outcome | None:
-    """The outcome of all iterations, if the shards end correctly; None if that is unknown.
+    """The outcome of all iterations; None if shards may exit too early or too late.
 
-    With a test for each example, `while` keeps the carries of an example whose test is false.
+    With a test for each example, `while` keeps the carries of examples whose test is false.
     """
     tests = {followed.states[test] for test in region.tests}
     if tests <= {"split", *_REPLICATED}:
         return followed.outcome
 
-    # One condition is true if it is true in any shard; all others are equal in all shards.
+    # One condition is true if it is true in any shard; others are equal in all shards.
     (test,) = region.tests
     partial = [atom for atom in conditions(region.parts[0]) if _is_partial(followed.states[atom])]
     if len(partial) != 1 or followed.states[partial[0]] != "or" or followed.outcome.sums or is_literal(test):
@@ -109,7 +105,7 @@ def _ended(region: Region, followed: _Followed) -> Outcome | None:
 
 
 def _ended_apart(region: Region, outcome: Outcome, loop_exit: LoopExit) -> Outcome | None:
-    """The outcome if each shard ends with its own part of a condition: later iterations change counters only."""
+    """The outcome if shards exit by their own part of a condition: skipped iterations change counters only."""
     raised = counters(region.parts[1], len(region.carried))
     results = list(outcome.results)
     for carry, (r, _) in enumerate(region.carried):
@@ -127,10 +123,7 @@ def _ended_apart(region: Region, outcome: Outcome, loop_exit: LoopExit) -> Outco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
-    """The states of all arrays of a region when `group` is split.
-
-    `zeros` are zero by construction; `partial` are partial results, and grow while the equations are followed.
-    """
+    """The states of all arrays of a region when `group` is split; `partial` grows while equations are followed."""
 
     groups: Groups
     group: Node
@@ -147,7 +140,7 @@ class _States:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """One iteration: the states of results and of all arrays, and whether the rules of all equations allow it."""
+    """One iteration; `is_sound` if the rules of all equations allow the split."""
 
     outcome: Outcome
     is_sound: bool
@@ -157,7 +150,6 @@ class _Followed:
 def _follow_once(
     region: Region, groups: Groups, group: Node, zeros: frozenset[Atom], sums: frozenset[int]
 ) -> _Followed:
-    """One iteration in which the inputs in `sums` are partial."""
     partial: dict[Atom, State] = {atom: "sum" for i, atom in enumerate(region.inputs) if i in sums}
     states = _States(groups=groups, group=group, zeros=zeros, partial=partial)
     is_sound = True
@@ -173,7 +165,7 @@ def _follow_once(
 
 
 def _joined(states: Sequence[State]) -> State | None:
-    """The common state of a result in all branches, or None if they differ. Zeros fit any state."""
+    """The common state of a result in all branches, None if they differ. Zeros fit any state."""
     found = set(states)
     if len(found) > 1:
         found.discard("zero")
@@ -184,12 +176,12 @@ def _joined(states: Sequence[State]) -> State | None:
 
 
 def _follow_equation(eqn: JaxprEqn, factors: Factors, split: Collection[int], states: _States) -> bool:
-    """Note the partial results when the factors `split` are cut. Returns whether the rule allows it."""
+    """Add partial results to `states` when factors `split` are cut. Returns whether the rule allows it."""
     is_affected = bool(split) or any(var in states.partial for var in operand_vars(eqn))
     if not eqn.outvars or not is_affected:
         return True
 
-    # A result that is made in full needs its operands in full.
+    # A result that is computed in full and cut needs full operands.
     operands = [states[atom] for atom in eqn.invars]
     made_whole = any(is_made_whole(eqn, factors, f) for f in split)
     is_sound = not made_whole or all(state in _REPLICATED for state in operands)
@@ -205,7 +197,7 @@ def _follow_equation(eqn: JaxprEqn, factors: Factors, split: Collection[int], st
 def _result_state(
     eqn: JaxprEqn, factors: Factors, split: Collection[int], states: Sequence[State], result: int
 ) -> tuple[State, bool]:
-    """The state of one result when factors are cut, and whether the rule allows it. states: of operands."""
+    """The state of one result, from the states of operands, and whether the rule allows it."""
     if eqn.primitive.name in _TRANSPARENT:
         return states[result], True
 
@@ -213,7 +205,7 @@ def _result_state(
     affecting = [f for f in split if factors.affects(f, result)]
     if affecting:
         state, fits = _cut(factors, affecting[0], states, partial, result)
-        # Two factors cut together would leave out the products of part i of one and part j of the other.
+        # Two factors cut together would omit the products of part i of one and part j of the other.
         return state, fits and len(affecting) == 1
     if not partial:
         return "same", True
@@ -223,23 +215,20 @@ def _result_state(
 
 
 def _cut(factors: Factors, factor: int, states: Sequence[State], partial: set[int], result: int) -> tuple[State, bool]:
-    """The state of a result when a factor that affects it is cut, and whether the rule allows it.
-
-    partial: numbers of the operands that are partial results.
-    """
+    """`_result_state` of a result that `factor` affects. partial: the partial operands."""
     if not factors.is_partial(factor, result):
         return "split", not partial
 
-    # Operands that count in one shard only must be zero, or partial by the same reduction. Others must not be partial.
+    # Operands that count in one shard must be zero or partial by the same reduction; others must not be partial.
     reduction = factors.reductions[factor]
     counted_once = {k for k in range(len(states)) if factors.takes_part_once(factor, k)}
     return reduction, partial <= counted_once and all(states[k] in ("zero", reduction) for k in counted_once)
 
 
 def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
-    """The state of a result of partial operands, and whether the equation is linear in them.
+    """`_result_state` of partial operands of an equation that should be linear in them.
 
-    In a jointly linear equation, such as an addition, the other linear operands must be zero: every shard adds them.
+    In a jointly linear equation, such as an addition, other linear operands must be zero, since every shard adds them.
     """
     kinds = {states[k] for k in partial}
     state, *_ = kinds
@@ -251,9 +240,9 @@ def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tup
 
 
 def _passed_logic(eqn: JaxprEqn, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
-    """The state of a logical function of partial booleans, and whether it is a partial result, too.
+    """`_result_state` of a logical function of partial booleans.
 
-    `any(p) or q` is `any(p or q)`, and `any(p) and q` is `any(p and q)` if q is no partial result. The same for `all`.
+    `any(p) or q` is `any(p or q)`; `any(p) and q` is `any(p and q)` unless q is partial. The same for `all`.
     """
     kinds = {states[k] for k in partial}
     kind, *_ = kinds

@@ -1,7 +1,8 @@
-"""`FactorTable` numbers factors while a rule describes the dimensions of its arrays.
+"""The dimensions of an equation's arrays in, its `Factors` out. A rule for a product of matrices:
 
-A rule gets factors from `FactorTable.dim` or `dims`, puts the same `Dim` into every array with the factor, and ends
-with `FactorTable.build`, which drops `linear` for values without a sum.
+table = FactorTable()
+i, j, k = table.dim(4), table.dim(6), table.dim(8, reduction="sum")
+return table.build(eqn, [(i, k), (k, j)], [(i, j)])
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Dim = tuple[int, ...]
 
 @dataclass(slots=True)
 class FactorTable:
-    """The factors of an equation that a rule has made so far; the fields are as in `Factors`."""
+    """The factors that a rule has made so far; the fields are as in `Factors`."""
 
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
@@ -47,7 +48,6 @@ class FactorTable:
         return (factor,)
 
     def dims(self, shape: Iterable[int], *, blocked: bool = False, positional: bool = False) -> Dims:
-        """One new factor for each dimension of `shape`."""
         return tuple(self.dim(size, blocked=blocked, positional=positional) for size in shape)
 
     def build(
@@ -61,7 +61,7 @@ class FactorTable:
         flops: float = 0.0,
         ramps: Mapping[int, Ramp] = MappingProxyType({}),
     ) -> Factors:
-        # Booleans and keys have no sum.
+        """The factors of the equation. Booleans and keys have no sum, so their equations are not linear."""
         summed = [*(eqn.invars[i] for i in linear_operands), *eqn.outvars]
         if not linear_operands or not all(is_summable(atom) for atom in summed):
             linear, linear_operands = "none", ()

@@ -1,7 +1,4 @@
-"""Contractions: `dot_general` and `conv_general_dilated`.
-
-Both are linear in each of their two operands. Splitting a contracted factor leaves partial sums.
-"""
+"""Rules of `dot_general` and `conv_general_dilated`: linear in each operand; partial sums over contracted factors."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
 
     batch = table.dims(lhs_shape[i] for i in lhs_batch)
-    # The sum of fractions is rounded to an integer; parts must not be rounded.
+    # An integer result of floats is rounded; rounded partial sums would change it.
     is_rounded = is_inexact(eqn.invars[0]) and not is_inexact(eqn.outvars[0])
     contract = tuple(
         table.dim(lhs_shape[i], blocked=is_rounded, reduction=None if is_rounded else "sum") for i in lhs_contract
@@ -51,7 +48,7 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
 
 
 def _local_conv(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Numbers of groups on a shard:
+    """Parameters on a shard:
 
     feature groups = channels of lhs / channels of one kernel; batch groups = batch of lhs / batch of the result.
     """
@@ -87,7 +84,7 @@ def _spatial(table: FactorTable, eqn: JaxprEqn, axis: int, sizes: tuple[int, int
 
 
 def _n_products(eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> int:
-    """Pairs of result and window positions on elements of lhs, without padding and holes of a dilation."""
+    """Pairs of result and window positions that meet an element of lhs, not padding or a hole of a dilation."""
     lhs, rhs, out = sizes
     stride, dilation = eqn.params["window_strides"][axis], eqn.params["lhs_dilation"][axis]
     in_result, in_window = np.arange(out)[:, None] * stride, np.arange(rhs) * eqn.params["rhs_dilation"][axis]
@@ -108,7 +105,6 @@ def _conv_general_dilated(eqn: JaxprEqn) -> Factors:
         tuple(shape_of(atom)[i] for i in spec) for atom, spec in zip((*eqn.invars, *eqn.outvars), specs, strict=True)
     )
 
-    # Batch and features, the first two dimensions of each array.
     table = FactorTable()
     batch_groups = table.dim(eqn.params["batch_group_count"])
     groups = table.dim(eqn.params["feature_group_count"])

@@ -1,16 +1,15 @@
-"""Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them.
+"""Rules of control flow: `scan`, `while` and `cond`, from the rules of the equations inside them.
 
     scan   consts, carries, [T xs] -> carries, [T ys]   a carry keeps its factors over all iterations; T is blocked if
                                                         iterations depend on each other
-    while  consts, carries -> carries                   the test is equal in all shards, or each may end by itself
-    cond   index, operands -> results                   branches agree on the factors of their operands and results
+    while  consts, carries -> carries                   the test is equal in all shards, or each exits by itself
+    cond   index, operands -> results                   branches agree on the factors of operands and results
 
-The equations inside are a region. Dimensions that are split together are a group (`body_groups`), and each group that
-may be split (`body_outcomes`) is a factor. Arrays that depend on positions, such as random bits, make a factor
-positional: the equation runs through `on_shards`, and positions are constants of the body.
+The equations inside are a region. Its dimensions that are split together are a group (`body_groups`), and each group
+that may be split (`body_outcomes`) is a factor. Arrays that depend on positions, such as random bits, make a factor
+positional: the equation runs through `on_shards`.
 
-Gradients of weights that the body sums over examples, in a carry or in each iteration, are partial sums. Flops: of the
-body times the iterations of scan, for one iteration of while, for the largest branch of cond.
+Flops: of the body times the iterations of scan, of one iteration of while, of the largest branch of cond.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from minialpa.tracing.flattening import flatten_calls
 
 
 def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
-    """The program of a closed jaxpr with calls inlined, on `inputs` in the place of its own if they are given."""
+    """The program of a closed jaxpr with calls inlined; on the variables `inputs` if given."""
     flat = flatten_calls(getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ())))
     if inputs is None:
         return flat
@@ -46,15 +45,15 @@ def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
     return replace(flat.with_eqns(renamed_eqns), invars=tuple(inputs), outvars=outvars)
 
 
-# Planning needs the factors of an equation several times. Jaxprs compare by identity.
+# Jaxprs compare by identity.
 _remember = cached(maxsize=256)
 
-#: From shards of the operands and a region with known positions to shards of the results.
+#: (equation, operands on a shard, parameters, region with known positions) -> results on the shard.
 _Run = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], BodyShards], Sequence[Any]]
 
 
 def _by_position(run: _Run) -> OnShards:
-    """`run` if the programs depend on positions; otherwise the parameters hold them already."""
+    """`run`, if the parameters leave open the positions on which the programs depend."""
 
     def on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> Sequence[Any]:
         if "shards" not in params:
@@ -69,7 +68,6 @@ def _by_position(run: _Run) -> OnShards:
 
 @_remember
 def _scan_splits(body: Any, n_consts: int, n_carry: int) -> BodySplits:
-    """The splits of the body of a scan, without time."""
     flat = _inlined(body)
     carried = tuple((i, n_consts + i) for i in range(n_carry))
     results = tuple((atom,) for atom in flat.outvars)
@@ -114,7 +112,6 @@ def _scan(eqn: JaxprEqn) -> Factors:
     sums = _sums_over_time(eqn, splits)
     time = boundary.table.dim(length, blocked=sums is None, reduction="sum" if sums else None)
 
-    # The body has slices of the scan's stacks.
     slices = [boundary.dims(atom) for atom in splits.region.inputs]
     operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(slices)]
     made = [boundary.dims(atom) for (atom,) in splits.region.results]
@@ -123,7 +120,7 @@ def _scan(eqn: JaxprEqn) -> Factors:
     if not sums:
         return factors
 
-    # The initial value of a sum counts in one shard of the iterations only. Other carries pass unchanged.
+    # The initial value of a sum counts in one shard of the iterations.
     (f,) = time
     constant = {(f, r) for r in range(n_carry) if r not in sums}
     counted_once = {(f, n_consts + i) for i in sums}
@@ -131,7 +128,7 @@ def _scan(eqn: JaxprEqn) -> Factors:
 
 
 def _sums_over_time(eqn: JaxprEqn, splits: BodySplits) -> frozenset[int] | None:
-    """The carries of a scan that are sums over its iterations; None if the iterations depend on each other."""
+    """The carries that are sums over iterations; None if iterations depend on each other."""
     n_consts, n_carry = scan_counts(eqn)
     sums = _summed_carries(splits.region)
     if sums is None or eqn.effects or len(eqn.invars) == n_consts + n_carry:
@@ -147,7 +144,7 @@ def _sums_over_time(eqn: JaxprEqn, splits: BodySplits) -> frozenset[int] | None:
 def _while_splits(
     condition: Any, body: Any, n_condition_consts: int, n_body_consts: int, equal: tuple[int, ...]
 ) -> BodySplits:
-    """The splits of the test and the body of a loop; `equal` as in `Region`."""
+    """`equal` as in `Region`."""
     flat = _inlined(body)
     # Test and body share the carries, not the constants.
     consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
@@ -181,16 +178,15 @@ def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
 
 
 def _run_while(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:
-    # Positions are constants of the test and of the body. Under vmap, the test has a result for each example, which
-    # `lax.while_loop` does not take.
+    # Positions are constants of test and body. `lax.while_loop` takes no test for each example, as under vmap.
     known = shards.starts
     begins = list(known.values())
     n_consts, n_test = len(begins), params["cond_nconsts"]
 
     def part(i: int) -> Any:
         def run(*args: Any) -> list[Any]:
-            own = dict(zip(known, args[:n_consts], strict=True))
-            return replace(shards, starts=own).run(i, args[n_consts:])
+            known_consts = dict(zip(known, args[:n_consts], strict=True))
+            return replace(shards, starts=known_consts).run(i, args[n_consts:])
 
         return jax.make_jaxpr(run)(*begins, *shards.structs(shards.region.parts[i].invars))
 
@@ -245,9 +241,9 @@ def _cond(eqn: JaxprEqn) -> Factors:
 
 
 def _summed_carries(region: Region) -> frozenset[int] | None:
-    """The carries of a body that are sums over iterations, if all others pass unchanged; else None.
+    """The carries that are sums over iterations, if all others pass unchanged; else None.
 
-    No iteration reads these sums, so iterations may run apart and in any order.
+    No iteration reads these sums, so iterations may run in any order.
     """
     (body,) = region.parts
     readers: dict[Atom, list[JaxprEqn]] = defaultdict(list)

@@ -1,13 +1,13 @@
-"""`jax.experimental.custom_partitioning`: the factors of its sharding rule that its `partition` accepts.
+"""A call of `jax.experimental.custom_partitioning` in; out, the factors of its rule that its `partition` accepts.
 
-The rule is a text or an `SdyShardingRule`. For jax it is a proposal: `partition` may return other shardings. So every
-factor is proposed to `partition`, on a mesh without devices, and
+For jax, the rule is a proposal: `partition` may return other shardings. So every factor is proposed to `partition`, on
+a mesh without devices, and
 
     stays          if `partition` accepts the shardings, and its function makes shards of the right shapes
     is blocked     if `partition` returns other shardings or fails, or its function communicates.
 
-A shard runs the function that `partition` returns, without final sums over the devices that split a reduction factor:
-the plan adds partial sums. Without a rule, every device computes the whole operation.
+A shard runs the function that `partition` returns, without its final `psum` over the devices that split a reduction
+factor: the plan adds partial sums. Without a rule, every device computes the whole operation.
 """
 
 from __future__ import annotations
@@ -60,15 +60,18 @@ def _text_of(eqn: JaxprEqn) -> ShardingRule | None:
 
 
 def _type(atom: Atom) -> Any:
-    """The type of an array, for rules that are functions."""
     shape = tuple(aval_of(atom).shape)
     return SimpleNamespace(shape=shape, rank=len(shape), element_type=aval_of(atom).dtype)
 
 
 def _of_words(text: str, options: dict[str, Any]) -> ShardingRule:
-    own = {name: tuple(options.pop(f"{name}_factors", ())) for name in ("reduction", "need_replication", "permutation")}
-    replicated = (*own["need_replication"], *own["permutation"])
-    return _without_outer_sizes(parse_rule(text, reductions=own["reduction"], need_replication=replicated), options)
+    factor_options = {
+        name: tuple(options.pop(f"{name}_factors", ())) for name in ("reduction", "need_replication", "permutation")
+    }
+    replicated = (*factor_options["need_replication"], *factor_options["permutation"])
+    return _without_outer_sizes(
+        parse_rule(text, reductions=factor_options["reduction"], need_replication=replicated), options
+    )
 
 
 def _of_shardy(given: SdyShardingRule) -> ShardingRule:
@@ -89,7 +92,7 @@ def _of_shardy(given: SdyShardingRule) -> ShardingRule:
 
 
 def _without_outer_sizes(text: ShardingRule, sizes: Mapping[str, int]) -> ShardingRule:
-    """The rule with the lengths of inner factors; lengths of outermost factors follow from arrays and shards."""
+    """Only inner factors keep given lengths: outermost ones are shorter on shards."""
     inner = text.inner_names()
     return replace(text, sizes=tuple((name, size) for name, size in sizes.items() if name in inner))
 
@@ -108,7 +111,7 @@ def _mesh(n_splits: Mapping[int, int]) -> AbstractMesh:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """Some factors of an equation, each cut along a mesh axis of its own; `n_splits[factor]` parts."""
+    """Some factors of an equation, each cut into `n_splits[factor]` parts along its own mesh axis."""
 
     eqn: JaxprEqn
     factors: Factors
@@ -156,7 +159,7 @@ class _Proposal:
         return _struct(atom, shape, NamedSharding(_mesh(self.n_splits), PartitionSpec(*axes)))
 
     def _without_sums(self, flat: Block) -> Block:
-        """The function without final sums over the axes of reduction factors. Raises for any other communication."""
+        """The function without final sums over reduction factors. Raises _RefusedError for other communication."""
         reduced = {_axis(f) for f in self.n_splits if self.factors.reductions.get(f) == "sum"}
         read = {atom for eqn in flat.eqns for atom in eqn.invars if not is_literal(atom)}
         summed: dict[Any, Atom] = {}
@@ -180,12 +183,12 @@ def _struct(atom: Atom, shape: Sequence[int], sharding: Any = None) -> Any:
 def _check_accepted(answered: Any, proposed: Sequence[Any]) -> None:
     leaves = jax.tree.leaves(answered, is_leaf=lambda leaf: leaf is None or isinstance(leaf, jax.sharding.Sharding))
     if len(leaves) != len(proposed):
-        raise _RefusedError("`partition` returns another number of shardings")
-    for own, array in zip(leaves, proposed, strict=True):
-        found = _spec(own, len(array.shape))
+        raise _RefusedError("`partition` returns a wrong number of shardings")
+    for leaf, array in zip(leaves, proposed, strict=True):
+        found = _spec(leaf, len(array.shape))
         expected = _spec(array.sharding, len(array.shape))
         if found != expected:
-            raise _RefusedError(f"`partition` wants {found} instead of {expected}")
+            raise _RefusedError(f"`partition` returns {found} instead of {expected}")
 
 
 def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
@@ -193,12 +196,15 @@ def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
     spec = getattr(sharding, "spec", None)
     if spec is None:
         return None
-    axes = [() if own is None else own if isinstance(own, tuple) else (own,) for own in spec]
+    axes = [
+        () if factor_options is None else factor_options if isinstance(factor_options, tuple) else (factor_options,)
+        for factor_options in spec
+    ]
     return (*axes, *[()] * (rank - len(axes)))
 
 
 def _named_axes(eqn: JaxprEqn) -> Iterable[str]:
-    """The mesh axes in the parameters of an equation, or of one inside it."""
+    """The mesh axes in the parameters of an equation, and of equations inside it."""
     for name in ("axes", "axis_name", "axis_names"):
         given = eqn.params.get(name, ())
         yield from (axis for axis in (given if isinstance(given, tuple | list) else (given,)) if isinstance(axis, str))
@@ -256,7 +262,7 @@ def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[i
             if size != whole:
                 leading = factors.leading(dim)
                 assert leading is not None, (whole, size)
-                # Rows of a scan over layers may be any part; then propose two such parts.
+                # A scan over layers may cut any number of layers; then propose two parts.
                 n_splits[leading] = whole // size if whole % size == 0 else 2
     return n_splits
 
@@ -267,7 +273,7 @@ def _custom_partitioning(eqn: JaxprEqn) -> Factors:
     if factors is None or eqn.effects:
         return replicated_factors(eqn, jaxpr_flops(eqn.params["call"]))
 
-    # Together with the factors before it: `partition` may accept each of two factors, and not both.
+    # `partition` may accept each of two factors, and not both.
     accepted: dict[int, int] = {}
     for f, n in factors.smallest_splits():
         if _accepts(eqn, factors, {**accepted, f: n}):

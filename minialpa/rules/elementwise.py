@@ -1,7 +1,4 @@
-"""Elementwise primitives: one factor for each dimension of the result, shared with every operand that has it.
-
-Operands are scalars, or have the result's shape, or length 1 in broadcast dimensions. Flops: one for each element.
-"""
+"""Rules of elementwise primitives: a dimension of the result is a factor, shared with every operand that has it."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ def elementwise(
     )
 
 
-# `name` is `jax.ad_checkpoint.checkpoint_name`.
 @rule("abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh")
 @rule("bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "cos", "cosh", "digamma")
 @rule("eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt")
@@ -62,6 +58,7 @@ def _linear_in_all(eqn: JaxprEqn) -> Factors:
     return elementwise(eqn, "joint", range(len(eqn.invars)))
 
 
+# `name` is `jax.ad_checkpoint.checkpoint_name`.
 @rule("copy", "minialpa_per_micro_batch", "name", "sharding_constraint", "stop_gradient")
 def _identity(eqn: JaxprEqn) -> Factors:
     return elementwise(eqn, "joint", (0,), flops_per_element=0.0)
@@ -86,7 +83,7 @@ def _select_n(eqn: JaxprEqn) -> Factors:
 def _conversion_is_linear(source: Any, target: Any) -> bool:
     """Whether a conversion is linear: from numbers to floats or complex numbers with all floats of the source.
 
-    Integers may overflow. A narrower float may hold a total and not its parts. Real numbers lose imaginary parts.
+    Integers may overflow. A narrower float may hold a sum and not its summands. Real numbers lose imaginary parts.
     """
     if not is_inexact(target) or not is_summable(source) or (is_complex(source) and not is_complex(target)):
         return False
@@ -100,7 +97,7 @@ def _convert_element_type(eqn: JaxprEqn) -> Factors:
 
 @rule("bitcast_convert_type")
 def _bitcast_convert_type(eqn: JaxprEqn) -> Factors:
-    """If the widths differ, the array of narrower elements has one more dimension: the parts of one element."""
+    """If the widths differ, the array of narrower elements has one more dimension."""
     (operand,), (result,) = eqn.invars, eqn.outvars
     table = FactorTable()
     n_common = min(len(shape_of(operand)), len(shape_of(result)))

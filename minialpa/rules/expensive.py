@@ -1,4 +1,4 @@
-"""The lists of expensive primitives."""
+"""Equations in, their cost classes out: contractions, expensive operations, and views."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from minialpa.ir.equations import sub_jaxprs
 _CONTRACTIONS = frozenset(
     ("conv_general_dilated", "dot_general", "minialpa_attention", "minialpa_attention_gradient"),
 )
-#: Operations that a product reads through: it reads their operand in another order.
 _VIEWS = frozenset(("reshape", "squeeze", "transpose"))
-#: Operations that run once, not for each equation or task that reads their results.
 _EXPENSIVE = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}
 
 
@@ -38,10 +36,10 @@ def is_expensive(eqn: JaxprEqn) -> bool:
 
 
 def is_view(eqn: JaxprEqn) -> bool:
-    """Whether a reader of the result can read the operand instead."""
+    """Whether a product can read the operand, in another order, instead of the result."""
     return eqn.primitive.name in _VIEWS
 
 
 def reads_in_place(eqn: JaxprEqn) -> bool:
-    """Whether kernels of an equation read an operand in its place when the other operands are there."""
+    """Whether kernels of an equation read one operand without a copy once the others are in memory."""
     return has_contraction(eqn) or eqn.primitive.name == "gather"

@@ -1,9 +1,8 @@
-"""Named factors: the dimensions of an equation's arrays that are split together, and the effect of splitting them.
+"""`Factors`: the dimensions of an equation's arrays that are split together, and the effect of splitting them.
 
-`dot_general` on `[b i k],[b k j] -> [b i j]` has four factors. Splitting factor `i` splits dimension 1 of the first
-operand and dimension 1 of the result. Splitting `k`, absent from the result, leaves partial sums. The same table serves
-sharding strategies (a mesh axis for a factor) and micro-batches (the batch factor is split in time). The form follows
-Shardy's sharding rules (openxla/shardy, RFC "sharding rules"). f is the number of a factor.
+`dot_general` on `[b i k],[b k j] -> [b i j]` has four factors. Splitting `i` splits dimension 1 of the first operand
+and of the result. Splitting `k`, absent from the result, leaves partial sums. The form follows Shardy's sharding rules
+(openxla/shardy, RFC "sharding rules"). f is the number of a factor.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Work that grows with the position: position i, counted from one of the ends, has min(i + 1, most) units.
+    """Work that grows with the position: position i, counted from one end, has min(i + 1, most) units.
 
     Attributes:
-        most: units of a position far from that end.
         block: number of positions that are computed together.
     """
 
@@ -40,7 +38,7 @@ class Ramp:
     block: int
 
     def parts(self, n_positions: int) -> int:
-        """Units of the first positions."""
+        """Units of the first `n_positions` positions."""
         steep = min(n_positions, self.most)
         return steep * (steep + 1) // 2 + (n_positions - steep) * self.most
 
@@ -51,24 +49,19 @@ class Factors:
 
     Attributes:
         sizes: the length of each factor.
-        operands: the factors of each dimension of each operand, outermost first; the product of their sizes is the
+        operands, results: for each array and dimension the factors, outermost first, whose lengths multiply to the
             dimension's length. Dimensions of length 1 may have no factors.
-        results: the same for each result.
-        reductions: factors that some result lacks, with the reduction of the partial results. If the equation is
-            jointly linear, an operand in `linear_operands` without the factor takes part once: scatter_add(operand,
-            indices, updates) split over its indices has `operand` in one shard, and zeros in the others.
-        blocked: factors that may not be split, because the operation mixes positions along them (sort, cumsum), or
-            because a shard's result would depend on its position.
-        linear: `joint`: the results are linear in all `linear_operands` together (add); `each`: linear in each of them
-            (mul, dot), so not in a variable that is listed twice; else `none`.
-        linear_operands: numbers of operands.
-        flops: floating point operations of the whole equation.
-        unaffected: pairs (factor, result): the result lacks a reduced factor and does not depend on arrays with it, so
-            all shards compute the same, such as the counter of a loop.
-        counted_once: pairs (factor, operand) of more operands that take part once: initial values of sums over a loop.
-        positional: blocked factors that may be split if shards know their positions, see `on_mesh`, `in_time` and
-            `known_rules.OnShards`.
-        ramps: factors with unequal work per position, as under a causal mask.
+        reductions: factors that some result lacks, with the reduction of the partial results.
+        blocked: factors that may not be split: the operation mixes positions along them (sort, cumsum), or a shard's
+            result depends on its position.
+        linear: `joint`: the results are linear in all `linear_operands` together (add); `each`: in each of them (mul,
+            dot), so not in a variable that is listed twice.
+        flops: of the whole equation.
+        unaffected: pairs (factor, result): the result lacks a reduced factor and is equal in all shards, such as the
+            counter of a loop.
+        counted_once: pairs (factor, operand), such as initial values of sums over a loop; see `takes_part_once`.
+        positional: blocked factors that may be split if shards know their positions; see `on_mesh` and `in_time`.
+        ramps: factors with unequal work per position.
     """
 
     sizes: tuple[int, ...]
@@ -99,20 +92,20 @@ class Factors:
     def in_time(self, eqn: JaxprEqn) -> Factors:
         """The factors of `eqn` for micro-batches, which may split positional factors of loops and branches.
 
-        Each iteration makes its own random bits, so no full-batch value exists from which a micro-batch takes rows.
+        Each iteration makes its own random bits, so no full-batch array exists that a micro-batch could cut.
         """
         return self.on_mesh() if self.positional and is_control_flow(eqn) else self
 
     def leading_factor(self, operand: int, dim: int) -> int | None:
-        """The factor that is split when dimension `dim` of an operand is cut into contiguous blocks, if any."""
+        """`leading` of dimension `dim` of an operand."""
         return self.leading(self.operands[operand][dim])
 
     def leading(self, dim: tuple[int, ...]) -> int | None:
-        """The factor that is split when a dimension with these factors is cut: the first longer than 1, if any."""
+        """The factor that is split when a dimension is cut into contiguous blocks: the first longer than 1."""
         return next((f for f in dim if self.sizes[f] > 1), None)
 
     def is_partial(self, factor: int, result: int) -> bool:
-        """Whether shards along `factor` leave partial values of a result, for `reductions[factor]` to combine."""
+        """Whether shards along `factor` leave partial values of a result."""
         has_factor = any(factor in dim for dim in self.results[result])
         return factor in self.reductions and not has_factor and (factor, result) not in self.unaffected
 
@@ -120,22 +113,26 @@ class Factors:
         return any(factor in dim for dim in self.results[result]) or self.is_partial(factor, result)
 
     def takes_part_once(self, factor: int, operand: int) -> bool:
-        """Whether only one shard along `factor` may have the value of an operand, and the others zero."""
+        """Whether only one shard along a reduced `factor` has the value of an operand, and the others have zero.
+
+        Otherwise a sum over shards would count it several times, as `operand` of scatter_add(operand, indices,
+        updates), split over its indices.
+        """
         if factor not in self.reductions or any(factor in dim for dim in self.operands[operand]):
             return False
         return (self.linear == "joint" and operand in self.linear_operands) or (factor, operand) in self.counted_once
 
     def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
-        """Local shape of an array whose factors are split into `n_splits[factor]` parts."""
+        """Local shape of an array with factors split into `n_splits[factor]` parts."""
         return tuple(math.prod(self.sizes[f] // n_splits.get(f, 1) for f in dim) for dim in dims)
 
     def local_shapes(self, n_splits: Mapping[int, int]) -> tuple[Shapes, Shapes]:
-        """Local shapes of all operands, and of all results; `n_splits` as in `shape`."""
+        """`shape` of all operands, and of all results."""
         operands = tuple(self.shape(dims, n_splits) for dims in self.operands)
         return operands, tuple(self.shape(dims, n_splits) for dims in self.results)
 
     def n_shares(self, factor: int, n: int) -> float:
-        """The work of the whole over the work of the busiest of n parts along a factor; n if all work equally."""
+        """Work of the whole over work of the busiest of n parts along a factor; n if all work equally."""
         if factor not in self.ramps:
             return n
         size, work = self.sizes[factor], self.ramps[factor].parts
@@ -144,7 +141,7 @@ class Factors:
     def may_balance(self, factor: int, n: int) -> bool:
         """Whether n parts along a factor may exchange halves for about equal work.
 
-        Part i and part n - 1 - i exchange their second halves, which consist of whole blocks.
+        Parts i and n - 1 - i exchange their second halves, which consist of whole blocks.
         """
         if factor not in self.ramps or factor in self.positional or n < 2:
             return False
@@ -192,10 +189,10 @@ _COMBINED: Mapping[Reduction, tuple[Callable[..., Any], Callable[..., Any]]] = M
 
 
 def combine(how: Reduction, a: Any, b: Any) -> Any:
-    """a o b, in their dtype: integers wrap around as in one reduction, and NaN stays."""
+    """The reduction of two partial results in their dtype: integers wrap around, and NaN stays."""
     return _COMBINED[how][0](a, b)
 
 
 def combine_along(how: Reduction, parts: Any) -> Any:
-    """x[0] o x[1] o ..., in the dtype of the parts."""
+    """`combine` of all `parts`, along their first dimension."""
     return _COMBINED[how][1](parts, (0,))

@@ -1,10 +1,10 @@
-"""Gather and scatter. b: index dimensions, w: window dimensions taken whole; capitals: positional or blocked.
+"""Rules of gather and scatter. b: index dimensions, w: window dimensions taken whole, capitals: positional or blocked.
 
-    gather       [V w], [b I] -> [b w]            embedding; take_along_axis has some `b` in the operand too
+    gather       [V w], [b I] -> [b w]            embedding; in take_along_axis, the operand has some `b`, too
     scatter-add  [V w], [b I], [b w] -> [V w]     its gradient; `b` is a reduction, of the updates only
 
-`V` is positional if a window has one row. A shard of the table looks up the indices of its own rows and gives zeros for
-the others, so gathered values are partial sums. It applies the updates of its own rows and drops the others.
+`V` is positional if a window has one row. For indices of other shards, a shard of the table gathers zeros, so gathered
+values are partial sums, and drops updates.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from minialpa.tracing.evaluation import eval_on_shards
 
 
 def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`n` dimensions: the window's at the positions `placed`, the batch's at the others, both in order."""
+    """`n` dimensions: `window` at the positions `placed`, `batch` at the others."""
     at_window = dict(zip(placed, window, strict=True))
     rest = iter(batch)
     return tuple(at_window[i] if i in at_window else next(rest) for i in range(n))
 
 
 def _shared(operand_dims: Sequence[int], index_dims: Sequence[int], batch: Sequence[Dim]) -> dict[int, Dim]:
-    """Dimensions of the operand that are batch dimensions of the indices, too."""
+    """Dimensions of the operand that are batch dimensions of indices, too."""
     return {i: batch[j] for i, j in zip(operand_dims, index_dims, strict=True)}
 
 
 def _local_gather(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Only window dimensions that are taken whole may be split: a slice is the shard."""
+    """A split window dimension is taken whole, so its slice is the shard."""
     sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["slice_sizes"], strict=True)
     return dict(eqn.params, slice_sizes=tuple(local if taken == size else taken for size, local, taken in sizes))
 
 
 def _fills_linearly(eqn: JaxprEqn) -> bool:
-    """Whether values for positions out of bounds are linear in the operand: zero, NaN, or an element of it."""
+    """Whether values for indices out of bounds are linear in the operand: zero, NaN, or an element of it."""
     if _mode(eqn.params) != GatherScatterMode.FILL_OR_DROP:
         return True
     fill = eqn.params["fill_value"]
@@ -57,7 +57,7 @@ class _LocalIndices:
     """Index vectors [b n], clamped to the whole array as in mode CLIP, in a shard.
 
     Attributes:
-        local: [b n] int32, the clamped indices relative to the beginning of the shard.
+        local: [b n] int32, relative to the beginning of the shard.
         is_mine: [b] bool, whether the window is in this shard.
         is_valid: [b] bool, whether clamping did not change the indices.
     """
@@ -68,10 +68,10 @@ class _LocalIndices:
 
 
 def _local_indices(indices: Any, last: Sequence[int], last_here: Sequence[int], starts: Sequence[Any]) -> _LocalIndices:
-    """The windows of a shard. The arguments have one value for each of the n components of an index vector.
+    """The windows of a shard; each argument has a value for each of the n components of an index vector.
 
     last: largest start of a window in the whole array.
-    last_here: largest start of a window in the shard, relative to the beginning of the shard.
+    last_here: largest start in the shard, relative to the beginning of the shard.
     starts: the beginning of the shard.
     """
 
@@ -93,7 +93,7 @@ def _mode(params: Mapping[str, Any]) -> GatherScatterMode:
 
 
 def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """The windows in this shard and zeros for the others; only the first shard has fill values for invalid indices."""
+    """The windows in this shard, and zeros for others. Only the first shard has fill values for invalid indices."""
     table, indices = operands
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[0])
     dims = numbers.start_index_map
@@ -112,7 +112,6 @@ def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[st
     if _mode(params) != GatherScatterMode.FILL_OR_DROP:
         return [mine]
 
-    # Shards are summed, so only one of them may have the fill value.
     is_first = np.bool_(True)
     for start in starts.operands[0]:
         is_first = is_first & (start == 0)
@@ -146,8 +145,8 @@ def _gather(eqn: JaxprEqn) -> Factors:
     return table.build(eqn, [tuple(operand), indices], [result], linear="joint", linear_operands=linear)
 
 
-#: Reductions of partial results of updates. Index dimensions of other scatters are blocked: overwriting depends on the
-#: order of updates, and a product of shards would have the operand once for each shard.
+#: Reductions over index dimensions. Other scatters block these: overwriting depends on the order of updates, and a
+#: product of shards would have the operand once for each shard.
 _COMBINED: dict[str, Reduction] = {
     "scatter-add": "sum",
     "scatter-max": "max",
@@ -157,11 +156,11 @@ _COMBINED: dict[str, Reduction] = {
 
 
 def _scatter_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """Apply the updates of windows in this shard. Other windows get indices out of bounds, which drops them."""
+    """Apply the updates of windows in this shard; indices out of bounds drop the others."""
     operand, indices, updates = operands
     numbers = params["dimension_numbers"]
 
-    # For each dimension of the operand, the window's dimension of the updates, if it has one.
+    # For each dimension of the operand, its window in the updates.
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     update_dims = iter(numbers.update_window_dims)
     window_dims = [None if d in single else next(update_dims) for d in range(operand.ndim)]

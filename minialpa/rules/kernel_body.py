@@ -1,12 +1,12 @@
-"""Whether the body of a Pallas kernel allows cutting an axis of its grid.
+"""The body of a Pallas kernel in; out, whether it allows cutting an axis of its grid.
 
-    computes_on_blocks(body)      the body neither communicates nor draws random numbers of a device
-    positions_read(body)          the axes whose position the body reads
+    computes_on_blocks(body)      it neither communicates nor draws random numbers of a device
+    positions_read(body)          the axes whose position it reads
     carries(body, ...)            scratch memory carries values from one position along an axis to the next
 
-Iterations of a grid run in order, the last axis fastest, and share scratch memory. A part of a grid that is cut along
-an axis begins with the inner axes at 0. If the body writes scratch memory there before it reads it, it carries no
-values: usually, `@pl.when(pl.program_id(2) == 0)` initialises a sum.
+Iterations of a grid run in order, the last axis fastest, and share scratch memory. A body carries no values if, at
+position 0 of the inner axes, it writes scratch memory before it reads it: `@pl.when(pl.program_id(2) == 0)` initialises
+a sum.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _CarriedError(Exception):
     """The body may read scratch memory before it writes it."""
 
 
-#: The number of the scratch memory of each variable of a jaxpr; and a mask of written elements for each number.
+#: The number of the scratch memory of each variable; for each number, a mask of written elements.
 _Names = Mapping[Var, int]
 _Written = dict[int, np.ndarray]
 
@@ -59,7 +59,7 @@ _Written = dict[int, np.ndarray]
 def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
     """Whether an iteration at position 0 of all `inner_axes` may read values of an earlier one from scratch memory.
 
-    body: the jaxpr of the kernel, whose last `n_scratch` operands are the scratch memory.
+    body: the jaxpr of the kernel; its last `n_scratch` operands are the scratch memory.
     """
     scratch = body.invars[len(body.invars) - n_scratch :]
     written = {i: np.zeros(var.aval.shape, bool) for i, var in enumerate(scratch)}
@@ -73,12 +73,12 @@ def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _FirstIteration:
-    """Follows the equations of a body with known constants and positions along `inner_axes`."""
+    """Follows a body at position 0 along `inner_axes`; other positions are unknown."""
 
     inner_axes: frozenset[int]
 
     def body(self, jaxpr: Any, values: dict[Var, KnownScalar], names: _Names, written: _Written) -> list[KnownScalar]:
-        """The results of a jaxpr; marks elements in `written` that it surely writes."""
+        """The results of a jaxpr; marks in `written` the elements that it certainly writes."""
         uses = Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom))
         uses.update(atom for atom in jaxpr.outvars if not is_literal(atom))
         for eqn in jaxpr.eqns:
@@ -124,14 +124,14 @@ class _FirstIteration:
         written: _Written,
         values: Mapping[Var, KnownScalar] | None = None,
     ) -> None:
-        """Follow an inner jaxpr; with `values`, its operands may be known."""
+        """Follow an inner jaxpr; without `values`, its operands are unknown."""
         jaxpr = getattr(closed, "jaxpr", closed)
         if len(jaxpr.invars) != len(operands):
             raise _CarriedError
         pairs = list(zip(jaxpr.invars, operands, strict=True))
-        own = {var: names[atom] for var, atom in pairs if not is_literal(atom) and atom in names}
-        known = {} if values is None else {var: read(values, atom) for var, atom in pairs if var not in own}
-        self.body(jaxpr, known, own, written)
+        inner = {var: names[atom] for var, atom in pairs if not is_literal(atom) and atom in names}
+        known = {} if values is None else {var: read(values, atom) for var, atom in pairs if var not in inner}
+        self.body(jaxpr, known, inner, written)
 
     def _branches(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written) -> None:
         branches = eqn.params["branches"]
@@ -143,16 +143,16 @@ class _FirstIteration:
 
         after = []
         for branch in branches:
-            own = _copy(written)
-            self._inside(branch, eqn.invars[1:], names, own, values)
-            after.append(own)
+            inner = _copy(written)
+            self._inside(branch, eqn.invars[1:], names, inner, values)
+            after.append(inner)
         for i in written:
-            written[i] = np.all([own[i] for own in after], axis=0)
+            written[i] = np.all([inner[i] for inner in after], axis=0)
 
     def _read(
         self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written, *, n_before: int
     ) -> None:
-        """Raise unless all elements that it reads are written. n_before: number of operands before the indices."""
+        """Raise unless all elements that are read are written. n_before: number of operands before indices."""
         if any(not is_literal(atom) and atom in names for atom in eqn.invars[1:]):
             raise _CarriedError
         region = self._region(eqn, values, n_before)
@@ -168,7 +168,7 @@ class _FirstIteration:
             written[names[_variable(eqn)]][region] = True
 
     def _region(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], n_before: int) -> tuple[Any, ...] | None:
-        """The elements of a `get` or `swap`, as an index of NumPy; None if unknown."""
+        """The elements of a `get` or `swap`, as a NumPy index; None if unknown."""
         transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[n_before:])
         if not transforms:
             return (...,)
@@ -176,14 +176,14 @@ class _FirstIteration:
             return None
 
         index: list[Any] = []
-        for own in transforms[0].indices:
-            start = self._integer(getattr(own, "start", own), values)
+        for inner in transforms[0].indices:
+            start = self._integer(getattr(inner, "start", inner), values)
             if start is None:
                 return None
-            if not hasattr(own, "size"):
+            if not hasattr(inner, "size"):
                 index.append(start)
-            elif isinstance(own.size, int):
-                index.append(slice(start, start + own.size * own.stride, own.stride))
+            elif isinstance(inner.size, int):
+                index.append(slice(start, start + inner.size * inner.stride, inner.stride))
             else:
                 return None
         return tuple(index)

@@ -1,7 +1,6 @@
-"""Known integers of a small program: index maps of kernels and the tests of `pl.when`.
+"""A jaxpr of scalars in, its integers at all points of a kernel's grid out: index maps, and the tests of `pl.when`.
 
-`evaluate` runs a jaxpr of scalars in NumPy. A value is an array over the points of a grid, with length 1 along axes on
-which it does not depend; or it is unknown, with the axes on which it may depend.
+On a grid (4, 8), the results of `lambda i, j: (2 * j, 0)` are arrays of shapes (1, 8) and ().
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class KnownScalar:
     """A scalar of a program.
 
     Attributes:
-        known: the value at each point of the grid, or None.
+        known: the value at each point of the grid, of length 1 along axes on which it does not depend; None if unknown.
         axes: the axes of the grid on which it may depend.
     """
 
@@ -82,7 +81,6 @@ def evaluate(jaxpr: Any, operands: Sequence[KnownScalar]) -> list[KnownScalar]:
 
 
 def read(values: Mapping[Var, KnownScalar], atom: Atom) -> KnownScalar:
-    """The value of a literal, or of a variable in `values`; else unknown."""
     return KnownScalar(np.asarray(atom.val, aval_of(atom).dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
 
 

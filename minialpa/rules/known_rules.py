@@ -1,8 +1,4 @@
-"""The table of rules: `rule` registers the rule of a primitive, `factors_of` gives the `Factors` of an equation.
-
-An entry also has the parameters and results of its primitive on shards, for `shards`, and names of kernels for
-messages. A primitive without a rule is replicated.
-"""
+"""The rule table: `rule` registers the rule of a primitive, `factors_of` gives the `Factors` of an equation."""
 
 from __future__ import annotations
 
@@ -26,23 +22,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """The beginnings of shards in whole arrays: an int32 per dimension, 0 if no positional factor of it is split."""
+    """For each dimension of each array, the int32 index at which a shard begins; 0 if no positional factor is split."""
 
     operands: tuple[tuple[Any, ...], ...]
     results: tuple[tuple[Any, ...], ...]
 
 
-#: From the shapes of the shards of operands and results to the parameters of the primitive on them.
+#: (equation, shapes of operands on a shard, shapes of results) -> parameters on the shard.
 Localizer = Callable[[JaxprEqn, Shapes, Shapes], dict[str, Any]]
-#: From shards of the operands, local parameters and positions to shards of the results.
+#: (equation, operands on a shard, parameters on the shard, positions) -> results on the shard.
 OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
 Rule = Callable[[JaxprEqn], Factors]
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A rule with the keyword arguments of `rule`."""
-
     rule: Rule
     localize: Localizer | None
     on_shards: OnShards | None
@@ -55,7 +49,7 @@ _CACHES: list[Any] = []
 
 
 def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """`functools.lru_cache` for functions of rules: emptied when a rule is added."""
+    """`functools.lru_cache`, which `forget` empties when a rule is added."""
 
     def decorate(fun: Callable[..., T]) -> Callable[..., T]:
         _CACHES.append(functools.lru_cache(maxsize)(fun))
@@ -66,7 +60,6 @@ def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def forget() -> None:
-    """Empty the caches of functions of rules."""
     for cache in _CACHES:
         cache.cache_clear()
 
@@ -78,12 +71,12 @@ def rule(
     by_equal_operands: bool = False,
     named: Callable[[JaxprEqn], str] | None = None,
 ) -> Callable[[Rule], Rule]:
-    """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
+    """Register the rule of one or more primitives, by name. Raises VerifyError if a primitive has one.
 
-    localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
-    on_shards: computes the results on a shard if positional factors are split.
+    localize: the parameters on shards, for a primitive with shapes among its parameters.
+    on_shards: the results on a shard, for a primitive with positional factors.
     by_equal_operands: whether the factors depend on which operands are the same array.
-    named: for kernels, the name of an equation in messages.
+    named: makes the primitive a kernel (`is_kernel`), and gives the name of an equation in messages.
     """
 
     def register(fun: Rule) -> Rule:
@@ -106,7 +99,7 @@ def known_primitives() -> tuple[str, ...]:
 
 
 def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
-    """Sorted names of operations that make arrays and have no rule, including loop bodies and branches."""
+    """Sorted names of operations without a rule, including loops and branches: every device computes them in full."""
     names: set[str] = set()
     for eqn in eqns:
         name = eqn.primitive.name
@@ -122,19 +115,18 @@ def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
 
 
 def operation_name(eqn: JaxprEqn) -> str:
-    """The name of an equation in messages: its kernel, or its primitive."""
     entry = _RULES.get(eqn.primitive.name)
     return str(eqn.primitive.name) if entry is None or entry.named is None else entry.named(eqn)
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
-    """Whether the planner does not read the code of an equation."""
+    """Whether an equation runs a kernel, whose code the planner does not plan."""
     entry = _RULES.get(eqn.primitive.name)
     return entry is not None and entry.named is not None
 
 
 def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
-    """Factors for primitives without a rule: every dimension is a blocked factor of its own."""
+    """Factors that replicate an equation: every dimension is a blocked factor."""
     sizes: list[int] = []
 
     def fresh(atom: Any) -> Dims:
@@ -152,10 +144,10 @@ def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
 
 @cached(maxsize=2**15)
 def factors_of(eqn: JaxprEqn) -> Factors:
-    """Factors of an equation by its primitive's rule; `replicated_factors` without a rule, or with side effects.
+    """The factors of an equation by its primitive's rule; `replicated_factors` without a rule, or with side effects.
 
-    One device runs an equation with side effects for all others, and loops and branches around it. Planning asks for
-    the factors of the same equation dozens of times, so the last ones are kept by equation, too.
+    One device runs an equation with side effects for all others, and loops and branches around it. Results are cached:
+    planning asks for them dozens of times.
     """
     try:
         return _factors(kind_of(eqn))
@@ -169,7 +161,6 @@ class RuleKey:
 
     Attributes:
         key: primitive, parameters, shapes, dtypes and jax context.
-        eqn: the first equation of the kind.
     """
 
     key: Hashable
@@ -177,7 +168,7 @@ class RuleKey:
 
 
 def kind_of(eqn: JaxprEqn) -> RuleKey:
-    """The kind of an equation, unhashable if a parameter is."""
+    """The kind of an equation; unhashable if a parameter is."""
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
     entry = _RULES.get(eqn.primitive.name)
     equal = equal_operands(eqn) if entry is not None and entry.by_equal_operands else ()

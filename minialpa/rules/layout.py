@@ -1,7 +1,7 @@
-"""Rearrangements and parts of arrays, reshapes, and arrays without operands.
+"""Rules of rearrangements, reshapes, slices, and arrays without operands.
 
-A kept dimension is one factor of operand and result. A dimension that is joined, cut, padded or reversed is blocked.
-The dimension that `iota` counts is positional. All are linear in the arrays that they move, and cost no flops.
+A kept dimension is one factor of operand and result. A dimension that is joined, cut, padded or reversed is blocked,
+and the dimension that `iota` counts is positional. All are linear in the arrays that they move, and cost no flops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from minialpa.rules.known_rules import Starts, rule
 
 
 def _moved(eqn: JaxprEqn, table: FactorTable, operand: Dims, result: Dims) -> Factors:
-    """Factors of an equation with one operand and one result, linear in the operand."""
     return table.build(eqn, [operand], [result], linear="joint", linear_operands=(0,))
 
 
@@ -80,7 +79,7 @@ def _tile(eqn: JaxprEqn) -> Factors:
 
 
 def _joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: int) -> list[Dims]:
-    """Dims of arrays that agree in all dimensions except the blocked `axis`."""
+    """Dims of arrays that agree in all dimensions except `axis`."""
     common = table.dims(shapes[0][:axis] + shapes[0][axis + 1 :])
     return [(*common[:axis], table.dim(shape[axis], blocked=True), *common[axis:]) for shape in shapes]
 
@@ -147,15 +146,15 @@ def _empty(eqn: JaxprEqn) -> Factors:
 def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
     """Factors of two shapes of one row-major array: from the outside, always the largest common divisor.
 
-    `[8 6] -> [4 12]` is `[(4 2) 6] -> [4 (2 6)]`. If the rests of two dimensions have no common divisor, both
-    shapes get blocked factors until their strides agree.
+    `[8 6] -> [4 12]` is `[(4 2) 6] -> [4 (2 6)]`. If the remaining lengths of two dimensions have no common divisor,
+    both shapes get blocked factors until their strides agree.
     """
     source_dims: list[Dim] = [() for _ in source]
     target_dims: list[Dim] = [() for _ in target]
     if math.prod(source) == 0:
         return table.dims(source, blocked=True), table.dims(target, blocked=True)
 
-    # (length without factors so far, dimension), outermost first. Lengths of 1 need no factor.
+    # [length without factors so far, dimension], outermost first. Lengths of 1 need no factor.
     left = [[size, i] for i, size in enumerate(source) if size > 1]
     right = [[size, i] for i, size in enumerate(target) if size > 1]
     while left and right:
@@ -178,7 +177,7 @@ def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[i
 def _block_until_aligned(
     table: FactorTable, left: list[list[int]], left_dims: list[Dim], right: list[list[int]], right_dims: list[Dim]
 ) -> None:
-    """Give pending dimensions of both shapes blocked factors until both have equally many elements."""
+    """Give dimensions of both shapes blocked factors until both have equally many elements."""
     n_left = n_right = 1
     while n_left != n_right or n_left == 1:
         pending, dims = (left, left_dims) if n_left <= n_right else (right, right_dims)
@@ -193,7 +192,7 @@ def _local_reshape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str
 
 @rule("reshape", localize=_local_reshape)
 def _reshape(eqn: JaxprEqn) -> Factors:
-    """Common factors of both shapes; `dimensions`, where given, transposes the operand first."""
+    """`dimensions`, if given, transposes the operand first."""
     table = FactorTable()
     shape = shape_of(eqn.invars[0])
     order = eqn.params["dimensions"] or range(len(shape))
@@ -209,7 +208,7 @@ def _reshape(eqn: JaxprEqn) -> Factors:
 def _whole_or_blocked(
     table: FactorTable, source: Sequence[int], target: Sequence[int], is_whole: Sequence[bool]
 ) -> tuple[Dims, Dims]:
-    """Factors of two arrays: a shared one for each whole dimension, blocked ones on both sides for the others."""
+    """Dims of two arrays: a shared factor for each whole dimension, blocked factors for others."""
     pairs = []
     for source_size, target_size, whole in zip(source, target, is_whole, strict=True):
         dim = table.dim(source_size, blocked=not whole)
@@ -230,14 +229,13 @@ def _pad(eqn: JaxprEqn) -> Factors:
 
 
 def _local_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Only whole dimensions are split; a shard's slice takes them up to its own end."""
+    """A split dimension is whole, so the slice ends where the shard ends."""
     sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["limit_indices"], strict=True)
     return dict(eqn.params, limit_indices=tuple(limit if local == size else local for size, local, limit in sizes))
 
 
 @rule("slice", localize=_local_slice)
 def _slice(eqn: JaxprEqn) -> Factors:
-    """A dimension of equal length is whole: its stride is 1 or its length is at most 1."""
     table = FactorTable()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     operand, result = _whole_or_blocked(table, source, target, _are_equal(source, target))

@@ -1,14 +1,12 @@
-"""Endings: the carries of a loop that stay constant after a condition of its test is false.
+"""A loop's test and body in; for each condition of the test, the carries that stay constant once it is false, out.
 
-A loop over a batch by hand, `while any(active): x = where(active, step(x), x)`, runs until the last example has ended.
-A shard may end earlier if the iterations that it skips would not change its carries. `loop_exits` proves that by
-structure: it gives equal computations in test and body equal numbers, and evaluates the body with
+`while any(active): x = where(active, step(x), x)` runs until the last example of a batch has ended. A shard may exit
+earlier if the iterations that it skips would not change its carries. `loop_exits` proves that without algebra or
+values: equal computations in test and body get equal numbers, and the body is evaluated with
 
     any(p) is false           -> p is false for each element
     not all(d) is false       -> d is true for each element
     where(p, new, old)        -> old, if p is false
-
-The proof uses neither equalities of mathematics nor values.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def conditions(test: Block) -> list[Atom]:
 
 
 def loop_exits(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -> dict[Atom, LoopExit]:
-    """The ending of each condition of a loop.
+    """The exit of each condition of a loop.
 
     n_carries: number of carries, the last inputs of `test` and of `body`.
     equal: the number of the first input that is the same array, for each constant of the test and input of the body.
@@ -80,7 +78,7 @@ def loop_exits(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -
 
 
 def counters(body: Block, n_carries: int) -> frozenset[int]:
-    """Numbers of the carries that every iteration raises by 1: of two shards, the later to end has the larger one."""
+    """Numbers of the carries that every iteration raises by 1: of two shards, the later to exit has the larger one."""
     producers = producers_of(body)
     carries = body.invars[len(body.invars) - n_carries :]
     found = set()

@@ -1,8 +1,10 @@
-"""Rules as text: `"b q (k g) d, b s k d -> b q (k g) d"` in, a `ShardingRule` out.
+"""The text of a sharding rule in, a `ShardingRule` out.
 
-The notation follows Shardy and `jax.experimental.custom_partitioning`: operands before `->`, results after it, arrays
-separated by commas, a name for each dimension. `(k g)` is one dimension with two factors, the first outermost; `...` is
-any number of leading dimensions.
+    parse_rule("b q (k g) d, b s k d -> b q (k g) d")
+
+As in Shardy and `jax.experimental.custom_partitioning`, operands stand before `->` and results after it, commas
+separate arrays, and each dimension has a name. `(k g)` is one dimension with two factors, k outermost; `...` is any
+number of leading dimensions.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ def parse_rule(
     need_replication: Iterable[str] = (),
     factor_sizes: Mapping[str, int] | None = None,
 ) -> ShardingRule:
-    """The rule of a text. Raises ShardingError if the text is no rule, or lacks a factor of the arguments.
+    """Parse a rule. Raises ShardingError for an unreadable text, or for arguments that contradict it.
 
-    reductions: by factor, the reduction of the parts of results; names alone mean "sum".
+    reductions: factors whose partial results are combined, with their reductions; names alone mean "sum".
     need_replication: factors that may not be split.
-    factor_sizes: the lengths of factors that do not follow from dimensions.
+    factor_sizes: the lengths of inner factors, such as g of `(k g)`, that no dimension determines.
     """
     sides = text.split("->") if isinstance(text, str) else []
     if len(sides) != 2:
@@ -52,7 +54,6 @@ def parse_rule(
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
-    """Names from an iterable, or from a text with spaces."""
     return tuple(names.split()) if isinstance(names, str) else tuple(names)
 
 
@@ -62,19 +63,17 @@ def _arrays(side: str, text: str) -> tuple[ArrayRule, ...]:
 
 
 def _array(part: str, text: str) -> ArrayRule:
-    """One array of a rule: optionally `...`, then for each dimension a name, or several in parentheses."""
     found = _ARRAY.fullmatch(part)
     if found is None:
         raise ShardingError(
-            f"The sharding rule `{text}` has `{part.strip()}` as an array. An array is a name for each dimension, or "
-            "several names in parentheses, after `...` for leading dimensions, as in `... b (h d)`."
+            f"The sharding rule `{text}` has `{part.strip()}` as an array, which cannot be read. Write one name for "
+            "each dimension, or several in parentheses, after `...` for leading dimensions, as in `... b (h d)`."
         )
     leading = None if found[1] is None else found[1][3:] or "0"
     return ArrayRule(leading, tuple(tuple(dim.strip("()").split()) for dim in _DIMENSION.findall(found[2])))
 
 
 def _check(rule: ShardingRule) -> None:
-    """Raise ShardingError for arguments that contradict the text or each other."""
     names = rule.names()
     for what, given in (
         ("reductions", dict(rule.reductions)),
@@ -83,26 +82,36 @@ def _check(rule: ShardingRule) -> None:
     ):
         for name in given:
             if name not in names:
-                raise ShardingError(f"`{what}` names the factor `{name}`, which the sharding rule `{rule.text}` lacks.")
+                raise ShardingError(
+                    f"`{what}` names the factor `{name}`, which is not in the sharding rule `{rule.text}`."
+                )
     for name, how in rule.reductions:
         if how not in get_args(Reduction):
-            raise ShardingError(f"`{name}` is combined by {how!r}, which is none of {', '.join(get_args(Reduction))}.")
+            raise ShardingError(
+                f"`reductions` combines `{name}` by {how!r}. Choose from {', '.join(get_args(Reduction))}."
+            )
         if name in rule.replicated:
-            raise ShardingError(f"The factor `{name}` of `{rule.text}` is in `reductions` and in `need_replication`.")
+            raise ShardingError(
+                f"The factor `{name}` of `{rule.text}` is in `reductions` and in `need_replication`. Remove one."
+            )
     _check_factor_sizes(rule)
     _check_diagonals(rule)
 
 
 def _check_factor_sizes(rule: ShardingRule) -> None:
-    """Raise ShardingError unless only inner factors have lengths, and all lengths are positive integers."""
+    """Raise ShardingError for the length of an outermost factor, and for one that is no positive integer."""
     inner = rule.inner_names()
     whole = {dim[0] for array in rule.arrays for dim in array.dims if len(dim) == 1}
     for name, size in rule.sizes:
-        # The outermost factor of a dimension is shorter in shards, so the operation has no length for it.
+        # The outermost factor of a dimension is shorter on shards.
         if name in whole or name not in inner:
-            raise ShardingError(f"Leave `{name}` out of `factor_sizes`: it follows from the arrays of each call.")
+            raise ShardingError(
+                f"Leave `{name}` out of `factor_sizes`: its length follows from the arrays of each call."
+            )
         if not isinstance(size, int) or size < 1:
-            raise ShardingError(f"`factor_sizes` gives the factor `{name}` the length {size!r}.")
+            raise ShardingError(
+                f"`factor_sizes` gives the factor `{name}` the length {size!r}. Give a positive integer."
+            )
 
 
 def _check_diagonals(rule: ShardingRule) -> None:
@@ -112,6 +121,6 @@ def _check_diagonals(rule: ShardingRule) -> None:
         twice = next((name for name in names if names.count(name) > 1 and name not in rule.replicated), None)
         if twice is not None:
             raise ShardingError(
-                f"In the sharding rule `{rule.text}`, {rule.array_name(i)} has the factor `{twice}` twice. Parts of it "
-                f"would lie on a diagonal: give the dimensions two names, or say `need_replication=('{twice}',)`."
+                f"In the sharding rule `{rule.text}`, {rule.array_name(i)} has the factor `{twice}` twice. Its "
+                f"shards would lie on a diagonal: give the dimensions two names, or `need_replication=('{twice}',)`."
             )

@@ -1,4 +1,4 @@
-"""`pallas_call`: an axis of the grid whose parts work on separate parts of the arrays is a factor.
+"""Rule of `pallas_call`: an axis of the grid whose parts work on separate parts of the arrays is a factor.
 
 A grid of G positions along an axis may be cut into U parts of s = G / U if, for every index map b of an array with D
 blocks along a dimension, and all positions g,
@@ -6,11 +6,8 @@ blocks along a dimension, and all positions g,
     b(g + s) = b(g)                              the dimension does not follow the axis, or
     b(g + s) = b(g) + D / U,  0 <= b(g < s) < D / U      it follows: part p of the grid has part p of the blocks.
 
-Every result follows each axis that is cut, so parts write to separate blocks. `known_integers` computes the maps, small
-programs of integers, for the whole grid. The body must not read its position along the axis, nor carry values in
-scratch memory (`kernel_body`). A shard runs the same body with the same index maps on a shorter grid.
-
-    [(u rest) ...], ... -> [(u rest) ...]        u: U parts of the grid, rest: elements of a part, which stay together
+Every result follows each cut axis, so parts write separate blocks. The body must neither read its position along the
+axis nor carry values in scratch memory (`kernel_body`). A shard runs the same body and index maps on a shorter grid.
 """
 
 from __future__ import annotations
@@ -39,7 +36,11 @@ _MOST_POSITIONS = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """An axis of a grid, and its largest number of parts; `dims`: for each array, the dimension that follows it."""
+    """An axis of a grid that may be cut, into at most `parts` parts.
+
+    Attributes:
+        dims: for each array, the dimension that follows the axis.
+    """
 
     axis: int
     parts: int
@@ -47,7 +48,6 @@ class _Cut:
 
 
 def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
-    """The axes that may be cut, in order."""
     body = eqn.params["jaxpr"]
     n_read = len(body.invars) - grid.n_scratch - grid.n_results
     writes_operands = any(number < n_read for number in written_operands(body))
@@ -64,22 +64,21 @@ def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
 
 
 def _interchangeable_axes(body: Any, grid: KernelGrid) -> Iterator[int]:
-    """The axes with equal positions for the body: it neither reads its position nor carries values."""
-    # The body does not count the axes that vmap has added.
+    # The axes of `vmap` have no number in the body.
     own_axes = [axis for axis in range(len(grid.sizes)) if axis not in grid.vmapped]
     asked = {own_axes[axis] for axis in positions_read(body)}
 
     for axis, size in enumerate(grid.sizes):
         if size == 1 or axis in asked:
             continue
-        # A part begins with the inner axes at 0. Values in scratch memory are from the part before.
+        # A part begins with the inner axes at 0.
         inner = {i for i, own in enumerate(own_axes) if own > axis}
         if not (grid.n_scratch and carries(body, grid.n_scratch, inner)):
             yield axis
 
 
 def _indices(array: KernelArray, grid: KernelGrid) -> list[KnownScalar]:
-    """The block indices of an array over the grid, one for each dimension."""
+    """For each dimension, the block index over the grid."""
     n_axes = len(grid.sizes)
     positions = [
         KnownScalar(
@@ -92,7 +91,7 @@ def _indices(array: KernelArray, grid: KernelGrid) -> list[KnownScalar]:
 
 
 def _largest_cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int) -> _Cut | None:
-    """The cut of an axis into the most parts, if there is any. indices: for each array, from `_indices`."""
+    """The cut of an axis into the most parts. indices: for each array, from `_indices`."""
     cuts = (_cut(grid, indices, axis, parts) for parts in reversed(divisors(grid.sizes[axis])[1:]))
     return next((cut for cut in cuts if cut is not None), None)
 
@@ -105,7 +104,7 @@ def _cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int, 
         n_blocks = [length // block if block and length % block == 0 else None
                     for length, block in zip(array.shape, array.blocks, strict=True)]  # fmt: skip
         found = [_relation(n, value, axis, part_size) for n, value in zip(n_blocks, values, strict=True)]
-        # The blocks of a part along two dimensions would lie on the array's diagonal.
+        # The blocks of a part would lie on the array's diagonal.
         if "other" in found or found.count("follows") > 1:
             return None
         dims.append(found.index("follows") if "follows" in found else None)
@@ -123,7 +122,7 @@ def _cut(grid: KernelGrid, indices: Sequence[Sequence[KnownScalar]], axis: int, 
 def _relation(
     n_blocks: int | None, value: KnownScalar, axis: int, part_size: int
 ) -> Literal["follows", "independent", "other"]:
-    """The relation of a dimension with the block index `value` to an axis: see the two formulas above.
+    """The relation of an axis to a dimension with the block indices `value`: the formulas of the module.
 
     n_blocks: number of blocks of the dimension; None if they do not divide it.
     """
@@ -146,7 +145,7 @@ def _relation(
 
 
 def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Parameters for shards: the grid of the parts that they hold."""
+    """Parameters with the grid of the parts on a shard."""
     grid = kernel_grid(eqn.params)
     shapes = (*operands[grid.n_index :], *results)
     sizes = list(grid.sizes)
@@ -181,7 +180,7 @@ def _pallas_call(eqn: JaxprEqn) -> Factors:
 
 
 def _dims(table: FactorTable, array: KernelArray, a: int, cuts: Sequence[_Cut], factors: Mapping[int, Dim]) -> Dims:
-    """The factors of an array: the parts of the axis that a dimension follows, then a blocked rest."""
+    """Dims of an array: (U parts of the axis that a dimension follows, blocked rest)."""
     dims = []
     for d, length in enumerate(array.shape):
         cut = next((cut for cut in cuts if cut.dims[a] == d), None)

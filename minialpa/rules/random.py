@@ -1,7 +1,7 @@
-"""Random numbers: the dimensions of arrays of keys are factors, drawn dimensions are blocked.
+"""Rules of random numbers: dimensions of arrays of keys are factors, drawn dimensions are positional or blocked.
 
 For threefry, bits[i] = threefry(key, i) with i = 0, 1, ... in row-major order, so a shard at a known position draws its
-own part: drawn dimensions are positional. With other generators, each shard draws the whole array and takes its part.
+own part. With other generators, each shard draws the whole array and takes its part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minialpa.support.private_jax import under_settings_of
 
 
 def _are_keys_independent(eqn: JaxprEqn) -> bool:
-    """Whether each key of an array draws as if alone: RBG draws under `vmap` from the first key."""
+    """Whether each key draws as if alone: under `vmap`, RBG draws from the first key."""
     keys: Any = eqn.invars[0].aval
     return str(keys.dtype) == "key<fry>"
 
@@ -41,7 +41,7 @@ def _random_fold_in(eqn: JaxprEqn) -> Factors:
 
 
 def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
-    """All arrays begin with the dimensions of the keys; later dimensions are blocked or positional."""
+    """All arrays begin with the dimensions of the keys."""
     table = FactorTable()
     shapes = [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
     keys = min(shapes, key=len)
@@ -52,7 +52,6 @@ def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
 
 @rule("random_unwrap", "random_wrap")
 def _wrap(eqn: JaxprEqn) -> Factors:
-    """Between keys and their integers: a row for each key."""
     return _led_by_keys(eqn)
 
 
@@ -61,7 +60,7 @@ def _local_bits(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _bits_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """The bits of a shard, equal to those of jax's threefry for the whole array."""
+    """The bits of a shard, equal to its part of jax's threefry bits for the whole array."""
     (keys,) = operands
     lead, shape = tuple(range(keys.ndim)), (*keys.shape, *params["shape"])
 

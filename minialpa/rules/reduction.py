@@ -1,7 +1,7 @@
-"""Reductions, scans along an axis, orderings, transforms of whole axes (fft, linear algebra), and sliding windows.
+"""Rules of reductions, scans along an axis, orderings, transforms of whole axes (fft, linear algebra), and windows.
 
-The axis of an operation is blocked, unless partial results can be combined. So is a dimension with a window, unless the
-window is trivial (length 1, stride 1, no padding, no dilation).
+The axis of an operation is blocked, unless partial results can be combined. A dimension with a window is blocked,
+unless the window is trivial: length 1, stride 1, no padding, no dilation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def _reduce(eqn: JaxprEqn) -> Factors:
 
 
 def _blocked_axes(table: FactorTable, shape: tuple[int, ...], axes: Iterable[int]) -> Dims:
-    """One new factor for each dimension, blocked in `axes`."""
     blocked = {axis % len(shape) for axis in axes}
     return tuple(table.dim(size, blocked=i in blocked) for i, size in enumerate(shape))
 
@@ -92,7 +91,7 @@ def _top_k(eqn: JaxprEqn) -> Factors:
 
 
 def _batched(table: FactorTable, eqn: JaxprEqn, batch: Dims) -> tuple[list[Dims], list[Dims]]:
-    """Factors of all operands and all results: `batch`, then blocked dimensions."""
+    """Dims of operands and of results: `batch`, then blocked dimensions."""
 
     def dims(shape: tuple[int, ...]) -> Dims:
         return batch + table.dims(shape[len(batch) :], blocked=True)
@@ -131,7 +130,7 @@ _CUBIC: dict[str, float] = {
 
 @rule("lu_pivots_to_permutation", *_CUBIC)
 def _decomposition(eqn: JaxprEqn) -> Factors:
-    """The last two dimensions of the first operand are matrices (for pivots, the last one); all others are batch."""
+    """The last two dimensions of the first operand are matrices (for pivots, the last one); others are batch."""
     table = FactorTable()
     name, shape = eqn.primitive.name, shape_of(eqn.invars[0])
     n_core = 1 if name == "lu_pivots_to_permutation" else 2
@@ -141,7 +140,7 @@ def _decomposition(eqn: JaxprEqn) -> Factors:
 
 @rule("triangular_solve")
 def _triangular_solve(eqn: JaxprEqn) -> Factors:
-    """`a x = b` or `x a = b`: each right-hand side is a problem of its own. flops = n**2 for each of them."""
+    """`a x = b` or `x a = b`: the right-hand sides are independent. flops = n**2 for each of them."""
     table = FactorTable()
     a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     batch = table.dims(a[:-2])
@@ -180,7 +179,6 @@ def _window_flops(eqn: JaxprEqn, n_windows: int) -> float:
 
 @rule("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
 def _reduce_window(eqn: JaxprEqn) -> Factors:
-    """n arrays, and for `reduce_window` their n scalar initial values."""
     table = FactorTable()
     n_arrays = len(eqn.outvars)
     array, result = _windowed(table, eqn, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
@@ -192,7 +190,7 @@ def _reduce_window(eqn: JaxprEqn) -> Factors:
 
 @rule("select_and_scatter_add")
 def _select_and_scatter_add(eqn: JaxprEqn) -> Factors:
-    """Gradient of max pooling: (gradient of each window, array) -> gradient of the array; linear in the first."""
+    """Gradient of max pooling: (gradient of each window, array) -> gradient of the array."""
     table = FactorTable()
     array, windows = _windowed(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.invars[0]))
     flops = _window_flops(eqn, n_elements(eqn.invars[0]))
@@ -201,7 +199,7 @@ def _select_and_scatter_add(eqn: JaxprEqn) -> Factors:
 
 @rule("select_and_gather_add")
 def _select_and_gather_add(eqn: JaxprEqn) -> Factors:
-    """Tangent of max pooling: (tangent of the array, array) -> tangent of each window; linear in the first."""
+    """Tangent of max pooling: (tangent of the array, array) -> tangent of each window."""
     table = FactorTable()
     array, windows = _windowed(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.outvars[0]))
     flops = _window_flops(eqn, n_elements(eqn.outvars[0]))

@@ -1,13 +1,4 @@
-"""Operations with a rule of the user: primitives by name, foreign functions by target, Python functions.
-
-    register_primitive("my_primitive", rule, localize=...)    parameters that hold shapes need `localize`
-    register_target("my_target", rule)                        `jax.ffi.ffi_call`
-    OpaqueFunction(...)                                       one equation that holds the function, see `opaque_call`
-
-A shard calls the opaque function on shards. Its derivative is another opaque function, which recomputes the function,
-with the rule from `derivative_rule`; under `vmap` it gets one more factor. The first use of a rule checks its shapes:
-every factor that may be split is cut once.
-"""
+"""Rules of users: a `ShardingRule` of a primitive, an FFI target or a Python function in, its `Factors` out."""
 
 from __future__ import annotations
 
@@ -36,16 +27,15 @@ from minialpa.support.private_jax import (
 )
 from minialpa.tracing.flattening import written_out
 
-#: Floating point operations, from the types of the operands.
+#: Types of the operands -> floating point operations.
 Flops = Callable[..., float]
-#: From parameters and the shapes of the shards of operands and results to the parameters for shards.
+#: (parameters, shapes of operands on a shard, shapes of results) -> parameters on the shard.
 ParamsOf = Callable[[dict[str, Any], Shapes, Shapes], dict[str, Any]]
 
 
 def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operation: str, local: Any) -> None:
-    """Cut each factor once. Raise ShardingError unless the operation makes shards of the shapes of its rule.
+    """Cut each factor once. Raises ShardingError unless the operation makes shards of the shapes of its rule.
 
-    names: of the factors.
     local: a `known_rules.Localizer`.
     """
     for f, n in factors.smallest_splits():
@@ -58,7 +48,8 @@ def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operatio
         except Exception as error:
             raise ShardingError(
                 f"The sharding rule of `{operation}` allows splitting `{names[f]}`, and the operation does not take "
-                f"shards of shapes {list(operands)}: {type(error).__name__}: {error}"
+                f"shards of shapes {list(operands)}. Correct the rule, or add the factor to `need_replication`. "
+                f"{type(error).__name__}: {error}"
             ) from error
         if made != results:
             raise ShardingError(
@@ -69,12 +60,12 @@ def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operatio
 
 
 def elements_made(eqn: JaxprEqn) -> float:
-    """The assumed operations of unknown code: one for each element of the largest result."""
+    """The assumed flops of unknown code: one for each element of the largest result."""
     return float(max((n_elements(var) for var in eqn.outvars), default=0))
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
-    """Floating point operations of a jaxpr by the rules of its equations, including loops and branches."""
+    """Floating point operations of a jaxpr by the rules of its equations, loops and branches included."""
     return sum(_equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
@@ -95,8 +86,6 @@ def _equation_flops(eqn: JaxprEqn) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _UserRule:
-    """A rule of a user. check: whether its first use checks it."""
-
     text: ShardingRule
     flops: Flops | None
     check: bool
@@ -108,7 +97,7 @@ _TARGETS: dict[str, _UserRule] = {}
 
 
 def registered_rules(eqns: Sequence[JaxprEqn]) -> list[tuple[str, ShardingRule]]:
-    """The rules of users for primitives and foreign functions, and for functions in these equations, by name."""
+    """The rules of users for primitives and targets, and for functions in these equations, by name."""
     named = [(name, rules[name].text) for rules in (_PRIMITIVES, _TARGETS) for name in sorted(rules)]
     return named + list(_function_rules(eqns))
 
@@ -124,7 +113,7 @@ def _function_rules(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[str, ShardingRul
 def register_primitive(
     name: str, text: ShardingRule, *, localize: ParamsOf | None, flops: Flops | None, check: bool
 ) -> None:
-    """Give a primitive a rule. Raises ShardingError if it already has one."""
+    """Give a primitive a rule. Raises ShardingError if it has one."""
     if has_rule(name):
         raise ShardingError(f"The primitive `{name}` already has a sharding rule.")
 
@@ -144,7 +133,6 @@ def register_primitive(
 def _factors_by(
     text: ShardingRule, eqn: JaxprEqn, name: str, default_flops: float, flops: Flops | None
 ) -> tuple[NamedFactors, Factors]:
-    """The factors of an equation by a user's rule, by name and by number."""
     named = text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), name)
     types = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
     return named, named.factors(default_flops if flops is None else float(flops(*types)))
@@ -154,7 +142,7 @@ def _factors_by(
 
 
 def register_target(name: str, text: ShardingRule, *, flops: Flops | None, check: bool) -> None:
-    """Give calls of a foreign function a rule. Raises ShardingError if they already have one."""
+    """Give calls of a foreign function a rule. Raises ShardingError if they have one."""
     if name in _TARGETS:
         raise ShardingError(f"The FFI target `{name}` already has a sharding rule.")
     _TARGETS[name] = _UserRule(text, flops, check)
@@ -173,7 +161,7 @@ def _target_name(eqn: JaxprEqn) -> str:
 
 @rule("ffi_call", localize=_local_call, named=_target_name)
 def _ffi_call(eqn: JaxprEqn) -> Factors:
-    """By the rule of the target. `vmap_method` does not tell how many leading dimensions `vmap` has added."""
+    """By the rule of the target: `vmap_method` does not give the number of dimensions that `vmap` has added."""
     target = _TARGETS.get(eqn.params["target_name"])
     if target is None or eqn.effects:
         return replicated_factors(eqn, elements_made(eqn))
@@ -184,9 +172,11 @@ def _ffi_call(eqn: JaxprEqn) -> Factors:
 
 
 class OpaqueFunction:
-    """A function of arrays that runs as one equation. Compared by identity.
+    """A function of arrays, or shards of arrays, that runs as one equation. Compared by identity.
 
-    Keeps its jaxprs by types of operands, its derivatives and its batches, so equal calls are equal equations.
+    Its derivative is another opaque function, which recomputes the function, with the rule of `derivative_rule`; under
+    `vmap` the rule gets one more factor. Jaxprs, derivatives and batches are cached, so equal calls are equal
+    equations.
     """
 
     def __init__(
@@ -198,10 +188,10 @@ class OpaqueFunction:
         *,
         check: bool = True,
     ) -> None:
-        """`fun` maps arrays, or shards of arrays, to a list of arrays; `text` is its rule.
-
-        flops: floating point operations, from the types of operands; by default, from its jaxpr.
-        check: whether the rule is tried out before use.
+        """fun: maps arrays to a list of arrays.
+        text: the rule of `fun`.
+        flops: floating point operations, from the types of operands; by default, from the jaxpr.
+        check: whether the rule is tested before use.
         """
         self.name, self.fun, self.text, self.flops, self.check = name, fun, text, flops, check
         self._traced: dict[Any, Any] = {}
@@ -211,7 +201,7 @@ class OpaqueFunction:
         return self.name
 
     def jaxpr(self, avals: Sequence[Any]) -> Any:
-        """The function on operands of these types, as a closed jaxpr."""
+        """The function on operands of these types, as a closed jaxpr. Raises ShardingError for traced closures."""
         key = (current_settings(), *((tuple(aval.shape), str(aval.dtype), is_weak(aval)) for aval in avals))
         if key not in self._traced:
             structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals]
@@ -225,7 +215,7 @@ class OpaqueFunction:
         return self._traced[key]
 
     def derivative(self, avals: Sequence[Any], made: Sequence[Any]) -> OpaqueFunction:
-        """The function from operands and cotangents of results to cotangents of operands, for floats only."""
+        """The function from operands and cotangents of results to cotangents of operands."""
         inexact = tuple([i for i, a in enumerate(avs) if jnp.issubdtype(a.dtype, np.inexact)] for avs in (avals, made))
         text = derivative_rule(self.text, shapes_of(avals), shapes_of(made), inexact)  # type: ignore[arg-type]
         of_operands, of_results = inexact
@@ -247,8 +237,10 @@ class OpaqueFunction:
                 return list(pull(list(cotangents)))
 
             flops = self.flops
-            own = None if flops is None else lambda *types: 3.0 * flops(*types[:n])
-            self._derived[key] = OpaqueFunction(f"derivative of {self.name}", fun, text, own, check=self.check)
+            derivative_flops = None if flops is None else lambda *types: 3.0 * flops(*types[:n])
+            self._derived[key] = OpaqueFunction(
+                f"derivative of {self.name}", fun, text, derivative_flops, check=self.check
+            )
         return self._derived[key]
 
     def batched(self, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> OpaqueFunction:
@@ -259,13 +251,13 @@ class OpaqueFunction:
             fun = jax.vmap(self.fun, in_axes=tuple(0 if batched else None for batched in is_batched))
             flops, dims = self.flops, tuple(is_batched)
 
-            def own(*types: Any) -> float:
+            def derivative_flops(*types: Any) -> float:
                 assert flops is not None
                 rest = [jax.ShapeDtypeStruct(t.shape[b:], t.dtype) for t, b in zip(types, dims, strict=True)]
                 n = max(t.shape[0] for t, b in zip(types, dims, strict=True) if b)
                 return float(n) * flops(*rest)
 
-            given = None if flops is None else own
+            given = None if flops is None else derivative_flops
             self._derived[key] = OpaqueFunction(self.name, fun, text, given, check=self.check)
         return self._derived[key]
 
@@ -349,7 +341,7 @@ def _function(eqn: JaxprEqn) -> Factors:
 
 
 def rule_to_check(eqn: JaxprEqn) -> ShardingRule | None:
-    """The rule that a user has registered for an equation, if it needs a check."""
+    """The rule of a user for an equation, unless `check` is False."""
     match eqn.primitive.name:
         case "minialpa_function":
             function: OpaqueFunction = eqn.params["function"]

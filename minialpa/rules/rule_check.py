@@ -1,8 +1,7 @@
-"""The law of rules: parts of an operation along a factor, computed one by one, give the results of the whole.
+"""Equations with rules in; ShardingError out if the parts of an operation along a factor do not give the whole.
 
-`check_parts` cuts the factors of an equation on given values. `check_registered_rules` does so for each kernel of a
-step on small arrays of random values. It shrinks each factor in all arrays together, so the rule still fits, and tries
-larger shapes if the operation does not take small ones. If the parts do not give the whole, the largest sizes decide.
+`check_parts` uses given values, `check_registered_rules` small arrays of random values. It shrinks each factor in all
+arrays together, so the rule still fits.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from minialpa.tracing.flattening import flatten_calls
 
 @dataclass(frozen=True, slots=True)
 class OperationPart:
-    """One of n equal parts of an operation along a factor, by its number."""
+    """Part `number` of `n` equal parts along a factor."""
 
     factor: int
     number: int
@@ -49,7 +48,7 @@ class OperationPart:
 
 
 def cut(x: Any, dims: Dims, part: OperationPart) -> Any:
-    """The part of an array with these factors; the whole array if it lacks the factor of the part."""
+    """The part of an array; the whole array if it lacks the factor of the part."""
     for axis, dim in enumerate(dims):
         if part.factor in dim:
             size = x.shape[axis] // part.n
@@ -58,10 +57,7 @@ def cut(x: Any, dims: Dims, part: OperationPart) -> Any:
 
 
 def wholes(parts: Sequence[np.ndarray], factors: Factors, factor: int, result: int) -> list[np.ndarray]:
-    """The whole result according to its parts: one array, or each part if each claims to be the whole.
-
-    parts: the result of each part of the operation along `factor`, in order.
-    """
+    """The whole result according to its parts, in order: one array, or each part if each must be the whole."""
     axes = [axis for axis, dim in enumerate(factors.results[result]) if factor in dim]
     if axes:
         return [np.concatenate(parts, axis=axes[0])]
@@ -70,15 +66,15 @@ def wholes(parts: Sequence[np.ndarray], factors: Factors, factor: int, result: i
     return list(parts)
 
 
-#: Largest difference of results, as a part of their largest element, by bytes of the dtype.
+#: Largest difference of results over their largest element, by bytes of the dtype.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
-#: Lengths to which factors are shrunk, the smallest first; the call's own lengths come last.
+#: Lengths to which factors are shrunk, before the lengths of the call.
 _LENGTHS = (4, 16, 64, 256)
-#: Most elements of all arrays together, and floating point operations, of a check.
+#: Limits of one check, over all arrays.
 _MOST_ELEMENTS, _MOST_FLOPS = 1 << 22, 4e9
 
 
-# ---- parts of an equation on given values ----------------------------------------------------------------------------
+# ---- given values ----------------------------------------------------------------------------------------------------
 
 
 def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> Iterator[tuple[str, int]]:
@@ -95,7 +91,7 @@ def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) 
 
 
 def _claim(eqn: JaxprEqn, factors: Factors, factor: int) -> str:
-    """The claim of a rule about a factor, with the user's name of the factor if the user has given the rule."""
+    """The claim of a rule about a factor, by the user's name of the factor if there is one."""
     dims, rule, operation = _dims_of(factors, factor), rule_to_check(eqn), operation_name(eqn)
     if rule is None:
         return f"The sharding rule of `{operation}` allows splitting it along {dims} (array: dimension)"
@@ -118,17 +114,14 @@ def _dims_of(factors: Factors, factor: int) -> str:
 def _problem_of(
     eqn: JaxprEqn, factors: Factors, split: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
 ) -> str:
-    """The difference between parts of an equation along a factor and its results; empty if there is none.
-
-    split: the factor, and the number of its parts.
-    """
+    """The difference between the results of the parts of `split` (factor, number of parts) and `results`, or ""."""
     factor, n = split
     shards = []
     for number in range(n):
         part = OperationPart(factor, number, n)
-        own = [cut(x, dims, part) for x, dims in zip(operands, factors.operands, strict=True)]
+        cut_operands = [cut(x, dims, part) for x, dims in zip(operands, factors.operands, strict=True)]
         try:
-            shards.append(_run(eqn, localize(eqn, factors, {factor: n}), own))
+            shards.append(_run(eqn, localize(eqn, factors, {factor: n}), cut_operands))
         except ShardingError:
             raise
         except Exception as error:
@@ -139,7 +132,7 @@ def _problem_of(
         for found in wholes(parts, factors, factor, r):
             problem = _difference(found, _as_numpy(expected))
             if problem:
-                return f"result {r} of {n} parts is not that of the whole: {problem}"
+                return f"result {r} of {n} parts differs from the whole result: {problem}"
     return ""
 
 
@@ -148,7 +141,6 @@ def _as_numpy(array: Any) -> np.ndarray:
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:
-    """The difference between two arrays in words; empty if there is none."""
     if found.shape != expected.shape:
         return f"its shape is {found.shape} instead of {expected.shape}"
     if found.dtype != expected.dtype:
@@ -167,7 +159,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> str:
 
 
 def _run(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """The results of an equation; on CPUs, Pallas interprets its kernels."""
+    """On CPUs, Pallas interprets kernels."""
     devices = [x.devices() for x in operands if isinstance(x, jax.Array)]
     if all(device.platform == "cpu" for some in devices for device in some):
         params = {name: _interpreted(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
@@ -176,7 +168,6 @@ def _run(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[Any]) -> l
 
 @functools.lru_cache(maxsize=256)
 def _interpreted(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with its Pallas kernels interpreted."""
     if not _has_kernel(program.jaxpr):
         return program
     flat = flatten_calls(program.jaxpr, tuple(program.consts))
@@ -194,14 +185,14 @@ def _has_kernel(program: Any) -> bool:
     return any(eqn.primitive.name == "pallas_call" or any(map(_has_kernel, sub_jaxprs(eqn))) for eqn in program.eqns)
 
 
-# ---- the rules of a step, on small arrays ----------------------------------------------------------------------------
+# ---- random values ---------------------------------------------------------------------------------------------------
 
 
 def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool) -> None:
-    """Try out the rules that users have registered for equations, including loops and branches.
+    """Test the rules of users for equations, including loops and branches, once for each kind of equation.
 
-    Each kind of equation is checked once, on the CPU; with `on_default_device`, kernels that fail there run on jax's
-    default device. Raises ShardingError if a rule is wrong; warns if an operation runs on neither device.
+    Tests run on the CPU; with `on_default_device`, kernels that fail there run on jax's default device. Raises
+    ShardingError if a rule is wrong; warns if an operation runs on neither device.
     """
     for eqn in eqns:
         if rule_to_check(eqn) is not None:
@@ -215,7 +206,7 @@ def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool)
 
 
 def _why_unchecked(kind: RuleKey, on_default_device: bool) -> str:
-    """The reason why an equation cannot be checked here; empty if its rule holds. Raises ShardingError if it fails."""
+    """Why an equation cannot be checked here, or "". Raises ShardingError if the rule is wrong."""
     rule = rule_to_check(kind.eqn)
     assert rule is not None
     if not any(True for _ in factors_of(kind.eqn).smallest_splits()):
@@ -261,7 +252,7 @@ def _devices(on_default_device: bool) -> Iterator[jax.Device]:
 
 @contextmanager
 def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
-    """A context for values on one device, with the equation's settings and without jax's optional checks."""
+    """Use one device, with the equation's settings and without jax's optional checks."""
     with (
         under_settings_of(eqn),
         jax.default_device(device),
@@ -273,7 +264,7 @@ def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
 
 
 def _tried(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str]:
-    """Whether an operation runs, and the fault of its rule; or why the operation does not run.
+    """Whether an operation runs, and the fault of its rule or the reason why it does not run.
 
     The smallest sizes that run decide, unless the rule is wrong there: then the largest ones decide.
     """
@@ -305,12 +296,12 @@ def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> t
 
 
 def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shapes]]:
-    """Shapes of operands and results that fit the rule, the smallest first. Large shapes are left out."""
+    """Shapes of operands and results that fit the rule, the smallest first."""
     named = rule.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), operation_name(eqn))
     given = {name for name, _ in rule.sizes}
     found: dict[tuple[Shapes, Shapes], int] = {}
     for most in (*_LENGTHS, max(named.sizes.values(), default=1)):
-        # An operation may need the full length of some factors, most likely of blocked ones.
+        # An operation may need the full length of blocked factors.
         for kept in (given, given | named.blocked()):
             sizes = {name: n if name in kept else _shrunk(n, most) for name, n in named.sizes.items()}
             shapes = _shapes(named.operands, sizes), _shapes(named.results, sizes)
@@ -321,7 +312,7 @@ def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shape
 
 
 def _shrunk(n: int, most: int) -> int:
-    """A length of at most `most` in the place of n: its largest divisor, which most blocks fit, else `most`."""
+    """A length of at most `most` for n: its largest divisor, which most blocks fit, else `most`."""
     if n <= most:
         return n
     return next((d for d in range(most, 1, -1) if n % d == 0), most)
@@ -333,7 +324,7 @@ def _shapes(arrays: Sequence[tuple[Names, ...]], sizes: Mapping[str, int]) -> Sh
 
 
 def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
-    """The equation on arrays of these shapes. Raises if the operation does not take them, or makes other results."""
+    """The equation on arrays of these shapes. Raises if the operation does not map operands to results."""
     if (operands, results) == (shapes_of(eqn.invars), shapes_of(eqn.outvars)):
         return eqn
     local = localizer_of(eqn)
@@ -341,14 +332,14 @@ def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
     avals = [changed_aval(aval_of(atom), shape=shape) for atom, shape in zip(eqn.invars, operands, strict=True)]
     made = result_avals(eqn, avals, params)
     if shapes_of(made) != results:
-        raise ShardingError(f"of shapes {list(operands)} it makes results of shapes {list(shapes_of(made))}")
+        raise ShardingError(f"from shapes {list(operands)} it makes results of shapes {list(shapes_of(made))}")
     invars = [atom if is_literal(atom) else fresh_var(aval) for atom, aval in zip(eqn.invars, avals, strict=True)]
     small: JaxprEqn = eqn.replace(invars=invars, outvars=list(map(fresh_var, made)), params=params)
     return small
 
 
 def _computed(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
-    """Random operands of an equation and its results: numbers of both signs if the results are finite."""
+    """Random operands and their results, with numbers of both signs if the results are finite."""
     signed = lambda rng, shape: rng.normal(size=shape)  # noqa: E731
     positive = lambda rng, shape: rng.uniform(0.1, 0.9, shape)  # noqa: E731
     for draw in (signed, positive):
@@ -360,7 +351,7 @@ def _computed(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
 
 
 def _drawn(eqn: JaxprEqn, draw: Any) -> list[Any]:
-    """Values of the operands. Integers are less than every length, since they may be positions."""
+    """Values of the operands. Integers are less than every length: they may be positions."""
     rng = np.random.default_rng(0)
     most = min((n for shape in shapes_of(eqn.invars) for n in shape if n > 1), default=2)
 
@@ -381,7 +372,7 @@ def _drawn(eqn: JaxprEqn, draw: Any) -> list[Any]:
 
 
 def _keys(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Random keys of a dtype. Only an array of keys tells their implementation."""
+    """Random keys of a dtype, whose implementation only an array of keys has."""
     found: list[Any] = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), jax.ShapeDtypeStruct(shape, dtype))
     key = jax.random.key(0, impl=found[0])

@@ -1,9 +1,10 @@
-"""Rules of named factors, for all calls of an operation.
+"""The sharding rule of an operation and the shapes of a call in, the `Factors` of the call out.
 
-A `ShardingRule` has the factors of each dimension by name, without lengths. With the shapes of a call it gives
-`NamedFactors`, and these the `Factors` of an equation. A factor may be split if
+    ShardingRule    for all calls    b i, i j -> b j
+    NamedFactors    for one call     b = 32, i = 64, j = 16
 
-    some operand has it,  every result has it or its parts are combined,  and it is not listed for replication.
+A factor may be split if some operand has it, every result has it or its partial results are combined, and the rule does
+not list it for replication.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 from minialpa.errors import ShardingError
 from minialpa.rules.factors import Dims, Factors, Reduction, Shapes
 
-#: The factors of one dimension by name, outermost first.
+#: Factors of one dimension, outermost first.
 Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayRule:
-    """The dimensions of one array.
+    """One array of a rule.
 
     Attributes:
-        leading: name of the group of leading dimensions that `...` stands for, or None.
+        leading: the name of its leading dimensions, "0" for `...` and "1" for `...1`; None if it has no `...`.
         dims: the factors of each other dimension.
     """
 
@@ -33,14 +34,14 @@ class ArrayRule:
     dims: tuple[Names, ...]
 
     def named(self, shape: Sequence[int]) -> tuple[Names, ...] | None:
-        """The factors of each dimension of an array of this shape; None if its rank does not fit."""
+        """The factors of each dimension of an array; None if the shape's rank does not fit."""
         n_leading = len(shape) - len(self.dims)
         if n_leading < 0 or (n_leading and self.leading is None):
             return None
         return (*((f"...{self.leading}.{i}",) for i in range(n_leading)), *self.dims)
 
     def of_shape(self, shape: Sequence[int]) -> ArrayRule:
-        """The rule for one rank: `...` becomes a name for each leading dimension."""
+        """The rule for one rank, with a name for each dimension of `...`."""
         dims = self.named(shape)
         assert dims is not None, (self, shape)
         return ArrayRule(None, dims)
@@ -48,7 +49,7 @@ class ArrayRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dimension:
-    """Dimension `axis` of array number `array` of a call, operands first, with the names of its factors."""
+    """Dimension `axis` of array number `array` of a call, operands first."""
 
     array: int
     axis: int
@@ -58,15 +59,13 @@ class _Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingRule:
-    """The named factors of an operation.
+    """The named factors of an operation, for any shapes.
 
     Attributes:
         text: the written rule, for messages.
-        operands: the dimensions of each operand.
-        results: the dimensions of each result.
         reductions: pairs (factor, reduction of partial results).
         replicated: factors that may not be split.
-        sizes: pairs (factor, length) of factors that are no whole dimension.
+        sizes: pairs (factor, length) of inner factors with a fixed length.
     """
 
     text: str
@@ -81,24 +80,23 @@ class ShardingRule:
         return (*self.operands, *self.results)
 
     def names(self) -> dict[str, None]:
-        """The names of all factors, without those of `...`, in order."""
+        """The factors in order of appearance, without dimensions of `...`."""
         return dict.fromkeys(name for array in self.arrays for dim in array.dims for name in dim)
 
     def inner_names(self) -> frozenset[str]:
-        """The names of the factors that come after another one in some dimension."""
+        """The factors that follow another one in some dimension, such as g in `(k g)`."""
         return frozenset(name for array in self.arrays for dim in array.dims for name in dim[1:])
 
     def array_name(self, i: int) -> str:
-        """The name of array i in messages, operands first."""
         return f"operand {i}" if i < len(self.operands) else f"result {i - len(self.operands)}"
 
     def named_factors(self, operands: Shapes, results: Shapes, operation: str) -> NamedFactors:
-        """The factors of a call with these shapes. Raises a ShardingError with `operation` if they do not fit."""
+        """The factors of a call of `operation`. Raises ShardingError if the shapes do not fit the rule."""
         named = self._named(operands, results, operation)
         shapes = (*operands, *results)
         sizes = self._sizes(named, shapes, operation)
 
-        # All shards use an array of length 1 in a dimension, as in a broadcast.
+        # A dimension of length 1 is not cut, as in a broadcast.
         arrays = tuple(
             tuple(() if size == 1 else dim for dim, size in zip(dims, shape, strict=True))
             for dims, shape in zip(named, shapes, strict=True)
@@ -106,7 +104,7 @@ class ShardingRule:
         return NamedFactors(sizes=sizes, operands=arrays[: len(operands)], results=arrays[len(operands) :], rule=self)
 
     def _named(self, operands: Shapes, results: Shapes, operation: str) -> list[tuple[Names, ...]]:
-        """The factors of each dimension of each array. Raises ShardingError for wrong ranks or numbers of arrays."""
+        """The factors of each dimension of each array. Raises ShardingError for wrong numbers or ranks."""
         for kind, rules, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(rules) != len(shapes):
                 raise ShardingError(
@@ -120,11 +118,11 @@ class ShardingRule:
             if dims is None:
                 raise ShardingError(
                     f"The sharding rule of `{operation}`, `{self.text}`, has {len(array.dims)} dimensions for "
-                    f"{self.array_name(i)}, whose shape is {tuple(shape)}."
+                    f"{self.array_name(i)}, whose shape is {tuple(shape)}. Name each dimension, or begin with `...`."
                 )
             named.append(dims)
 
-            # `...` is the same factors in all arrays that have it, so the same number of dimensions.
+            # `...` stands for the same dimensions in all arrays that have it.
             if array.leading is not None:
                 rank = len(dims) - len(array.dims)
                 if n_leading.setdefault(array.leading, rank) != rank:
@@ -136,7 +134,7 @@ class ShardingRule:
         return named
 
     def _sizes(self, named: Sequence[tuple[Names, ...]], shapes: Shapes, operation: str) -> dict[str, int]:
-        """The length of each factor. Raises ShardingError if the shapes do not determine it, or contradict it."""
+        """The length of each factor. Raises ShardingError if the shapes leave it open or contradict it."""
         dimensions = [
             _Dimension(array=i, axis=axis, names=names, length=length)
             for i, (dims, shape) in enumerate(zip(named, shapes, strict=True))
@@ -146,11 +144,11 @@ class ShardingRule:
         for dimension in dimensions:
             self._check_length(dimension, sizes, operation)
 
-        # A factor of unknown length is in dimensions of length 1 only: `_check_length` raises for others.
+        # A factor of unknown length is in dimensions of length 1 only.
         return {name: sizes.get(name, 1) for dimension in dimensions for name in dimension.names}
 
     def _check_length(self, dimension: _Dimension, sizes: Mapping[str, int], operation: str) -> None:
-        """Raise ShardingError unless a length is the product of the dimension's factors, or 1 as in a broadcast."""
+        """Raise ShardingError unless a length is the product of the factors, or 1 as in a broadcast."""
         if dimension.length == 1:
             return
         where = f"dimension {dimension.axis} of {self.array_name(dimension.array)}"
@@ -169,15 +167,14 @@ class ShardingRule:
 
 
 def _lengths(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict[str, int]:
-    """The lengths of factors: given ones, of whole dimensions, and quotients: with k = 3, `(k g)` of 12 gives g = 4."""
+    """The lengths of factors: given, of whole dimensions, or quotients: `(k g)` of length 12, k = 3 gives g = 4."""
     sizes = dict(given)
     # A length of 1 may be a broadcast, so any other length wins.
     whole = (dimension for dimension in dimensions if len(dimension.names) == 1)
     for dimension in sorted(whole, key=lambda dimension: dimension.length == 1):
         sizes.setdefault(dimension.names[0], dimension.length)
 
-    # A length from one dimension may complete another. Each dimension gives at most one length, so there are at most as
-    # many rounds as dimensions.
+    # A length from one dimension may complete another. A dimension gives at most one length, which bounds the rounds.
     compound = [dimension for dimension in dimensions if len(dimension.names) > 1 and dimension.length != 1]
     for _ in compound:
         for dimension in compound:
@@ -193,10 +190,7 @@ class NamedFactors:
     """The factors of one call by name.
 
     Attributes:
-        sizes: the length of each factor.
-        operands: for each operand and dimension the factors, outermost first; empty if the length is 1.
-        results: the same for each result.
-        rule: the rule of the operation.
+        operands, results: for each array and dimension the factors, outermost first; empty if the length is 1.
     """
 
     sizes: dict[str, int]
@@ -205,9 +199,8 @@ class NamedFactors:
     rule: ShardingRule
 
     def blocked(self) -> frozenset[str]:
-        """Factors that may not be split."""
         read = {name for dims in self.operands for dim in dims for name in dim}
-        # A result without a factor may differ between shards, unless its parts are combined.
+        # A result without a factor may differ between shards.
         lost = self._absent_from_results().difference(dict(self.rule.reductions))
 
         def is_blocked(name: str) -> bool:
@@ -218,7 +211,6 @@ class NamedFactors:
         return frozenset(filter(is_blocked, self.sizes))
 
     def factors(self, flops: float) -> Factors:
-        """The factors by number."""
         numbers = {name: f for f, name in enumerate(self.sizes)}
 
         def numbered(arrays: tuple[tuple[Names, ...], ...]) -> tuple[Dims, ...]:
@@ -236,12 +228,10 @@ class NamedFactors:
         )
 
     def _absent_from_results(self) -> set[str]:
-        """Factors that some result lacks."""
         return {name for name in self.sizes if not all(any(name in dim for dim in dims) for dims in self.results)}
 
 
 def shapes_of(atoms: Iterable[Any]) -> Shapes:
-    """The shapes of arrays, atoms or avals."""
     return tuple(tuple(getattr(getattr(atom, "aval", atom), "shape", ())) for atom in atoms)
 
 
@@ -256,24 +246,24 @@ def batched_rule(rule: ShardingRule, is_batched: Sequence[bool], operands: Shape
     named = rule.named_factors(operands, results, rule.text)
     new = next(name for name in (f"batch{i}" for i in range(len(named.sizes) + 1)) if name not in named.sizes)
 
-    def array(own: ArrayRule, shape: Sequence[int], batched: bool) -> ArrayRule:
-        dims = own.of_shape(shape).dims
+    def array(of_array: ArrayRule, shape: Sequence[int], batched: bool) -> ArrayRule:
+        dims = of_array.of_shape(shape).dims
         return ArrayRule(None, ((new,), *dims) if batched else dims)
 
     return replace(
         rule,
         operands=tuple(map(array, rule.operands, operands, is_batched)),
-        results=tuple(array(own, shape, True) for own, shape in zip(rule.results, results, strict=True)),
+        results=tuple(array(one, shape, True) for one, shape in zip(rule.results, results, strict=True)),
     )
 
 
 def derivative_rule(
     rule: ShardingRule, operands: Shapes, results: Shapes, inexact: tuple[Sequence[int], Sequence[int]]
 ) -> ShardingRule:
-    """The rule of the derivative of an operation: operands and cotangents of results in, cotangents of operands out.
+    """The rule of the derivative: operands and cotangents of results in, cotangents of operands out.
 
-    If shards of the operands give shards or summands of the results, each shard computes the cotangents of its own
-    operands, and an operand of all shards has the sum of their cotangents. Other reductions have no such rule.
+    `b i, i j -> b j` becomes `b i, i j, b j -> b i, i j`. The cotangent of an operand without a split factor, such as
+    `i j` without b, is a sum over shards. Factors with another reduction than "sum" are replicated.
 
     inexact: numbers of the operands and of the results with cotangents.
     """

@@ -1,6 +1,6 @@
-"""An equation on shards of its arrays: `localize` gives its parameters, and the other functions run it.
+"""An equation and shards of its operands in, shards of its results out.
 
-A shard is one part of each factor that is split. f is the number of a factor.
+`localize` gives its parameters on shards; the other functions run it. A shard is one part of each split factor f.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> di
 def run_shard(
     eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], n_splits: Mapping[int, int], parts: Mapping[int, Any]
 ) -> list[Any]:
-    """The shard of each result, from shards of the operands.
+    """The shard of each result.
 
     n_splits[f]: number of parts of a factor.
     parts[f]: number of this shard's part, for each split positional factor: an int32, which may be traced.
@@ -48,11 +48,11 @@ def run_shard(
 def run_from(
     eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], n_splits: Mapping[int, int], begins: Mapping[int, Any]
 ) -> list[Any]:
-    """The shard of each result if blocked factors are split, too: positional factors, and factors of results only.
+    """`run_shard` if blocked factors are split, too: positional factors, and factors of results only.
 
     begins[f]: the beginning of the shard, for each blocked factor that is split.
     """
-    # Results with other than positional factors are made in full, and cut.
+    # Along other than positional factors, compute full results and cut them.
     whole = begins.keys() - factors.positional
     params = localize(eqn, factors, {f: n for f, n in n_splits.items() if f not in whole})
     if len(whole) < len(begins):
@@ -71,7 +71,7 @@ def run_from(
 
 
 def _first_known(begins: Mapping[int, Any], dim: tuple[int, ...]) -> Any:
-    """The beginning of a shard along a dimension with these factors; 0 if no positional one is split."""
+    """The beginning of a shard in a dimension with these factors; 0 without a split positional factor."""
     return next((begins[f] for f in dim if f in begins), 0)
 
 
@@ -81,7 +81,7 @@ def part_of(x: Any, dim: int, start: Any, n: int) -> Any:
 
 
 def run_rows(eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], factor: int, rows: tuple[int, int]) -> list[Any]:
-    """The results of an equation at the positions (start, stop) of one factor, from operands at these positions."""
+    """The results at positions `rows` = (start, stop) of one factor, from operands at these positions."""
     sizes = list(factors.sizes)
     sizes[factor] = rows[1] - rows[0]
     params = localize(eqn, replace(factors, sizes=tuple(sizes)), {})
@@ -97,7 +97,7 @@ def _on_shards_from(
     params: Mapping[str, Any],
     start: Callable[[tuple[int, ...]], Any],
 ) -> list[Any]:
-    """The results of an equation on a shard. start: from the factors of a dimension to the beginning of the shard."""
+    """The results on a shard. start: from the factors of a dimension to the beginning of the shard."""
 
     def starts(arrays: Iterable[Dims]) -> tuple[tuple[Any, ...], ...]:
         return tuple(tuple(start(dim) for dim in dims) for dims in arrays)

@@ -1,4 +1,4 @@
-"""The rule table: importing this module registers the rules of all families, one file each."""
+"""Importing this module fills the rule table: each family of primitives registers the rules of its file."""
 
 from minialpa.rules import (  # noqa: F401
     attention,

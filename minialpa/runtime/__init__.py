@@ -1,6 +1,4 @@
-"""Runs programs of instructions on argument leaves, and returns result leaves.
+"""Runs a `Program`: argument leaves go in, result leaves come out, and a call does not wait for devices.
 
-Modules at this level run them in this process and define an executable; the rooms run them on the workers of a cluster.
-
-Imports: `programs`, `plan` and the values at the top level; no module that plans.
+README.md explains the package.
 """

@@ -1,8 +1,5 @@
-"""Arrays in blocks of rows, rows of arrays that a program reads in other blocks, and batches cut into micro-batches.
-
-A caller holds a leaf in blocks as a `BlockedArray`, which goes from one call to the next without a copy. Where the
-caller's leaf is not in the blocks of the program, `LeafRows` stand for these until a runtime asks for their values. A
-`MicroBatchedArray` is a leaf of a batch, cut into the rows of each micro-batch before the step is called.
+"""Arrays that hold a leaf in parts: blocks of rows, rows of other blocks, micro-batches; and types that a checkpoint
+restores.
 """
 
 from __future__ import annotations
@@ -22,14 +19,14 @@ from minialpa.programs.program import MeshShape
 
 
 class BlockedArray(RemoteArray):
-    """An array whose rows, along dimension 0, are in `blocks` of any lengths, on devices or workers of their own.
+    """An array in `blocks` of any numbers of rows (dimension 0), each on its own devices or workers.
 
-    `np.asarray` and `jax.device_get` bring it to the host, `jnp.asarray` puts it together on the devices of its first
-    block. Parallelized functions take it, and use matching blocks in place; functions of jax do not.
+    `np.asarray` and `jax.device_get` fetch it; `jnp.asarray` joins it on the devices of its first block. Parallelized
+    functions use matching blocks in place. Functions of jax do not accept it.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
-        """`blocks`: jax arrays or remote arrays that differ in their number of rows at most."""
+        """blocks: jax or remote arrays that differ at most in their numbers of rows."""
         assert blocks and len({(x.shape[1:], x.dtype) for x in blocks}) == 1, [(x.shape, x.dtype) for x in blocks]
         self.blocks = tuple(blocks)
         self.ranges = tuple(itertools.pairwise(itertools.accumulate((x.shape[0] for x in blocks), initial=0)))
@@ -38,7 +35,7 @@ class BlockedArray(RemoteArray):
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """The sharding of each block; blocks of remote arrays have none."""
+        """The sharding of each block. Raises AttributeError for blocks on workers."""
         return tuple(x.sharding for x in self.blocks)
 
     @property
@@ -46,16 +43,13 @@ class BlockedArray(RemoteArray):
         return self.blocks
 
     def rows(self, start: int, stop: int) -> Any:
-        """Rows `start` to `stop`: a block itself, or parts of blocks put together on the devices of the first.
-
-        Parts of remote blocks are fetched.
-        """
+        """Rows `start` to `stop`: one block, or parts joined on the devices of the first. Remote parts are fetched."""
         read = [
             (block, max(start - first, 0), min(stop, end) - first)
             for block, (first, end) in zip(self.blocks, self.ranges, strict=True)
             if first < stop and start < end
         ]
-        # Fetch all at once: a step reads the rows of a leaf one block after the other.
+        # All blocks at once, because a step reads them one after the other.
         prefetch(self.blocks)
 
         is_whole = [(a, b) == (0, block.shape[0]) and isinstance(block, jax.Array) for block, a, b in read]
@@ -74,7 +68,7 @@ class BlockedArray(RemoteArray):
         return np.concatenate([np.asarray(block) for block in self.blocks])
 
     def fetch_once(self) -> Any:
-        """The whole array on the host, filled block by block."""
+        """The whole array on the host. The blocks keep no copies."""
         if jnp.issubdtype(self.dtype, jax.dtypes.extended):
             return self.rows(0, self.shape[0])
         whole = np.empty(self.shape, self.dtype)
@@ -115,7 +109,7 @@ class BlockedArray(RemoteArray):
 
 @dataclass(frozen=True, slots=True)
 class BlockedTarget:
-    """The type of a `BlockedArray` to be made, with the rows (start, stop) and the sharding of each block."""
+    """The type of a `BlockedArray` to make, with (start, stop) and the sharding of each block."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -128,14 +122,14 @@ MicroRows = tuple[int, int, int] | None
 
 
 class MicroBatchedArray(RemoteArray):
-    """A leaf of a batch, laid out on devices or workers and cut into the micro-batches of a step.
+    """A leaf of a batch on devices or workers, in the rows of each micro-batch.
 
-    A step in these micro-batches reads the rows in place; any other step reads the whole value, as `np.asarray` does.
+    A step with these micro-batches reads the rows in place; any other step reads the whole value.
     """
 
     def __init__(self, parts: Mapping[MicroRows, Sequence[Any]]) -> None:
-        """parts: jax arrays or remote arrays of each micro-batch's rows; several if meshes read the same rows in
-        different shardings. Together, they have all rows (`cover_all_rows`).
+        """parts: for each range of rows, jax or remote arrays, several if meshes read the rows in different shardings.
+        Together they have all rows.
         """
         self._parts = {rows: tuple(arrays) for rows, arrays in parts.items()}
         first = next(iter(self._parts))
@@ -148,7 +142,7 @@ class MicroBatchedArray(RemoteArray):
         self.dtype, self.weak_type = example.dtype, _is_weak(example)
 
     def parts(self, rows: MicroRows) -> tuple[Any, ...]:
-        """The arrays that hold these rows; empty if the array is in other micro-batches."""
+        """The arrays that hold these rows; empty in other micro-batches."""
         return self._parts.get(rows, ())
 
     @property
@@ -170,7 +164,7 @@ class MicroBatchedArray(RemoteArray):
 
     @property
     def addressable_shards(self) -> list[Any]:
-        """The shards of all parts, in one process; the index of each is within its part."""
+        """The shards of all parts in this process; an index is within its part."""
         return [shard for part in self.stored_as for shard in part.addressable_shards]
 
     @classmethod
@@ -200,17 +194,16 @@ def cover_all_rows(parts: Collection[MicroRows], shape: Sequence[int]) -> bool:
 
 
 def _value_here(array: Any) -> Any:
-    """The value of a part in this process: a NumPy array, or a jax array of typed keys."""
     return array if jnp.issubdtype(array.dtype, jax.dtypes.extended) else np.asarray(array)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedTarget:
-    """The type of an array to be made on the workers of a session, in blocks or not.
+    """The type of an array to make on the workers of a session.
 
     Attributes:
         session: the runtime of the session.
-        rows: the rows (start, stop) of each block; empty if the array is not in blocks.
+        rows: (start, stop) of each block; empty for an array without blocks.
         layouts: for each block, or for the array, the mesh and the sharding of each of its copies.
     """
 
@@ -223,11 +216,7 @@ class DistributedTarget:
 
 
 class LeafRows(RemoteArray):
-    """Rows of an array that a caller holds, as a step reads them.
-
-    Each read makes the value anew. It shares no memory with a jax array, so a step may take it over. Rows that no stage
-    reads are never copied.
-    """
+    """Rows of an array that a caller holds. Each read makes the value in new memory, so a step may donate it."""
 
     def __init__(self, leaf: jax.Array | RemoteArray, rows: tuple[int, int]) -> None:
         self._leaf, self._rows = leaf, rows
@@ -236,14 +225,14 @@ class LeafRows(RemoteArray):
 
     @property
     def stored_as(self) -> tuple[Any, ...]:
-        """The arrays of all rows: a step that uses up some rows uses up the array."""
+        """The arrays of all rows: a step that donates some rows uses up the whole array."""
         return self._leaf.stored_as if isinstance(self._leaf, RemoteArray) else (self._leaf,)
 
     def _fetch(self) -> Any:
         return self._leaf.rows(*self._rows) if isinstance(self._leaf, BlockedArray) else self._leaf[slice(*self._rows)]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        # A jax array in the memory of the host is read there in place; a slice of it would be a copy.
+        # On CPU, NumPy views a jax array in place; a slice by jax would be a copy.
         if isinstance(self._leaf, jax.Array) and not jnp.issubdtype(self.dtype, jax.dtypes.extended):
             return np.array(np.asarray(self._leaf)[slice(*self._rows)], dtype=dtype, copy=copy)
         return super().__array__(dtype, copy)
@@ -257,5 +246,5 @@ class LeafRows(RemoteArray):
 
 
 def _is_weak(array: Any) -> bool:
-    """Whether an array is weakly typed. Arrays of random keys have no such attribute."""
+    """Arrays of typed keys have no attribute `weak_type`."""
     return bool(getattr(array, "weak_type", False))

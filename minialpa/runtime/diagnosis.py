@@ -1,4 +1,4 @@
-"""Tries each transport within this process, for `minialpa doctor`. Nothing stays open."""
+"""Tries each transport within this process, for `minialpa doctor`, and closes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 
 def diagnose_transports() -> dict[str, str]:
-    """For each transport, "works" if an array arrives unchanged, else the error. Takes seconds at most."""
+    """For each transport, "works" if an array arrives unchanged, or else the error."""
     return {
         "TCP": _outcome(_through_tcp),
         "NCCL": _outcome(_through_nccl),
@@ -38,7 +38,7 @@ def _through_tcp() -> bool:
     try:
         addresses = [here.address, there.address]
 
-        # Each of the two needs the other to connect as well.
+        # `connect` returns only when both sides call it.
         connecting = threading.Thread(target=there.connect, args=(addresses, _TIMEOUT_S), daemon=True)
         connecting.start()
         here.connect(addresses, _TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A compiled step, as users hold it: its plan, its program, its placements; and the means to run it."""
+"""`Executable`: a plan, its program and a runner go in; an object that users call, inspect and measure comes out."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from minialpa.support.files import write_text
 class Executable:
     """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves.
 
-    `in_tree` and `out_tree` are pytrees of the arguments, as a tuple without the static ones, and of the results.
-    `placements` are the placements of argument and result leaves if the program follows the plan of another step, as
-    one that creates a state does; without them, those of the plan hold.
-
     Attributes:
+        out_tree: pytree of the results.
+        run, place: `Runner.__call__` and `Runner.place`, for leaves of the step in place of leaves of the program.
         call: calls with the arguments of the step; the function that compiled it sets this.
     """
 
@@ -44,6 +42,10 @@ class Executable:
         *,
         placements: tuple[Sequence[PlacementSpec], Sequence[PlacementSpec]] | None = None,
     ) -> None:
+        """`in_tree` is the pytree of the argument tuple without static arguments. `placements` are the specs of
+        argument and result leaves, if the program follows the plan of another step, as a program that creates a state
+        does.
+        """
         self._plan = plan
         self._in_tree, self.out_tree = in_tree, out_tree
         self._input_specs, self._output_specs = placements or (plan.input_specs, plan.output_specs)
@@ -56,9 +58,9 @@ class Executable:
         self.call: Callable[[Executable, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on arguments like the compiled ones, with the static ones; returns its result.
+        """Run the step. Pass static arguments too.
 
-        Raises TraceError if the structure, shapes or dtypes differ.
+        Raises TraceError if structure, shapes or dtypes differ from the compiled ones.
         """
         assert self.call is not None
         return self.call(self, args, kwargs)
@@ -68,19 +70,17 @@ class Executable:
         return self._program
 
     def get_parallel_plan(self) -> Plan:
-        """The plan that the program follows."""
         return self._plan
 
     def get_input_placement_specs(self) -> Any:
-        """The arguments, as a tuple, with a `PlacementSpec` (meshes and PartitionSpecs) in place of every leaf."""
+        """The argument tuple with a `PlacementSpec` (meshes and PartitionSpecs) for each leaf."""
         return jax.tree.unflatten(self._in_tree, self._input_specs)
 
     def get_input_targets(self) -> Any:
-        """The arguments, as a tuple, with the type of an array in the planned sharding in place of every leaf.
+        """The argument tuple with the type of an array in its planned sharding for each leaf, for `restore_checkpoint`.
 
-        `restore_checkpoint` makes arrays of these types: `jax.ShapeDtypeStruct`, `BlockedTarget` for leaves in blocks
-        of rows, and `DistributedTarget` for arrays on the workers of a session. Leaves that no step reads, and typed
-        keys on a cluster, have no sharding.
+        The types are `jax.ShapeDtypeStruct`, `BlockedTarget` for leaves in blocks of rows, and `DistributedTarget` for
+        arrays on the workers of a session. Leaves that no step reads, and typed keys on a cluster, have no sharding.
         """
         meshes, session = self.runner.meshes, self.runner.session
         targets: list[Any] = [_target(spec, meshes) for spec in self._plan.input_specs]
@@ -92,7 +92,10 @@ class Executable:
         return jax.tree.unflatten(self._in_tree, targets)
 
     def _layouts(self) -> list[tuple[_Layouts, ...]]:
-        """For each argument leaf and each of its blocks, the meshes and shardings in which the program reads it."""
+        """For each argument leaf and each of its blocks, the meshes and shardings in which the program reads it.
+
+        Empty for leaves that the program reads in micro-batches.
+        """
         of_leaf: dict[int, dict[tuple[MeshShape, PartitionSpec], None]] = {}
         for slot in self._program.inputs:
             if slot.rows is None:
@@ -103,11 +106,13 @@ class Executable:
         return [tuple(tuple(of_leaf.get(next(numbers), ())) for _ in rows or (None,)) for rows in blocks]
 
     def get_output_placement_specs(self) -> Any:
-        """The results with a `PlacementSpec` in place of every leaf."""
+        """The results with a `PlacementSpec` for each leaf."""
         return jax.tree.unflatten(self.out_tree, self._output_specs)
 
     def placement_of(self, leaf: Any, path: str) -> PlacedValue | None:
-        """The placement of an array, named `path`, on the meshes of this executable; None if it is elsewhere."""
+        """The meshes and specs of the array `leaf`, under the name `path`; None if a part is on no mesh of this
+        executable.
+        """
         is_blocked = isinstance(leaf, BlockedArray)
         blocks = leaf.blocks if is_blocked else (leaf,)
         homes = [self.runner.homes(block) for block in blocks]
@@ -126,22 +131,22 @@ class Executable:
 
     @property
     def function_names(self) -> tuple[str, ...]:
-        """Names of the stage programs, in the order of `get_hlo_text`."""
+        """Names of the compiled functions."""
         return tuple(f"{function.name}" for function in self._program.functions)
 
     def get_hlo_text(self) -> list[str]:
-        """Compiled HLO, one text for each stage program."""
+        """Compiled HLO, in the order of `function_names`."""
         return self.runner.hlo_texts()
 
     def get_stage_allocation_size(self) -> list[int]:
-        """Bytes per device of each mesh: arguments, results and temporaries of the largest of its programs."""
+        """For each mesh, bytes per device of its largest function: arguments, results and temporaries."""
         sizes = [0] * len(self._program.meshes)
         for function, size in zip(self._program.functions, self.runner.allocation_sizes(), strict=True):
             sizes[function.mesh] = max(sizes[function.mesh], size)
         return sizes
 
     def get_total_allocation_size(self) -> int:
-        """Largest of `get_stage_allocation_size`."""
+        """Maximum of `get_stage_allocation_size`."""
         return max(self.get_stage_allocation_size(), default=0)
 
     def profile_with_dummy_inputs(self, repeats: int = 3) -> list[float]:
@@ -159,7 +164,7 @@ class Executable:
         return list(self._costs)
 
     def get_execution_time_costs(self) -> list[float]:
-        """Seconds of the steps that `profile_with_dummy_inputs` ran."""
+        """Seconds of the steps that `profile_with_dummy_inputs` ran last."""
         return list(self._costs)
 
     def _dummy_inputs(self) -> list[Any]:
@@ -170,12 +175,11 @@ class Executable:
     def stage_timeline(self) -> tuple[TaskTime, ...]:
         """The measured times of all functions of a step on zeros, after one step to warm up.
 
-        A function begins when it has been issued, the function before it on its mesh has ended and, in one process, its
-        inputs have arrived; it ends when all its results are ready. In one process, transfers between meshes have their
-        own tracks. On a cluster, so have the instructions of each worker: a `Receive` lasts from when it begins to
-        wait. The clocks of hosts are assumed to agree.
+        A function starts when it has been issued, the previous function of its mesh has ended and, in one process, its
+        inputs have arrived. It ends when all its results are ready. Other tracks show transfers, or on a cluster the
+        instructions of each worker, where a `Receive` starts with its wait. The clocks of hosts are assumed to agree.
 
-        The first call compiles every function a second time, with a flag as one more result. Other calls are as before.
+        The first call compiles each function a second time. Other steps stay unchanged.
         """
         with self.runner.turn():
             for _ in range(2):
@@ -184,11 +188,11 @@ class Executable:
         return tasks
 
     def dump_stage_execution_trace(self, path: str | Path) -> None:
-        """Write `stage_timeline` as a trace that ui.perfetto.dev opens: a process for each stage."""
+        """Write `stage_timeline` as a trace for ui.perfetto.dev, with a process for each stage."""
         write_tasks(path, self.stage_timeline(), self._program.meshes)
 
     def dump_debug_info(self, folder: str | Path) -> None:
-        """Write plan, summary, instructions, HLO texts and a description of every process to `folder`."""
+        """Write plan, summary, placements, instructions, HLO texts and process descriptions to `folder`."""
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
         self._plan.save(root / "plan.json")
@@ -207,12 +211,14 @@ class Executable:
             write_text(root / f"{name}.txt", text + "\n")
 
     def sync(self) -> None:
-        """Wait until the devices of the executable have made all arrays of earlier calls."""
+        """Wait until all arrays of earlier calls are computed."""
         self.runner.sync()
 
 
 def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct | BlockedTarget:
-    """The type of an argument where the step reads it, on its first mesh; without a sharding if `meshes` is empty."""
+    """The type of an argument in its planned sharding, the first of several; without a sharding if `meshes` is
+    empty.
+    """
     dtype = ArrayType((), "uint32", spec.dtype[4:-1]).jax_dtype if spec.dtype.startswith("key<") else spec.dtype
     shardings = tuple(
         NamedSharding(meshes[i], p) for i, p in zip(spec.mesh_ids, spec.partition_specs, strict=True) if meshes
@@ -226,7 +232,6 @@ _Layouts = tuple[tuple[MeshShape, PartitionSpec], ...]
 
 
 def _target_on_workers(target: Any, rows: BlockRows | None, layouts: tuple[_Layouts, ...], session: Any) -> Any:
-    """The type of an argument on the workers that read it. Keys, and leaves that no worker reads, keep their type."""
     if jnp.issubdtype(target.dtype, jax.dtypes.extended) or not all(layouts):
         return target
     return DistributedTarget(shape=target.shape, dtype=target.dtype, session=session, rows=rows or (), layouts=layouts)

@@ -1,10 +1,10 @@
 """The local runtime: runs a program on the devices of this process.
 
-Each mesh of the program is a `jax.sharding.Mesh` over some of the devices, and `jax.device_put` takes arrays from one
-to another. jax runs issued instructions asynchronously, so independent meshes work at the same time.
+Each mesh of the program is a `jax.sharding.Mesh` over some of the devices. jax runs issued instructions asynchronously,
+so independent meshes work at the same time.
 
-Threads issue one whole step after another, under one lock: collectives must reach all devices in the same order, and an
-argument that one step donates is gone before the next one begins.
+Threads issue one whole step after another, under one lock: collectives must reach all devices in the same order, and a
+step deletes its donated arguments before the next step begins.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from minialpa.runtime.steps.step_trace import StepTrace, TaskTime, from_start
 from minialpa.sharding import device_mesh
 from minialpa.support.private_jax import ArrayImpl
 
-#: The thread that issues a step holds it. All executables share the devices of this process, so there is one lock.
+#: Held by the thread that issues a step. All executables share the devices of this process.
 _order = threading.RLock()
 
 
 def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
-    """A jax mesh for each mesh of the program. Raises ShardingError if there are too few devices."""
+    """A jax mesh for each mesh of the program. Raises ShardingError for too few devices."""
     meshes = []
     for shape in program.meshes:
         n = int(np.prod(shape.logical_shape))
         if shape.first_device + n > len(devices):
             raise ShardingError(
-                f"The plan needs devices {shape.first_device} to {shape.first_device + n - 1} and there are "
-                f"{len(devices)}. Give it more devices or plan for fewer."
+                f"The plan needs devices {shape.first_device} to {shape.first_device + n - 1}, and there are "
+                f"{len(devices)} devices. Pass more devices, or plan for fewer."
             )
         meshes.append(device_mesh(devices[shape.first_device : shape.first_device + n], shape.logical_shape))
     return meshes
 
 
 class LocalExecutable:
-    """A program compiled for local devices: a `Runner`. Owns the constants; the caller owns arguments and results."""
+    """A `Runner` in this process. It owns the constants; the caller owns arguments and results."""
 
     def __init__(self, program: Program, devices: Sequence[jax.Device]) -> None:
         self.program = program
@@ -69,7 +69,7 @@ class LocalExecutable:
         self._whole = _whole_function(program)
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Run the program on argument leaves; returns one array for each result, on the result's first mesh."""
+        """See `Runner`. Each result is on the first of its meshes."""
         with _order:
             _check_usable(leaves)
             return self._step(leaves, traced)
@@ -86,7 +86,7 @@ class LocalExecutable:
                 self._raise(error, 0)
 
         buffers: Buffers = dict(self._constants)
-        # The arrays have no name: only `buffers` may hold arrays that the step frees.
+        # No variable names the arrays: only `buffers` may hold arrays that the step frees.
         buffers.update(zip(self._arguments.buffers, self._arguments.of_step(leaves), strict=True))
         trace = self._trace = StepTrace() if traced else None
         try:
@@ -96,7 +96,7 @@ class LocalExecutable:
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        # NumPy arrays go to the devices in no order, so a loader that puts them does not hold up steps.
+        # NumPy arrays need no lock: a loader that places them does not delay steps.
         has_arrays = any(isinstance(leaf, jax.Array | RemoteArray) for leaf in leaves)
         with _order if has_arrays else nullcontext():
             _check_usable(leaves)
@@ -136,10 +136,9 @@ class LocalExecutable:
         return from_start(self._trace.tasks())
 
     def _raise(self, error: Exception, i: int) -> NoReturn:
-        """Raise the error of instruction `i` as a WorkerError.
+        """Raise `error`, from instruction `i`, as a WorkerError.
 
-        Errors of the user's Python code, and of Python numbers that are too large for their types, are raised as they
-        are.
+        Errors of callbacks into Python, and of Python numbers that are too large for their dtypes, pass unchanged.
         """
         if _is_of_callback(error) or isinstance(error, OverflowError):
             raise error
@@ -151,7 +150,7 @@ class LocalExecutable:
 
 
 class DevicePuts:
-    """The back end of the interpreter in one process: a `Transfer` is a `jax.device_put`."""
+    """The interpreter's back end in one process: a `Transfer` is a `jax.device_put`."""
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._meshes = meshes
@@ -169,7 +168,7 @@ class DevicePuts:
         return put
 
     def settle(self, buffers: Sequence[int]) -> None:
-        """Does not wait: jax orders the readers of an array before the call that takes it over."""
+        """Does not wait: jax orders the readers of an array before a call that takes it over."""
 
     def describe(self, instruction: Any) -> str:
         return f"to stage {instruction.mesh}"
@@ -177,7 +176,7 @@ class DevicePuts:
     def note(
         self, trace: StepTrace, instruction: Any, buffers: Buffers, *, name: str, begun_s: float, issued_s: float
     ) -> None:
-        """Transfers have tracks of their own: an array is on its way from when it is ready until it has arrived."""
+        """Transfers have tracks of their own: an array is under way from when it is ready until it has arrived."""
         if isinstance(instruction, Transfer):
             source, target = instruction.source, instruction.target
             trace.note_array(
@@ -192,7 +191,6 @@ class DevicePuts:
 
 
 def _is_of_callback(error: Exception) -> bool:
-    """Whether a callback into the user's Python code raised the error. The caller gets it as from `jax.jit`."""
     text = str(error)
     is_from_jax = not isinstance(error, MinialpaError)
     # jax puts the traceback of the callback into its message.
@@ -200,8 +198,8 @@ def _is_of_callback(error: Exception) -> bool:
 
 
 def _check_usable(leaves: Sequence[Any]) -> None:
-    """Raise DeletedArrayError if an argument is used up: another thread may have donated it since the call began."""
-    # Mostly, all are jax's own arrays, whose check is fast.
+    """Raise DeletedArrayError if another step has donated an argument, perhaps since the call began."""
+    # Usually all are jax's own arrays, whose check is fast.
     others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
     arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
     if not any(map(ArrayImpl.is_deleted, arrays)):
@@ -215,7 +213,7 @@ def _check_usable(leaves: Sequence[Any]) -> None:
 
 
 def _whole_function(program: Program) -> int | None:
-    """The function of a program that only calls it, with its inputs in order and its results in order; else None.
+    """The function of a program that only calls it, with inputs and results in order; else None.
 
     Such a call needs no numbered buffers, which take 0.4 microseconds for each leaf.
     """
@@ -228,7 +226,7 @@ def _whole_function(program: Program) -> int | None:
 
 
 def _target(mesh: Mesh, spec: PartitionSpec, is_result: bool) -> Any:
-    """The placement for `device_put`. For a single device, the device itself takes half as long as a sharding."""
+    """The placement for `device_put`. A single device takes half as long as its sharding, which only results need."""
     return mesh.devices.item() if mesh.size == 1 and not is_result else NamedSharding(mesh, spec)
 
 
@@ -245,7 +243,6 @@ def _homes(program: Program) -> dict[int, int]:
 
 
 def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> list[Any]:
-    """Each function, compiled for its mesh. with_flag: for traced steps."""
     return compile_all(
         lower(
             function.fun,

@@ -1,6 +1,6 @@
-"""Arguments of a step in one process: lays leaves out as the program reads them, without touching the caller's memory.
+"""Arguments of a step in one process: leaves go in, and the array of each `InputSlot` comes out.
 
-A leaf that already has the right sharding is used as it is. Arrays that the program donates share no memory with arrays
+A leaf that already has the right sharding is used in place. Arrays that the program donates share no memory with arrays
 of the caller. No array shares memory with a NumPy array.
 """
 
@@ -22,12 +22,12 @@ from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.steps.compiled import paced
 from minialpa.support.private_jax import NO_MESH, ArrayImpl, addresses_of, under_mesh
 
-#: Bytes of an array up to which it is put on several CPU devices from a copy on the host.
+#: Arrays of up to so many bytes go to several CPU devices through a copy on the host.
 _SMALL_BYTES = 2**24
 
 
 class LocalArguments:
-    """The inputs of a program on the devices of this process. `buffers` and `leaves`: of each input."""
+    """The inputs of a program on the devices of this process. `buffers` and `leaves` are the numbers for each input."""
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
@@ -42,16 +42,16 @@ class LocalArguments:
             number: RowCutter([(self._inputs[i].rows, self._shardings[i]) for i in inputs])
             for number, inputs in self._cut.items()
         }
-        #: Of each input, the sharding of the last leaf that was read in place. A loop passes the same objects.
+        #: For each input, the sharding of the last leaf that was used in place. Training loops repeat the same object.
         self._settled: list[Any] = [None] * len(program.inputs)
 
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
-        """The array of each input slot. Leaves that already have the right sharding are used as they are."""
+        """The array of each input."""
         values = [leaves[number] for number in self.leaves]
         if len(set(map(id, leaves))) == len(leaves):
             settled = self._settled
             work = [i for i, x in enumerate(values) if type(x) is not ArrayImpl or x.sharding is not settled[i]]
-        else:  # an array in two places cannot be taken over in both
+        else:  # of one array in two places, only one may take over its memory
             work = list(range(len(values)))
         if not work:
             return values
@@ -68,9 +68,10 @@ class LocalArguments:
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, laid out for their first reader; leaves that are cut become `MicroBatchedArray`s for all readers.
+        """The leaves for `Runner.place`: laid out for their first reader, or, if cut, as `MicroBatchedArray`s for all
+        readers.
 
-        A leaf that is None stays None, and so does a cut leaf if the program does not read all its rows.
+        A cut leaf stays unchanged if the program does not read all its rows. None stays None.
         """
         out = list(leaves)
         for slot, sharding in zip(self._inputs, self._shardings, strict=True):
@@ -92,7 +93,6 @@ class LocalArguments:
         return out
 
     def _micro_batched(self, leaf: Any, slots: Sequence[int]) -> Any:
-        """A leaf of which the inputs `slots` are rows, on their devices; itself if it is there already."""
         places = list(dict.fromkeys((self._inputs[i].rows, self._shardings[i]) for i in slots))
         if isinstance(leaf, MicroBatchedArray) and all(_placed_part(leaf, *place) is not None for place in places):
             return leaf
@@ -106,7 +106,7 @@ class LocalArguments:
         return MicroBatchedArray(parts)
 
     def _fill(self, values: list[Any], inputs: Sequence[int], leaves: Sequence[Any]) -> None:
-        """Set the values of these inputs from the leaves; placed leaves are not fetched."""
+        """Set the values of these inputs from the leaves. Parts in the right sharding are not fetched."""
         here: dict[int, Any] = {}
         rows: dict[int, Any] = {}
         for i in inputs:
@@ -126,15 +126,16 @@ class LocalArguments:
             values[i] = part
 
     def _is_placed(self, i: int, value: Any) -> bool:
-        """Whether input `i` needs no `device_put`: its sharding is right, or the function that reads it takes it."""
+        """Whether input `i` has its sharding, or the function that reads it places it."""
         sharding = self._shardings[i]
         return (i in self._read_by_call and _is_loose(value, sharding)) or _has_sharding(value, sharding)
 
     def _copy_for_donation(self, values: list[Any], inputs: Sequence[int], missing: set[int]) -> None:
-        """Copy, in place, the donated inputs whose memory a call must not take over.
+        """Replace donated inputs by copies where a call must not take over their memory.
 
-        Of one array in two places, a call can take over the buffer once, and not at all if another input reads it. And
-        a caller keeps arrays that no step or `preshard` has laid out.
+        Of one array in two places, a call can take over the buffer once, and not at all if another input reads it. An
+        array on the right device that lacks the program's sharding comes from neither a step nor `preshard`: the caller
+        keeps it.
         """
         donated = [i for i in inputs if self._is_donated[i] and i not in missing]
         if not donated:
@@ -142,22 +143,20 @@ class LocalArguments:
         seen = {id(value) for value, is_donated in zip(values, self._is_donated, strict=True) if not is_donated}
         for i in donated:
             if id(values[i]) in seen or values[i].sharding != self._shardings[i]:
-                # In the sharding of the program, which need not copy an array that it returns unchanged.
+                # In the program's sharding: it need not copy an array that it returns unchanged.
                 values[i] = jax.device_put(_copy(values[i]), self._shardings[i])
             seen.add(id(values[i]))
 
     def _put(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
-        """Put the inputs `missing` where the program reads them, in place."""
         shardings = [self._shardings[i] for i in missing]
         put = [_easy_to_put(values[i], sharding) for i, sharding in zip(missing, shardings, strict=True)]
         for i, array in zip(missing, jax.device_put(put, shardings), strict=True):
             values[i] = self._owned(array, leaves[self._inputs[i].leaf], self._inputs[i])
 
     def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
-        """`array`, not sharing memory with the caller's `leaf` if the program would donate it.
+        """`array`, copied if it has memory of the caller's `leaf` and the program donates it.
 
-        `device_put` may keep the leaf's own buffer for a device that has it. Donating that buffer would destroy the
-        caller's array.
+        `device_put` may use the leaf's buffer on a device that has it.
         """
         if slot.leaf not in self._donated_leaves or not isinstance(leaf, jax.Array):
             return array
@@ -165,10 +164,11 @@ class LocalArguments:
 
 
 class RowCutter:
-    """Cuts arrays of jax into the rows that some inputs read, in one call."""
+    """Cuts an array into the rows that some inputs read, in one call. `places` has the rows and sharding of each
+    input.
+    """
 
     def __init__(self, places: Sequence[tuple[MicroRows, NamedSharding]]) -> None:
-        """places: of each input, the rows of the array and their sharding."""
         self._is_cut = [rows is not None for rows, _ in places]
         cut = [(rows, sharding) for rows, sharding in places if rows is not None]
         self._devices = {frozenset(sharding.device_set) for _, sharding in cut}
@@ -176,7 +176,7 @@ class RowCutter:
         self._laid_out = jax.jit(self._by_itself, out_shardings=[sharding for _, sharding in cut])
 
     def __call__(self, array: jax.Array) -> list[Any]:
-        """The rows of the array for each input: laid out as the input reads them, if the array is on its devices."""
+        """For each input, its rows, in the input's sharding if the array is on the same devices."""
         devices = array.sharding.device_set
         cut = self._laid_out if self._devices == {frozenset(devices)} else self._by_itself
         with under_mesh(NO_MESH):
@@ -189,13 +189,15 @@ def _all_rows(rows: Sequence[tuple[int, int, int]], array: Any) -> list[Any]:
 
 
 def _cut_leaves(program: Program) -> dict[int, list[int]]:
-    """The leaves that are cut into micro-batches, and the inputs that read them."""
+    """For each leaf that is cut into micro-batches, the inputs that read it."""
     cut = {slot.leaf for slot in program.inputs if slot.rows is not None}
     return {leaf: [i for i, slot in enumerate(program.inputs) if slot.leaf == leaf] for leaf in sorted(cut)}
 
 
 def _read_by_one_call(program: Program) -> frozenset[int]:
-    """Inputs that only one run reads, without taking them over: it puts loose values there faster than `device_put`."""
+    """Inputs that only one `Run` reads, without donation. Its call places loose values faster than `device_put`
+    does.
+    """
     readers = Counter(b for instruction in program.instructions for b in reads(instruction))
     by_run = {b for instruction in program.instructions if isinstance(instruction, Run) for b in instruction.inputs}
     results = {b for slot in program.outputs for b in slot.buffers}
@@ -207,9 +209,7 @@ def _read_by_one_call(program: Program) -> frozenset[int]:
 
 
 def _is_loose(value: Any, sharding: NamedSharding) -> bool:
-    """Whether a compiled function itself puts a value: numbers, NumPy arrays and, on several devices, arrays that jax
-    may move.
-    """
+    """Whether compiled functions place a value: numbers, NumPy arrays and, on several devices, uncommitted arrays."""
     if type(value) is ArrayImpl:
         return sharding.num_devices > 1 and not value.committed
     return isinstance(value, np.ndarray | np.number) or type(value) in (int, float, complex)
@@ -224,7 +224,6 @@ def _rows_of(leaf: Any, rows: MicroRows) -> Any:
 
 
 def _placed_part(leaf: MicroBatchedArray, rows: MicroRows, sharding: NamedSharding) -> Any:
-    """The rows of a leaf in a sharding; None if they are not there in it."""
     return next((part for part in leaf.parts(rows) if _has_sharding(part, sharding)), None)
 
 
@@ -234,13 +233,14 @@ def _copy(array: Any) -> Any:
 
 
 def _owned_here(value: Any) -> Any:
-    """The value; a NumPy array as a copy: the caller may write to its memory before jax has read it."""
+    """The value; NumPy arrays are copied, because the caller may write to them before jax reads them."""
     return own_copy(value) if isinstance(value, np.ndarray) else value
 
 
 def _easy_to_put(value: Any, sharding: NamedSharding) -> Any:
-    """The value, or a NumPy array of it: for an array on one device, `device_put` compiles how to cut each shape into
-    shards, which takes longer than copying a small one.
+    """The value, or a NumPy copy of a small array on one CPU device.
+
+    From one device, `device_put` compiles the cut of each shape into shards, which takes longer than the copy.
     """
     if not isinstance(value, jax.Array) or value.nbytes > _SMALL_BYTES or sharding.num_devices == 1:
         return value
@@ -250,17 +250,17 @@ def _easy_to_put(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _in_this_process(leaf: Any) -> Any:
-    """The value of a remote array, put together on the host: no device need have room for it."""
+    """The value of a remote array, joined on the host because no device needs memory for all of it."""
     return leaf[...] if isinstance(leaf, RemoteArray) else leaf
 
 
 def _has_sharding(value: Any, sharding: NamedSharding) -> bool:
     if not isinstance(value, jax.Array):
         return False
-    own = value.sharding
-    return own is sharding or own == sharding or (
-        len(own.device_set) == len(sharding.device_set) == 1
-        and own.device_set == sharding.device_set
+    current = value.sharding
+    return current is sharding or current == sharding or (
+        len(current.device_set) == len(sharding.device_set) == 1
+        and current.device_set == sharding.device_set
     )  # fmt: skip
 
 

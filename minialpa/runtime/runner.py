@@ -1,8 +1,12 @@
-"""Runners, which run a program in one process or on workers, and the border of blocks in front of them.
+"""`Runner`, the interface of both runtimes, and `BlockedCalls`, which turns leaves of a step into leaves of a program.
 
-A step whose stages end inside a scan over layers keeps each stacked leaf in blocks of rows, on the meshes of its stages
-(`LeafBlocks`). For the program, each block is a leaf. `BlockedCalls` splits the arguments of a call into blocks. It
-joins results in blocks to `BlockedArray`s, which the next call takes apart without a copy.
+A step whose stages end inside a scan over layers keeps each stacked leaf in blocks of rows, on the meshes of its
+stages. The program treats each block as a leaf. With 8 layers on two stages:
+
+    leaves of the step       w [8, 512, 512]               ->  w' [8, 512, 512], a BlockedArray
+    leaves of the program    w[0:4], w[4:8], on 2 meshes   ->  w'[0:4], w'[4:8]
+
+The next call takes the `BlockedArray` apart without a copy.
 """
 
 from __future__ import annotations
@@ -22,16 +26,16 @@ from minialpa.runtime.steps.step_trace import TaskTime
 
 
 class Runner(Protocol):
-    """A program on devices. A call runs a step on argument leaves and returns result leaves, without waiting.
+    """A program on devices. A call starts one step on leaves of the program and returns result leaves without waiting.
 
-    Leaves are leaves of the program: each block of rows is one.
+    With `traced=True`, it also records the times of the step. The first such call compiles each function a second time.
 
-    meshes: the devices of each mesh of the program; empty if they are not in this process. session: the runtime of the
-    session whose workers have the devices; None if they are in this process. traced: note the times of the step, for
-    `timeline`. The first such call compiles every function a second time.
+    Threads may call it at the same time: steps have one order. A call whose argument another step has donated raises
+    DeletedArrayError and has no effect.
 
-    Threads may call it at the same time: steps have one order. A step whose argument another step has donated raises a
-    DeletedArrayError and does nothing.
+    Attributes:
+        meshes: the devices of each mesh of the program; empty if they belong to other processes.
+        session: the runtime of the session whose workers have the devices; None in one process.
     """
 
     @property
@@ -43,51 +47,50 @@ class Runner(Protocol):
     def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """While this is open, no step of another thread begins on these devices."""
+        """A context in which no other thread starts a step on these devices."""
 
     def timeline(self) -> tuple[TaskTime, ...]:
-        """The tasks of the last traced step, in order of their start. Waits for the end of the step."""
+        """The tasks of the last traced step, by start. Waits for the end of the step."""
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves laid out as the step reads them. Arrays that the step donates share no memory with `leaves`.
+        """Argument leaves, laid out as the step reads them. Arrays that the step donates share no memory with `leaves`.
 
-        A leaf that the step cuts becomes a `MicroBatchedArray`, if the step reads all of its rows. A leaf that is None
-        stays None.
+        A leaf that the step cuts into micro-batches becomes a `MicroBatchedArray`, if the step reads all of its rows.
+        None stays None.
         """
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
-        """The meshes of the program that hold an array, by number, with its sharding on each; empty if none does."""
+        """The number of each mesh of the program that holds an array, and the array's sharding there."""
 
     def hlo_texts(self) -> list[str]:
         """Compiled HLO of each function of the program."""
 
     def allocation_sizes(self) -> list[int]:
-        """Bytes per device of each function of the program: arguments, results and temporaries."""
+        """For each function of the program, bytes per device of arguments, results and temporaries."""
 
     def function_seconds(self, repeats: int = 5) -> list[float]:
-        """Seconds of each function of the program by itself: median of `repeats` calls."""
+        """For each function of the program, the median seconds of `repeats` calls of that function alone."""
 
     def descriptions(self) -> Mapping[str, str]:
-        """A description of each process that takes part, by a name for it."""
+        """A description of each process, by a name of the process."""
 
     def sync(self) -> None:
-        """Wait until all calls that were started have ended."""
+        """Wait until all started calls have ended."""
 
 
 class BlockedCalls:
-    """Calls of a program with leaves in blocks, by the leaves of its step. Threads may call it at the same time."""
+    """Calls of a program with leaves in blocks, by the leaves of its step. Thread-safe."""
 
     def __init__(self, runner: Runner, blocks: LeafBlocks) -> None:
-        """`runner` runs the program; `blocks` belong to the program."""
         self._runner, self._blocks = runner, blocks
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        # Neither copies nor reads: the runner does both in its turn, after it has looked for deleted arrays.
+        # No copies and no reads here: the runner does both in its turn, after its check for deleted arrays.
         results = self._runner(split_leaves(leaves, self._blocks.arguments), traced=traced)
         return joined_leaves(results, self._blocks.results)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Lay out argument leaves, as `Runner` does; leaves with rows that no stage reads stay unchanged."""
+        """See `Runner.place`. A leaf with rows that no stage reads stays unchanged."""
         blocks = self._blocks.arguments
         given = split_leaves(leaves, blocks)
         placed = iter(zip(given, self._runner.place(given), strict=True))
@@ -98,7 +101,10 @@ class BlockedCalls:
 
 
 def split_leaves(leaves: Sequence[Any], blocks: Sequence[BlockRows | None]) -> list[Any]:
-    """The leaves of a program, from the leaves of its step. blocks: of each leaf; empty if none is cut."""
+    """The leaves of a program, from the leaves of its step.
+
+    blocks: (start, stop) of each block of each leaf, None for a whole leaf; empty if all are whole.
+    """
     if not blocks:
         return list(leaves)
     split: list[Any] = []
@@ -113,10 +119,7 @@ def split_leaves(leaves: Sequence[Any], blocks: Sequence[BlockRows | None]) -> l
 
 
 def _block(leaf: Any, rows: tuple[int, int]) -> Any:
-    """One block of a leaf that is not in the blocks of the program: a block with these rows, or a view.
-
-    None for a leaf that is None.
-    """
+    """These rows of a leaf without matching blocks: its own block, or a view. None stays None."""
     if leaf is None:
         return None
     if isinstance(leaf, BlockedArray) and rows in leaf.ranges:
@@ -129,7 +132,7 @@ def _block(leaf: Any, rows: tuple[int, int]) -> Any:
 def joined_leaves(results: Sequence[Any], blocks: Sequence[BlockRows | None]) -> list[Any]:
     """The result leaves of a step, from the leaves of its program: a `BlockedArray` for each leaf in blocks.
 
-    Typed keys in this process are put together: functions of `jax.random` take only jax's own arrays of keys.
+    Typed keys in this process are joined: functions of `jax.random` accept only jax's own arrays of keys.
     """
     if not blocks:
         return list(results)
@@ -145,8 +148,8 @@ def _joined(blocks: Sequence[Any]) -> Any:
 
 
 def _placed_leaf(leaf: Any, blocks: Sequence[tuple[Any, Any]]) -> Any:
-    """A leaf in blocks after these were placed. blocks: each as the runner got it and as it gave it back."""
-    # The runner returns a view of rows that no stage reads: they have no place.
+    """A leaf in blocks after `Runner.place`. blocks: each block before and after."""
+    # Rows that no stage reads have no place: the runner returns a view of them.
     if any(isinstance(placed, LeafRows | np.ndarray) for _, placed in blocks):
         return leaf
     is_in_place = all(placed is given for given, placed in blocks)

@@ -1,4 +1,4 @@
-"""Small helpers for all rooms: files, caches, disjoint sets, compiled loops, and private names of jax.
+"""Small helpers for all packages: files, caches, disjoint sets, compiled loops, and the private names of jax.
 
-They take and return plain values or jax's own. Imports: nothing of minialpa.
+They take and return plain values or values of jax.
 """

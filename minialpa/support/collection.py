@@ -1,6 +1,6 @@
-"""Tracing and planning without pauses of the garbage collector.
+"""`collection_paused` keeps Python's garbage collector out of tracing and planning.
 
-Both make millions of small objects that live as long as the plan. The collector would walk through them in vain for up
+Both make millions of small objects that live as long as the plan. The collector would walk through them in vain, for up
 to half of the time.
 """
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No automatic garbage collection inside; reference counting goes on."""
+    """Reference counting goes on."""
     enabled = gc.isenabled()
     gc.disable()
     try:

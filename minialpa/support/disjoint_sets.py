@@ -1,7 +1,6 @@
 """Disjoint sets: a union-find forest in which the first of two joined sets names the result.
 
-`networkx.utils.UnionFind` names sets of equal size by the order of a Python set, which depends on addresses of objects;
-and it is half as fast.
+`networkx.utils.UnionFind` is half as fast, and names sets of equal size by the addresses of objects.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ T = TypeVar("T", bound=Hashable)
 
 
 class DisjointSets(Generic[T]):
-    """Items in disjoint sets. An item that was never joined is its own set."""
+    """Items in disjoint sets. An item that was never joined is a set by itself."""
 
     __slots__ = ("_parents",)
 
     def __init__(self) -> None:
-        #: For each joined item another item of its set; for the root itself.
+        #: For each joined item another item of its set; for a root the root.
         self._parents: dict[T, T] = {}
 
     def __iter__(self) -> Iterator[T]:
@@ -26,7 +25,7 @@ class DisjointSets(Generic[T]):
         return iter(self._parents)
 
     def find(self, item: T) -> T:
-        """The root of the set of `item`, which names the set."""
+        """The root of the set of `item`."""
         parents = self._parents
         parent = parents.get(item, item)
         while parent != (above := parents.get(parent, parent)):
@@ -34,7 +33,7 @@ class DisjointSets(Generic[T]):
         return parent
 
     def join(self, first: T, second: T) -> T | None:
-        """Make one set of two, with the root of `first`. Returns the other, former root."""
+        """Join two sets under the root of `first`. Returns the other root, or None if they are one set."""
         root, other = self.find(first), self.find(second)
         self._parents.setdefault(root, root)
         self._parents[other] = root

@@ -1,4 +1,4 @@
-"""Writes files completely or not at all."""
+"""`write_text` and `write_bytes` write a file completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-#: Errors for files that can be written but not replaced: in a folder of another user, or mounted by themselves.
+#: Errors for files that can be written but not replaced: in a folder of another user, or a mount.
 _NOT_REPLACED = (errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDEV)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` as UTF-8, see `write_bytes`."""
+    """UTF-8; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write `data` to a file beside `path`, which then replaces it and takes over its permissions.
+    """Write `data` to a temporary file beside `path`, which then replaces `path` and takes its permissions.
 
     Links are followed. A file that is not regular, such as /dev/stdout, or cannot be replaced is written directly.
     Raises OSError if that fails; the old file then stays.

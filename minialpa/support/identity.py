@@ -1,4 +1,4 @@
-"""Keys of dicts that compare objects by identity: arrays and literals of a program have no hash."""
+"""`ById`: a dict key that compares objects by identity, since arrays and literals of a program have no hash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ById(Generic[T]):
-    """A key for one object. It keeps the object alive, so its id stays unique."""
+    """A key for one object. It keeps the object alive, so the id stays unique."""
 
     value: T
 

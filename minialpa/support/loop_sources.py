@@ -1,4 +1,4 @@
-"""The sources of the machine code of compiled loops, and their digest at import."""
+"""The source files of compiled loops, and their digest at import, which names the cached machine code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-#: The modules of compiled functions and of the classes of their arguments. Machine code includes the code of functions
-#: that it calls, so a change of one module is a change of all.
+#: Modules of compiled functions and of their arguments' classes. Machine code includes called functions: one digest.
 SOURCES = (
     "inter/search/stage_kernels.py",
     "intra/solver/csr_graph.py",
@@ -18,12 +17,12 @@ SOURCES = (
 
 
 def _digest() -> str | None:
-    """The digest of the sources; None if they cannot be read, as in a packed program."""
+    """None if the sources cannot be read, as in a packed program."""
     with suppress(OSError):
         sources = [(Path(__file__).parents[1] / name).read_bytes() for name in SOURCES]
         return hashlib.sha256(b"\0".join(sources)).hexdigest()
     return None
 
 
-#: Read at import: sources that are edited later must not give old code a new name.
+#: Computed at import: sources that are edited later must not name old code.
 SOURCES_DIGEST = _digest()

@@ -1,6 +1,6 @@
-"""Loops on numbers and NumPy arrays that run as machine code: marked by `compiled`, compiled at the first call.
+"""`compiled` marks loops on numbers and NumPy arrays that run as machine code, compiled at the first call.
 
-`support/machine_code.py` compiles them. Loading it takes half a second, and most small steps run without these loops.
+Importing numba takes half a second, and most small steps need no such loop.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
-# Imported with the sources, whose text it reads.
+# Imported here, so the digest is of the text that runs.
 from minialpa.support import loop_sources  # noqa: F401
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """`function` as machine code, which is compiled or read from a file at its first call."""
+    """`function` as machine code, compiled or read from a file at the first call."""
     return cast(_Function, _CompiledLoop(function))
 
 
 class _CompiledLoop:
-    """A function whose calls go to its machine code. Other attributes come from numba's dispatcher."""
+    """Calls go to the machine code, other attributes to numba's dispatcher."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -32,13 +32,12 @@ class _CompiledLoop:
 
     @functools.cached_property
     def dispatcher(self) -> Any:
-        """numba's compiled function."""
         from minialpa.support.machine_code import dispatcher_of
 
         return dispatcher_of(self._with_dispatchers())
 
     def _with_dispatchers(self) -> Callable[..., Any]:
-        """The function with numba's dispatchers in place of the loops that it calls."""
+        """The function, with numba's dispatchers for the loops that it calls."""
         function = self.function
         assert isinstance(function, FunctionType), function
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}

@@ -1,8 +1,7 @@
-"""Compiles the loops of `support/loops.py` to machine code by numba, and keeps the code in files.
+"""Compiles the loops of `support/loops.py` with numba, and keeps the machine code in files.
 
-Numba would put these files into the installed package, where pip does not remove them. Here they go to the user's
-folder for caches, or else to a private folder for temporary files. numba reads the cache of a function from its
-attribute `_cache`, which is private.
+numba would put these files into the installed package, where pip does not remove them. Here they go to the user's cache
+folder, or to a private temporary folder. The cache of a function is its attribute `_cache`, which is private in numba.
 """
 
 from __future__ import annotations
@@ -22,25 +21,24 @@ from minialpa.support.users_cache import made, users_cache
 
 
 def dispatcher_of(function: Callable[..., Any]) -> Any:
-    """The function as compiled by numba, with files for its code."""
     dispatcher: Any = numba.njit(function)
     if dispatcher is not function and cache_folder() is not None:  # numba may be disabled
         dispatcher._cache = _Files(function)
     return dispatcher
 
 
-#: Names the code together with Python and the processor, which numba distinguishes by itself.
+#: Names the code. numba itself distinguishes versions of Python and processors.
 _DIGEST = SOURCES_DIGEST and hashlib.sha256(f"{numba.__version__} {SOURCES_DIGEST}".encode()).hexdigest()[:16]
 
 
 @functools.cache
 def cache_folder() -> Path | None:
-    """The folder with the machine code of these sources, made if necessary; None if there is no place for one."""
+    """The folder with the machine code of these sources, made if necessary; None without a place for it."""
     if _DIGEST is None:
         return None
     name = f"loops-{_DIGEST}"
     chosen: str = vars(numba.config)["CACHE_DIR"]
-    if chosen:  # the user's folder for all files of numba
+    if chosen:  # by the user, for all files of numba
         with suppress(OSError):
             return made(Path(chosen) / f"minialpa-{name}")
         return None
@@ -48,7 +46,7 @@ def cache_folder() -> Path | None:
 
 
 class _Locator:
-    """Tells numba the folder and the version of a function's code, as numba's own locators do."""
+    """Passes the folder and version of a function's code to numba, as numba's locators do."""
 
     def __init__(self, function: Callable[..., Any], file: str, folder: Path) -> None:
         self._py_file, self._line, self._folder = file, function.__code__.co_firstlineno, folder
@@ -76,7 +74,7 @@ class _Implementation(CompileResultCacheImpl):
 
 
 class _Files(FunctionCache):
-    """The files of one function. Unusable files only cost time."""
+    """The files of one function. Unusable files cost only time."""
 
     _impl_class = _Implementation
 

@@ -1,4 +1,4 @@
-"""Traces for ui.perfetto.dev and chrome://tracing: processes, threads and timed intervals."""
+"""Events and files for ui.perfetto.dev and chrome://tracing, from seconds and names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def interval(
 
 
 def counter(process: int, name: str, at_s: float, args: Mapping[str, float]) -> Event:
-    """Values of a process from a time on."""
+    """Values of a process from `at_s` on."""
     return {"ph": "C", "pid": process, "name": name, "ts": at_s * 1e6, "args": dict(args)}
 
 
@@ -42,5 +42,4 @@ def thread_name(process: int, thread: int, name: str) -> Event:
 
 
 def write_trace(path: str | Path, events: Iterable[Event]) -> None:
-    """Write events to a JSON file."""
     write_text(path, json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))

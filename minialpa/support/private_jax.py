@@ -1,26 +1,26 @@
 """The private names of jax that minialpa uses, from jax 0.10.2 on. A test keeps them out of all other modules.
 
-| private | minialpa needs it for | would be replaced by |
-|---|---|---|
-| `JaxprEqn.source_info`, `user_frames` | source lines and name scopes of equations | accessors in `jax.extend.core` |
-| `JaxprEqn.ctx`, `JaxprEqnContext` | the settings of an equation's trace | an accessor in `jax.extend.core` |
-| `abstract_mesh_context_manager`, `device_context` | the mesh of the user, inside a trace | `jax.set_mesh` there |
-| `AbstractRef` | refusing mutable arrays | it in `jax.ref` |
-| `config.trace_context` | the settings under which `jax.jit` reuses a traced function | it in `jax.config` |
-| `Primitive.get_bind_params`, `abstract_eval` | binding an equation on other operands | a function for both |
-| `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
-| `ShapedArray.manual_axis_type` | the axes of a `shard_map` that a new primitive's results vary over | the same |
-| `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
-| `mlir._lowerings`, closure of `lower_fun` | what other primitives compute; their names | a function in `jax.extend` |
-| parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
-| `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
-| `traceback_util` | tracebacks without frames of jax and minialpa | a filter in `jax.extend` |
-| `ArrayImpl` | telling arrays of jax from others at once | a quick `isinstance` |
-| `PRNGKeyArray`, `pytype_aval_mappings`, `shard_arg_handlers` | keys on workers that jax takes | a protocol |
-| `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
-| `fused_attention_stablehlo`, `cuda_versions` | the gradient of cuDNN's attention, of kept results | it in `jax.nn` |
+The private name, its use, and in brackets the public function that could replace it:
 
-The names `jax.core.ShapedArray` and `jax.core.Tracer` are public, so all modules use them.
+    JaxprEqn.source_info, user_frames: source lines, name scopes (accessors in jax.extend.core)
+    JaxprEqn.ctx, JaxprEqnContext: settings of an equation's trace (an accessor in jax.extend.core)
+    abstract_mesh_context_manager, device_context: the user's mesh inside a trace (jax.set_mesh there)
+    AbstractRef: refusing mutable arrays (a type in jax.ref)
+    config.trace_context: settings under which jax.jit reuses a traced function (an accessor in jax.config)
+    Primitive.get_bind_params, abstract_eval: an equation on other operands (a function for both)
+    ShapedArray.update: the aval of a part of an array (avals by jax.extend.core)
+    ShapedArray.manual_axis_type: shard_map axes over which a new primitive varies (avals by jax.extend.core)
+    jax.interpreters: rules of primitives that mark a trace (rules in jax.extend)
+    mlir._lowerings, closure of lower_fun: computation and names of other primitives (a function in jax.extend)
+    parameters of pallas_call: blocks of a kernel, its grid on a shard (accessors in jax.experimental.pallas)
+    unsafe_buffer_pointer, on_device_size_in_bytes: NCCL, shared memory of arrays (a cheap __dlpack__)
+    traceback_util: tracebacks without frames of jax and minialpa (a filter in jax.extend)
+    ArrayImpl: recognising arrays of jax fast (a fast isinstance)
+    PRNGKeyArray, pytype_aval_mappings, shard_arg_handlers: keys on workers that jax accepts (a protocol)
+    make_cpu_client, make_gloo_tcp_collectives: the address that gloo binds (a setting of jax.config)
+    fused_attention_stablehlo, cuda_versions: cuDNN's attention gradient from saved results (a function in jax.nn)
+
+`jax.core.ShapedArray` and `jax.core.Tracer` are public.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ from jax.interpreters import ad, batching, mlir
 
 Rule = Callable[..., Any]
 
-#: A decorator for functions of the interface: their errors have frames of the user's code only, unless
-#: `jax_traceback_filtering` is "off".
+#: Decorates public functions: errors have only frames of the user, unless `jax_traceback_filtering` is "off".
 api_boundary = private_traceback.api_boundary
 private_traceback.register_exclusion(str(Path(__file__).parents[1]))
 
 
 def with_users_frames(error: Exception) -> Exception:
-    """The error without frames of jax and minialpa. `api_boundary` filters only the error itself, not its cause."""
+    """The error without frames of jax and minialpa. `api_boundary` filters an error, but not its cause."""
     if error.__traceback__ is None or private_config.traceback_filtering.value == "off":
         return error
     return error.with_traceback(private_traceback.filter_traceback(error.__traceback__))
@@ -67,29 +66,29 @@ def with_users_frames(error: Exception) -> Exception:
 
 
 def name_stack(eqn: JaxprEqn) -> str:
-    """The name scopes that the equation was traced in, outermost first, with the transformations between them."""
+    """The name scopes and transformations in which the equation was traced, outermost first."""
     return str(eqn.source_info.name_stack)
 
 
 def frames_of(eqn: JaxprEqn) -> Iterator[Any]:
-    """Frames outside of jax that made the equation, innermost first; each has file_name, start_line, function_name."""
+    """Frames outside jax that made the equation, innermost first; each has file_name, start_line, function_name."""
     return user_frames(eqn.source_info.traceback)
 
 
 def innermost_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the innermost frame outside of jax; a derivative has the line of its function."""
+    """`file:line` of the innermost frame outside jax; a derivative has the line of its function."""
     return str(source_info_util.summarize(eqn.source_info))
 
 
 def with_source_of(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
-    """The equation with the source line and inside the name scopes of another one."""
+    """The equation with the source line, and inside the name scopes, of `other`."""
     scopes = other.source_info.name_stack + eqn.source_info.name_stack
     new: JaxprEqn = eqn.replace(source_info=other.source_info.replace(name_stack=scopes))
     return new
 
 
 def with_some_line(eqn: JaxprEqn, caller: JaxprEqn) -> JaxprEqn:
-    """The equation, with the source line of `caller` if it has no line of the user's code.
+    """The equation, with the source line of `caller` if it lacks a line of the user's code.
 
     Functions that jax traces once and caches, as in `jax.numpy`, lack it.
     """
@@ -109,16 +108,16 @@ def _has_user_line(traceback: Any) -> bool:
 
 
 def current_settings() -> Hashable:
-    """The settings of jax in this thread that a traced function depends on; takes less than a microsecond.
+    """The settings of jax in this thread on which a traced function depends, in less than a microsecond.
 
-    `jax.jit` traces anew for all of them except the generator of `jax.random.key`.
+    `jax.jit` retraces for all of them except the generator of `jax.random.key`.
     """
-    config: Any = jax.config  # its flags have no types
+    config: Any = jax.config  # untyped flags
     return trace_context(), config.jax_default_prng_impl
 
 
 class UsersMesh(NamedTuple):
-    """The meshes that `jax.set_mesh` and `jax.sharding.use_abstract_mesh` set in a thread, or empty ones."""
+    """The meshes that `jax.set_mesh` and `jax.sharding.use_abstract_mesh` set, or empty ones."""
 
     abstract: Any
     devices: Any
@@ -134,7 +133,7 @@ def users_mesh() -> UsersMesh:
 @contextmanager
 def under_mesh(mesh: UsersMesh) -> Iterator[None]:
     """A context with this mesh, also inside a trace. jax compares it with the mesh of the program that it lowers."""
-    if users_mesh() == mesh:  # an equal setting would make jax trace anew
+    if users_mesh() == mesh:  # jax retraces even for an equal setting
         yield
         return
     abstract = private_config.abstract_mesh_context_manager.swap_local(mesh.abstract)
@@ -147,7 +146,7 @@ def under_mesh(mesh: UsersMesh) -> Iterator[None]:
 
 
 def mesh_of(eqn: JaxprEqn) -> Any:
-    """The abstract mesh under which an equation was traced, which may be empty."""
+    """The abstract mesh under which the equation was traced; it may be empty."""
     return eqn.ctx.cur_abstract_mesh
 
 
@@ -159,7 +158,7 @@ def with_no_mesh(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def is_ref(aval: Any) -> bool:
-    """Whether this is the type of a mutable array, as from `jax.new_ref`."""
+    """Whether this is the type of a mutable array."""
     return type(aval).__name__ == "AbstractRef"
 
 
@@ -167,13 +166,12 @@ def is_ref(aval: Any) -> bool:
 
 
 def settings_of(eqn: JaxprEqn) -> Hashable:
-    """The jax settings of the equation's trace, such as `jax_threefry_partitionable`, to compare."""
     context: Hashable = eqn.ctx
     return context
 
 
 def unusual_settings(eqn: JaxprEqn) -> str:
-    """The settings of the equation's trace that change its results and are not jax's defaults, as stable text."""
+    """The settings of the equation's trace that change results and differ from jax's defaults, as stable text."""
     found = {
         "compute_type": eqn.ctx.compute_type,
         "threefry_partitionable": None if eqn.ctx.threefry_partitionable else False,
@@ -182,26 +180,24 @@ def unusual_settings(eqn: JaxprEqn) -> str:
 
 
 def under_settings_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """A context with the jax settings of the equation's trace."""
     manager: AbstractContextManager[Any] = eqn.ctx.manager
     return manager
 
 
 def compute_place(eqn: JaxprEqn) -> str | None:
-    """The place of the equation by `compute_on`; None outside of it."""
+    """The place that `compute_on` set, if any."""
     place: str | None = getattr(eqn.ctx, "compute_type", None)
     return place
 
 
-def bind_again(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    """Bind the equation's primitive on other arguments; new equations keep the source line of the old one."""
+def rebind(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """Bind the primitive on other arguments. New equations keep the source line of the old one."""
     bind_params = eqn.primitive.get_bind_params(dict(params))
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         return eqn.primitive.bind(*args, **bind_params)
 
 
 def result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    """The avals of the primitive's results for operands with these avals."""
     out: Any
     with eqn.ctx.manager:
         out, _ = eqn.primitive.abstract_eval(*operands, **params)
@@ -209,7 +205,6 @@ def result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, An
 
 
 def changed_aval(aval: Any, **changes: Any) -> Any:
-    """An aval with another shape, dtype or weak_type."""
     return aval.update(**changes)
 
 
@@ -232,16 +227,16 @@ def define_batching(primitive: Primitive, rule: Rule) -> None:
 
 
 def define_lowering(primitive: Primitive, rule: Rule) -> None:
-    """rule(context, *operands, **params) -> results, all of them values of MLIR."""
+    """rule(context, *operands, **params) -> results, all MLIR values."""
     mlir.register_lowering(primitive, rule)
 
 
 def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str | None = None) -> None:
-    """Lower a primitive with several results as jax lowers `fun(*operands, **params)`; on one platform, or on all."""
+    """Lower a primitive with several results as `fun(*operands, **params)`; on one platform, or on all."""
     lower = mlir.lower_fun(fun, multiple_results=True)
 
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
-        # jax has checked the mesh axes that values vary over. Constants and loops of `fun` would not match.
+        # Without the mesh axes over which values vary: constants of `fun` would not match.
         avals = [[new_aval(x.shape, x.dtype) for x in some] for some in (context.avals_in, context.avals_out)]
         return lower(context.replace(avals_in=avals[0], avals_out=avals[1]), *operands, **params)
 
@@ -251,7 +246,7 @@ def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str
 def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | None:
     """The function `fun(*operands, **params) -> results` that jax compiles for a primitive.
 
-    None if the primitive has no such function, or not the same on all platforms.
+    None if there is no such function, or if platforms differ.
     """
     entry = getattr(private_mlir, "_lowerings", {}).get(primitive)
     own = getattr(private_mlir, "_platform_specific_lowerings", {})
@@ -269,13 +264,13 @@ def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | No
 
 
 def compiled_primitives() -> set[str]:
-    """The names of all primitives that jax can compile on some platform, also from imported libraries."""
+    """The names of all primitives that jax can compile on some platform."""
     own = getattr(private_mlir, "_platform_specific_lowerings", {})
     return {str(one.name) for table in (getattr(private_mlir, "_lowerings", {}), *own.values()) for one in table}
 
 
 def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:
-    """The aval of an array; in a `shard_map` it varies over all mesh axes that an operand varies over."""
+    """In a `shard_map`, the array varies over all mesh axes over which an operand varies."""
     varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
     if not varying:
         return jax.core.ShapedArray(tuple(shape), dtype)
@@ -293,7 +288,7 @@ class KernelArray:
     """An operand or result of a kernel.
 
     Attributes:
-        blocks: the length of a block in each dimension; None where blocks are no multiples of it.
+        blocks: the length of a block in each dimension; None where blocks are not multiples of a length.
         index_map: a closed jaxpr, from positions in the grid (and the index operands) to block indices.
     """
 
@@ -308,14 +303,13 @@ class KernelGrid:
 
     Attributes:
         sizes: number of positions along each axis.
-        vmapped: axes from `vmap`; the body does not count them.
+        vmapped: axes from `vmap`, which the body does not count.
         arrays: operands after the first `n_index`, then results.
         n_index: number of leading operands that index maps read.
-        n_results: number of results.
-        n_scratch: number of arrays of scratch memory, the last operands of the body.
+        n_scratch: number of scratch arrays, the last operands of the body.
         aliases: pairs (operand, result) that share memory; operands are numbered from the first of all.
-        flops: the user's estimate of the floating point operations, or 0.
-        is_plain: whether these fields describe the whole grid; otherwise it has no positions here.
+        flops: the user's estimate, or 0.
+        is_plain: whether these fields describe the whole grid.
     """
 
     sizes: tuple[int, ...]
@@ -330,7 +324,6 @@ class KernelGrid:
 
 
 def kernel_grid(params: Mapping[str, Any]) -> KernelGrid:
-    """The grid of a `pallas_call` with these parameters."""
     mapping = params["grid_mapping"]
     hooks = (mapping.grid_names, mapping.get_grid_indices, mapping.local_grid_env, params.get("mesh"))
     is_static = all(isinstance(size, int) for size in mapping.grid)
@@ -364,7 +357,7 @@ def _block_length(block: Any) -> int | None:
 
 
 def written_operands(body: Any) -> set[int]:
-    """The numbers of the operands that the body of a kernel writes to; 0 for an unknown one."""
+    """The numbers of the operands that a kernel's body writes; 0 for an unknown operand."""
     numbers = {var: i for i, var in enumerate(body.invars)}
     found = set()
     for effect in body.effects:
@@ -377,7 +370,7 @@ def written_operands(body: Any) -> set[int]:
 def local_kernel_params(
     params: Mapping[str, Any], sizes: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """The parameters of a `pallas_call` on a grid of these sizes, for operands and results of these shapes."""
+    """The parameters of a `pallas_call` on a grid of these sizes, for arrays of these shapes."""
     mapping = params["grid_mapping"]
     arrays = tuple(
         own.replace(array_aval=own.array_aval.update(shape=shape))
@@ -403,7 +396,7 @@ def local_kernel_params(
 
 
 def cudnn_version() -> int | None:
-    """The version of cuDNN that jax loaded, such as 90701 for 9.7.1; None without one, or with an unknown interface."""
+    """90701 for cuDNN 9.7.1, for example; None without cuDNN, or if its interface in jax is unknown."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
         from jax._src.lib import cuda_versions
@@ -417,7 +410,7 @@ def cudnn_version() -> int | None:
         return None
 
 
-#: Parameters of jax's functions in every version, and parameters in some versions with the value for "unused".
+#: Parameters in all versions of jax, and parameters in some versions with their value for "unused".
 _CUDNN_PARAMETERS = frozenset(
     (
         *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
@@ -443,7 +436,6 @@ class CudnnAttention:
     window: int | None
 
     def params(self, compute: Any) -> dict[str, Any]:
-        """Parameters of one of jax's functions."""
         from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 
         return {
@@ -471,7 +463,7 @@ def cudnn_attention(query: Any, key: Any, value: Any, attention: CudnnAttention)
 def cudnn_attention_gradient(
     operands: Sequence[Any], out: Any, logsumexp: Any, out_bar: Any, attention: CudnnAttention
 ) -> Sequence[Any]:
-    """The cotangents of `operands`, query, key and value; shapes as in `cudnn_attention`, `out_bar` like `out`."""
+    """The cotangents of `operands`: query, key and value. Shapes: see `cudnn_attention`."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     compute: Any = cudnn._dot_product_attention_bwd_impl
@@ -484,12 +476,11 @@ def cudnn_attention_gradient(
 
 
 def memory_of(array: jax.Array) -> tuple[int, int]:
-    """Address and bytes of an array on one device."""
     return array.unsafe_buffer_pointer(), array.on_device_size_in_bytes()
 
 
 def addresses_of(array: jax.Array) -> set[int]:
-    """Addresses of the shards of an array in this process."""
+    """Addresses of the shards in this process."""
     return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
@@ -497,9 +488,9 @@ def addresses_of(array: jax.Array) -> set[int]:
 
 
 def class_of_remote_keys(of_arrays: type) -> type:
-    """A subclass of a class of remote arrays, for typed keys: functions of jax take its objects as keys.
+    """A subclass of `of_arrays`, a class of remote arrays, whose objects functions of jax accept as typed keys.
 
-    They fetch a key by its `_fetch` when they read it. Returns `of_arrays` if jax has other classes of keys.
+    They fetch a key by `_fetch` when they read it. Returns `of_arrays` if jax has other classes of keys.
     """
     try:
         from jax._src.core import pytype_aval_mappings
@@ -511,7 +502,7 @@ def class_of_remote_keys(of_arrays: type) -> type:
         bases: Any = (of_arrays, keys_of_jax)
 
         class RemoteKeys(*bases):  # type: ignore[misc]
-            # Values, in place of the properties that keys of jax have.
+            # Keys of jax have properties.
             shape: Any = ()
             dtype: Any = None
             _consumed = False
@@ -553,9 +544,9 @@ def class_of_remote_keys(of_arrays: type) -> type:
 
 
 def bind_gloo(ip: str) -> None:
-    """Make the CPU backend use gloo on `ip`. Call it after `jax.distributed.initialize` and before the backend starts.
+    """Make the CPU backend use gloo on `ip`, after `jax.distributed.initialize` and before the backend starts.
 
-    By default gloo binds the address of this host's name: the loopback or another network on many machines.
+    By default gloo binds the address of the host name: the loopback or another network on many machines.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:

@@ -1,4 +1,4 @@
-"""Progress bars for long planning and compiling, on a terminal and unless disabled."""
+"""Progress bars for long planning and compiling: only on a terminal, and unless disabled."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class _Switch:
 
 
 def disable_progress() -> None:
-    """Show no progress bars in this process from now on."""
+    """Show no progress bars in this process from here on."""
     _Switch.disabled = True
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal. A program without a console has no streams, and closed streams raise."""
+    """A program without a console has no streams, and closed streams raise errors."""
     return stream is not None and not stream.closed and stream.isatty()
 
 
 class ProgressBar:
-    """A context in which `report(what, done, total)` moves one bar for each `what`."""
+    """A context in which `report(what, done, total)` moves the bar of each `what`."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
         if _is_terminal(sys.stderr) and not _Switch.disabled:
-            # Here, since it takes long to import.
+            # A slow import.
             from rich.console import Console
             from rich.progress import Progress
 

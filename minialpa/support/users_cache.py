@@ -1,4 +1,4 @@
-"""The private folder of the user for caches: the name of a cache in, its folder out.
+"""`users_cache` maps the name of a cache to a private folder of the user.
 
 The environment names the folder. No plan and no result depends on it.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def users_cache(name: str) -> Path | None:
-    """The folder of one cache, made if necessary; None if there is no place for one that only this user can change."""
+    """The folder of one cache, made if necessary; None if no folder exists that only this user can change."""
     for root in _roots():
         with suppress(OSError):
             if _is_private(made(root)) and _is_private(made(root / name)):
@@ -29,9 +29,9 @@ def made(folder: Path) -> Path:
 
 
 def _roots() -> Iterator[Path]:
-    """Folders of minialpa for caches, the best first."""
+    """The preferred folder first."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # the XDG Base Directory Specification ignores others
+    if os.path.isabs(named):  # the XDG specification ignores relative paths
         yield Path(named) / "minialpa"
     home = os.path.expanduser("~")
     if os.path.isabs(home) and os.path.isdir(home):  # users of services may have no home
@@ -41,6 +41,6 @@ def _roots() -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user can put files here: their code runs, and their plans are used."""
+    """Whether only this user can write files here: code in them is run, and plans are used."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

@@ -1,4 +1,4 @@
-"""Tracing: turns a Python function and the shapes of its arguments into a flat program with marks (`TracedStep`).
+"""Tracing turns a Python step and the shapes of its arguments into a `TracedStep`: one flat full-batch program.
 
-Also fingerprints of programs. Imports: `arrays`, `errors` and `ir`.
+README.md explains the package.
 """

@@ -1,7 +1,7 @@
-"""Integer arrays that are affine in the position: x[i, j, ...] = offset + s_i i + s_j j + ..., as `jnp.arange` is.
+"""Integer arrays whose elements are affine in their position: x[i, j, ...] = offset + s_i i + s_j j + ...
 
-This module adds, reshapes and compares such arrays. Booleans are integers. `affine_rules` has a rule for each
-operation, `affine_programs` follows the equations of a program.
+`jnp.arange(4)` is `Affine(0, (1,), (4,))`; booleans count as 0 and 1. `affine_rules` has a rule for each primitive,
+`affine_programs` follows the equations of a program.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: The largest constant that is read.
+#: Larger constants are not compared with affine functions.
 _MOST_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """offset + sum over d of strides[d] * i_d, at the position i of an array of `shape`."""
+    """An array of `shape` with the element offset + sum over d of strides[d] * i_d at position i."""
 
     offset: int
     strides: tuple[int, ...]
@@ -34,27 +34,27 @@ class Affine:
 
     @property
     def constant(self) -> int | None:
-        """The one value of all elements, or None."""
+        """The value of all elements if they are equal."""
         low, high = self.bounds
         return low if low == high else None
 
     @property
     def dim(self) -> int | None:
-        """The dimension along which each value is its own position; None for other values."""
+        """The dimension d with x[i] = i_d, as `iota` has; None without one."""
         moving = [d for d, (s, n) in enumerate(zip(self.strides, self.shape, strict=True)) if s and n > 1]
         return moving[0] if len(moving) == 1 and not self.offset and self.strides[moving[0]] == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """One position of one dimension; the array there has that dimension with length 1."""
+    """One position along one dimension. The slice of an array there keeps this dimension, with length 1."""
 
     dim: int
     position: int
 
 
 def fits(found: Affine, dtype: Any) -> bool:
-    """Whether no value overflows the dtype."""
+    """Whether no element overflows the dtype."""
     low, high = found.bounds
     if dtype == np.bool_:
         return low >= 0 and high <= 1
@@ -62,7 +62,7 @@ def fits(found: Affine, dtype: Any) -> bool:
 
 
 def of_value(value: Any, at: At | None) -> Affine | None:
-    """A captured array as an affine function; None if it is not one or cannot be read."""
+    """A captured array as an affine function; None if it is not one, or cannot be read."""
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.extended) or not value.is_fully_addressable:
             return None
@@ -72,7 +72,7 @@ def of_value(value: Any, at: At | None) -> Affine | None:
 
 
 def of_constant(value: np.ndarray, shape: Sequence[int], at: At | None) -> Affine | None:
-    """A constant as an affine function; None if it is not one."""
+    """A constant, broadcast to `shape` and sliced at `at`, as an affine function; None if it is not one."""
     if value.size == 0 or value.size > _MOST_ELEMENTS:
         return None
     value = np.broadcast_to(value, shape)
@@ -85,7 +85,7 @@ def of_constant(value: np.ndarray, shape: Sequence[int], at: At | None) -> Affin
         int(value[(*origin[:d], 1, *origin[d + 1 :])]) - offset if size > 1 else 0 for d, size in enumerate(value.shape)
     )
 
-    # Compared as Python integers would be: a uint64 may be larger than any int64.
+    # The comparison below uses int64, and a uint64 may be larger.
     found = Affine(offset, strides, value.shape)
     low, high = found.bounds
     if value.dtype != np.bool_ and not (np.iinfo(np.int64).min <= low and high <= np.iinfo(np.int64).max):
@@ -104,18 +104,16 @@ def combined(x: Affine, y: Affine, factor: int) -> Affine:
 
 
 def filled(shape: tuple[int, ...], value: int) -> Affine:
-    """The array with this value everywhere."""
     return Affine(value, (0,) * len(shape), shape)
 
 
 def has_same_values(x: Affine, y: Affine) -> bool:
-    """Whether two arrays of one shape are equal; strides of dimensions of length 1 do not count."""
+    """Whether two arrays of one shape are equal."""
     moving = [d for d, size in enumerate(x.shape) if size > 1]
     return x.offset == y.offset and all(x.strides[d] == y.strides[d] for d in moving)
 
 
 def at_place(x: Affine | None, at: At | None) -> Affine | None:
-    """The array at one place."""
     if x is None or at is None:
         return x
     one = [(s, n) if d != at.dim else (0, 1) for d, (s, n) in enumerate(zip(x.strides, x.shape, strict=True))]
@@ -123,7 +121,10 @@ def at_place(x: Affine | None, at: At | None) -> Affine | None:
 
 
 def reshaped(x: Affine, shape: tuple[int, ...]) -> Affine | None:
-    """The array in another shape: groups of neighbouring dimensions become groups of as many elements."""
+    """`x` in another shape of the same size; None if the result is not affine.
+
+    Groups of neighbouring dimensions become groups of the same size: [6] with stride 1 becomes [2 3] with (3, 1).
+    """
     before = [(s, n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1]
     after = [(d, n) for d, n in enumerate(shape) if n > 1]
     strides = [0] * len(shape)
@@ -133,7 +134,7 @@ def reshaped(x: Affine, shape: tuple[int, ...]) -> Affine | None:
         while (p := math.prod(n for _, n in before[i:end])) != (q := math.prod(n for _, n in after[j:stop])):
             end, stop = (end + 1, stop) if p < q else (end, stop + 1)
 
-        # Merged dimensions continue where the next inner one ends.
+        # Dimensions merge only if each stride is the stride times the length of the next inner dimension.
         step = before[end - 1][0]
         if any(s != before[k + 1][0] * before[k + 1][1] for k, (s, _) in enumerate(before[i : end - 1], i)):
             return None

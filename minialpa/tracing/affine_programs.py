@@ -1,7 +1,6 @@
-"""Which variables of a program are integer arrays that are affine in the position.
+"""`AffineProgram.affine` returns an integer variable of a program as an affine function of the position.
 
-`AffineProgram.affine` follows the equations of an array, also into and out of loops, branches and calls. It returns None for
-arrays that are not affine or may overflow.
+It follows the equations back, also into and out of loops, branches and calls.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from minialpa.tracing.affine_rules import RULES
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """The operand of a loop, branch or call for an input inside; if stacked, each iteration reads another slice."""
+    """The operand that an input of a body stands for; if `is_stacked`, each iteration reads another slice of it."""
 
     atom: Atom
     is_stacked: bool = False
@@ -29,14 +28,14 @@ class Outside:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AffineProgram:
-    """The origins of the variables of one jaxpr.
+    """One jaxpr, with the values that its inputs stand for.
 
     Attributes:
         producers: the equation that computes each variable.
         values: captured arrays.
-        around: the program around this one, or None.
-        inputs: the operand for each input, except carries that change.
-        branch: for a branch, the atom around it that chooses, and the number of this branch; else None.
+        around: the program that contains this one, or None.
+        inputs: the operand in `around` for each input; carries that change are absent.
+        branch: for a branch of a `cond`, the operand in `around` that chooses, and the number of this branch.
     """
 
     producers: Mapping[Var, JaxprEqn]
@@ -47,7 +46,7 @@ class AffineProgram:
     _known: dict[tuple[Var, At | None], Affine | None] = field(default_factory=dict)
 
     def affine(self, atom: Atom, at: At | None = None) -> Affine | None:
-        """`atom`, or one place of it, as an affine function of the position; None if it is not one."""
+        """`atom`, or its slice at `at`, as an affine function; None if it is not affine or may overflow."""
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is None or not (jnp.issubdtype(dtype, np.integer) or dtype == np.bool_) or 0 in shape_of(atom):
             return None
@@ -89,7 +88,8 @@ class AffineProgram:
             is_same = x is not None and (x.strides[0] == 0 or x.shape[0] == 1)
             return Affine(x.offset, x.strides[1:], x.shape[1:]) if x is not None and is_same else None
 
-        # The forward pass of a branch leaves its indices to the backward pass of the same branch, and zeros elsewhere.
+        # A `cond` returns zeros for residuals of branches that it does not take. The backward `cond` has the same
+        # chooser, so the residuals that it reads come from the branch of the same number.
         eqn = None if is_literal(outside.atom) else around.producers.get(outside.atom)
         if self.branch is not None and eqn is not None and eqn.primitive.name == "cond":
             index, number = self.branch
@@ -101,7 +101,7 @@ class AffineProgram:
 def inside(
     closed: Any, around: AffineProgram, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> AffineProgram:
-    """The program of a jaxpr, closed or not, with the operands for its inputs; None for an unknown one."""
+    """The `AffineProgram` of a jaxpr, closed or not, in `around`. inputs: the operand of each input, if known."""
     jaxpr = getattr(closed, "jaxpr", closed)
     known = {var: outside for var, outside in zip(jaxpr.invars, inputs, strict=True) if outside is not None}
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -110,7 +110,7 @@ def inside(
 
 
 def inputs_of_scan(eqn: JaxprEqn) -> list[Outside | None]:
-    """The operands for the inputs of a scan's body; None for carries that change."""
+    """The operand for each input of a scan's body; None for carries that change."""
     n_consts, n_carry = scan_counts(eqn)
     jaxpr = eqn.params["jaxpr"].jaxpr
     inputs: list[Outside | None] = [Outside(atom, k >= n_consts + n_carry) for k, atom in enumerate(eqn.invars)]
@@ -137,7 +137,7 @@ def _of_branch(around: AffineProgram, eqn: JaxprEqn, number: int, r: int, at: At
 
 
 def _of_scan(around: AffineProgram, eqn: JaxprEqn, r: int, at: At | None) -> Affine | None:
-    """Result `r` of a scan: an unchanged carry, or slices that are equal in all iterations."""
+    """An unchanged carry, or stacked slices that are equal in all iterations."""
     n_consts, n_carry = scan_counts(eqn)
     inputs = inputs_of_scan(eqn)
     if r < n_carry:

@@ -1,7 +1,7 @@
-"""Rules for arrays that are affine in the position: from the operands of a primitive to its result.
+"""`RULES`: for each primitive, how its result follows from affine operands (`Affine`).
 
-A rule returns None if the result is not affine. A comparison that holds everywhere is a constant, so `jnp`'s
-`where(i < 0, i + n, i)` of positions i is i.
+A rule returns None if the result is not affine. A comparison with the same outcome everywhere is a constant. So
+`where(i < 0, i + n, i)`, which `jnp` writes around indices, is i for positions i.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.ir.equations import Atom, aval_of, shape_of
 from minialpa.tracing.affine import Affine, At, at_place, combined, filled, has_same_values, reshaped
 
-#: From an operand, or one place of it, to its affine function.
+#: An operand, or its slice, as an affine function.
 Read = Callable[[Atom, At | None], Affine | None]
 Rule = Callable[[Read, JaxprEqn, At | None], Affine | None]
 RULES: dict[str, Rule] = {}
@@ -35,7 +35,7 @@ def _shape(eqn: JaxprEqn, at: At | None) -> tuple[int, ...]:
 
 
 def _elementwise(*names: str) -> Callable[[Callable[..., Affine | None]], Callable[..., Affine | None]]:
-    """Register `fun(eqn, *operands)` for elementwise primitives. Scalars arrive in the shape of the others."""
+    """Register `fun(eqn, *operands)` for elementwise primitives; scalar operands are broadcast first."""
 
     def register(fun: Callable[..., Affine | None]) -> Callable[..., Affine | None]:
         @_rule(*names)
@@ -86,7 +86,6 @@ def _product(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine | None:
 
 @_elementwise("max", "min")
 def _extremum(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine | None:
-    """The operand that is the extremum everywhere."""
     low, high = combined(x, y, -1).bounds
     first, second = (x, y) if eqn.primitive.name == "max" else (y, x)
     return first if low >= 0 else second if high <= 0 else None
@@ -94,7 +93,6 @@ def _extremum(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine | None:
 
 @_elementwise("clamp")
 def _clamp(eqn: JaxprEqn, least: Affine, x: Affine, most: Affine) -> Affine | None:
-    """The array itself, if it is within the limits everywhere."""
     return x if combined(x, least, -1).bounds[0] >= 0 and combined(most, x, -1).bounds[0] >= 0 else None
 
 
@@ -110,7 +108,6 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 @_elementwise(*_COMPARISONS)
 def _comparison(eqn: JaxprEqn, x: Affine, y: Affine) -> Affine | None:
-    """True or false, if it is the same everywhere: the difference is constant or has one sign."""
     low, high = combined(x, y, -1).bounds
     holds = {_COMPARISONS[eqn.primitive.name](end, 0) for end in (low, high)}
     is_decided = low == high or low > 0 or high < 0 or (eqn.primitive.name not in ("eq", "ne") and len(holds) == 1)
@@ -125,7 +122,6 @@ def _negation(eqn: JaxprEqn, x: Affine) -> Affine | None:
 
 @_rule("and", "or")
 def _logic(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """One false operand decides "and", and one true operand "or"."""
     if aval_of(eqn.outvars[0]).dtype != np.bool_:
         return None
     found = [read(atom, at if shape_of(atom) else None) for atom in eqn.invars]
@@ -188,12 +184,11 @@ def _slice(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
 
 @_rule("concatenate")
 def _concatenate(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
-    """The operands joined, if each continues the one before it."""
+    """The joined operands, if each continues the one before it."""
     along = eqn.params["dimension"]
     sizes = [shape_of(atom)[along] for atom in eqn.invars]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
 
-    # A place in the joined dimension is in one operand.
     if at is not None and at.dim == along:
         k = max(k for k, start in enumerate(starts) if start <= at.position and sizes[k])
         return read(eqn.invars[k], At(along, at.position - starts[k]))
@@ -213,7 +208,7 @@ def _concatenate(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
 
 
 def _joint_step(parts: Sequence[Affine], along: int) -> int:
-    """The stride of joined arrays: the stride of the first, or the step to the second."""
+    """The stride of the first operand or, if its length is 1, the step to the second operand."""
     first, *more = parts
     return more[0].offset - first.offset if first.shape[along] == 1 and more else first.strides[along]
 
@@ -224,7 +219,7 @@ def _reshape(read: Read, eqn: JaxprEqn, at: At | None) -> Affine | None:
     if x is not None:
         return at_place(reshaped(x, shape_of(eqn.outvars[0])), at)
 
-    # One place of the last dimension, if that stays the last one.
+    # A slice along the last dimension, if the reshape keeps that dimension.
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if at is None or not before or at.dim != len(after) - 1 or before[-1] != after[-1]:
         return None

@@ -1,4 +1,4 @@
-"""Argument leaves of a step as types, and which of their dimensions hold the examples of a batch."""
+"""Checks the argument leaves of a step, and finds their types and batch dimensions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from minialpa.tracing.placements import refuse_argument_in_host
 
 
 def argument_name(path: str) -> str:
-    """The name of the argument that a leaf belongs to: `batch` for `batch['x']`."""
+    """`batch` for `batch['x']`."""
     found = re.match(r"\w+|\[\d+\]", path)
     return found[0] if found else path
 
 
 def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of a leaf; no sharding, which the plan decides.
+    """Shape, dtype and weak type of a leaf, without a sharding, since the plan decides it.
 
-    Raises TraceError, with the leaf's path, unless it is an array of numbers outside host memory.
+    Raises TraceError, with the leaf's path, unless the leaf is an array of numbers with known dimensions in device
+    memory.
     """
     found = leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
@@ -40,8 +41,8 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         raise TraceError(_why_no_array(np.empty((), found.dtype), path))
     if not all(isinstance(n, int | np.integer) and n >= 0 for n in found.shape):
         raise TraceError(
-            f"Argument leaf `{path}` has shape {found.shape} and dtype {found.dtype}. Steps are planned for arrays of "
-            "numbers whose dimensions are known."
+            f"Argument leaf `{path}` has shape {found.shape} and dtype {found.dtype}. All dimensions must be known "
+            "integers >= 0."
         )
 
     refuse_argument_in_host(leaf, path)
@@ -49,7 +50,6 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
 
 
 def _why_no_array(leaf: Any, path: str) -> str:
-    """The message for an argument leaf that jax does not take: what is wrong, and what to pass."""
     otherwise = "other values as whole arguments listed in `static_argnums`"
     if isinstance(leaf, np.ma.MaskedArray):
         wrong, instead = "a masked array, and jax has none", "`x.filled()`, and the mask by itself"
@@ -64,7 +64,7 @@ def _why_no_array(leaf: Any, path: str) -> str:
 
 
 def _why_no_dtype(dtype: np.dtype[Any], otherwise: str) -> tuple[str, str]:
-    """What is wrong with a NumPy array of this dtype, and what to pass."""
+    """What is wrong with this dtype, and what to pass instead."""
     given = f"a NumPy array of {dtype}"
 
     if dtype.names is not None:
@@ -75,10 +75,10 @@ def _why_no_dtype(dtype: np.dtype[Any], otherwise: str) -> tuple[str, str]:
     if dtype.kind in "mM":
         return f"{given}, which are times, and jax has none", "numbers, as `x.astype('int64')` gives them"
     if not dtype.isnative:
-        return f"{given}, whose bytes are in another order than jax has them", f"`x.astype({dtype.name!r})`"
+        return f"{given}, whose byte order is not native, as jax needs it", f"`x.astype({dtype.name!r})`"
     if dtype.kind in "fc":
         narrower = "complex128" if dtype.kind == "c" else "float64"
-        return f"{given}, which is wider than the numbers of jax", f"`x.astype({narrower!r})`"
+        return f"{given}, which is wider than any dtype of jax", f"`x.astype({narrower!r})`"
     return f"{given}, and jax has no such arrays", f"numbers in arrays, and {otherwise}"
 
 
@@ -87,7 +87,8 @@ def find_batch_dims(
 ) -> tuple[tuple[int | None, ...], int | None]:
     """The batch dimension of each leaf, and the number of examples.
 
-    It is dimension 0 of arrays in batch arguments, and None for scalars and raw PRNG keys.
+    Arrays in batch arguments have batch dimension 0. Scalars and raw PRNG keys (uint32[2]) have None. Raises TraceError
+    if the arrays differ in their number of examples, or if it is 0.
     """
     dims: list[int | None] = []
     sizes: dict[str, int] = {}
@@ -102,8 +103,8 @@ def find_batch_dims(
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
         raise TraceError(
-            f"The leading dimensions of the batch differ: {listed}. Check the order of the arguments, or "
-            "name the batch by `batch_argnums`. Values of other shapes go into an argument that is no batch."
+            f"The leading dimensions of the batch differ: {listed}. Check the order of the arguments, or name the "
+            "batch by `batch_argnums`. Pass leaves of other lengths in an argument that is not a batch."
         )
     if 0 in sizes.values():
         raise TraceError(f"The batch has no examples: `{next(iter(sizes))}` has shape {structs[dims.index(0)].shape}.")

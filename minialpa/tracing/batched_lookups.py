@@ -1,12 +1,12 @@
-"""Gather and scatter at the own position, as `x[jnp.arange(b), i]`, with batch dimensions in place of the position.
+"""Gives gathers and scatters that index each example at its position, as `x[jnp.arange(b), i]`, a batch dimension.
 
-A flat program goes in, the same program comes out, bit for bit. Where a component of the index vectors is the position
-along a dimension of the indices, that dimension becomes a batch dimension of operand and indices:
+The rewritten program computes the same, bit for bit. Where a component of the index vectors is proved to be the
+position along a dimension of the indices, this dimension becomes a batch dimension of operand and indices:
 
     gather  [b V w], [b 2] at (0, 1)  ->  gather  [b V w], [b 1] at (1), with b as a batch dimension of both
 
-Rules split batch dimensions, so micro-batches and mesh axes can split the examples. Bodies of loops and branches are
-rewritten, too. An index that pairs examples, such as `arange(b) - 1`, stays.
+Micro-batches and mesh axes split batch dimensions. Bodies of loops and branches are rewritten, too. An index that pairs
+examples, such as `arange(b) - 1`, stays.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mu
 
 
 class _Fields(NamedTuple):
-    """Names of fields of dimension numbers.
+    """Names of fields of jax's dimension numbers.
 
-    single: for the dimensions of the operand that are indexed by one position and in no window.
-    places: for the operand's dimension of each component of the index vectors.
-    taken: for the batch dimensions of the indices.
+    Attributes:
+        single: the operand's dimensions that are indexed by one position and are in no window.
+        places: the operand's dimension for each component of the index vectors.
+        taken: the batch dimensions of the indices.
     """
 
     single: str
@@ -48,13 +49,12 @@ _SCATTER_FIELDS = _Fields("inserted_window_dims", "scatter_dims_to_operand_dims"
 
 
 def with_batched_lookups(flat: Block) -> Block:
-    """The program with batch dimensions in gathers and scatters at the own position."""
+    """The program with batch dimensions in gathers and scatters at the position of the example."""
     program = AffineProgram(producers_of(flat), dict(zip(flat.constvars, flat.consts, strict=True)))
     return flat.with_each_written_as([_rewritten(eqn, program) for eqn in flat.eqns])
 
 
 def _rewritten(eqn: JaxprEqn, program: AffineProgram) -> list[JaxprEqn]:
-    """The equations in place of `eqn`, an equation of `program`."""
     name = eqn.primitive.name
     if name == "gather":
         return _with_batch_dims(eqn, program, _GATHER_FIELDS)
@@ -71,7 +71,6 @@ def _rewritten(eqn: JaxprEqn, program: AffineProgram) -> list[JaxprEqn]:
 
 
 def _bodies(eqn: JaxprEqn, program: AffineProgram) -> dict[str, Any]:
-    """The parameters of control flow that hold programs, rewritten."""
     params = eqn.params
     if eqn.primitive.name == "cond":
         index, *operands = eqn.invars
@@ -81,7 +80,7 @@ def _bodies(eqn: JaxprEqn, program: AffineProgram) -> dict[str, Any]:
     if eqn.primitive.name == "scan":
         return {"jaxpr": _body(params["jaxpr"], program, inputs_of_scan(eqn))}
 
-    # The test and the body have constants of their own; carries that the body passes on are constants, too.
+    # A carry that the body of a `while` returns unchanged is constant in test and body.
     n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
     outside = [Outside(atom) for atom in eqn.invars]
     jaxpr = params["body_jaxpr"].jaxpr
@@ -98,7 +97,7 @@ def _bodies(eqn: JaxprEqn, program: AffineProgram) -> dict[str, Any]:
 def _body(
     closed: Any, around: AffineProgram, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> Any:
-    """A jaxpr with its equations rewritten; the same object without a change. Arguments as in `inside`."""
+    """The jaxpr, rewritten; the same object without a change. Arguments: see `inside`."""
     jaxpr = getattr(closed, "jaxpr", closed)
     program = inside(closed, around, inputs, branch)
     written = [_rewritten(eqn, program) for eqn in jaxpr.eqns]
@@ -113,7 +112,7 @@ def _body(
 
 @dataclass(frozen=True, slots=True)
 class _BatchIndex:
-    """A component of the index vectors, for `operand_dim`, is the position along `index_dim` of the indices."""
+    """A component of the index vectors, for `operand_dim`, that is the position along `index_dim` of the indices."""
 
     component: int
     operand_dim: int
@@ -123,7 +122,7 @@ class _BatchIndex:
 def _batch_components(
     eqn: JaxprEqn, program: AffineProgram, places: Sequence[int], single: Sequence[int], taken: Sequence[int]
 ) -> list[_BatchIndex]:
-    """The components of the index vectors that can become batch dimensions; arguments as in `_Fields`."""
+    """The components that can become batch dimensions. Arguments: see `_Fields`."""
     shape, indices = shape_of(eqn.invars[0]), eqn.invars[1]
     index_shape = shape_of(indices)
     found: list[_BatchIndex] = []
@@ -132,26 +131,25 @@ def _batch_components(
             continue
         x = program.affine(indices, At(len(index_shape) - 1, component))
         index_dim = None if x is None else x.dim
-        if index_dim is None or index_dim in (*taken, *(own.index_dim for own in found)):
+        if index_dim is None or index_dim in (*taken, *(batch_indices.index_dim for batch_indices in found)):
             continue
-        # All positions are then in bounds, under every mode.
+        # With equal lengths, all positions are in bounds, under every mode.
         if index_shape[index_dim] == shape[operand_dim]:
             found.append(_BatchIndex(component, operand_dim, index_dim))
     return found
 
 
 def _with_batch_dims(eqn: JaxprEqn, program: AffineProgram, fields: _Fields) -> list[JaxprEqn]:
-    """A gather or scatter with its own positions as batch dimensions, and the equations of its indices."""
     numbers = eqn.params["dimension_numbers"]
     single, places, taken = (getattr(numbers, name) for name in fields)
-    own = _batch_components(eqn, program, places, single, taken)
-    if not own:
+    batch_indices = _batch_components(eqn, program, places, single, taken)
+    if not batch_indices:
         return [eqn]
 
-    # jax wants the batch dimensions of the operand in order.
+    # jax requires the operand's batch dimensions in order.
     pairs = [
         *zip(numbers.operand_batching_dims, taken, strict=True),
-        *((one.operand_dim, one.index_dim) for one in own),
+        *((one.operand_dim, one.index_dim) for one in batch_indices),
     ]
     operand_dims, index_dims = zip(*sorted(pairs), strict=True)
     changed = {
@@ -160,21 +158,20 @@ def _with_batch_dims(eqn: JaxprEqn, program: AffineProgram, fields: _Fields) -> 
         fields.places: tuple(d for d in places if d not in operand_dims),
         fields.taken: index_dims,
     }
-    return _with_indices(eqn, own, numbers._replace(**changed))
+    return _with_indices(eqn, batch_indices, numbers._replace(**changed))
 
 
-def _with_indices(eqn: JaxprEqn, own: Sequence[_BatchIndex], numbers: Any) -> list[JaxprEqn]:
-    """The equation with these dimension numbers, on indices without the own positions."""
+def _with_indices(eqn: JaxprEqn, batch_indices: Sequence[_BatchIndex], numbers: Any) -> list[JaxprEqn]:
     indices = eqn.invars[1]
     last = len(shape_of(indices)) - 1
-    left = sorted(set(range(shape_of(indices)[last])) - {one.component for one in own})
+    left = sorted(set(range(shape_of(indices)[last])) - {one.component for one in batch_indices})
 
     def components(x: Any) -> Any:
         parts = [lax.slice_in_dim(x, k, k + 1, axis=last) for k in left]
         return jnp.concatenate(parts, last) if parts else lax.slice_in_dim(x, 0, 0, axis=last)
 
     eqns, (shorter,) = equations_for(components, indices)
-    # Sorted pairs (i, j) need not be sorted in j.
+    # Pairs (i, j) may be sorted while the values j are not.
     params = {**eqn.params, "dimension_numbers": numbers, "indices_are_sorted": False}
     changed = eqn.replace(invars=[eqn.invars[0], shorter, *eqn.invars[2:]], params=params)
     return [*(with_source_of(one, eqn) for one in eqns), changed]

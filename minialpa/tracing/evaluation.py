@@ -1,4 +1,4 @@
-"""Runs equations on values or tracers: one equation, one on a shard, or a flat program."""
+"""Runs equations, or a flat program, on values or tracers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from minialpa.ir.block import Block, block_of
 from minialpa.ir.equations import Atom, is_constraint, is_literal, is_weak, sub_jaxprs
-from minialpa.support.private_jax import bind_again
+from minialpa.support.private_jax import rebind
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
     """Bind the equation's primitive on other arguments; new equations keep the source line of the old one."""
-    out = bind_again(eqn, args, eqn.params if params is None else params)
+    out = rebind(eqn, args, eqn.params if params is None else params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """`eval_equation` in the program of one device, where shardings on a mesh of the user have no meaning."""
+    """`eval_equation` in the program of one device: without sharding constraints, and without shardings in `params`."""
     if is_constraint(eqn):
         return list(args)
     return eval_equation(eqn, args, {name: _without_shardings(value) for name, value in params.items()})
 
 
 def _without_shardings(param: Any) -> Any:
-    """A parameter of an equation, without shardings and without the constraints in its programs."""
     match param:
         case jax.sharding.Sharding():
             return None
@@ -42,7 +41,6 @@ def _without_shardings(param: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _without_constraints(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without constraints of shardings; the same object without constraints."""
     if not _constrains(program.jaxpr):
         return program
 
@@ -60,7 +58,7 @@ def _constrains(program: Jaxpr) -> bool:
 def eval_flat(
     flat: Block, args: Sequence[Any], evaluate: Callable[[JaxprEqn, Sequence[Any]], list[Any]] = eval_equation
 ) -> list[Any]:
-    """Run a flat program on values or tracers. evaluate: from an equation and its operands to its results."""
+    """Run a flat program on values or tracers. `evaluate` maps an equation and its operands to its results."""
     env: dict[Var, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, args, strict=True))
 

@@ -1,7 +1,7 @@
-"""Fingerprints of traced programs: whether two programs are equal, and where they first differ.
+"""Fingerprints of traced programs: whether two programs are equal, and the first equation in which they differ.
 
-A program becomes lines of text without names, equal in every process. A `Fingerprint` holds a digest of all lines, and
-for `first_change` digests of the first n/32, 2n/32, ... of the n equations.
+A program becomes lines of text without names, equal in every process. A `Fingerprint` holds a digest of all lines and,
+for `first_change`, digests of the first n/32, 2n/32, ... of the n equations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from minialpa.ir.equations import dtype_name, is_literal, shape_of
 from minialpa.support.private_jax import unusual_settings
 
-#: Number of prefixes with a digest of their own; a change is found within 1/32 of the equations.
+#: A change is located within 1/32 of the equations.
 _N_PREFIXES = 32
 
 
@@ -28,7 +28,7 @@ class Fingerprint:
     """The identity of a traced program in a plan.
 
     Attributes:
-        digest: of primitives, parameters, shapes and dataflow, and of batch dimensions and replaced arguments.
+        digest: of primitives, parameters, shapes, dataflow, batch dimensions and replaced arguments.
         primitives: sorted pairs of a primitive's name and its count.
         prefixes: digests of the inputs and the first equations, for each number of equations in `_ends`.
     """
@@ -47,7 +47,7 @@ class Fingerprint:
 
 
 def fingerprint_of(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any], about: str) -> Fingerprint:
-    """The fingerprint of a program. about: further text in which equal steps agree."""
+    """The fingerprint of a program. about: additional text that is equal for equal steps."""
     lines = _program_lines(inputs, eqns, outputs)
     counts = Counter(eqn.primitive.name for eqn in eqns)
     return Fingerprint(
@@ -60,7 +60,10 @@ def fingerprint_of(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 def first_change(
     old: Fingerprint, inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]
 ) -> range | None:
-    """A range of equations with the first that `old` lacks, or None. Empty if the inputs differ."""
+    """The range of equations that holds the first difference from the program of `old`; None without one.
+
+    The range is empty if the inputs differ.
+    """
     ends = _ends(old.n_equations)
     found = _prefixes(_program_lines(inputs, eqns, outputs), ends)
     for k, (was, now) in enumerate(zip(old.prefixes, found, strict=False)):
@@ -74,7 +77,7 @@ def _ends(n_equations: int) -> tuple[int, ...]:
 
 
 def _prefixes(lines: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
-    """Digests of the inputs and the first equations, for each number in `ends`; a shorter program ends in a mark."""
+    """For each number in `ends`, a digest of the inputs and as many equations; a mark stands for missing equations."""
     digest, prefixes, start = hashlib.sha256(), [], 0
     n_equations = len(lines) - 2
     for end in ends:
@@ -85,7 +88,6 @@ def _prefixes(lines: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
 
 
 def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[str]:
-    """A line of inputs, a line for each equation, and a line of outputs; values are numbered."""
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> str:
@@ -101,7 +103,6 @@ def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 
 
 def _param_text(value: Any) -> str:
-    """Text of an equation's parameter, the same in every process."""
     jaxpr = getattr(value, "jaxpr", value)
     if isinstance(jaxpr, Jaxpr):
         lines = _program_lines((*jaxpr.constvars, *jaxpr.invars), jaxpr.eqns, jaxpr.outvars)
@@ -120,5 +121,5 @@ def _param_text(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | complex | str | np.generic | np.dtype):
         return str(value)
 
-    # Texts of functions, shardings and the like may hold addresses.
+    # The text of a function or sharding may contain an address, which differs between processes.
     return type(value).__name__

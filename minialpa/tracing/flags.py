@@ -1,12 +1,12 @@
-"""Loops whose test computes a flag that they already carry.
+"""`with_flags_as_tests` lets loops over examples test a flag that they carry, and leaves the results unchanged.
 
-A loop over examples may carry a flag for each of them, and compute its test from the other carries:
+A loop over examples may carry a flag for each example, yet compute its test from the other carries:
 
     while any(c(x)):  x, flag = where(flag, n(x), x), flag and c(n(x))        with flag = c(x) before the loop
 
-Then flag = c(x) before each iteration: where it is set, x becomes n(x) and the flag c(n(x)); elsewhere, both stay.
-`with_flags_as_tests` lets the loop test `any(flag)`. This is the same program, and shows that an iteration keeps the
-examples without a set flag. The loops of equinox have this form. Dead carries go, too.
+Then flag = c(x) before each iteration: where flag is set, x becomes n(x) and flag becomes c(n(x)); elsewhere both stay.
+So the loop may test `any(flag)`, which shows that an iteration keeps the examples without a set flag. The loops of
+equinox have this form. Carries without readers are removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from minialpa.tracing.values import ELEMENTWISE, ValueNumbering, producers_of
 
 
 def with_flags_as_tests(flat: Block) -> Block:
-    """The program whose loops, also inner ones, test a flag where they can."""
     if not any(is_control_flow(eqn) for eqn in flat.eqns):
         return flat
 
@@ -59,7 +58,7 @@ def _values_of(flat: Block) -> ValueNumbering:
 
 
 def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """`with_flags_as_tests` of a body or branch; the same object if no loop in it changes."""
+    """The body, rewritten; the same object if no loop in it changes."""
     if not any(is_control_flow(inner) for inner in closed.jaxpr.eqns):
         return closed
     flat = block_of(closed)
@@ -71,7 +70,7 @@ def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FlagLoop:
-    """A `while` whose test is `any` of a condition for each example; `condition` is the equation with this `any`."""
+    """A `while` whose test is `any` of a condition for each example. `condition`: the equation of `test` with `any`."""
 
     eqn: JaxprEqn
     test: Block
@@ -83,12 +82,11 @@ class _FlagLoop:
         return len(self.eqn.outvars)
 
     def carries(self, inputs: Sequence[Atom]) -> list[Atom]:
-        """The carries among the inputs of the test, of the body or of the loop."""
         return list(inputs[len(inputs) - self.n_carries :])
 
 
 def _loop_of(eqn: JaxprEqn) -> _FlagLoop | None:
-    """The loop, if it may carry a flag that its test computes."""
+    """The loop, if it carries an array of booleans of the condition's shape."""
     shapes = {shape_of(var) for var in eqn.outvars if dtype_name(var) == "bool" and shape_of(var)}
     if not shapes or eqn.effects:
         return None
@@ -102,7 +100,7 @@ def _loop_of(eqn: JaxprEqn) -> _FlagLoop | None:
 
 
 def _tested_by_flag(loop: _FlagLoop, values: ValueNumbering, used: set[Atom]) -> JaxprEqn | None:
-    """The loop with a flag as its test and without dead carries; None without such a flag.
+    """The loop with a flag as its test and without dead carries; None if no carry is proved to be the condition.
 
     values: of the program around the loop.
     used: variables of that program with readers.
@@ -116,7 +114,7 @@ def _tested_by_flag(loop: _FlagLoop, values: ValueNumbering, used: set[Atom]) ->
 
 
 def _run_test(loop: _FlagLoop, values: ValueNumbering, carries: Sequence[Atom]) -> int:
-    """The number of the condition for these values of the carries."""
+    """The number of the condition's value for these carries."""
     n_consts = loop.eqn.params["cond_nconsts"]
     numbers = [values.read(atom) for atom in (*loop.eqn.invars[:n_consts], *carries)]
     values.of.update(zip(loop.test.invars, numbers, strict=True))
@@ -125,13 +123,13 @@ def _run_test(loop: _FlagLoop, values: ValueNumbering, carries: Sequence[Atom]) 
 
 
 def _holds_before(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
-    """Whether carry `k` is the condition before the first iteration."""
-    own, initial = values.copy(), loop.carries(loop.eqn.invars)
-    return _run_test(loop, own, initial) == own.read(initial[k])
+    """Whether carry `k` equals the condition before the first iteration."""
+    copied, initial = values.copy(), loop.carries(loop.eqn.invars)
+    return _run_test(loop, copied, initial) == copied.read(initial[k])
 
 
 def _stays(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
-    """Whether carry `k` is the condition after an iteration, if it is before."""
+    """Whether carry `k` equals the condition after an iteration, if it does before."""
     iteration = _Iteration(loop, producers_of(loop.body))
     goes_on = _and_of_flag(iteration, k)
     advanced = _advanced_carries(iteration, k)
@@ -140,24 +138,22 @@ def _stays(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """The body of a loop, where a copy of a value is the value itself; `producers` make its variables."""
+    """The body of a loop; a copy of a value counts as the value itself."""
 
     loop: _FlagLoop
     producers: Mapping[Atom, JaxprEqn]
 
     @property
     def carries(self) -> list[Atom]:
-        """The carries before the iteration; the results of the body are their next values, in order."""
         return self.loop.carries(self.loop.body.invars)
 
     def source(self, atom: Atom) -> Atom:
-        """The original of a copy."""
         while (eqn := self._producer(atom)) is not None and eqn.primitive.name == "copy":
             atom = eqn.invars[0]
         return atom
 
     def made_by(self, primitive: str, atom: Atom) -> JaxprEqn | None:
-        """The equation of this primitive that makes an atom; None for another primitive."""
+        """The equation that computes `atom`, if it has this primitive."""
         eqn = self._producer(self.source(atom))
         return eqn if eqn is not None and eqn.primitive.name == primitive else None
 
@@ -166,7 +162,7 @@ class _Iteration:
 
 
 def _and_of_flag(iteration: _Iteration, k: int) -> Atom | None:
-    """X, if carry `k` goes on as `flag and X`; else None."""
+    """X, if the next value of carry `k` is `flag and X`."""
     flag = iteration.carries[k]
     last = iteration.made_by("and", iteration.loop.body.outvars[k])
     if last is None:
@@ -176,9 +172,9 @@ def _and_of_flag(iteration: _Iteration, k: int) -> Atom | None:
 
 
 def _advanced_carries(iteration: _Iteration, k: int) -> list[Atom] | None:
-    """N for each carry that goes on as `where(flag, N, carry)`, the carry before the iteration for others.
+    """For each carry, N if its next value is `where(flag, N, carry)`, else the carry before the iteration.
 
-    None if a carry that the test reads neither goes on like this nor stays. `flag` is carry `k`.
+    `flag` is carry `k`. None if a carry that the test reads neither has this form nor stays.
     """
     read = _read_by_condition(iteration.loop)
     if read is None:
@@ -197,7 +193,7 @@ def _advanced_carries(iteration: _Iteration, k: int) -> list[Atom] | None:
 
 
 def _chosen_by(iteration: _Iteration, flag: Atom, new: Atom, old: Atom) -> Atom | None:
-    """N, if `new` is `where(flag, N, old)` with a flag for each element; else None."""
+    """N, if `new` is `where(flag, N, old)` with a flag for each element."""
     select = iteration.made_by("select_n", new)
     if select is None or len(select.invars) != 3 or shape_of(new) != shape_of(flag):
         return None
@@ -212,7 +208,7 @@ def _is_test_of(loop: _FlagLoop, values: ValueNumbering, goes_on: Atom, advanced
     constants = loop.eqn.invars[n_consts : len(loop.eqn.invars) - loop.n_carries]
     inside.of.update(zip(loop.body.invars, (inside.read(atom) for atom in constants), strict=False))
 
-    # The carries in the middle of the loop are unknown, so each is a new value.
+    # The carries before the iteration are unknown, so each is a new value.
     for i, carry in enumerate(loop.carries(loop.body.invars)):
         inside.name(carry, ("carry", loop, i))
     inside.run(loop.body)
@@ -221,7 +217,7 @@ def _is_test_of(loop: _FlagLoop, values: ValueNumbering, goes_on: Atom, advanced
 
 
 def _read_by_condition(loop: _FlagLoop) -> list[int] | None:
-    """Numbers of the carries in the condition; None if it mixes the elements of an array."""
+    """Numbers of the carries in the condition; None if it mixes elements of an array."""
     condition = loop.condition.invars[0]
     shape, producers = shape_of(condition), producers_of(loop.test)
     carries = loop.carries(loop.test.invars)
@@ -273,7 +269,7 @@ def _without_dead_carries(loop: _FlagLoop, used: set[Atom]) -> JaxprEqn:
 
 
 def _needed_carries(loop: _FlagLoop, used: set[Atom]) -> list[int]:
-    """Numbers of the carries that the test or later equations read, or that the body needs for one of these."""
+    """Numbers of the carries that later equations or the test read, or that the body needs for these."""
     read = {atom for eqn in loop.test.eqns for atom in operand_vars(eqn)} | set(loop.test.outvars)
     pairs = zip(loop.eqn.outvars, loop.carries(loop.test.invars), strict=True)
     needed = {i for i, (result, tested) in enumerate(pairs) if result in used or tested in read}
@@ -290,5 +286,4 @@ def _needed_carries(loop: _FlagLoop, used: set[Atom]) -> list[int]:
 
 
 def _body_of_carries(loop: _FlagLoop, needed: Sequence[int]) -> Block:
-    """The part of the body that computes the next values of these carries."""
     return replace(loop.body, outvars=tuple(loop.body.outvars[i] for i in needed)).without_dead_operations()

@@ -1,7 +1,7 @@
-"""Flat programs: equations without jit, custom_jvp, custom_vjp, remat or closed_call around them.
+"""`trace_flat` traces a function to a flat program, with jit, custom_jvp, custom_vjp, remat and closed_call inlined.
 
-`trace_flat` traces a function, and `flatten_calls` flattens a jaxpr. A primitive without a rule, such as one of another
-library, is written out: as the equations that jax compiles in its place, also in the bodies of loops and branches.
+A primitive without a rule, such as one of another library, is replaced by the equations that jax compiles for it, also
+in the bodies of loops and branches.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from minialpa.support.private_jax import (
 from minialpa.tracing.placements import refuse_host_memory, refuse_programs_of_devices, without_meshes
 from minialpa.tracing.ragged_products import dense_product
 
-#: Names of the primitives with a rule, which `keep` adds. Others are written out if possible.
+#: Primitives with a rule, which `keep` adds. Others are written out if possible.
 _KEPT: set[str] = set()
 _JITS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("remat2", "checkpoint")
 
-#: Collectives, and their reductions once `vmap` has turned their axis into a dimension.
+#: Collectives over an axis of `vmap`, as reductions over a dimension.
 _OVER_AXES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
     "pmax": lambda x, axes: jnp.max(x, axes),
     "pmin": lambda x, axes: jnp.min(x, axes),
@@ -60,15 +60,15 @@ _OVER_AXES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
 
 
 def keep(primitive: str) -> None:
-    """Let `flatten_calls` keep equations of the primitive of this name."""
+    """Make `flatten_calls` keep equations of this primitive, because it has a rule."""
     _KEPT.add(primitive)
 
 
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any]:
     """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes.
 
-    Copies captured NumPy arrays, which may change later. Raises TraceError if `fun` uses host memory, or is a program
-    for several devices already.
+    Copies captured NumPy arrays, which may change later. Raises TraceError if `fun` uses host memory, or is already a
+    program for several devices.
     """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     refuse_host_memory(closed)
@@ -79,7 +79,7 @@ def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any]:
 
 
 def _own_constants(consts: Sequence[Any]) -> tuple[Any, ...]:
-    """The constants, with copies of NumPy arrays; equal views of the same memory share one copy."""
+    """Copies NumPy arrays; equal views of one memory share a copy."""
     copies: dict[Hashable, Any] = {}
     out = []
     for value in consts:
@@ -95,13 +95,13 @@ def _own_constants(consts: Sequence[Any]) -> tuple[Any, ...]:
 def flatten_calls(
     jaxpr: Jaxpr, consts: Sequence[Any], *, only_jit: bool = False, always_barriers: bool = False
 ) -> Block:
-    """Inline call-like equations, with fresh variables for each of them.
+    """Inline call-like equations, each with fresh variables.
 
-    only_jit: only inline jit and the like: custom derivatives, remat and primitives without a rule stay.
-    always_barriers: put a barrier also before recomputed blocks in scans.
+    only_jit: custom derivatives, remat and primitives without a rule stay.
+    always_barriers: put a barrier before each recomputed block, also in scans, where jax can do without.
 
-    Inlining keeps rematerialisation: the inputs of a recomputed block pass through an `optimization_barrier`, so that
-    XLA does not merge the block with the forward computation.
+    The inputs of a recomputed block pass through an `optimization_barrier`, so that XLA does not merge the block with
+    the forward computation.
     """
     flattener = _Flattener(only_jit, always_barriers)
     env: dict[Var, Atom] = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
@@ -116,19 +116,19 @@ def flatten_calls(
 
 
 def _warn_of_shardings(eqn: JaxprEqn) -> None:
-    """Warn of a `jax.jit` inside the step whose operands or results have shardings. They change no number."""
+    """Shardings of an inner `jax.jit` change no number, so a warning is enough."""
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     if any(isinstance(sharding, Sharding) for sharding in given):
         warnings.warn(
-            f"The shardings of `jax.jit` at {source_line(eqn)}, inside the step, are left out: the planner decides. "
-            "`jax.lax.with_sharding_constraint`, or `AutoShardingOption(fixed_specs=...)`, fixes shardings.",
+            f"The shardings of `jax.jit` at {source_line(eqn)}, inside the step, are left out: the planner decides "
+            "shardings. To fix one, use `jax.lax.with_sharding_constraint` or `AutoShardingOption(fixed_specs=...)`.",
             UserWarning,
             stacklevel=2,
         )
 
 
 def _only_places(eqn: JaxprEqn) -> bool:
-    """Whether an equation only moves arrays to devices or a mesh of the user; the plan decides their places."""
+    """Whether an equation only moves arrays to devices or a mesh of the user."""
     places = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
     return eqn.primitive.name == "reshard" or any(isinstance(place, Sharding | jax.Device) for place in places)
 
@@ -138,7 +138,7 @@ def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
 
 
 class _Flattener:
-    """Collects the operations of a program; the consts of inner closed jaxprs become additional constvars."""
+    """Collects operations; constants of inner jaxprs become additional constvars."""
 
     def __init__(self, only_jit: bool, always_barriers: bool) -> None:
         self.calls = _JITS if only_jit else tuple(CALLS)
@@ -148,24 +148,24 @@ class _Flattener:
         self.consts: list[Any] = []
 
     def run(self, eqns: Iterable[JaxprEqn], env: dict[Var, Atom], scope: str, caller: JaxprEqn | None = None) -> None:
-        """Add equations, whose variables `env` renames.
+        """Add equations, with their variables renamed by `env`.
 
-        caller: the call around them. Its source line replaces a missing line of the user's code.
+        caller: the call that contains them. Equations without a line of the user's code get its source line.
         """
         for eqn in eqns:
-            own = f"{scope}/{name_stack(eqn)}"
+            inner_scope = f"{scope}/{name_stack(eqn)}"
             if caller is not None:
                 eqn = with_some_line(eqn, caller)
             if eqn.primitive.name in self.calls:
-                self._inline(eqn, env, own)
+                self._inline(eqn, env, inner_scope)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
-                self._replace(eqn, env, own, _as_reduction(eqn))
+                self._replace(eqn, env, inner_scope, _as_reduction(eqn))
             elif self.writes_out and (written := written_out(eqn)) is not None:
-                self._replace(eqn, env, own, written)
+                self._replace(eqn, env, inner_scope, written)
             elif _only_places(eqn):
                 env.update((var, _read(env, atom)) for var, atom in zip(eqn.outvars, eqn.invars, strict=True))
             else:
-                self._add(eqn, env, own)
+                self._add(eqn, env, inner_scope)
 
     def _add(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         if self.writes_out and is_control_flow(eqn):
@@ -176,7 +176,6 @@ class _Flattener:
         env.update(zip(eqn.outvars, outvars, strict=True))
 
     def _replace(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str, traced: ClosedJaxpr) -> None:
-        """Add a program in place of an equation, with its source line and scopes."""
         operands = [_read(env, atom) for atom in eqn.invars]
         eqns = [with_source_of(inner, eqn) for inner in traced.jaxpr.eqns]
         results = self._body(traced.jaxpr, traced.consts, operands, scope, eqns)
@@ -214,7 +213,6 @@ class _Flattener:
         return [_read(env, atom) for atom in jaxpr.outvars]
 
     def _barrier(self, operands: list[Atom], scope: str) -> list[Atom]:
-        """Add an `optimization_barrier` on all operands except literals. Returns the operands after it."""
         variables = [atom for atom in operands if not is_literal(atom)]
         if not variables:
             return operands
@@ -226,19 +224,18 @@ class _Flattener:
 
 
 def _as_reduction(eqn: JaxprEqn) -> ClosedJaxpr:
-    """A collective over an axis of `vmap` as a reduction over a dimension."""
     axes, reduce = eqn.params["axes"], _OVER_AXES[eqn.primitive.name]
     structs = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
     return jax.make_jaxpr(lambda *arrays: [reduce(array, axes) for array in arrays])(*structs)
 
 
 def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The program that jax compiles for an equation of a primitive without a rule; None to keep the equation."""
+    """The program that jax compiles for an equation without a rule; None if the equation stays."""
     compiled = _compiled_as(eqn)
     if compiled is None or eqn.effects:
         return None
 
-    # Traced here, on whole arrays and outside of any mesh: parameters may hold shapes, types and shardings.
+    # Traced on whole arrays outside any mesh, since parameters may hold shapes and shardings.
     structs = [
         jax.ShapeDtypeStruct(shape_of(atom), aval_of(atom).dtype, weak_type=is_weak(aval_of(atom)))
         for atom in eqn.invars
@@ -251,14 +248,12 @@ def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _compiled_as(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-    """The function that jax compiles for a primitive without a rule, if any."""
     if eqn.primitive.name == "ragged_dot_general":
         return dense_product
     return None if eqn.primitive.name in _KEPT else compiled_function(eqn.primitive)
 
 
 def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether a primitive of these equations, or of programs inside, is written out or left out."""
     for eqn in eqns:
         if is_call(eqn) or is_control_flow(eqn):
             if any(_is_to_be_written_out(inner.eqns) for inner in sub_jaxprs(eqn)):
@@ -269,7 +264,7 @@ def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
 
 
 def _body_written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A body with its primitives written out; the same object without such primitives."""
+    """The body with its primitives written out; the same object without such primitives."""
     if not _is_to_be_written_out(closed.jaxpr.eqns):
         return closed
     # A pass that unrolls the loop later finds recomputed equations by their barrier.
@@ -279,5 +274,5 @@ def _body_written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def flat_body(jaxpr: Jaxpr, consts: Sequence[Any]) -> Block:
-    """The body of a loop or branch as a flat program without dead operations, as a checkpoint leaves them."""
+    """The body of a loop or branch as a flat program without dead operations, which checkpoints leave."""
     return flatten_calls(jaxpr, consts).without_dead_operations()

@@ -1,13 +1,13 @@
 """Marks that a training step leaves in its trace: gradients, pipeline boundaries, and values per micro-batch.
 
-While a step is traced for planning, `value_and_grad` also
+While `tracing_step` is open, `value_and_grad`
 
 * evaluates the differentiated function equation by equation, each under a name scope with its number, which autodiff
-  carries over to its backward equations;
+gives to the backward equations as well;
 * binds `gradient_p`, an identity, on the gradients.
 
 `mark_pipeline_boundary` binds `boundary_p`, which has no operands, and `per_micro_batch` binds `per_micro_batch_p`, an
-identity. Outside of planning, there are no marks.
+identity.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ define_lowering(per_micro_batch_p, lambda ctx, x, **_: [x])
 
 
 def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent_of: bool) -> list[Any]:
-    # The cotangent belongs to one micro-batch as well, and is weighted as the value was: see `forms`.
+    # The cotangent belongs to the same micro-batch and has the weight of the value, see `inter/microbatch/forms.py`.
     return [per_micro_batch_p.bind(cotangent, number=number, cotangent_of=not cotangent_of)]
 
 
 define_linear(per_micro_batch_p, _per_micro_batch_transpose)
 
-# They number the calls in the traced step; None outside of planning.
+# Counters of the calls in the traced step; None outside `tracing_step`.
 _tracing: ContextVar[Iterator[int] | None] = ContextVar("minialpa_tracing", default=None)
 _per_micro_batch_calls: ContextVar[Iterator[int] | None] = ContextVar("minialpa_per_micro_batch", default=None)
 
 
 @contextmanager
 def tracing_step() -> Iterator[None]:
-    """While open, `grad` and `value_and_grad` leave their marks."""
+    """While open, the public functions of this module leave their marks."""
     gradient_token = _tracing.set(itertools.count())
     micro_batch_token = _per_micro_batch_calls.set(itertools.count())
     try:
@@ -84,22 +84,22 @@ def tracing_step() -> Iterator[None]:
 
 
 def mark_pipeline_boundary() -> None:
-    """End a layer here, for `layer_option="manual"`. Has no effect on the values of a program."""
+    """End a layer here, for `layer_option="manual"`. The values of the program do not change."""
     if _tracing.get() is not None:
         boundary_p.bind()
 
 
 def per_micro_batch(x: Any) -> Any:
-    """`x`, a total over the examples such as a mean, computed for each micro-batch by itself.
+    """Compute `x`, a reduction over the examples such as a mean, for each micro-batch separately.
 
-    A step over micro-batches equals the full-batch step. A model may need a total over the micro-batch instead, as for
+    A step over micro-batches equals the full-batch step. A model may need a reduction over the micro-batch instead, for
     a router's balance loss or batch statistics:
 
         load = minialpa.per_micro_batch(jnp.mean(routed, axis=0))
 
-    Results of the step that depend on it are averaged over the micro-batches, and gradients are gradients of that
-    average. A mean becomes the micro-batch's mean; a sum stays a sum, of fewer examples. x: a pytree of float arrays.
-    Outside `parallelize`, returns `x` itself.
+    A mean becomes the micro-batch's mean; a sum becomes a sum of fewer examples. Results of the step that depend on `x`
+    are averaged over the micro-batches, and gradients are gradients of that average. x: a pytree of float arrays.
+    Outside `parallelize`, returns `x` unchanged.
     """
     calls = _per_micro_batch_calls.get()
     if calls is None:
@@ -110,7 +110,7 @@ def per_micro_batch(x: Any) -> Any:
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad`, marking where gradients end and the update begins.
+    """`jax.value_and_grad`, which also marks where gradients end and the update begins.
 
     Takes all of jax's parameters. Inside `parallelize`, the marked gradients are accumulated over micro-batches.
     """
@@ -130,7 +130,7 @@ def value_and_grad(
 
 
 def _marked(grads: Any, call: int) -> Any:
-    """A pytree of gradients with marks. Gradients of integers stay: their dtype, float0, holds no values."""
+    """Gradients of integers get no mark: their dtype, float0, holds no values."""
     leaves, tree = jax.tree.flatten(grads)
     has_values = [getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves]
     marked = iter(gradient_p.bind(*itertools.compress(leaves, has_values), call=call))
@@ -156,15 +156,13 @@ def grad(
 
 
 def _is_dynamic(leaf: Any) -> bool:
-    """Whether an argument leaf is an array or a number. Python code may branch on booleans, so they are static."""
+    """Python code may branch on booleans, so they are static."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex)) or (
         isinstance(leaf, int) and not isinstance(leaf, bool)
     )
 
 
 def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """`fun`, evaluated equation by equation under name scopes that number them."""
-
     def tagged(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
@@ -185,7 +183,7 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
 
 
 def _eval_tagged(flat: Block, args: Sequence[Any], call: int) -> list[Any]:
-    """Run a program with every equation under the names of its modules and its tag; boundaries are left out."""
+    """Run each equation under the names of its modules and its tag; boundaries only count layers."""
     ops, layer = enumerate(flat.ops), 0
 
     def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""New equations with fresh result variables: the equations of a function, or an old equation on other operands."""
+"""Equations with fresh result variables: of a function, or an old equation on other operands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from minialpa.tracing.flattening import trace_flat
 
 
 class EquationMaker:
-    """Makes equations, and caches their result types and traced functions. Use it under one configuration of jax."""
+    """Caches result types and traced functions. Use one object under one configuration of jax."""
 
     def __init__(self) -> None:
         self._avals: dict[Hashable, Sequence[Any]] = {}
         self._flat: dict[Hashable, Block] = {}
 
     def rebuild(self, eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
-        """The same primitive on other operands, with fresh variables for its results."""
         new_params = dict(eqn.params) if params is None else dict(params)
         operands = tuple(atom.aval for atom in invars)
         try:
@@ -37,7 +36,7 @@ class EquationMaker:
         return new
 
     def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
-        """`equations_for`, cached by `key` and operand types: functions with equal keys must do the same."""
+        """`equations_for`, cached by `key` and operand types. Functions with equal keys must compute the same."""
         kind = key, tuple(atom.aval for atom in operands)
         if kind not in self._flat:
             self._flat[kind] = _flat_of(fun, operands)
@@ -56,7 +55,6 @@ def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> Block:
 
 
 def _on_atoms(flat: Block, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations of a program on these operands, with fresh variables."""
     env: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
 
     def read(atom: Atom) -> Atom:
@@ -71,10 +69,7 @@ def _on_atoms(flat: Block, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], li
 
 
 def unary_equation(fun: Callable[[Any], Any]) -> Callable[[Var], tuple[JaxprEqn, Var]]:
-    """A function from an operand to the equation `fun(operand)` and its result.
-
-    `fun` must be one equation of one array. It is traced once for each type.
-    """
+    """Maps an operand to the equation `fun(operand)` and its result. `fun` must trace to one equation of one array."""
     maker = EquationMaker()
 
     def make(operand: Var) -> tuple[JaxprEqn, Var]:

@@ -1,7 +1,6 @@
-"""The origins of a traced step's equations, from the marks of `gradients.py` and the tags in name scopes.
+"""The origin of each equation of a traced step: its pass (forward, backward or other), forward group and layer.
 
-`without_marks` takes the marks out of a program. `with_origins` finds for each operation its pass, forward, backward or
-neither, and its forward equation.
+`without_marks` removes the marks of `gradients.py` from a program. `with_origins` reads the tags in name scopes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from minialpa.tracing.gradients import boundary_p, gradient_p
 
 @dataclass(frozen=True, slots=True)
 class Unmarked:
-    """A program without its marks; the layer in an origin counts the marked boundaries before the operation."""
+    """A program without marks; the layer of an origin counts the boundaries marked before the operation."""
 
     flat: Block
     gradients: tuple[Var, ...]
@@ -29,7 +28,7 @@ class Unmarked:
 
 
 def without_marks(flat: Block) -> Unmarked:
-    """Take the marks out of a program; readers of a marked gradient read the gradient itself."""
+    """Remove the marks from a program. Readers of a marked gradient read the gradient itself."""
     unmarked: dict[Var, Any] = {}
     ops: list[Op] = []
     gradients: list[Var] = []
@@ -54,10 +53,10 @@ def without_marks(flat: Block) -> Unmarked:
 
 
 def with_origins(flat: Block) -> Block:
-    """The program with the origin of each operation, whose layer so far counts the boundaries before it.
+    """The program with the origin of each operation. `flat` comes from `without_marks`.
 
-    Without tags (plain `jax.grad`, or no gradient) each equation outside the backward pass and the update is its own
-    forward group.
+    Without tags (plain `jax.grad`, or no gradient) each equation outside the backward pass and the update is a forward
+    group by itself.
     """
     groups: dict[tuple[int, int, int] | int, int] = {}
     tags = [read_tag(op.scope) for op in flat.ops]
@@ -86,7 +85,6 @@ def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bo
     in_update = _after_backward(eqns, is_backward)
     readers: dict[Var, list[int]] = defaultdict(list)
 
-    # Backwards: the readers of an equation are decided before it.
     for i in range(len(eqns) - 1, -1, -1):
         reading = [reader for var in eqns[i].outvars for reader in readers[var]]
         if reading and not is_backward[i]:
@@ -97,7 +95,6 @@ def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bo
 
 
 def _after_backward(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bool]:
-    """Which equations depend on the backward pass without being part of it."""
     dependent: set[Var] = set()
     is_after = []
     for eqn, backward in zip(eqns, is_backward, strict=True):

@@ -1,8 +1,8 @@
-"""Places that a step names for its arrays and work: host memory, meshes, and programs for devices.
+"""Refuses host memory, `shard_map`, `pmap` and Explicit axes in a step, and removes the user's meshes from it.
 
-A plan keeps arrays in the memory of devices, has meshes of its own, and decides what each device computes. So host
-memory, `shard_map`, `pmap` and Explicit axes are refused. A mesh with Auto axes, from `jax.set_mesh`,
-`jax.sharding.use_abstract_mesh` or a constraint, changes no value: `without_meshes` keeps it in constraints only.
+A plan keeps arrays in device memory, has its own meshes, and decides what each device computes. A mesh with Auto axes,
+from `jax.set_mesh`, `jax.sharding.use_abstract_mesh` or a constraint, changes no value: `without_meshes` keeps it in
+constraints only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _PLANNER = "The planner decides what each device computes"
 
 
 def _all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a program and of the programs inside."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in sub_jaxprs(eqn):
@@ -37,7 +36,7 @@ def _all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def host_kind(array_or_sharding: Any) -> str | None:
-    """The memory kind of an array, a `jax.ShapeDtypeStruct` or a sharding in host memory; None elsewhere."""
+    """The memory kind of an array, a `jax.ShapeDtypeStruct` or a sharding, if it is in host memory."""
     if isinstance(array_or_sharding, RemoteArray):
         return None  # asking for the sharding of keys on workers would fetch them
     sharding = getattr(array_or_sharding, "sharding", array_or_sharding)
@@ -55,23 +54,22 @@ def refuse_argument_in_host(leaf: Any, path: str) -> None:
 
 
 def refuse_host_memory(closed: ClosedJaxpr) -> None:
-    """Raise TraceError that names the first operation of a traced step with arrays or work on the host."""
+    """Raise TraceError for the first operation with arrays or work on the host."""
     for eqn in _all_equations(closed.jaxpr):
         what = _use_of_host(eqn)
         if what is not None:
             raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} {what}. {_KEPT} Leave it out: results can be moved "
-                "after the step; instead of a checkpoint policy that offloads, use one that saves, such as "
-                "`save_only_these_names`; `Zero3Parallel`, `remat` and more devices save memory, too."
+                f"`{eqn.primitive.name}` at {source_line(eqn)} {what}. {_KEPT} Leave it out: move results after the "
+                "step; instead of a checkpoint policy that offloads, use one that saves, such as "
+                "`save_only_these_names`; `Zero3Parallel`, `remat` and more devices also save memory."
             )
     if any(map(_is_in_host, closed.jaxpr.constvars)):
         raise TraceError(
-            f"The step reads an array in host memory by closure. {_KEPT} Pass it as an argument on devices."
+            f"The step captures an array in host memory. {_KEPT} Pass it as an argument, in device memory."
         )
 
 
 def _use_of_host(eqn: JaxprEqn) -> str | None:
-    """How an equation uses the host, for a message; None if it does not."""
     if compute_place(eqn) == "device_host":
         return "runs on the host by `compute_on`"
     for var in filter(_is_in_host, eqn.outvars):
@@ -92,20 +90,20 @@ def _is_in_host(atom: Atom) -> bool:
 
 
 def refuse_programs_of_devices(jaxpr: Jaxpr) -> None:
-    """Raise TraceError that names the first `shard_map`, `pmap`, mutable array or Explicit axis of a traced step."""
-    # Only these: loops and branches may make mutable arrays for themselves.
+    """Raise TraceError for the first `shard_map`, `pmap`, mutable array or Explicit axis."""
+    # Mutable arrays inside loops and branches are allowed.
     for eqn in jaxpr.eqns:
         if any(is_ref(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
             raise TraceError(
-                f"The step uses a mutable array (a Ref, as `jax.new_ref` makes them){_place(eqn)}. Plans have "
-                "arrays only: pass its value as an argument, `ref[...]`, and return the new value."
+                f"The step uses a mutable array (a Ref, as from `jax.new_ref`){_place(eqn)}. minialpa plans arrays "
+                "only: pass its value `ref[...]` as an argument, and return the new value."
             )
     for eqn in _all_equations(jaxpr):
         if eqn.primitive.name == "shard_map":
             name = "pmap" if "pmap" in str(eqn.params.get("mesh")) else "shard_map"
             raise TraceError(
                 f"`jax.{name}`{_place(eqn)} is a program for the devices of its own mesh. {_PLANNER}: write "
-                "the step for one device, as on whole arrays, with sums and means in the place of `psum` and `pmean`."
+                "the step for one device, on whole arrays, with sums and means instead of `psum` and `pmean`."
             )
         if any(AxisType.Explicit in mesh.axis_types for mesh in _meshes(eqn)):
             raise TraceError(
@@ -124,7 +122,7 @@ def _place(eqn: JaxprEqn) -> str:
 
 
 def without_meshes(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with meshes of the user in its constraints only; the same object if it has no others."""
+    """The program with the user's meshes in constraints only; the same object if it has no others."""
     if not _has_mesh(closed.jaxpr):
         return closed
     with under_mesh(NO_MESH):
@@ -139,8 +137,8 @@ def _has_mesh(jaxpr: Jaxpr) -> bool:
 
 
 def _meshes(eqn: JaxprEqn) -> list[Any]:
-    own = mesh_of(eqn)
-    found = [] if own is None or own.empty else [own]
+    of_eqn = mesh_of(eqn)
+    found = [] if of_eqn is None or of_eqn.empty else [of_eqn]
     return found + [mesh for var in eqn.outvars for mesh in _meshes_of_type(var)]
 
 
@@ -150,7 +148,7 @@ def _meshes_of_type(atom: Atom) -> list[Any]:
 
 
 def _cleaned(program: Any, known: dict[Any, Any]) -> Any:
-    """A jaxpr, closed or not, without meshes. known: cleaned programs, so that equations go on sharing them."""
+    """known: cleaned programs, so that equations keep sharing them."""
     if program not in known:
         is_closed = isinstance(program, ClosedJaxpr)
         known[program] = (
@@ -194,7 +192,7 @@ def _clean_param(eqn: JaxprEqn, value: Any, known: dict[Any, Any]) -> Any:
 
 
 def _clean_value(value: Any) -> Any:
-    """The value of a literal. A NumPy array of jax's own class keeps its first type, so it is copied."""
+    """A NumPy array of jax's own class caches its first type, so it is copied."""
     if isinstance(value, np.ndarray):
         value = value.copy()
         jax.typeof(value)

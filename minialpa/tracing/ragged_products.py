@@ -1,14 +1,14 @@
-"""Ragged products written out: `ragged_dot_general` in, a dense product over all groups out, as XLA compiles it.
+"""`dense_product` writes `ragged_dot_general` as a dense product over all groups, as XLA compiles it by default.
 
-XLA for CPUs has no grouped product, and XLA for GPUs only one under an experimental flag. By default both mask the rows
-of each group, and multiply all rows with the weights of all groups: n times the arithmetic for n groups.
+XLA for CPUs has no grouped product, and XLA for GPUs only under an experimental flag. Both mask the rows of each group,
+and multiply all rows with the weights of all groups: n times the arithmetic for n groups.
 
     starts[g] <= row < ends[g]                                               the rows of group g
-    [m k], [g k n] -> [m n]      sum over g, k of masked [m g k] [g k n]      ragged rows that are kept
-    [m k], [m n] -> [g k n]      masked [g m k], masked [g m n]               ragged rows that are summed over
+    [m k], [g k n] -> [m n]      sum over g, k of masked [m g k] [g k n]      the ragged rows are kept
+    [m k], [m n] -> [g k n]      masked [g m k], masked [g m n]               the ragged rows are summed over
     ragged batches               a plain product
 
-Groups, rows and features may all be split. `ragged_products` finds a mark on the sizes of the groups.
+Groups, rows and features may all be split.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jax.extend.core import JaxprEqn
 from minialpa.ir.equations import shape_of, source_line, sub_jaxprs
 from minialpa.support.private_jax import name_stack
 
-#: The `checkpoint_name` of the sizes of groups.
+#: The `checkpoint_name` of the group sizes.
 _MARK = "minialpa_groups"
-#: The scope of a barrier that keeps kernels apart. Without it, XLA for GPUs masks an array for the forward pass and for
-#: the gradient of the weights in one kernel, and keeps both results in memory.
+#: The scope of a barrier. Without it, one GPU kernel masks an array for the forward pass and for the gradient of the
+#: weights, and both results stay in memory.
 _APART = "minialpa_apart"
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedProduct:
-    """A line of the user's code with a ragged product, and the number of its groups."""
+    """A line of the user's code with a ragged product."""
 
     line: str
     n_groups: int
@@ -51,7 +51,7 @@ def dense_product(
     group_offset: Any = None,
     out_sharding: Any = None,
 ) -> tuple[Any]:
-    """The result of a `ragged_dot_general` with these parameters, by a dense product."""
+    """The result of `ragged_dot_general` with these parameters."""
     del out_sharding  # the plan decides
     if group_offset is not None:
         raise NotImplementedError("jax compiles no `ragged_dot_general` with a `group_offset`.")
@@ -72,7 +72,7 @@ def dense_product(
     elif ragged not in lhs_batch:
         (group,) = numbers.rhs_group_dimensions
         kept = [d for d in range(lhs.ndim) if d not in lhs_sums and d not in lhs_batch]
-        # Beside the dimensions that are summed over, as the product reads them.
+        # Next to the summed dimensions, where the product reads the group dimension.
         at = min(lhs_sums, default=lhs.ndim)
         groups = _rows_of_groups(group_sizes)
         lhs = _masked(lhs, groups, (*lhs_batch, *kept[: kept.index(ragged)]), ragged, at=at)
@@ -85,7 +85,7 @@ def dense_product(
 
 
 def _rows_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first row of each group, and the row after its last."""
+    """The first row of each group, and the end of its rows."""
     sizes = checkpoint_name(sizes, _MARK)
     ends = lax.cumsum(sizes, axis=sizes.ndim - 1)
     return ends - sizes, ends
@@ -94,9 +94,10 @@ def _rows_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _masked(
     x: jax.Array, groups: tuple[jax.Array, jax.Array], outer: Sequence[int], ragged: int, *, at: int
 ) -> jax.Array:
-    """`x` for each group, as a new dimension `at`, with zeros in the rows of all other groups.
+    """`x` for each group, along a new dimension `at`, with zeros in the rows of other groups.
 
-    groups: from `_rows_of_groups`. outer: dimensions of `x` that leading dimensions of `groups` stand for, in order.
+    groups: from `_rows_of_groups`.
+    outer: the dimensions of `x` that the leading dimensions of `groups` stand for, in order.
     """
     starts, ends = groups
     full = (*x.shape[:at], ends.shape[-1], *x.shape[at:])
@@ -116,12 +117,12 @@ def _masked(
 
 
 def only_keeps_apart(barrier: JaxprEqn) -> bool:
-    """Whether a barrier only keeps kernels apart: its readers need not wait for all of its operands."""
+    """Whether readers of a barrier need not wait for all its operands, because it only keeps kernels apart."""
     return _APART in name_stack(barrier)
 
 
 def ragged_products(eqns: Sequence[JaxprEqn]) -> Iterator[RaggedProduct]:
-    """The ragged products that were written out among these equations and inside them; some occur twice."""
+    """The ragged products among these equations and inside them, by their mark; some occur twice."""
     for eqn in eqns:
         if eqn.primitive.name == "name" and eqn.params["name"] == _MARK:
             yield RaggedProduct(source_line(eqn), shape_of(eqn.invars[0])[-1])

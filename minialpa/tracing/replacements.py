@@ -1,7 +1,7 @@
-"""Which argument of a step each result replaces, as a training loop passes a new state to the next call.
+"""Which argument leaf each result leaf replaces when a training loop passes the new state to the next call.
 
 A result that replaces a donated argument takes over its memory (`find_aliases`). A result with the structure of an
-argument, donated or not, has its sharding (`find_layouts`): the next call then needs no transfer.
+argument, donated or not, takes its sharding, so the next call needs no transfer (`find_layouts`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minialpa.support.private_jax import name_stack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepValues:
-    """The arguments and results of a program whose invars are the argument leaves; fields as in `trace_step`."""
+    """Arguments and results of a program. Fields: see `trace_step`."""
 
     flat: Block
     arg_of_leaf: Sequence[int]
@@ -37,7 +37,7 @@ class StepValues:
 def find_aliases(
     values: StepValues, donate: Sequence[int] | Literal["auto"], state_like: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """For each result leaf, the number of the donated argument leaf that it replaces; parameters as in `trace_step`."""
+    """For each result leaf, the number of the donated argument leaf that it replaces. Parameters: see `trace_step`."""
     args = sorted(set(values.arg_of_leaf)) if donate == "auto" else sorted(donate)
     aliases: list[int | None] = [None] * len(values.flat.outvars)
     for arg in args:
@@ -48,7 +48,7 @@ def find_aliases(
         if start is None:
             continue
 
-        # Results of the same shapes need not be new values of an argument that the user has not named.
+        # With "auto", equal shapes are no proof that the results are new values of the argument.
         new_values = values.flat.outvars[start : start + len(leaves)]
         must_update = donate == "auto" and arg not in state_like
         if must_update and not _is_updated(values, [values.flat.invars[i] for i in leaves], new_values):
@@ -58,12 +58,12 @@ def find_aliases(
 
 
 def find_layouts(values: StepValues, aliases: Sequence[int | None]) -> tuple[int | None, ...]:
-    """`aliases`, and for other results an argument with their structure, as gradients or a kept state have."""
+    """`aliases` and, for other results, an argument of their structure, as for gradients or a kept state."""
     layouts = list(aliases)
     aliased = {values.arg_of_leaf[i] for i in aliases if i is not None}
     for arg in sorted(set(values.arg_of_leaf) - aliased):
         leaves = values.leaves_of(arg)
-        # An argument of scalars alone would match any scalars.
+        # An argument of scalars only would match any scalars.
         if values.has_batch(leaves) or not any(shape_of(values.flat.invars[i]) for i in leaves):
             continue
         start = _find_replacement(values.flat, leaves, layouts)
@@ -73,7 +73,7 @@ def find_layouts(values: StepValues, aliases: Sequence[int | None]) -> tuple[int
 
 
 def _find_replacement(flat: Block, leaves: Sequence[int], taken: Sequence[int | None]) -> int | None:
-    """First position of consecutive results that have the shapes and dtypes of `leaves` and are not `taken`."""
+    """First position of consecutive free results with the shapes and dtypes of `leaves`."""
     expected = [_signature(flat.invars[i]) for i in leaves]
     results = [_signature(atom) for atom in flat.outvars]
     for start in range(len(results) - len(leaves) + 1):
@@ -88,10 +88,10 @@ def _signature(atom: Any) -> tuple[Any, ...]:
 
 
 def _is_updated(values: StepValues, inputs: Sequence[Var], outputs: Sequence[Any]) -> bool:
-    """Whether `outputs` are new values of `inputs`, and not, for example, gradients with respect to them.
+    """Whether `outputs` are new values of `inputs` and not, for example, their gradients.
 
-    True if there are gradients, no output is one, and each float input reaches its own replacement without passing
-    one. Gradients are marked, or results of backward passes of `jax.grad`.
+    True if there are gradients, no output is one, and each float input reaches its replacement without passing one.
+    Gradients are marked, or results of backward passes of `jax.grad`.
     """
     marked = set(values.gradients) or _backward_values(values.flat)
     if not marked or any(not is_literal(atom) and atom in marked for atom in outputs):
@@ -105,7 +105,6 @@ def _is_updated(values: StepValues, inputs: Sequence[Var], outputs: Sequence[Any
 
 
 def _backward_values(flat: Block) -> set[Var]:
-    """The results of backward equations, and of loops and branches with a backward pass inside."""
     backward = [op.eqn for op in flat.ops if is_transposed(op.scope) or _has_backward_pass(op.eqn)]
     return {value for eqn in backward for value in eqn.outvars}
 

@@ -1,7 +1,7 @@
-"""Tracing: `trace_step` turns a Python step and the shapes of its arguments into a `TracedStep`.
+"""`trace_step` turns a Python step and the shapes of its arguments into a `TracedStep`, without a device.
 
-Planning works on a `TracedStep`: the full-batch program, the origins of its equations, the batch dimensions of its
-inputs, and the arguments that its results replace. Tracing needs no device.
+A `TracedStep` holds one flat program for the full batch, the origin of each equation, the batch dimension of each
+argument leaf, and the argument leaf that each result replaces. All of planning works on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LeafPart:
-    """An argument or result leaf, by number: its rows (start, stop) of dimension 0, or None for all of it."""
+    """Rows (start, stop) of dimension 0 of the argument or result leaf with this number, or the whole leaf."""
 
     leaf: int
     rows: tuple[int, int] | None
@@ -43,7 +43,7 @@ class LeafPart:
 
 @dataclass(frozen=True, slots=True)
 class NoBatch:
-    """Why no argument is a batch if the user names none; `ambiguous`: there are several candidates."""
+    """The reason why no argument was recognised as a batch; `ambiguous`: several arguments are candidates."""
 
     reason: str
     ambiguous: bool
@@ -54,20 +54,20 @@ class TracedStep:
     """A training step as a flat program on full-batch shapes.
 
     Attributes:
-        flat: the program; its invars are the dynamic argument leaves in order.
+        flat: the program. Its invars are the leaves of the non-static arguments, in order.
         in_paths: names of the argument leaves, such as `state.params['w']`.
         out_paths: names of the result leaves.
         batch_dims: for each invar, the dimension that holds the examples, or None.
-        batch_size: number of examples, or None if no argument is a batch.
+        batch_size: number of examples; None without a batch.
         aliases: for each outvar, the number of the invar that it replaces if that argument is donated, or None.
         layouts: for each outvar, the number of the invar whose sharding it takes, donated or not, or None.
-        gradients: the marked gradients, as variables of the program.
-        n_boundaries: number of pipeline boundaries, by marks and by origins.
+        gradients: the gradients that `value_and_grad` marked, as variables of `flat`.
+        n_boundaries: number of pipeline boundaries.
         out_tree: pytree of the results.
-        in_parts: for each invar, its argument leaf or rows of it; empty if invars are the leaves.
+        in_parts: for each invar, its argument leaf or rows of it; empty if invars are whole leaves.
         out_parts: the same for outvars and result leaves.
         in_tree: pytree of the arguments, as a tuple without the static ones; None if unknown.
-        no_batch: why no batch was found; None if there is one, or if the user has named the batch arguments.
+        no_batch: why no batch was recognised; None if there is one, or if the user named the batch arguments.
     """
 
     flat: Block
@@ -84,15 +84,14 @@ class TracedStep:
     out_parts: tuple[LeafPart, ...] = ()
     in_tree: PyTreeDef | None = None
     no_batch: NoBatch | None = None
-    #: The fingerprint, after its first use.
     _known: list[Fingerprint] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def argument(self, i: int) -> LeafPart:
-        """The argument leaf, or rows of it, of invar `i`."""
+        """The argument leaf, or rows of it, that invar `i` holds."""
         return self.in_parts[i] if self.in_parts else LeafPart(i, None)
 
     def result(self, i: int) -> LeafPart:
-        """The result leaf, or rows of it, of outvar `i`."""
+        """The result leaf, or rows of it, that outvar `i` holds."""
         return self.out_parts[i] if self.out_parts else LeafPart(i, None)
 
     @property
@@ -102,7 +101,7 @@ class TracedStep:
 
     @property
     def examples(self) -> frozenset[Var]:
-        """The argument leaves with a dimension of examples."""
+        """The invars with a batch dimension."""
         leaves = zip(self.flat.invars, self.batch_dims, strict=True)
         return frozenset(v for v, dim in leaves if dim is not None)
 
@@ -116,7 +115,7 @@ class TracedStep:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Equal steps have equal fingerprints, in every process."""
+        """Equal for equal steps, in every process."""
         if not self._known:
             flat = self.flat
             about = f"{self.batch_dims} {self.aliases} {self.layouts}"
@@ -138,13 +137,13 @@ def trace_step(
     """Trace `fun(*leaves)`, a function of flat leaves that returns a pytree.
 
     in_paths: name of each leaf, for messages.
-    is_batch: for each leaf, whether its argument is a batch.
+    is_batch: for each leaf, whether its argument holds examples.
     arg_of_leaf: for each leaf, the number of its argument.
     donate: numbers of donated arguments, or "auto" for arguments that the step updates.
-    state_like: arguments that "auto" donates whenever the step returns a replacement of the same shapes.
+    state_like: numbers of arguments that "auto" donates once results have their shapes and dtypes.
     in_tree: the pytree of the arguments, if known.
 
-    Raises TraceError if an argument leaf is not an array, or if the step's Python code needs the value of one.
+    Raises TraceError if a leaf is not an array, or if the step's Python code needs the value of one.
     """
     types = [leaf_type(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True)]
     batch_dims, batch_size = find_batch_dims(types, in_paths, is_batch)
@@ -164,11 +163,10 @@ def trace_step(
             raise
         raise TraceError(_trace_message(error, in_paths)) from with_users_frames(error)
 
-    # Before dead equations go: the equations that count the own positions may be dead.
+    # Dead operations go last: batched lookups no longer read the equations of the positions.
     program = without_marks(with_flags_as_tests(with_batched_lookups(flat)))
     flat = with_origins(program.flat.without_dead_operations())
 
-    # Which results replace an argument follows from the program itself.
     values = StepValues(flat=flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=program.gradients)
     aliases = find_aliases(values, donate, state_like)
     named_results = jax.tree_util.tree_leaves_with_path(results)
@@ -188,15 +186,14 @@ def trace_step(
 
 
 def _trace_message(error: Exception, in_paths: Sequence[str]) -> str:
-    """jax's message about code that needs the value of a traced array, with the names of arguments and advice."""
     text = re.sub(r"\bleaves\[(\d+)\]", lambda found: f"`{in_paths[int(found[1])]}`", str(error))
     advice = "Make an argument on which the program itself depends static, with `static_argnums`."
     if isinstance(error, jax.errors.TracerBoolConversionError):
         advice = f"Choose with `jnp.where` or `jax.lax.cond`. {advice}"
     elif isinstance(error, jax.errors.TracerArrayConversionError):
-        advice = "Use `jax.numpy` in the place of NumPy."
+        advice = "Use `jax.numpy` instead of NumPy."
     elif isinstance(error, jax.errors.ConcretizationTypeError):
-        advice = f"Return the value and use it outside of the step, or compute with `jax.numpy`. {advice}"
+        advice = f"Return the value and use it outside the step, or compute with `jax.numpy`. {advice}"
     return f"The step's Python code uses the value of a traced argument: {text}\n{advice}"
 
 
@@ -210,13 +207,13 @@ def with_batch(
 ) -> TracedStep:
     """A step that was traced without a batch and with `donate="auto"`, as if traced with `batch` and `donate`.
 
-    batch: the numbers of the arguments that hold examples. Other parameters and errors are as in `trace_step`.
+    batch: numbers of the arguments that hold examples. Other parameters and errors: see `trace_step`.
     """
     types = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in step.flat.invars]
     batch_dims, batch_size = find_batch_dims(types, step.in_paths, [number in batch for number in arg_of_leaf])
     values = StepValues(flat=step.flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=step.gradients)
 
-    # An argument without a replacement leaves the replacements of others as they were.
+    # No result replaces a batch argument. If no alias named one, the aliases of "auto" stay.
     is_new = donate != "auto" or any(i is not None and batch_dims[i] is not None for i in step.aliases)
     aliases = find_aliases(values, donate, state_like) if is_new else step.aliases
     return replace(
@@ -229,7 +226,7 @@ def with_batch(
 
 
 def with_leaves(step: TracedStep, gone_inputs: AbstractSet[Var], results: Sequence[int]) -> TracedStep:
-    """The step without some of its inputs, and with these results, by number.
+    """The step without the inputs `gone_inputs`, and with the results that `results` numbers.
 
     gone_inputs: arguments and constants that no equation reads, and whose memory or sharding no result takes.
     """

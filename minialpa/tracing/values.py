@@ -1,7 +1,7 @@
-"""Value numbering: equal computations of a program have equal numbers.
+"""Value numbering: equal computations of a program get equal numbers.
 
 Two values are equal if they are the same operation on equal values, or constants with the same value everywhere.
-Mathematics and the values of arguments are not used.
+Algebraic laws and the values of arguments are not used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PASSING = (
 )  # fmt: skip
 
 
-#: Primitives of one result whose elements depend on the same elements of operands of its shape, and on scalars.
+#: Primitives of one result, whose elements depend on the same elements of the operands, or on scalars.
 ELEMENTWISE = (
     "abs", "add", "and", "convert_element_type", "copy", "div", "eq", "ge", "gt", "is_finite", "le", "lt", "max", "min",
     "mul", "ne", "neg", "not", "or", "select_n", "sign", "stop_gradient", "sub", "xor",
@@ -37,12 +37,12 @@ ELEMENTWISE = (
 
 @dataclass(slots=True)
 class ValueNumbering:
-    """The values of a program by number: equal numbers are equal values.
+    """The numbers of a program's values.
 
     Attributes:
-        numbers, of: the numbers of computations and of variables.
-        constants: for values that are the same number everywhere, this number.
-        scalars: for values that are the same scalar everywhere, the number of the scalar.
+        numbers, of: by computation and by variable.
+        constants: by number, for arrays that are one integer everywhere.
+        scalars: by number of an array that is a scalar everywhere, the number of the scalar.
     """
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -75,16 +75,16 @@ class ValueNumbering:
         return number
 
     def constant(self, atom: Atom) -> int | None:
-        """The number that an array is everywhere; None if unknown."""
+        """The integer that an array is everywhere; None if unknown."""
         return self.constants.get(self.read(atom))
 
     def are_equal(self, first: Atom, second: Atom) -> bool:
-        """Whether two arrays of one shape and type are known to be equal."""
+        """Whether two arrays of one shape and dtype are known to be equal."""
         constant = self.constant(first)
         return self.read(first) == self.read(second) or (constant is not None and constant == self.constant(second))
 
     def assume(self, atom: Atom, value: bool, producers: Mapping[Atom, JaxprEqn]) -> None:
-        """Note that a boolean array is `value` everywhere, with the consequences for its operands."""
+        """Record that a boolean array is `value` everywhere, with the consequences for its operands."""
         if is_literal(atom):
             return
         self.constants[self.of[atom]] = int(value)
@@ -99,7 +99,7 @@ class ValueNumbering:
                     self.assume(operand, value, producers)
 
     def run(self, part: Block) -> None:
-        """Number the values of a program, whose inputs have numbers."""
+        """Number the values of a program whose inputs have numbers."""
         for var, value in zip(part.constvars, part.consts, strict=True):
             self.name(var, ("constant", ById(value)))
         for eqn in part.eqns:
@@ -111,7 +111,7 @@ class ValueNumbering:
         if same is not None:
             self.of[eqn.outvars[0]] = self.read(same)
         elif (scalar := self._scalar_of(eqn)) is not None:
-            # One computation, whether `vmap` broadcasts before or after it.
+            # Whether `vmap` broadcasts before or after the computation, the number is the same.
             (result,) = eqn.outvars
             self.name(result, ("filled", scalar, shape_of(result)))
             self.scalars[self.of[result]] = scalar
@@ -133,7 +133,7 @@ class ValueNumbering:
         return eqn if eqn.effects else computation
 
     def _scalar_of(self, eqn: JaxprEqn) -> int | None:
-        """The number of the scalar that the only result is everywhere; None if unknown."""
+        """The number of the scalar that the result is everywhere, if known."""
         if not eqn.outvars or not shape_of(eqn.outvars[0]):
             return None
         scalars = [self._scalar(atom) for atom in eqn.invars]
@@ -155,11 +155,10 @@ class ValueNumbering:
         return number if not shape_of(atom) else self.scalars.get(number)
 
     def _constant_result(self, eqn: JaxprEqn) -> int | None:
-        """The number that the only result is everywhere, by constant operands; None if unknown."""
         name, constants = eqn.primitive.name, [self.constant(atom) for atom in eqn.invars]
         is_boolean = len(eqn.outvars) == 1 and dtype_name(eqn.outvars[0]) == "bool"
         if name in _PASSING and len(constants) == 1 and 0 not in shape_of(eqn.invars[0]):
-            return constants[0] if constants[0] in (0, 1) else None  # which every type has
+            return constants[0] if constants[0] in (0, 1) else None  # every dtype has 0 and 1
         if name == "not" and is_boolean and constants[0] is not None:
             return 1 - constants[0]
         if name in ("and", "or") and is_boolean:
@@ -168,7 +167,7 @@ class ValueNumbering:
         return None
 
     def _same_as(self, eqn: JaxprEqn) -> Atom | None:
-        """The operand that equals the only result; None if unknown."""
+        """The operand that equals the result, if known."""
         name, constants = eqn.primitive.name, [self.constant(atom) for atom in eqn.invars]
         if name == "select_n" and constants[0] in (0, 1):
             return eqn.invars[1 + constants[0]]

@@ -1,5 +1,4 @@
-"""A plan compiled by XLA for GPUs, on a machine without one.
+"""A plan, its exported functions and a GPU in; memory, collectives and seconds of the programs that XLA compiles, out.
 
-In: exported functions, their plan, and the GPU as a target. Out: memory, collectives, kernels that run beside these,
-and XLA's estimates of kernels. Imports: `attention`, `cluster`, `hlo`, `plan`, `programs` and `support`.
+No GPU is needed. See README.md. Imports: `attention`, `cluster`, `hlo`, `plan`, `programs` and `support`.
 """

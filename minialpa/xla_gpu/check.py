@@ -1,11 +1,9 @@
-"""A plan beside the programs that XLA for GPUs makes of it: programs and their plan in, a `PlanCheck` out.
+"""Programs and their plan in, a `PlanCheck` out: memory, communication and seconds of each stage, planned and compiled.
 
-A `PlanCheck` has memory, communication and seconds of each stage, by the plan and by the compiled programs. Both sides
-price collectives by the plan's links. They differ in the collectives that the compiler makes, joins and hides.
+Both sides price collectives by the plan's links. They differ in the collectives that the compiler makes, joins and
+hides. Memory of a device:
 
-Memory of a device:
-
-    peak = max over runs of (peak of the function + bytes of live buffers that are none of its arguments)   -> _peak_of
+    peak = max over runs of (peak of the function + bytes of live buffers other than its arguments)
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ def check_programs(
     *,
     cache: Path | None = None,
 ) -> PlanCheck:
-    """Compile the functions of all meshes of a plan for a GPU, and compare.
+    """Compile the functions of all meshes of a plan for a GPU, and compare with the plan.
 
-    programs: of each mesh of the plan, with functions exported for "cuda".
-    cache: a folder for compiled programs, see `compile_for_gpus`.
+    programs: of each mesh, with functions exported for "cuda".
+    cache: a folder for compiled programs.
     """
     requests = [
         [CompileRequest(function, stage.logical_shape, stage.submesh[0], target) for function in program.functions]
@@ -119,7 +117,7 @@ def _compiled_collectives(compiled: Sequence[GpuProgram], times: Counter[int]) -
 
 
 def _peak_of(program: MeshProgram, compiled: Sequence[GpuProgram]) -> tuple[int, str]:
-    """The most memory of a device of a mesh, and the function that runs then."""
+    """Peak bytes of a device of a mesh, and the function that runs then."""
     live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
     peak_bytes, fullest = sum(_buffer_bytes(program, b) for b in live), ""
 

@@ -1,4 +1,4 @@
-"""Functions in, `GpuProgram`s out: XLA for GPUs in separate processes. Equal functions are compiled once."""
+"""Functions in, `GpuProgram`s out: runs XLA for GPUs in separate processes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from minialpa.support.progress import ProgressBar
 from minialpa.xla_gpu.targets import GpuTarget
 from minialpa.xla_gpu.worker import CompileRequest, GpuProgram, receive, send
 
-#: The oldest GPUs for which XLA with CUDA 13 has code: Turing.
+#: Compute capability of Turing, the oldest GPUs of CUDA 13.
 _OLDEST_OF_CUDA_13 = (7, 5)
-#: Functions of 8 layers of width 4,096 take 1 to 3 GB to compile.
+#: A function of 8 layers of width 4,096 takes 1 to 3 GB to compile.
 _MOST_PROCESSES = 4
 
 
 class GpuCompileError(MinialpaError, RuntimeError):
-    """XLA for GPUs is not installed, or does not compile a function."""
+    """XLA for GPUs is not installed, or refuses a function."""
 
 
 def compile_for_gpus(requests: Sequence[CompileRequest], *, cache: Path | None = None) -> list[GpuProgram]:
-    """Compile each function. The programs are in the order of the requests.
+    """Compile each function; equal ones once. The programs are in the order of the requests.
 
-    cache: a folder with compiled programs, which gets the new ones.
+    cache: a folder of compiled programs, which gets the new ones.
 
     Raises GpuCompileError if the wheels of the extra `gpu-compile` are missing, or if XLA refuses a function.
     """
@@ -60,18 +60,18 @@ def _check_installed(target: GpuTarget) -> None:
     has_12, has_13 = (importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (12, 13))
     if not has_12 and not has_13:
         raise GpuCompileError(
-            "XLA for GPUs is not installed. It needs neither a GPU nor CUDA: "
+            "XLA for GPUs is not installed. Install it, which needs neither a GPU nor CUDA: "
             "python -m pip install 'minialpa[gpu-compile]'"
         )
     if has_13 and target.compute_capability < _OLDEST_OF_CUDA_13:
         raise GpuCompileError(
-            f"XLA with CUDA 13 has no code for GPUs as old as {target.name}. That with CUDA 12 has, in an environment "
-            "of its own: python -m pip install 'minialpa[gpu-compile-cuda12]'"
+            f"XLA with CUDA 13 has no code for GPUs as old as {target.name}. Use CUDA 12, in a separate environment: "
+            "python -m pip install 'minialpa[gpu-compile-cuda12]'"
         )
 
 
 def _key(request: CompileRequest) -> str:
-    """Tells programs apart that may differ."""
+    """A hash of all inputs of a compilation."""
     f, target = request.function, request.target
     specs = [str(spec) for spec in (*f.in_specs, *f.out_specs)]
     types = [repr(kind) for kind in (*f.in_types, *f.out_types)]
@@ -97,7 +97,7 @@ def _compiled(missing: dict[str, CompileRequest], flags: Sequence[str]) -> Itera
         finally:
             free.put(process)
 
-    # Long functions first: a long one at the end would run alone.
+    # Long functions first: at the end, one would run alone.
     keys = sorted(missing, key=lambda key: -len(missing[key].function.code))
     pool = ThreadPoolExecutor(len(processes))
     try:
@@ -115,11 +115,9 @@ def _compiled(missing: dict[str, CompileRequest], flags: Sequence[str]) -> Itera
 
 
 class _Process:
-    """A process that compiles."""
-
     def __init__(self, flags: Sequence[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-        # Only the plugin's compiler is needed: without `JAX_PLATFORMS`, jax looks for GPUs.
+        # By default, jax looks for GPUs.
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TF_CPP_MIN_LOG_LEVEL": "2"}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
         self._process = subprocess.Popen(
@@ -139,17 +137,19 @@ class _Process:
         except (EOFError, OSError) as error:
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace")[-2000:]
-            raise GpuCompileError(f"XLA broke off while it compiled `{request.function.name}`: {last}") from error
+            raise GpuCompileError(
+                f"The process of XLA ended while it compiled `{request.function.name}`: {last}"
+            ) from error
         if isinstance(answer, str):
             raise GpuCompileError(f"XLA for GPUs does not compile `{request.function.name}`: {answer}")
         return GpuProgram(**answer)
 
     def kill(self) -> None:
-        """End the process. A thread that waits for an answer gets an error."""
+        """A thread that waits for an answer gets an error."""
         self._process.kill()
 
     def close(self) -> None:
-        """Close the streams of a killed process, after the last thread has stopped waiting for it."""
+        """Close the streams, after the last thread has stopped waiting."""
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
@@ -161,7 +161,7 @@ class _Process:
 
 
 def _cached(folder: Path | None, key: str) -> GpuProgram | None:
-    """The program of a key in a folder; None if its file is missing or incomplete."""
+    """None if the file is missing or incomplete."""
     if folder is None:
         return None
     try:

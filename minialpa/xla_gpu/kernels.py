@@ -1,15 +1,15 @@
-"""Seconds of one kernel of a compiled program: an instruction of the program in, seconds out.
+"""An instruction of a compiled program in, the seconds of its kernel out.
 
-XLA writes estimates into a program: for products from tables that were measured on H100s, for all other kernels by a
-model of their operations and bytes. Some of them cannot be right:
+XLA writes estimates into a program: of products from tables that were measured on H100s, of other kernels from a model
+of operations and bytes. Some cannot be right:
 
-    products on GPUs without tables   8 to 16 times too long: the model does not know tensor cores
+    products on GPUs without tables   8 to 16 times too long: the model has no tensor cores
     products missing in the tables    up to 40 times too long: lengths that are no power of two, sums in parts
     sums along outer dimensions       up to 27 times the time of their bytes
     softmaxes in Triton               almost 0
     convolutions of cuDNN             no estimate
 
-For these, the planner's formula for products counts, or the time in which the memory moves the bytes.
+These have the seconds of the planner's formula for products, or of moving their bytes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from minialpa.hlo.analysis import flops_of
 from minialpa.hlo.text import Computation, Instruction, Module, array_sizes
 
 _COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
-#: Names of estimates: from tables, and by XLA's model of a roofline.
+#: Names of estimates: from tables, and by XLA's roofline model.
 _TABLE, _MODEL = "sol", ""
-#: Above this multiple of the formula, the table does not have such a product: otherwise both agree within a factor of
-#: two (`python -m benchmarks.gpu_products`).
+#: Above this multiple of the formula, the table lacks the product. Otherwise both agree within a factor of two
+#: (`python -m benchmarks.gpu_products`).
 _MOST_OF_PRODUCT = 3.0
-#: Longest time of a kernel without products, as a multiple of the time of its bytes: its loads use a quarter of each
-#: sector of memory.
+#: Longest time of a kernel without products over the time of its bytes: loads use a quarter of each memory sector.
 _MOST_OF_BYTES = 4.0
-#: Names of dtypes, and the rate of products of float32 in the precision that jax uses by default.
+#: Rates of products by dtype; float32 in jax's default precision.
 _RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "float64"} | {
     "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"
 }  # fmt: skip
@@ -40,7 +39,7 @@ _RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix products and convolutions of a kernel, and the name of the rate at which a device computes them."""
+    """The matrix products and convolutions of a kernel; `rate` names the device's rate for them."""
 
     flops: float
     rate: str
@@ -48,7 +47,7 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """Prices of the kernels of a program. Without a device, all estimates count."""
+    """Prices of the kernels of a program. Without a device, XLA's estimates count."""
 
     module: Module
     device: DeviceSpec | None
@@ -70,12 +69,11 @@ class Kernels:
         formula_s = device.product_s(product.flops, n_bytes, product.rate) + device.launch_s
         if not 0 < estimates.get(_TABLE, 0.0) <= _MOST_OF_PRODUCT * formula_s:
             return formula_s
-        # The table has almost 0 for tiny products. It has times of single products: under a power limit, many in a row
+        # The table has almost 0 for tiny products. Its times are of single products: under a power limit, many in a row
         # take longer.
         return max(estimate_s / (1.0 if device.kernels is None else device.kernels.sustained), device.launch_s)
 
     def product(self, instruction: Instruction, around: Computation) -> Product | None:
-        """The products inside a kernel, if it has any."""
         shapes = self._shapes(around.name)
         if flops := flops_of(instruction, shapes):
             dtype = shapes[instruction.operands[0]].partition("[")[0]
@@ -90,7 +88,7 @@ class Kernels:
         return Product(sum(one.flops for one in inside), inside[0].rate) if inside else None
 
     def _bytes(self, instruction: Instruction, around: Computation) -> float:
-        """Bytes of the operands and results: an upper bound, since a kernel may read slices of its operands."""
+        """Bytes of operands and results: an upper bound, since a kernel may read slices."""
         shapes = self._shapes(around.name)
         texts = (instruction.shape, *(shapes[name] for name in instruction.operands if name in shapes))
         return sum(n_bytes for text in texts for _, n_bytes in array_sizes(text))

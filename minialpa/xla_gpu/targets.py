@@ -1,7 +1,6 @@
-"""GPUs as XLA's compiler sees them: a name or a file in, a `GpuTarget` out, and the text by which XLA takes it.
+"""The name or file of a GPU in, a `GpuTarget` out, with the text that XLA's compiler reads.
 
-The figures are from openxla/xla's specifications (xla/backends/gpu/target_config/specs/*.txtpb, commits 4336d12 and
-300ec95), which have them from the driver.
+The figures are from openxla/xla (xla/backends/gpu/target_config/specs/*.txtpb, commits 4336d12 and 300ec95).
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ class GpuTarget:
     """One kind of GPU.
 
     Attributes:
-        name: as the driver calls it.
+        name: the driver's name.
         compute_capability: (major, minor) of CUDA.
         n_cores: streaming multiprocessors.
-        n_fpus_per_core: units for 32-bit floating point in each of them.
+        n_fpus_per_core: units for 32-bit floating point in a streaming multiprocessor.
         clock_ghz: highest clock rate of the cores.
-        memory_bytes: memory of the device.
         memory_bandwidth: bytes per second.
-        l2_bytes: second-level cache.
-        shared_bytes_per_core: shared memory of a core.
-        shared_bytes_per_block: shared memory that one block can ask for.
+        shared_bytes_per_block: most shared memory that a block can request.
         cudnn: (major, minor) of cuDNN on the target. Compiling does not need it.
     """
 
@@ -49,8 +45,8 @@ class GpuTarget:
     def flags(self) -> tuple[str, ...]:
         """XLA's flags for the target, besides the options with which a plan compiles its functions.
 
-        Tuning is off, since it needs a GPU. The compiler writes its estimate for each kernel into the program. It has
-        tables of measured kernels from Hopper on; without tables, its scheduler guesses the overlap.
+        Tuning is off, since it needs a GPU. The program gets XLA's estimate for each kernel. From Hopper on, the
+        scheduler has tables of measured kernels; without tables, it guesses the overlap.
         """
         has_tables = self.compute_capability >= (9, 0)
         return (
@@ -61,7 +57,7 @@ class GpuTarget:
 
     @property
     def text(self) -> str:
-        """The target as text of XLA's `GpuTargetConfigProto`. All targets have CUDA's limits of blocks."""
+        """The target as text of XLA's `GpuTargetConfigProto`, with CUDA's limits of blocks."""
         major, minor = self.compute_capability
         # From Hopper on, XLA compiles for the features of exactly this generation.
         features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
@@ -148,7 +144,7 @@ TARGETS: dict[str, GpuTarget] = {
 
 
 def target_of(name: str) -> GpuTarget:
-    """The target of this name (a key of `TARGETS`), or the one in the JSON file of this name.
+    """The target of this name (a key of `TARGETS`), or in the JSON file of this name.
 
     Raises VerifyError if there is neither, or if the file has other fields than `GpuTarget`.
     """

@@ -1,15 +1,14 @@
-"""Seconds of a compiled program on a GPU by XLA's estimates (kernels.py), and how much communication it hides.
+"""The text of a compiled program in; out, its seconds on a GPU by XLA's estimates, and how much communication it hides.
 
-The text of a program lists its kernels in the order in which they start. Kernels run one after the other. Collectives
-run beside them, from `-start` to `-done`, one after the other:
+Kernels run one after the other, in the order of the text. Collectives run beside them, from `-start` to `-done`, one
+after the other:
 
     begins(c)  = max(now at its start, end of the collective before)
-    exposed(c) = max(0, begins(c) + seconds(c) - now at its done)                        -> _Clock
+    exposed(c) = max(0, begins(c) + seconds(c) - now at its done)
 
-Example: an all-gather of 3 ms that starts before two kernels of 1 ms, and ends after them, is exposed for 1 ms.
+An all-gather of 3 ms that starts before two kernels of 1 ms, and ends after them, is exposed for 1 ms.
 
-An attention with a cuDNN kernel has the price of that kernel. A machine without cuDNN compiles a plain program for it;
-a machine with cuDNN compiles both, and chooses at run time.                             -> _attention_flops
+An attention by cuDNN has the price of its kernel, whether or not the machine that compiled the program has cuDNN.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from minialpa.hlo.text import Computation, Instruction, parse_module
 from minialpa.xla_gpu.kernels import Kernels
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-#: In the names of operations in the gradient of an attention in plain jax.
+#: In the names of operations in the gradient of an attention.
 _GRADIENT_SCOPE = "jit(differentiate)"
-#: The call of cuDNN's kernel, and its rate: all kernels are for 16 bits.
+#: The call of cuDNN's kernel, and its rate: all are for 16 bits.
 _KERNEL_CALL, _KERNEL_RATE = "__cudnn$fmha", "float16"
 
 
@@ -36,7 +35,6 @@ class ExposedCollective:
     """One collective of a program.
 
     Attributes:
-        collective: the collective.
         seconds: of one run.
         exposed_s: seconds of one run in which no kernel runs beside it.
         has_work: whether any kernel runs beside it.
@@ -60,7 +58,7 @@ class DeviceTimeline:
     Attributes:
         kernels_s: seconds of all kernels.
         total_s: seconds of all kernels and of the exposed parts of collectives.
-        exposed: the collectives, in the order of their ends.
+        exposed: all collectives, in the order of their ends.
     """
 
     kernels_s: float
@@ -69,7 +67,7 @@ class DeviceTimeline:
 
     @property
     def exposed_bytes(self) -> float:
-        """Bytes of collectives that no kernel runs beside; parts of collectives count by their seconds."""
+        """Bytes of collectives, in proportion to their exposed seconds."""
         return sum(a.n_bytes * a.exposed_s / a.seconds for a in self.exposed if a.seconds)
 
     @property
@@ -82,8 +80,8 @@ def timeline(
 ) -> DeviceTimeline:
     """The timeline of the program that XLA printed as `text`.
 
-    seconds_of: seconds of one collective. XLA's estimates begin with 0.1 ms, and some kinds lack one.
-    device: the GPU, by which estimates are corrected, if it is given.
+    seconds_of: seconds of one run of a collective. XLA's estimates are at least 0.1 ms, and are missing for some kinds.
+    device: the GPU by which XLA's estimates of kernels are corrected.
     """
     module = parse_module(text)
     exposed: list[ExposedCollective] = []
@@ -96,10 +94,10 @@ class _Clock:
     """Times of a computation since its start.
 
     Attributes:
-        now: end of the last kernel so far.
+        now: end of the last kernel.
         kernels_s: seconds of kernels so far.
-        links_free: end of the last collective so far.
-        started: for each collective under way, by name: its end, and the kernel seconds at its start.
+        links_free: end of the last collective.
+        started: for each running collective, its end, and `kernels_s` at its start.
     """
 
     now: float = 0.0
@@ -124,8 +122,6 @@ class _Clock:
 
 
 class _ModuleWalk:
-    """Walks the computations of a module."""
-
     def __init__(
         self, kernels: Kernels, seconds_of: Callable[[HloCollective], float], exposed: list[ExposedCollective]
     ) -> None:
@@ -133,7 +129,7 @@ class _ModuleWalk:
         self._seconds_of, self._exposed = seconds_of, exposed
 
     def run(self, name: str, times: int, *, in_loop: bool = False) -> tuple[float, float]:
-        """Seconds of kernels, and of all, in one run of a computation that runs `times` times."""
+        """Seconds of kernels, and of all, in one of `times` runs of a computation."""
         computation, clock = self._module.computations[name], _Clock()
         pending: dict[str, HloCollective] = {}
         for instruction in computation.instructions:
@@ -155,7 +151,7 @@ class _ModuleWalk:
         self._exposed.append(ExposedCollective(one, seconds, *clock.wait(name, seconds)))
 
     def _one(self, instruction: Instruction, around: Computation, times: int, in_loop: bool) -> tuple[float, float]:
-        """Seconds of kernels, and of all, of an instruction that is no collective."""
+        """Seconds of kernels, and of all, of an instruction."""
         device = self._kernels.device
         if device is not None and KERNEL_SCOPE in _op_name(instruction):
             flops = self._attention_flops(instruction, around, in_loop)
@@ -177,7 +173,7 @@ class _ModuleWalk:
         return seconds, seconds
 
     def _attention_flops(self, instruction: Instruction, around: Computation, in_loop: bool) -> float:
-        """Floating point operations of the products of an attention, by one of its alternative programs."""
+        """Floating point operations of the products of an attention, by one of its programs."""
         if instruction.opcode == "while":
             n_trips = instruction.n_trips
             return n_trips * sum(self._flops_inside(name, in_loop=True) for name in instruction.called("body"))
@@ -211,7 +207,7 @@ def _branches(instruction: Instruction) -> tuple[str, ...]:
 def _branch(instruction: Instruction, each: Sequence[tuple[float, float]], in_loop: bool) -> tuple[float, float]:
     """Seconds of a conditional: of its longest branch, since the text does not name the branch that runs.
 
-    In a loop, iterations take different branches, so the mean counts: a causal mask leaves half of the pairs of
+    In a loop, the mean counts, since iterations take different branches: a causal mask hides half of the pairs of
     blocks. In the gradient of an attention the shortest counts: it rarely recomputes its first pass.
     """
     if in_loop:

@@ -1,7 +1,6 @@
-"""A process that compiles for GPUs: requests on its standard input, answers on its standard output, in turns.
+"""A process that compiles for GPUs: requests on standard input, programs or errors on standard output, in turns.
 
-XLA reads its flags once in a process, and the flags for GPUs differ from those of `compile.py`'s process. Compiling
-needs neither a GPU nor a driver nor CUDA.
+XLA reads its flags once in a process, and GPUs need other flags than the process of `compile.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from minialpa.xla_gpu.targets import GpuTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProgram:
-    """A compiled function.
+    """A compiled function. All bytes are of one device.
 
     Attributes:
-        argument_bytes: of the arguments, on each device.
-        output_bytes: of the results.
-        temporary_bytes: of all else, in XLA's assignment of buffers.
-        alias_bytes: of results in the place of donated arguments.
+        temporary_bytes: of all buffers that are neither arguments nor results.
+        alias_bytes: of results in the memory of donated arguments.
         text: the scheduled program, with XLA's estimate for each kernel.
     """
 
@@ -38,7 +35,7 @@ class GpuProgram:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of a device while the function runs, by XLA's `memory_analysis`."""
+        """By XLA's `memory_analysis`."""
         return self.argument_bytes + self.output_bytes + self.temporary_bytes - self.alias_bytes
 
 
@@ -48,9 +45,8 @@ class CompileRequest:
 
     Attributes:
         function: exported for "cuda".
-        mesh_shape: the logical mesh that it runs on.
+        mesh_shape: the logical mesh on which it runs.
         n_hosts: hosts of this mesh, with equally many GPUs.
-        target: the GPU.
     """
 
     function: MeshFunction
@@ -60,7 +56,6 @@ class CompileRequest:
 
 
 def compiled(request: CompileRequest) -> GpuProgram:
-    """Compile the function. Raises the errors of jax and XLA."""
     # Imported here: `compile.py` needs `CompileRequest` without the compiler.
     import math
 
@@ -118,7 +113,7 @@ def receive(stream: IO[bytes]) -> Any:
 
 
 def main() -> None:
-    # Output of libraries must not come between the answers.
+    # Output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:

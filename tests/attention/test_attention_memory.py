@@ -1,4 +1,4 @@
-"""What the memory model says that programs with attention need, against what the compiler says."""
+"""Predicted memory of programs with attention, against the compiler's count."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_scratch_is_that_of_the_compiled_programs_within_a_factor_of_two(fun: Ca
     arguments = _arguments(1024, dtype)
     stats = jax.jit(fun).lower(*arguments).compile().memory_analysis()
     assert stats is not None
-    # The kernels of CPUs are fused as those of GPUs, which keep less; tests/xla_gpu compares with GPUs.
+    # The model fuses CPU kernels as XLA fuses GPU kernels, which keep less; tests/xla_gpu compares with GPUs.
     assert stats.temp_size_in_bytes / 2 <= temporary_bytes(fun, arguments, XLA_CPU) <= 2 * stats.temp_size_in_bytes
 
 
 def test_memory_is_linear_in_the_length() -> None:
-    """From 8k positions to 64k: not more than 8 times the bytes. All scores would take 64 times as many."""
+    """From 8k positions to 64k: at most 8 times the bytes. All scores would take 64 times the bytes."""
     few, many = (temporary_bytes(_gradients(causal(32)), _arguments(n, jnp.bfloat16), XLA_CPU) for n in (8192, 65536))
     assert many <= 8 * few

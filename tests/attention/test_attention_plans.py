@@ -15,7 +15,7 @@ from tests.compiled_text import planned_bytes
 
 
 def test_attention_of_a_bfloat16_model_is_computed_in_bfloat16() -> None:
-    """Rotary embeddings are in float32, and what they make is rounded before it is multiplied."""
+    """Rotary embeddings are float32, and their results are rounded before the product."""
     case = minialpa.models.build("llama", n_layers=1, n_heads=8, n_kv_heads=2, dtype=jnp.bfloat16, hidden=32)
     step = recognise(traced_step(case.train_step(minialpa.value_and_grad), *shapes_of(case)), everywhere=True)
     found = [eqn for eqn in step.flat.eqns if is_contraction(eqn) and "attention" in eqn.primitive.name]
@@ -27,7 +27,7 @@ def test_attention_of_a_bfloat16_model_is_computed_in_bfloat16() -> None:
 
 
 def test_collectives_are_counted_beside_the_loops_of_attention() -> None:
-    """Attention on several blocks of keys compiles to loops, and what it gathers is outside of them, as planned."""
+    """Attention on several blocks of keys compiles to loops, and its gathers are outside of the loops, as planned."""
     arguments = two_layers_arguments(b=1, s=2048)
     step = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((8,))))
     executable = step.get_executable(*arguments)

@@ -1,4 +1,4 @@
-"""Attention block by block is what a user writes with all scores at once, in memory that grows with the lengths."""
+"""Attention block by block equals attention with all scores at once, in memory that grows linearly with the lengths."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_gradient_whose_terms_differ_by_more_than_the_largest_number() -> None
 
 
 def test_sums_of_16_bits_are_in_32() -> None:
-    """All that is lost is the rounding of results, and of `out` in the gradient."""
+    """Only the results, and `out` in the gradient, are rounded."""
     kind = AttentionKind(scale=0.5, right=0, masked_score=-1e9)
     case = make_case(
         np.random.default_rng(0), kind, sizes=_sizes(t=40, s=40), dtypes=(jnp.bfloat16, np.float32, jnp.float16)
@@ -133,7 +133,7 @@ def test_sums_of_16_bits_are_in_32() -> None:
 
 
 def _rounded_apart(x: Any, expected: Any) -> Any:
-    """By how much results differ from the expected ones beyond one rounding."""
+    """The difference between results and expected results, beyond one rounding."""
     x, expected = np.asarray(x, np.float64), np.asarray(expected, np.float64)
     bound = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected) + 1e-6
     return np.maximum(np.abs(x - expected) - bound, 0)
@@ -159,7 +159,7 @@ def test_lengths(sizes: Any) -> None:
 
 
 def test_blocks_that_no_query_sees_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 6 x 6 blocks, those on the diagonal and the two before, which a window of 5 positions back reaches."""
+    """Of 6 x 6 blocks, the diagonal and the two before it, which a window of 5 positions back reaches."""
     computed = []
     compute = blockwise._add_scores
 
@@ -184,7 +184,7 @@ def _compiled(t: int, kind: AttentionKind) -> Any:
 
     def run(operands: Any) -> Any:
         out, logsumexp = attention_p.bind(*operands, kind=kind)
-        params = {"kind": kind, "dtypes": ("float32",) * 3, "wants_bias": ()}
+        params = {"kind": kind, "dtypes": ("float32",) * 3, "with_bias_gradient": ()}
         return attention_gradient_p.bind(*operands[:3], out, logsumexp, out, *operands[3:], **params)
 
     return jax.jit(run).lower(operands).compile()

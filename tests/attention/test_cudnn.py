@@ -1,4 +1,4 @@
-"""On GPUs, cuDNN computes what it computes alike, and nothing else. Where no GPU is, a plain program replaces it."""
+"""On GPUs, cuDNN computes the attentions on which it agrees with the plain program, which runs without a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _lowered(case: Case) -> str:
             *operands[3:],
             kind=case.kind,
             dtypes=dtypes,
-            wants_bias=(True,) * case.kind.n_biases,
+            with_bias_gradient=(True,) * case.kind.n_biases,
         )
 
     return jax.jit(run).trace(case.operands, case.out_bar).lower(lowering_platforms=("cuda",)).as_text()
@@ -110,7 +110,7 @@ def test_parameters_of_other_versions_of_jax_are_not_used_or_nothing_is_called()
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of cuDNN, what it computes by its documentation; all arrays are doubled, to be recognised."""
+    """Replaces cuDNN by its documented formulas, with all arrays doubled so that tests can detect it."""
 
     def kind_of(known: CudnnAttention) -> AttentionKind:
         left = None if known.window is None else known.window - 1
@@ -139,7 +139,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
             *arrays[3:],
             kind=kind,
             dtypes=(out.dtype.name,) * 3,
-            wants_bias=(),
+            with_bias_gradient=(),
         )
         return [(x * 2).reshape(y.shape) for x, y in zip(bars, given, strict=True)]
 
@@ -148,11 +148,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check(case: Case, by_cudnn: bool) -> None:
-    """Results are those of the plain program, doubled if cuDNN computed them."""
+    """Results are equal to the plain program's, doubled if cuDNN computed them."""
     factor = 2.0 if by_cudnn else 1.0
     out, logsumexp = blockwise.attend(*case.operands, kind=case.kind)
     arrays = (*case.operands[:3], out, logsumexp, case.out_bar, *case.operands[3:])
-    params: Any = {"kind": case.kind, "dtypes": ("bfloat16",) * 3, "wants_bias": ()}
+    params: Any = {"kind": case.kind, "dtypes": ("bfloat16",) * 3, "with_bias_gradient": ()}
     expected = (out, *blockwise.differentiate(*arrays, **params))
 
     found_out, found_logsumexp = cudnn.attend(*case.operands, kind=case.kind)

@@ -1,4 +1,4 @@
-"""Attention as a user writes it, with all scores at once: the oracle of what computes it block by block."""
+"""Attention with all scores at once, as users write it: the oracle of blockwise attention."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def with_gradients(case: Case) -> tuple[Any, list[Any]]:
         out, logsumexp = attention_p.bind(*operands, kind=kind)
         all_operands = (*operands[:3], out, logsumexp, out_bar, *operands[3:])
         flags = (True,) * kind.n_biases
-        return out, attention_gradient_p.bind(*all_operands, kind=kind, dtypes=tuple(names), wants_bias=flags)
+        return out, attention_gradient_p.bind(*all_operands, kind=kind, dtypes=tuple(names), with_bias_gradient=flags)
 
     return run(case.operands, case.out_bar)
 

@@ -1,4 +1,4 @@
-"""Scripts with Alpa's `ManualShardingOption`: the shardings are those of the script, the numbers those of `jax.jit`."""
+"""Scripts with Alpa's `ManualShardingOption`: shardings follow the script, and numbers are equal to `jax.jit`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_gradients_are_accumulated_under_shardings_by_hand() -> None:
     assert_like_one_device(step(*weights_and_batch()))
     executable = step.get_last_executable()
     assert specs_of(executable.get_input_placement_specs()) == [P(None, "y"), P("y"), P("x")]
-    # New weights are where the next step reads them, though nothing fixes the results.
+    # New weights get the shardings of the arguments, although the script does not fix the results.
     assert specs_of(executable.get_output_placement_specs()) == [P(None, "y"), P("y")]
     # The saved plan knows the names of the axes, too.
     plan = minialpa.Plan.from_json(executable.get_parallel_plan().to_json())
@@ -142,7 +142,7 @@ def test_3d_methods_take_shardings_by_hand() -> None:
         (alpa.ManualShardingOption(), "needs names for the axes"),
         (
             alpa.ManualShardingOption(AXES, in_axis_resources=(P("dta"), None)),
-            r"name the axes \['dta'\]; the meshes have data",
+            r"name the axes \['dta'\], but the meshes have data",
         ),
         (alpa.ManualShardingOption(AXES, out_axis_resources=[None, None]), "`out_axis_resources` is no pytree prefix"),
         (

@@ -141,7 +141,7 @@ def test_an_executable_runs_batches_of_a_loader_that_takes_its_placement_specs()
         assert jax.tree.structure(placed) == jax.tree.structure(batch)
         alpa.testing.assert_allclose(executable(state, placed), expected)
 
-    # A shorter batch is as the source gave it.
+    # A shorter batch stays a batch of the source.
     shorter = jax.tree.map(lambda x: np.asarray(x[:8]), batch)
     (left,) = alpa.DataLoader([shorter], specs[1])
     assert isinstance(left["x"], np.ndarray)
@@ -157,7 +157,7 @@ LABELS = np.arange(160, dtype=np.int32) % 10
 
 
 def read_images(start: int, end: int, batch_size: int) -> Iterator[tuple[Any, Any]]:
-    """As in examples, it goes on beyond `end`."""
+    """As in Alpa's examples, it continues beyond `end`."""
     while True:
         for i in range(start, len(IMAGES), batch_size):
             yield IMAGES[i : i + batch_size], LABELS[i : i + batch_size]

@@ -1,6 +1,6 @@
 """The grammar of attention: layers of sequences, and of images, that users and libraries write in many ways.
 
-`FUSED` lists layers in the form of an attention; `WRITTEN` lists layers close to it, which recognition has to leave;
+`FUSED` lists layers in the form of an attention; `WRITTEN` lists layers close to it, which recognition must not change;
 `MASKED` lists combinations of masks, softmaxes, guards and dtypes.
 Importing this module adds them to `layers.RULES`.
 """
@@ -46,7 +46,7 @@ def _merged(p: Params, heads: jax.Array) -> jax.Array:
 
 
 def _lengths(h: jax.Array, least: int) -> jax.Array:
-    """How many positions of each example count, by the first of its values: `least` to TIME."""
+    """The number of valid positions of each example, from its first value: `least` to TIME."""
     first = jnp.abs(detached(h).reshape(h.shape[0], -1)[:, 0])
     return jnp.clip(jnp.floor(3 * first).astype(np.int32), least, TIME)
 
@@ -182,7 +182,7 @@ def dot_product_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array
     return jax.vmap(one)(h)
 
 
-# ---- as many queries as are wanted ----------------------------------------------------------------------------------
+# ---- any number of queries ------------------------------------------------------------------------------------------
 
 
 @_attention(table=(2, WIDTH))
@@ -204,7 +204,7 @@ def learned_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_attention()
 def last_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Only the last two positions ask."""
+    """Only the last two positions are queries."""
     q, k, v = _heads(h[:, 2:], p["q"]), _heads(h, p["k"]), _heads(h, p["v"])
     scores = _products(q / _ROOT, k)
     weights = _softmax_where(_causal(2, TIME), scores, jnp.finfo(scores.dtype).min)
@@ -273,13 +273,13 @@ _weighted("some_see_nothing", lambda p, h, s: jax.nn.softmax(jnp.where(_padding(
 
 
 def _texts(h: jax.Array) -> jax.Array:
-    """Whether a position sees another, of several texts in one example: its own text, by numbers of each example."""
+    """Whether a position sees another: both belong to one text, of several texts in one example."""
     number = jnp.cumsum((detached(h)[..., 0] > 0).astype(np.int32), 1)
     return jnp.logical_and(number[:, None, :, None] == number[:, None, None, :], _causal()[None, None])
 
 
 def _slopes(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
-    """A constant that grows with the distance, other for each head, off the scores."""
+    """Subtracts a constant per head times the distance from the scores."""
     distance = (jnp.arange(TIME)[:, None] - jnp.arange(TIME)[None]).astype(h.dtype)
     slope = (2.0 ** -jnp.arange(1, HEADS + 1, dtype=h.dtype))[:, None, None] * jnp.abs(distance)[None]
     return jax.nn.softmax(scores - slope[None])
@@ -291,7 +291,7 @@ _weighted("slopes", _slopes)
 
 @_attention(shapes=_GROUPED)
 def turned_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Rotary positions, and heads of keys that are repeated."""
+    """Rotary positions, and repeated heads of keys."""
     angle = jnp.arange(TIME, dtype=h.dtype)[:, None] * jnp.array([1.0, 0.1], h.dtype)[None]
     cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
 
@@ -337,7 +337,7 @@ def dropout_on_weights(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _sinks(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
-    """One score more in the softmax, which has no value."""
+    """A further score in the softmax, without a value."""
     sink = jnp.broadcast_to(p["bias"], (*scores.shape[:-1], 1))
     return jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
 
@@ -365,13 +365,13 @@ def _normalised_over_queries(p: Params, h: jax.Array, scores: jax.Array) -> jax.
 
 
 def _two_masked_values(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
-    """What comes later is far below, and padding a little below."""
+    """Two masked scores: far below for later positions, and a little below for padding."""
     scores = jnp.where(_padding(h, 1), -3.0, scores)
     return _softmax_where(_causal(), scores, -1e9)
 
 
 def _not_quite_a_softmax(p: Params, h: jax.Array, scores: jax.Array) -> jax.Array:
-    """The sum is a little larger, so that weights do not add up to one."""
+    """The divisor is slightly too large, so that weights do not add up to one."""
     weights = _exponentials(scores)
     return weights / (_total(weights) + 0.1)
 
@@ -448,7 +448,7 @@ _SOFTMAX: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 #: Softmaxes that are NaN for a query without keys, if the masked score is infinite.
 _MAKE_NAN = ("softmax", "by_hand", "unguarded", "log")
-#: What is done to the weights.
+#: Operations on the weights.
 _OUTER: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "": lambda weights, seen: weights,
     "hidden": lambda weights, seen: jnp.where(seen, weights, 0),
@@ -486,7 +486,7 @@ def _some_masked(n: int) -> Iterator[tuple[str, ...]]:
     random, tables = Random(0), (_SEEN, _HIDDEN, _SOFTMAX, _OUTER, _DTYPES, {"": 0, "evaluated": 0})
     for i in range(n):
         seen, hidden, *others = (random.choice([*table]) for table in tables)
-        # XLA makes a product with a mask a choice, where the shapes are equal: NaN times 0 is then 0, on some shards.
+        # XLA turns a product with a mask of equal shape into a select: NaN times 0 is then 0, on some shards.
         if others[1] == "multiplied" and others[0] in _MAKE_NAN:
             continue
         # Guards and outer masks matter most for queries without keys, if the masked score is infinite.

@@ -1,15 +1,15 @@
-"""Comparing runs of a training step: how far the serial run may be trusted, and whether another run agrees with it.
+"""Comparison of runs of a training step: the rounding noise of the serial run, and whether another run agrees with it.
 
 A step takes `(state, *others)` and returns `(new_state, results)`. Floats of the state are compared as the *update*,
 new minus old, because a wrong gradient is a small part of a large parameter. Each leaf has a tolerance
 
     ROUNDINGS * noise + RELATIVE * |value| + half a last place of the new state         (2-norms over the leaf)
 
-where the noise is how far the serial run itself moves when each float that goes in is rounded differently: what XLA
-differs by from one order of summation to another. A leaf that is all noise (the gradient of a bias before a norm) gets
-room; a leaf that the step determines well is held to 5 digits, so that a factor of 1.01 on a gradient never passes.
-Integers have to be equal, except where the serial run differs on rounded inputs, as the largest of scores that are zero
-up to rounding.
+The noise is the change of the serial run when each float argument is rounded differently, which is also the difference
+between two orders of summation in XLA. A leaf with only noise (the gradient of a bias before a norm) has a wide
+tolerance. A leaf with little noise must agree to 5 digits, so that a factor of 1.01 on a gradient never passes.
+Integers must be equal, except where the serial run differs on rounded inputs, such as the index of the largest of
+scores that are zero up to rounding.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from typing import Any
 import jax
 import numpy as np
 
-#: How many times the noise of the serial run, and which part of the norm, a leaf may differ by.
+#: Multiple of the noise of the serial run, and fraction of the norm, by which a leaf may differ.
 ROUNDINGS, RELATIVE = 16.0, 2e-5
-#: How many runs on inputs that are rounded differently measure the noise; and how many, where it is large or decides.
+#: Runs on differently rounded inputs that measure the noise; and the number if the noise is large or decides.
 N_RUNS, MANY_RUNS = 3, 40
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A result of the serial run: its path, its value in double precision (floats of the state: the update), its dtype,
-    and the largest distance that is no error. `is_known`: of integers, which are the same for other roundings."""
+    """A result of the serial run.
+
+    Its path, its value in double precision (for floats of the state: the update), its dtype, and the largest distance
+    that counts as equal. `is_known`: for integers, whether all roundings give the same.
+    """
 
     path: str
     value: np.ndarray
@@ -44,13 +47,13 @@ class Leaf:
 
     @property
     def is_sharp(self) -> bool:
-        """Whether a factor of 1.01 on this leaf is seen; one that is zero, up to noise, has no factor."""
+        """Whether a factor of 1.01 on this leaf is detected. A leaf that is zero up to noise has no factor."""
         return self.tolerance < 0.005 * self.norm
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A leaf off by `error`, where `tolerance` is allowed and its norm is `norm`; or a note names the fault."""
+    """A leaf that is off by `error`, with the allowed `tolerance` and its `norm`; or a note that names the fault."""
 
     path: str
     error: float
@@ -65,27 +68,27 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The part of its norm by which the leaf is off."""
+        """The error as a fraction of the norm."""
         return self.error / self.norm if self.norm else np.inf
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The results of a serial run, leaf by leaf, and the state it started from."""
+    """The results of a serial run, leaf by leaf, and its first state."""
 
     leaves: tuple[Leaf, ...]
     state: Any
 
     @property
     def is_sharp(self) -> bool:
-        """Whether a factor of 1.01 on the whole update is seen; of a step without one, on all results."""
+        """Whether a factor of 1.01 on the whole update is detected; without an update, on all results."""
         floats = [leaf for leaf in self.leaves if leaf.value.dtype.kind == "f" and leaf.norm]
         updates = [leaf for leaf in floats if leaf.path.startswith("state['params']")]
         return any(leaf.is_sharp for leaf in updates or floats)
 
 
 def reference(step: Callable[..., Any], args: Sequence[Any], seed: int = 0, n_runs: int = N_RUNS) -> Reference:
-    """The serial run of `step` on `args`, with tolerances from `n_runs` on inputs rounded differently."""
+    """The serial run of `step` on `args`, with tolerances from `n_runs` runs on differently rounded inputs."""
     jitted = jax.jit(step)
     args = jax.tree.map(host, tuple(args))
     serial = _values(jitted(*args), args[0])
@@ -113,7 +116,7 @@ def differences(found: Any, expected: Reference) -> list[Difference]:
 
 @dataclass(frozen=True, eq=False)
 class _Result:
-    """A result of a run; `rounding`: how far storing the new state may have moved an update."""
+    """A result of a run. `rounding`: the largest rounding error of an update when the new state is stored."""
 
     path: str
     value: np.ndarray
@@ -158,7 +161,7 @@ def _norm(value: np.ndarray) -> float:
 
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`a - b` where equal infinities, and NaN twice, are no difference; one alone is a difference beyond all bounds."""
+    """`a - b`. Equal infinities, and two NaN, have difference 0; a single one has a difference above all bounds."""
     with np.errstate(invalid="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         return np.where(same, 0, np.where(np.isfinite(a) & np.isfinite(b), a - b, 1e30))
@@ -187,14 +190,14 @@ def _is_float(value: np.ndarray) -> bool:
 
 
 def host(leaf: Any) -> np.ndarray:
-    """The value of a leaf, of typed keys the integers in them, in memory of its own."""
+    """The value of a leaf (the integers of typed keys) in separate memory."""
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.array(leaf)
 
 
 def _round_differently(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """`leaf` times 1 plus or minus up to two roundings; whole numbers, which are masks and counts, stay."""
+    """`leaf` times 1 plus or minus up to two roundings; whole numbers (masks and counts) stay."""
     if not _is_float(leaf):
         return leaf
     values = leaf.astype(np.float64)

@@ -1,7 +1,7 @@
-"""Examples for the engine: a number in, a training step and a way to run it out, as plain data that can be replayed.
+"""Examples for the engine: a number in, a training step and a method to run it out, as plain data that can be replayed.
 
-Each number gives an example of its own. `_often` gives each group its weight: what is cheap and has found most comes
-most often, and what lets examples meet, and may be refused, in one of twenty.
+Each number gives a different example. `_often` weighs the groups. Cheap parts that have found most faults come most
+often. Parts that mix examples, and may be refused, come in one of twenty examples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.equivalence.ways import FLAGS, ONE_STAGE, Way
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A training step, and how it is run. `repr` is an expression that makes it."""
+    """A training step, and a way to run it. `repr` is an expression that makes it."""
 
     training: Training
     way: Way
@@ -53,7 +53,7 @@ def example_of(number: int) -> Example:
 
 
 def pieces(example: Example) -> frozenset[str]:
-    """The parts of the grammar that an example is drawn from, by which outcomes are counted."""
+    """The parts of the grammar in an example, by which outcomes are counted."""
     model = example.training.model
     names = layers(example)
     norms = [layer for layer in model.layers if isinstance(layer, BatchNorm)]
@@ -105,13 +105,13 @@ ATTENTIONS = ("attention", "causal_heads", *FUSED, *WRITTEN, *MASKED)
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 _LAYERS = {kind: [name for name, rule in RULES.items() if kind in rule.kinds and not rule.mixes] for kind in KINDS}
-#: Without layers that there are many of: these are drawn by themselves.
+#: Without the many masked layers, which are drawn separately.
 _FEW = {kind: [name for name in names if name not in MASKED] for kind, names in _LAYERS.items()}
 _MEETING = {kind: [name for name, rule in RULES.items() if kind in rule.kinds and rule.mixes] for kind in KINDS}
 
 
 def _model(random: Random, scheme: str) -> Model:
-    """A model that a scheme of training can work with."""
+    """A model that works with a scheme of training."""
     kind = _often(random, (5, ["vector"]), (4, ["sequence"]), (2, ["image"]))
     n_layers = random.randint(1, 3)
     model = Model(
@@ -129,7 +129,7 @@ def _model(random: Random, scheme: str) -> Model:
 
 
 def _layer(random: Random, kind: str, scheme: str) -> Layer | BatchNorm:
-    """A layer for activations of a kind, which a scheme of training can work with; some want examples by themselves."""
+    """A layer for activations of a kind, which works with a scheme of training; some need separate examples."""
     may_meet = scheme not in NO_BATCH_NORM
     if may_meet and random.random() < 0.1:
         averages = _often(random, (2, [OWN]), (1, [tuple(AVERAGES)]))
@@ -145,7 +145,7 @@ def _layer(random: Random, kind: str, scheme: str) -> Layer | BatchNorm:
 
 
 def _attention(random: Random, model: Model) -> Attention:
-    """Which attentions are one operation; by default, all of the grammar are too short."""
+    """The attentions that become one operation; by default, all of the grammar are too short."""
     has_attention = any(isinstance(layer, Layer) and layer.name in ATTENTIONS for layer in model.layers)
     choice: Attention = _often(random, (3, ["fused"]), (2, ["auto"])) if has_attention else "auto"
     return choice
@@ -187,18 +187,20 @@ def _training(random: Random) -> Training:
     )
 
 
-#: The scheme that halves the batch by itself.
+#: The scheme that cuts the batch into halves.
 _BY_HALVES = "accumulated by hand"
 _BY_FORCE = ("data", "zero2", "zero3", "3d")
 
 
 def _other_batches(random: Random, example: Example) -> Example:
-    """The example with a batch that its micro-batches do not divide, with one in eight; or after a call with another
-    batch."""
+    """The example, with another batch.
+
+    In one of eight, its micro-batches do not divide the batch; or it runs after a call with another batch.
+    """
     training, way = example.training, example.way
     if random.random() > 0.125 or way.n == 1 or training.scheme == _BY_HALVES:
         return example
-    # Methods that split the examples over devices by force want batches that these divide.
+    # Methods with a forced split of the examples need batches that the devices divide.
     devices = way.mesh[0] * (way.mesh[1] if len(way.mesh) == 2 else 1) if way.kind in _BY_FORCE else 1
     size = random.choice([n for n in (5, 6, 7, 9, 10, 12, 14) if n % way.n and n % devices == 0] or [8])
     first = random.choice([0, way.n * devices, 16 * devices, 16 * devices])
@@ -206,7 +208,7 @@ def _other_batches(random: Random, example: Example) -> Example:
 
 
 def _on_gpus(random: Random, example: Example) -> Example:
-    """The example, planned for GPUs with two in five; then one stage may rematerialise, too."""
+    """The example; two in five are planned for GPUs, and one stage may then rematerialise, too."""
     way = example.way
     if random.random() > 0.4 or way.kind == "none":
         return example
@@ -215,10 +217,10 @@ def _on_gpus(random: Random, example: Example) -> Example:
 
 
 def _in_narrower_types(random: Random, example: Example) -> Example:
-    """The example, whose parameters are read in a narrower type with one in five; then most are cast once.
+    """The example; one in five reads its parameters in a narrower type, and most of these are cast once.
 
-    Only where no gradient is taken at parameters that the step has changed: what rounds these differs from run to run,
-    as XLA may leave out a conversion and the one back.
+    Only without gradients at parameters that the step has changed. The rounding of these parameters differs from run to
+    run, because XLA may leave out a pair of conversions.
     """
     training, way = example.training, example.way
     if random.random() > 0.2 or training.scheme in SEVERAL:
@@ -229,7 +231,7 @@ def _in_narrower_types(random: Random, example: Example) -> Example:
 
 
 def _with_counts(random: Random, example: Example) -> Example:
-    """The example, with exact reductions of other arrays with two in five."""
+    """The example; two in five have exact reductions of other arrays."""
     if random.random() > 0.4:
         return example
     training = dataclasses.replace(example.training, counted=draw_counted(random))
@@ -237,7 +239,7 @@ def _with_counts(random: Random, example: Example) -> Example:
 
 
 def _with_flags_and_keys(random: Random, example: Example) -> Example:
-    """The example with typed keys, with one in four; and after a call under another setting, with one in eight."""
+    """The example; one in four has typed keys, and one in eight runs after a call under another setting."""
     training, way = example.training, example.way
     if random.random() < 0.25:
         training = dataclasses.replace(training, typed=True)
@@ -260,7 +262,7 @@ _PIPELINES = ("pipeline", "pipeline-gpipe", "pipeline-given", "pipeline-auto", "
 
 
 def _way(random: Random, has_boundary: bool) -> Way:
-    """A way to run a model; where it has a boundary between layers, also by that."""
+    """A way to run a model; if it has a boundary between layers, possibly with this boundary."""
     kind = _often(
         random, (12, ["shard"]), (4, ["data", "zero2", "zero3"]), (6, _PIPELINES), (1, ["3d"]), (1, ["auto", "none"])
     )

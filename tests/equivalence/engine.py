@@ -1,4 +1,4 @@
-"""The equivalence engine: an example in, what becomes of it out; and a smaller example with the same fault."""
+"""The equivalence engine: an example in, its outcome out; and a smaller example with the same fault."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.equivalence.ways import FLAGS, make_method, spread_specs
 def run(example: Example) -> Outcome:
     """Runs the step of `example` under its method, and compares it with the serial run.
 
-    What differs by little more than a few serial runs do is compared with many. Raises what the serial run raises: then
-    the grammar is at fault.
+    If the difference is little more than the noise of a few serial runs, many serial runs measure the noise. Raises
+    errors of the serial run, which are faults of the grammar.
     """
     with blocks_of(2):
         found = _run(example, N_RUNS)
@@ -59,7 +59,7 @@ def _run(example: Example, n_runs: int) -> Outcome:
 
 
 def _spread(example: Example) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Shardings of arguments that the example asks for."""
+    """Shardings of the arguments of the example."""
     training, way = example.training, example.way
     if not way.spread:
         return ()
@@ -71,7 +71,7 @@ def _spread(example: Example) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def smaller(example: Example, outcome: Outcome) -> Example:
-    """A smallest example with the same outcome, as far as one change at a time leads."""
+    """A smallest example with the same outcome, reached by one change at a time."""
     wanted = (outcome.kind, "" if outcome.kind == "wrong" else outcome.reason)
     while True:
         for candidate in _simpler(example):
@@ -95,7 +95,7 @@ _SIMPLEST: dict[tuple[type, str], Any] = {
 
 
 def _simpler(value: Any) -> Iterator[Any]:
-    """`value` with one change in it: a field that is as simple as can be, or an element of a tuple less."""
+    """`value` with one change: a field at its simplest, or a tuple without one element."""
     # A mesh keeps its axes: its simplest value is the default.
     if isinstance(value, tuple) and not any(isinstance(element, int) for element in value):
         for i, element in enumerate(value):

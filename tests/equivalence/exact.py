@@ -1,7 +1,7 @@
 """Reductions of whole numbers of every dtype beside a training step, as results and as counts in its state.
 
-A `Counted` has arrays of its own in the batch and in the state, so that any step can have some. All of them are exact:
-integers wrap around, and floats are whole numbers, NaN and infinities, of which no sum is rounded.
+A `Counted` has separate arrays in the batch and in the state, so that any step can have some. All are exact: integers
+wrap around, and floats are whole numbers, NaN and infinities, whose sums need no rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REDUCED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("int4", "uint4"), (_EVERY, _NUMBERS)),  # jax has no bitwise reductions of four bits
     **dict.fromkeys(("float16", "bfloat16", "float32"), (_FLOATS,)),
 }
-#: The reduction by which a count of the state takes in the batch.
+#: The reduction that adds the batch to a count of the state.
 _COUNTS = {
     **{"bool": "bitwise or", "uint8": "bitwise and", "uint16": "bitwise or", "uint32": "bitwise xor"},
     **{"int4": "sum of its dtype", "uint4": "sum of its dtype", "int8": "prod of its dtype", "int16": "max"},
@@ -42,7 +42,7 @@ _COUNTS = {
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A reduction of examples of a dtype. axis: as in `REDUCTIONS`. kept: whether the state counts examples, too."""
+    """A reduction of examples of a dtype. axis: as in `REDUCTIONS`. kept: whether the state also counts examples."""
 
     name: str
     dtype: str
@@ -69,16 +69,16 @@ def _count(dtype: str, x: Any) -> Any:
 
 
 def counted_state(counted: tuple[Counted, ...]) -> dict[str, Any]:
-    """What the state has of them before the first step."""
+    """The arrays of the reductions in the first state."""
     return {f"count of {one.dtype}": values(one.dtype, seed=3)[0] for one in counted if one.kept}
 
 
 def counted_batch(counted: tuple[Counted, ...], size: int) -> dict[str, Any]:
-    """What a batch of so many examples has of them. Floats are whole, and stay when others are rounded."""
+    """The arrays of the reductions in a batch of `size` examples. Floats are whole, so they have no rounding."""
     rows = {one.dtype: np.resize(values(one.dtype, seed=size), (size, values(one.dtype).shape[1])) for one in counted}
     batch = {d: x if "float" not in d else np.round(x.astype(np.float32)).astype(x.dtype) for d, x in rows.items()}
     if "float16" in batch:
-        # A NaN of each sign, since their bits are at both ends of the order of floats.
+        # A NaN of each sign, because their bits are at both ends of the order of floats.
         batch["float16"][size // 3, :2] = np.nan, np.copysign(np.nan, -1)
     return {f"of {d}": x for d, x in batch.items()}
 

@@ -1,10 +1,10 @@
 """Faults to put into minialpa, one at a time, and the number of examples until the engine shows each of them.
 
     python -m tests.equivalence.faults                            all faults, 200 examples for each
-    python -m tests.equivalence.faults --only "scale" --log F     some of them; F keeps what was found
+    python -m tests.equivalence.faults --only "scale" --log F     some of them; F keeps the outcomes
 
-A fault replaces a text of one file. It is put into a copy of the package, which runs in processes of its own. `parts`
-names parts of the grammar or layers, and only examples with one of them run.
+A fault replaces a text of one file, in a copy of the package that runs in separate processes. `parts` names parts of
+the grammar or layers, and only examples with one of them run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """name: what is wrong then. file: in the package. right: text that is there once. wrong: what is in its place."""
+    """A replacement of a text.
+
+    name: the wrong behaviour. file: in the package. right: a text that occurs once. wrong: its replacement.
+    """
 
     name: str
     file: str
@@ -186,13 +189,13 @@ bitwise `and` is logical [counts]
 
 totals of micro-batches are those of the last
 - combine(r, accumulator, value.astype(accumulator.dtype))
-+ value.astype(total.dtype)
++ value.astype(accumulator.dtype)
 
 === inter/staging/accumulators.py
 
 totals inside a pass forget what was before [planned for GPUs]
 - return accumulator + value.astype(accumulator.dtype)
-+ return value.astype(total.dtype)
++ return value.astype(accumulator.dtype)
 
 === inter/staging/cast_weights.py
 
@@ -318,7 +321,7 @@ FAULTS = _read(_FAULTS)
 
 
 def patched(fault: Fault) -> str:
-    """The file of a fault with the fault in it. Raises ValueError if its text is not there once."""
+    """The file of a fault with the fault in it. Raises ValueError unless its text occurs exactly once."""
     text = (_ROOT / "minialpa" / fault.file).read_text()
     if text.count(fault.right) != 1:
         raise ValueError(f"{fault.file} has the text of {fault.name!r} {text.count(fault.right)} times, not once")
@@ -326,7 +329,7 @@ def patched(fault: Fault) -> str:
 
 
 def first_shown(fault: Fault, n_examples: int, seed: int) -> tuple[int, str] | None:
-    """How many examples ran until one was wrong or crashed, and its outcome; None if all were right."""
+    """The number of examples until one was wrong or crashed, and its outcome; None if all were right."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(_ROOT / "minialpa", copy / "minialpa", ignore=shutil.ignore_patterns("__pycache__"))
@@ -348,7 +351,7 @@ def _main() -> None:
     parser.add_argument("--examples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--only", default="", help="faults with this text in their name or file")
-    parser.add_argument("--log", type=Path, help="a file of outcomes: the faults that it holds are not tried again")
+    parser.add_argument("--log", type=Path, help="a file of outcomes; the faults in it are not tried")
     args = parser.parse_args()
     chosen = [fault for fault in FAULTS if args.only in fault.name or args.only in fault.file]
     lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []

@@ -1,6 +1,6 @@
-"""Training steps of the grammar, each of a class that a loop over micro-batches can get wrong without a word.
+"""Training steps of the grammar, each of a class in which a loop over micro-batches can be wrong without an error.
 
-The losses need a total over the batch that depends on the model, and the schemes take a gradient at values that another
+The losses need a sum over the batch that depends on the model, and the schemes take a gradient at values that another
 gradient changed. The model has one layer on each side of a boundary.
 """
 
@@ -34,7 +34,7 @@ _OTHERS: dict[str, Training] = {
     "masked mean, computed again": _training("masked mean", checkpoint=True),
 }
 STEPS: dict[str, Training] = {name: _training(name) for name in _LOSSES} | _OTHERS
-#: The same, where each loss is the sum of three.
+#: The same, with losses that are sums of three.
 JOINED: dict[str, Training] = {
     " and ".join(names): _training(*names) for names in (_LOSSES[i : i + 3] for i in range(0, len(_LOSSES), 3))
 } | _OTHERS

@@ -1,4 +1,4 @@
-"""The grammar of layers: what a drawn model is made of.
+"""The grammar of layers of a drawn model.
 
 A layer keeps the shape of its input, which is one of three kinds, with the examples first: `vector` (B, WIDTH),
 `sequence` (B, TIME, WIDTH) and `image` (B, SIDE, SIDE, WIDTH). `RULES` lists the layers by name, with the shapes of
@@ -36,9 +36,9 @@ Apply = Callable[[Params, jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """mixes: examples meet each other in this layer, beyond statistics: over micro-batches it may be refused.
+    """mixes: whether the layer mixes examples, beyond statistics, so that micro-batches may be refused.
 
-    without: wraps and schemes of training that jax itself cannot use it in.
+    without: wraps and schemes of training in which jax itself cannot use the layer.
     """
 
     apply: Apply
@@ -104,7 +104,7 @@ def init(name: str, rows: tuple[int, ...], shape: tuple[int, ...], rng: np.rando
 
 @jax.custom_jvp
 def narrowed(x: jax.Array) -> jax.Array:
-    """`x` as a narrower type holds it. Its derivative is 1, so gradients are not rounded."""
+    """`x` rounded to a narrower type. Its derivative is 1, so gradients are not rounded."""
     return x.astype(jnp.bfloat16).astype(x.dtype)
 
 
@@ -185,7 +185,7 @@ def _stack_by_example(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> ja
 
 
 def _stack_that_returns_weights(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> tuple[jax.Array, Params]:
-    """The parameters go to the state as the scan returns them, as modules of flax nnx return theirs."""
+    """The scan returns the parameters, which go to the state, as in modules of flax nnx."""
     again = jax.checkpoint(fun)
     body = jax.checkpoint(lambda h, row: (again(row[0], h, row[1]), row[0]))
     return jax.lax.scan(body, h, (p, jax.random.split(key, 2)), length=2)
@@ -213,7 +213,7 @@ _WRAPPED: dict[str, Callable[[Apply, Params, jax.Array, jax.Array], jax.Array]] 
     "stack by example": _stack_by_example,
     "checkpointed stack by example": lambda fun, *args: _stack_by_example(jax.checkpoint(fun), *args),
 }
-#: What a layer can be wrapped in.
+#: The wraps of a layer.
 WRAPS = (*_WRAPPED, RETURNS_WEIGHTS)
 #: Wraps that apply a layer under `vmap`.
 _BY_EXAMPLE = ("vmap", "stack by example", "checkpointed stack by example")
@@ -310,7 +310,7 @@ def dropout_by_number(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule()
 def dropout_by_position(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Each example is scaled by what its number gives."""
+    """Scales each example by a function of its number."""
     number = jnp.arange(h.shape[0]).reshape((-1,) + (1,) * (h.ndim - 1))
     return h * (1 + 0.1 * jnp.sin(number.astype(h.dtype))) * jax.random.bernoulli(key, 0.75, h.shape).astype(h.dtype)
 
@@ -340,7 +340,7 @@ def top_two_experts(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule(table=(EXPERTS, WIDTH))
 def codebook(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The nearest row of a table, passed straight through."""
+    """The nearest row of a table, with a straight-through gradient."""
     distance = jnp.sum((h[..., None, :] - p["table"].reshape((1,) * (h.ndim - 1) + (EXPERTS, WIDTH))) ** 2, -1)
     nearest = p["table"][jnp.argmin(distance, -1)]
     return h + detached(nearest - h) + 0.1 * nearest
@@ -352,7 +352,7 @@ add_layer("rolled_features", lambda p, h, key: jnp.roll(h, 1, -1) * 0.5 + jnp.fl
 
 
 def _feature(h: jax.Array) -> jax.Array:
-    """A feature of each example, by the first one of its values."""
+    """A feature index for each example, from its first value."""
     first = detached(h).reshape(h.shape[0], -1)[:, 0]
     return jnp.clip(4 + jnp.round(first), 0, WIDTH - 1).astype(np.int32)
 
@@ -394,7 +394,7 @@ def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 3, lambda i, z: jnp.tanh(0.5 * z @ p["w"] + h), jnp.zeros_like(h))
 
 
-# ---- loops that each example ends by itself -------------------------------------------------------------------------
+# ---- loops with an exit for each example ----------------------------------------------------------------------------
 
 
 #: Schemes of training that differentiate a gradient backwards. jax does so through the root of a while loop, but not if
@@ -403,7 +403,7 @@ _GRADIENTS_OF_GRADIENTS = ("penalty on input gradients", "penalty on gradients",
 
 
 def _each(fun: Callable[..., jax.Array], h: jax.Array, *others: jax.Array) -> jax.Array:
-    """A function of each example, and of its row of others, without derivative: jax has none of while loops."""
+    """A function of each example, and of its row of others, without derivative, which jax lacks for while loops."""
     return detached(jax.vmap(fun)(detached(h), *others))
 
 
@@ -419,13 +419,13 @@ def _halved(row: jax.Array) -> jax.Array:
 
 @_loop
 def until_small(row: jax.Array) -> jax.Array:
-    """Halved until it is short."""
+    """Halves a row until it is short."""
     return _halved(row)
 
 
 @layer_rule(w=SQUARE)
 def counted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Scaled by how often each example was halved, five times at most."""
+    """Scales each example by the number of its halvings, five at most."""
 
     def steps(row: jax.Array) -> jax.Array:
         test = lambda c: (jnp.sum(c[1] ** 2) > 0.1) & (c[0] < 5)  # noqa: E731
@@ -443,7 +443,7 @@ def loop_in_loop(row: jax.Array) -> jax.Array:
 
 @layer_rule(scale=(WIDTH,))
 def drawn_until_accepted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Noise is drawn for each example until its sum is small, each time by a new key."""
+    """Draws noise for each example, with a new key each time, until its sum is small."""
 
     def draw(row: jax.Array, key: jax.Array) -> jax.Array:
         def again(c: Any) -> Any:
@@ -457,7 +457,7 @@ def drawn_until_accepted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @_loop
 def adaptive_steps(row: jax.Array) -> jax.Array:
-    """A differential equation, in steps as long as their error allows."""
+    """A differential equation, in steps as long as the error allows."""
 
     def step(c: Any) -> Any:
         t, dt, y = c
@@ -475,7 +475,7 @@ def adaptive_steps(row: jax.Array) -> jax.Array:
 
 @_loop
 def as_often_as_it_says(row: jax.Array) -> jax.Array:
-    """The number of iterations is the place of the largest feature."""
+    """The number of iterations is the index of the largest feature."""
     n = jnp.argmax(row.reshape(-1, WIDTH)[0])
     return jax.lax.fori_loop(0, n, lambda i, r: jnp.sin(r) + 0.1 * i.astype(r.dtype), row)
 
@@ -538,7 +538,7 @@ def either(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule(w=SQUARE)
 def dropped_in_a_branch(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Some examples skip a layer with dropout (stochastic depth), each by a key of its own."""
+    """Some examples skip a layer with dropout (stochastic depth), each with a separate key."""
 
     def one(row: jax.Array, key: jax.Array) -> jax.Array:
         coin, mine = jax.random.split(key)
@@ -581,7 +581,7 @@ def halting(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule(w=SQUARE)
 def loops_in_a_scan(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """In each of two steps under remat, a loop that each example ends by itself, a branch of its own, and dropout."""
+    """In each of two steps under remat: a loop with an exit and a branch for each example, and dropout."""
 
     def one(row: jax.Array, key: jax.Array) -> jax.Array:
         small = detached(_halved(detached(row)))
@@ -616,7 +616,7 @@ IN_BRANCHES = ("dropped_in_a_branch", "routed_by_example", "halting", "loops_in_
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
 
-#: jax has no tangents of functions with derivatives by hand, no second derivative of a Pallas kernel, and neither
+#: jax has no tangents of functions with custom derivatives, no second derivative of a Pallas kernel, and neither
 #: derivatives nor `vmap` of custom_partitioning.
 _NO_TANGENTS = ("curvature", "random curvature")
 _ONCE = (*_NO_TANGENTS, *_GRADIENTS_OF_GRADIENTS)
@@ -709,7 +709,7 @@ def recurrent_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule("sequence", w=SQUARE)
 def token_pooling(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """A token of each example, and two others, by its number."""
+    """Three tokens of each example, chosen by its number."""
     rows = np.arange(h.shape[0])
     place = _feature(h) % TIME
     pair = h[rows[:, None], jnp.stack([place, (place + 1) % TIME], 1)]
@@ -790,7 +790,7 @@ def squeeze_and_excite(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h * gate[:, None, None]
 
 
-# ---- layers in which examples meet ----------------------------------------------------------------------------------
+# ---- layers that mix examples ---------------------------------------------------------------------------------------
 
 
 add_layer("mixed_with_reverse", lambda p, h, key: 0.7 * h + 0.3 * h[::-1], mixes=True)
@@ -811,7 +811,7 @@ def halved_together(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
 @layer_rule(mixes=True)
 def faded_in_turn(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """A scan over the examples that passes something on."""
+    """A scan over the examples with a carry."""
     return jax.lax.scan(lambda c, row: (0.5 * c + row, row + 0.1 * c), jnp.zeros(h.shape[1:]), h)[1]
 
 
@@ -835,7 +835,7 @@ VARIANCES: dict[str, Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array
     "var": lambda x, mean, axes: jnp.var(x, axes, keepdims=True),
 }
 
-#: How running statistics follow the statistics of a batch. Only with `OWN` may a micro-batch take its own.
+#: Updates of running statistics from the statistics of a batch. Only `OWN` allows statistics per micro-batch.
 AVERAGES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "decay": lambda old, new: 0.9 * old + 0.1 * new,
     "step": lambda old, new: old + detached(0.2 * (new - old)),
@@ -849,9 +849,9 @@ OWN = ("decay", "step", "branch")
 def batch_norm(
     variance: str, averages: tuple[str, str], p: Params, stats: Params, h: jax.Array, ghosts: int
 ) -> tuple[jax.Array, Params]:
-    """Normalises within each of `ghosts` equal parts of the batch; running statistics are averaged over these.
+    """Normalises within each of `ghosts` equal parts of the batch; running statistics are averaged over the parts.
 
-    averages: how the running mean and the running variance follow.
+    averages: updates of the running mean and the running variance.
     """
     parts = h if ghosts == 1 else h.reshape(ghosts, h.shape[0] // ghosts, *h.shape[1:])
     axes = tuple(range(0 if ghosts == 1 else 1, parts.ndim - 1))

@@ -1,7 +1,7 @@
-"""The grammar of losses: a loss of each example, how these become one number, and how several of these are joined.
+"""The grammar of losses: a loss of each example, its reduction to one number, and the combination of several numbers.
 
-`PER_EXAMPLE` takes scores (B, WIDTH) and the batch and gives (B,). `REDUCTIONS` takes values (B,), the scores and the
-batch and gives a scalar; in `PAIRING`, examples meet other than through totals, and the step may be refused.
+`PER_EXAMPLE` takes scores (B, WIDTH) and the batch and returns (B,). `REDUCTIONS` takes values (B,), the scores and the
+batch and returns a scalar. In `PAIRING`, examples meet in other ways than sums, and the step may be refused.
 """
 
 from __future__ import annotations
@@ -155,21 +155,21 @@ def _scanned(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
 
 
 def _made_narrower(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
-    """A total that float16 holds, of whole numbers: the total of fewer examples overflows."""
+    """A sum of whole numbers that float16 holds; the sum over fewer examples overflows."""
     far = 4e4 * jnp.where(jnp.arange(v.shape[0]) < v.shape[0] // 2, 1, -1).astype(v.dtype)
     total = jnp.sum(far + b["label"].astype(v.dtype)).astype(jnp.float16)
     return jnp.mean(v) * (1 + 0.01 * jnp.minimum(total.astype(v.dtype), 100))
 
 
 def _with_an_absent_class(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
-    """The mean over a class without examples is 0 / 0, and a test hides it."""
+    """The mean over a class without examples is 0 / 0, and a `where` hides it."""
     is_there = b["label"] < 0
     n = jnp.sum(is_there.astype(v.dtype))
     return jnp.mean(v) + jnp.where(n > 0, jnp.sum(jnp.where(is_there, v, 0)) / n, 0)
 
 
 def _any_one(value: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
-    """A test that holds for one example, so on one device."""
+    """A condition that holds for one example, so on one device."""
     return jnp.any((jnp.arange(s.shape[0]) == s.shape[0] // 3) & jnp.isfinite(s[:, 0]))
 
 
@@ -188,7 +188,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "made narrower": _made_narrower,
     "an absent class": _with_an_absent_class,
     "two sums": lambda v, s, b: jnp.mean(v[: v.shape[0]]) + 0.1 * jnp.sum(jnp.mean(s, 0)),
-    # A function of totals that depend on the model.
+    # A function of sums that depend on the model.
     "mean of the chosen": lambda v, s, b: jnp.sum(v * _chosen(s)) / _count(_chosen(s)),
     "mean of the positive": lambda v, s, b: jnp.sum(jnp.where(v > 0.5, v, 0)) / _count(v > 0.5),
     "over a detached total": lambda v, s, b: jnp.sum(v**2) / detached(jnp.sum(jnp.abs(v)) + 1),
@@ -242,7 +242,7 @@ PAIRING = ("median", "hardest quarter", "contrastive", "scanned", "cumulative", 
 
 
 def loss_value(loss: Loss, scores: jax.Array, batch: Batch, params: Any) -> jax.Array:
-    """The scalar that `loss` makes of the scores of the examples."""
+    """The scalar loss from the scores of the examples."""
     terms = [
         t.weight * REDUCTIONS[t.reduction](PER_EXAMPLE[t.per_example](scores, batch), scores, batch) for t in loss.terms
     ]
@@ -262,7 +262,7 @@ def loss_value(loss: Loss, scores: jax.Array, batch: Batch, params: Any) -> jax.
 
 # ---- other results --------------------------------------------------------------------------------------------------
 
-#: Results next to the loss: of the loss, the scores and the batch.
+#: Further results, as functions of the loss, the scores and the batch.
 RESULTS: dict[str, Callable[[jax.Array, jax.Array, Batch], Any]] = {
     "scores": lambda value, s, b: s,
     "predictions": lambda value, s, b: jnp.argmax(s, -1),

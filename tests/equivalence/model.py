@@ -38,7 +38,7 @@ class BatchNorm:
 
     @property
     def may_be_own(self) -> bool:
-        """Whether a micro-batch may take statistics of its own."""
+        """Whether a micro-batch may use its own statistics."""
         return all(name in OWN for name in self.averages)
 
 
@@ -51,7 +51,7 @@ class Model:
     """kind: of the activations. boundary: the number of layers before the pipeline boundary; None for no boundary.
 
     from_tokens: a sequence is embedded from integers. tied: the head is the transpose of the input projection.
-    narrows: parameters are read in a narrower type, in which they have the same values. data: one of `DATA`.
+    narrows: parameters are read in a narrower type, which keeps their values. data: one of `DATA`.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Model:
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether micro-batches may have statistics of their own."""
+        """Whether micro-batches may have their own statistics."""
         return any(isinstance(layer, BatchNorm) and layer.may_be_own for layer in self.layers)
 
 
@@ -94,7 +94,7 @@ def init_model(model: Model, rng: np.random.Generator) -> tuple[Any, Any]:
 
 
 def make_batch(model: Model, size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """A batch whose parts differ: what a part of it computes as its own total is far from the whole batch's."""
+    """A batch whose parts differ: a sum over one part is far from the sum over the whole batch."""
     shape = (size, *SHAPES[model.kind])
     growing = np.linspace(0.4, 1.6, size, dtype=np.float32).reshape(-1, *(1,) * (len(shape) - 1))
     batch = {
@@ -112,7 +112,7 @@ def make_batch(model: Model, size: int, rng: np.random.Generator) -> dict[str, n
 
 
 def model_scores(model: Model, params: Any, stats: Any, x: jax.Array, key: jax.Array, ghosts: int) -> Any:
-    """Scores (B, WIDTH) and the new running statistics. ghosts: parts of the batch that BatchNorm sees one by one."""
+    """Scores (B, WIDTH) and the new running statistics. ghosts: parts of the batch with separate BatchNorm."""
 
     def run(params: Any, stats: Any, x: jax.Array, key: jax.Array) -> Any:
         if model.narrows:
@@ -139,7 +139,7 @@ def model_scores(model: Model, params: Any, stats: Any, x: jax.Array, key: jax.A
 
 
 def _prepared(data: str, x: jax.Array, new_stats: dict[str, Any]) -> jax.Array:
-    """Inputs as a model reads them; their running statistics are put into `new_stats`."""
+    """Inputs for the model; their running statistics are added to `new_stats`."""
     axes = tuple(range(x.ndim - 1))
     mean, var = jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
     if data == "averaged":
@@ -158,7 +158,7 @@ def _pooled(model: Model, h: jax.Array) -> jax.Array:
         case "mean":
             return jnp.mean(h, axes)
         case "max":
-            # Not `jnp.max`: XLA on CPUs may compute `h` twice, rounded differently; then no entry is the largest, and
-            # the gradient is 0 / 0, in plain jax too.
+            # Not `jnp.max`: XLA on CPUs may compute `h` twice, rounded differently. Then no entry is the largest, and
+            # the gradient is 0 / 0, also in plain jax.
             return jnp.sort(h.reshape(h.shape[0], -1, WIDTH), 1)[:, -1]
     return h[(slice(None), *(-1 for _ in axes))]

@@ -1,4 +1,4 @@
-"""What becomes of a step under a method: equal to the serial run, refused for a reason, wrong, or a crash."""
+"""The outcome of a step under a method: equal to the serial run, refused for a reason, wrong, or a crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minialpa.methods import Method
 from tests.equivalence.comparison import Reference, differences, host
 
 #: `equal`: the serial run's results. `refused`: by a TraceError that names an operation and a line of source.
-#: `rejected`: an error of another kind that is raised on purpose: no sharding or no stages fit.
+#: `rejected`: another deliberate error: no sharding or no stages fit.
 Kind = Literal["equal", "refused", "rejected", "wrong", "crash"]
 
 Step = Callable[..., Any]
@@ -31,7 +31,7 @@ _NAMES_AN_OPERATION = re.compile(r"`[\w.]+`.*\.py:\d+", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`detail`: the worst differences, the message, or the traceback. `is_sharp`: a factor of 1.01 would be seen."""
+    """`detail`: the worst differences, the message, or the traceback. `is_sharp`: a factor of 1.01 is detected."""
 
     kind: Kind
     detail: str = ""
@@ -50,18 +50,18 @@ class Outcome:
         return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", text)[:160]
 
 
-#: Errors about what was asked for, which need not name an operation.
+#: Errors about the request, which need not name an operation.
 _ABOUT_THE_REQUEST = re.compile(r"cannot be split into|cannot make \d+ layers")
 
 
-#: A batch runs in fewer micro-batches than were asked for.
+#: A batch runs in fewer micro-batches than requested.
 _FEWER = re.compile(r"A batch of \d+ examples cannot be split into \d+ equal micro-batches")
-#: Warnings that a step may give: that, another split of the examples than for the batches before, state that an update
+#: Allowed warnings: fewer micro-batches, another split of the examples than in earlier batches, state that an update
 #: gathers, and boundaries that a checkpoint around the model hides.
 _MAY_WARN = (
     _FEWER.pattern,
     r"This batch has another shape than the one before|(?s:.*)so it is planned without",
-    r"(?s:.*)gathers optimizer state that is stored in parts",
+    r"(?s:.*)gathers optimizer state that is stored in shards",
     r"The layers of this pipeline end at `mark_pipeline_boundary",
 )
 
@@ -77,8 +77,8 @@ def outcome_of(
 ) -> Outcome:
     """Runs the step under `method` (None: chosen by minialpa) and compares it with the serial run.
 
-    before: arguments of a call before this one, which goes on from the state that the call returns. flag: a setting of
-    jax under which the step is called first, to no effect. Warnings that `_MAY_WARN` does not list are errors.
+    before: arguments of an earlier call; this call continues from the state that it returns. flag: a setting of jax
+    under which an earlier call runs, whose results are dropped. Warnings that `_MAY_WARN` does not list are errors.
     """
     parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
     try:
@@ -88,7 +88,7 @@ def outcome_of(
                 warnings.filterwarnings("always", pattern)
             if before is not None:
                 state, _ = parallel(*before)
-                # The state stays where the first call left it; the serial run goes on from a copy.
+                # The state stays on the devices of the first call; the serial run continues from a copy.
                 args = (jax.tree.map(host, state), *args[1:])
                 caught.clear()
             if flag is not None:
@@ -117,7 +117,7 @@ def outcome_of(
 
 @contextlib.contextmanager
 def _under(name: str, value: Any) -> Iterator[None]:
-    """With a setting of jax that has another value."""
+    """With another value of a setting of jax."""
     old = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
@@ -127,7 +127,7 @@ def _under(name: str, value: Any) -> Iterator[None]:
 
 
 def _fault_of_warnings(n: int, method: Method | None, messages: Sequence[str]) -> str:
-    """The fault in the warnings of a call with `n` micro-batches: one is due if there are fewer than asked for."""
+    """The fault in the warnings of a call with `n` micro-batches: one is due if there are fewer than requested."""
     asked = getattr(method, "num_micro_batches", None)
     if not isinstance(asked, int):
         return ""

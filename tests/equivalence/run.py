@@ -1,8 +1,9 @@
-"""Runs drawn examples and prints what becomes of them: `python -m tests.equivalence.run --examples 200 --seed 3`.
+"""Runs drawn examples and prints their outcomes: `python -m tests.equivalence.run --examples 200 --seed 3`.
 
 A long run, which a repeated command continues:
     python -m tests.equivalence.run --examples 2000 --seed 3 --processes 2 --log /tmp/drawn
---replay EXAMPLE runs one example, as a failure prints it; --smaller also looks for a smaller one with the fault.
+--replay EXAMPLE runs one example, in the form that a failure prints; --smaller also searches for a smaller one with the
+fault.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _NAMES = {cls.__name__: cls for cls in (BatchNorm, Counted, Example, Layer, Loss
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of the example with a number; seconds: of CPU time."""
+    """The outcome of the example with a number; seconds: of CPU time."""
 
     number: int
     outcome: Outcome
@@ -69,7 +70,7 @@ def run_number(number: int) -> Found:
 
 
 def until_wrong(numbers: Iterable[int]) -> int:
-    """Runs examples until one is wrong or crashes; prints how many have run, and the last. Returns whether one is."""
+    """Runs examples until one is wrong or crashes, and prints their number and the last. Returns whether one is."""
     n = 0
     for n, found in enumerate(map(run_number, numbers), 1):
         if not found.outcome.is_right:
@@ -103,11 +104,11 @@ def _counts(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {kind}" for kind, n in kinds.items())
 
 
-# ---- a log, with which a run goes on where it ended -----------------------------------------------------------------
+# ---- a log, from which an interrupted run continues -----------------------------------------------------------------
 
 
 def _read(log: Path) -> list[Found]:
-    """The outcomes that a log holds; a line that was cut off is left out."""
+    """The outcomes in a log, without a last incomplete line."""
     found = []
     for line in log.read_text().splitlines() if log.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -117,7 +118,7 @@ def _read(log: Path) -> list[Found]:
 
 
 def _run(numbers: Sequence[int], n_processes: int, log: Path | None) -> list[Found]:
-    """What becomes of the examples, from the log or, if it lacks them, by a run, which adds them to it."""
+    """The outcomes of the examples, from the log or from a run, which adds them to the log."""
     found = {one.number: one for one in (_read(log) if log else ())}
     missing = [number for number in numbers if number not in found]
     with contextlib.ExitStack() as stack:
@@ -150,9 +151,9 @@ def _main() -> None:
     parser.add_argument(
         "--until-wrong",
         action="store_true",
-        help="end at the first example that is wrong or crashes; --examples then counts those with --pieces alone",
+        help="end at the first example that is wrong or crashes; --examples then counts only examples with --pieces",
     )
-    parser.add_argument("--log", type=Path, help="a file of outcomes: those that it holds are not run again")
+    parser.add_argument("--log", type=Path, help="a file of outcomes; the examples in it do not run")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--replay")
     parser.add_argument("--smaller", action="store_true")

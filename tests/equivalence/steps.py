@@ -1,4 +1,4 @@
-"""The grammar of training steps: which gradients are taken where, what updates the parameters, what else is carried.
+"""The grammar of training steps: gradients and their points, updates of the parameters, and other carried state.
 
 A step takes `(state, batch)`, `(state, batch, key)` or, with a second batch, `(state, batch, other, key)`, and returns
 `(new_state, results)`. `SCHEMES` are the ways from a loss to an update; schemes in `SEVERAL` take a gradient at
@@ -28,8 +28,8 @@ from tests.equivalence.model import Model, init_model, make_batch, model_scores
 class Training:
     """A training step of a model.
 
-    gradient: whose function takes the gradients. key: where random keys come from: an `argument`, or the `state`,
-    which keeps a new one; typed: whether these are typed keys. carries: what else the state holds, see `CARRIED`.
+    gradient: the function that takes the gradients. key: the source of random keys: an `argument`, or the `state`,
+    which keeps a new key; typed: whether these are typed keys. carries: other values of the state, see `CARRIED`.
     counted: reductions of other arrays of the batch.
     """
 
@@ -92,7 +92,7 @@ def _warm_state(optimizer: str, params: Any, rng: np.random.Generator) -> Any:
 
 
 def make_args(training: Training) -> tuple[Any, ...]:
-    """The arguments of the step, in NumPy: the same for the same description."""
+    """The arguments of the step, in NumPy: equal for equal descriptions."""
     rng = np.random.default_rng(training.seed)
     params, stats = init_model(training.model, rng)
     state = {
@@ -129,12 +129,12 @@ def batch_argnums(training: Training) -> tuple[int, ...]:
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
-#: params -> (value, (value, other results)), and what takes its gradient: params -> ((value, others), gradients).
+#: params -> (value, (value, other results)). Its gradient: params -> ((value, others), gradients).
 Objective = Callable[[Any], tuple[jax.Array, Any]]
 
 
 def _gradient_of(style: str, fun: Objective, params: Any) -> tuple[Any, Any]:
-    """The other results of `fun`, the value among them, and the gradients."""
+    """The other results of `fun`, including the value, and the gradients."""
     match style:
         case "minialpa.value_and_grad":
             (_, aux), grads = minialpa.value_and_grad(fun, has_aux=True)(params)
@@ -152,7 +152,7 @@ def _gradient_of(style: str, fun: Objective, params: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a scheme works with. `gradient(fun, params)` is (aux, gradients), where aux = (value, stats, scores).
+    """The inputs of a scheme. `gradient(fun, params)` is (aux, gradients), where aux = (value, stats, scores).
 
     objective: of (params, batch); `update(state, gradients)`: a state with new parameters and optimizer state.
     """
@@ -169,7 +169,7 @@ Scheme = Callable[[Setting, Any, tuple[Batch, ...]], tuple[Any, Any, Any]]
 SCHEMES: dict[str, Scheme] = {}
 #: Schemes that take a gradient, or a loss, at values that another gradient changed.
 SEVERAL: list[str] = []
-#: Schemes that have a second batch, that cannot have statistics over a batch, or that need inputs of floats.
+#: Schemes with a second batch, without statistics over a batch, or with inputs of floats.
 SECOND_BATCH, NO_BATCH_NORM, FLOAT_INPUT, MIXING = (list[str]() for _ in range(4))
 
 
@@ -217,7 +217,7 @@ def only_the_head(s: Setting, state: Any, batches: tuple[Batch, ...]) -> Any:
 
 @_scheme()
 def two_losses(s: Setting, state: Any, batches: tuple[Batch, ...]) -> Any:
-    """Two gradients at the same values, of which the second loses what points against the first."""
+    """Two gradients at the same values; the second loses its component against the first."""
     aux, first = s.gradient(lambda p: s.objective(p, batches[0]), state["params"])
     _, second = s.gradient(lambda p: (jnp.mean(s.each(p, batches[0])), None), state["params"])
     shared = _dot(first, second) / (_dot(second, second) + 1e-3)
@@ -415,7 +415,7 @@ def accumulated_by_hand(s: Setting, state: Any, batches: tuple[Batch, ...]) -> A
 
 
 def make_step(training: Training, ghosts: int = 1) -> Callable[..., Any]:
-    """The step on arguments as `make_args` makes them. ghosts: parts of the batch that BatchNorm sees one by one."""
+    """The step on arguments of `make_args`. ghosts: parts of the batch that BatchNorm normalises separately."""
     optimizer = OPTIMIZERS[training.optimizer]()
     model, loss = training.model, training.loss
 

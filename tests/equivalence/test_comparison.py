@@ -1,4 +1,4 @@
-"""The comparison sees one percent of a gradient under every optimizer, and takes no other rounding for an error."""
+"""The comparison detects one percent of a gradient under every optimizer, and accepts other roundings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _training(**fields: Any) -> Training:
 
 
 def _plant_one_percent(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """From now on, one percent is added to the gradients of the parameters with these names, or to all."""
+    """Adds one percent to the gradients of the parameters with these names, or to all."""
     right = steps._gradient_of
 
     def planted(*arguments: Any) -> Any:
@@ -77,8 +77,8 @@ def test_a_run_in_double_precision_is_no_error() -> None:
     assert differences(as_type(exact, np.float32), expected) == []
 
 
-def test_a_gradient_that_is_all_noise_has_room_and_no_more() -> None:
-    """The gradient of a bias in front of BatchNorm is zero, and computed from large numbers that cancel."""
+def test_a_gradient_that_is_all_noise_has_a_tolerance_and_no_more() -> None:
+    """The gradient of a bias before BatchNorm is zero, and computed from large numbers that cancel."""
 
     def step(state: Any, x: Any) -> Any:
         def loss(p: Any) -> Any:
@@ -113,7 +113,7 @@ def _identity(state: Any, x: Any) -> Any:
         ({"x": np.ones(3, np.float32)}, "another structure"),
     ],
 )
-def test_what_differs_is_told(found: Any, note: str) -> None:
+def test_differences_are_reported(found: Any, note: str) -> None:
     expected = reference(_identity, (np.float32(1), np.ones(3, np.float32)))
     assert note in str(differences((np.float32(1), found), expected)[0])
 

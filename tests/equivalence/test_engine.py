@@ -1,4 +1,4 @@
-"""Drawn training steps under drawn methods compute what the serial run does, or an error names the operation."""
+"""Drawn training steps under drawn methods compute the results of the serial run, or an error names the operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.equivalence.model import Model
 from tests.equivalence.steps import Training
 from tests.equivalence.ways import Way
 
-#: Drawn examples that compile fast, which together have nearly all parts of the grammar.
+#: Drawn examples that compile fast. Together they have nearly all parts of the grammar.
 DRAWN = (66, 71, 104, 127, 142, 145, 149, 181)
 
 
@@ -27,15 +27,15 @@ def test_drawn_steps_have_nearly_all_parts_of_the_grammar() -> None:
     assert of_all - of_these <= {"absent class", "narrow totals", "norm of the whole batch"}
 
 
-#: Examples that were wrong or crashed once, made smaller.
+#: Small versions of examples that were wrong or crashed once.
 _MODEL, _MEAN, _WEIGHTED = Model("vector", ()), Loss((Term("squared", "mean"),)), Loss((Term("squared", "weighted"),))
 FOUND = {
-    "totals computed again": Example(Training(_MODEL, _WEIGHTED), Way("pipeline", (2,), remat="full")),
-    "gradients in a row, computed again": Example(
+    "sums recomputed": Example(Training(_MODEL, _WEIGHTED), Way("pipeline", (2,), remat="full")),
+    "gradients in a row, recomputed": Example(
         Training(Model("vector", (Layer("parted"),), boundary=1), _MEAN, "three gradients"),
         Way("pipeline", (2,), remat="full"),
     ),
-    "a maximum, computed again": Example(
+    "a maximum, recomputed": Example(
         Training(
             Model("vector", (Layer("group_norm"), Layer("maxout"))), Loss((Term("squared", "entropy of the mean"),))
         ),
@@ -51,7 +51,7 @@ FOUND = {
     "rows that the derivative of a scan reads": Example(
         Training(Model("sequence", (Layer("queries_in_blocks"),)), _MEAN), Way("shard", (1,), attention="fused")
     ),
-    "a ragged batch behind another": Example(
+    "a ragged batch after another": Example(
         Training(Model("sequence", (Layer("halting"),)), _MEAN, batch_size=6), Way("shard", (1,), 4, first=8)
     ),
     "a stage without work": Example(Training(_MODEL, _MEAN, "only the head"), Way("pipeline", (2,))),

@@ -1,4 +1,4 @@
-"""The list of faults fits the code: `python -m tests.equivalence.faults` puts each of them in."""
+"""The texts of the faults occur in the code. `python -m tests.equivalence.faults` runs with each fault."""
 
 import ast
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Steps that a loop over micro-batches can get wrong: each equals the serial run, or an error names the operation."""
+"""Steps in which a loop over micro-batches can be wrong: each equals the serial run, or an error names an operation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_micro_batches_compute_the_step_which_shows_one_percent(step: str) -> No
     assert found.kind == "equal" and found.is_sharp, found.detail
 
 
-#: Every fifth of them always runs.
+#: Every fifth step always runs.
 _IN_PIPELINES = [pytest.param(step, marks=pytest.mark.slow if i % 5 else ()) for i, step in enumerate(STEPS)]
 
 

@@ -1,4 +1,4 @@
-"""The grammar of methods: how a drawn step is run, on up to eight virtual devices."""
+"""The grammar of methods to run a drawn step, on up to eight virtual devices."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _SCHEDULES = {"pipeline-gpipe": "gpipe", "pipeline-interleaved": "1f1b-interleav
 class Way:
     """kind: of method, see `make_method`. mesh: shape of the logical mesh, or the number of devices. n: micro-batches.
 
-    stages: of a pipeline, which divide the devices. remat: of its layers. manual: layers end at the model's boundary.
-    attention: which attentions are one operation. first: the number of examples of a call before; 0 for no such call.
-    gpus: whether it is planned for GPUs, whose programs are others, and runs here all the same.
-    casts_once: weights are cast to narrower types before the micro-batches, whether that is faster or not.
-    flag: the setting of jax that a call before has otherwise, see `FLAGS`; empty for no such call.
-    spread: a seed of shardings for half of the arguments, at any cost, see `spread_specs`; 0 for no shardings.
+    stages: of a pipeline; they divide the devices. remat: of its layers. manual: layers end at the model's boundary.
+    attention: the attentions that become one operation. first: the number of examples of an earlier call; 0 for no
+    call. gpus: whether it is planned for GPUs, with the programs of GPUs, although it runs on CPUs. casts_once: weights
+    are cast to narrower types before the micro-batches, even if that is slower. flag: the setting of jax that an
+    earlier call has changed, see `FLAGS`; empty for no such call. spread: a seed of shardings for half of the
+    arguments, at any cost, see `spread_specs`; 0 for no shardings.
     """
 
     kind: str = "shard"
@@ -68,14 +68,14 @@ class Way:
     spread: int = 0
 
 
-#: Settings of jax, each with another value than the one that the tests have.
+#: Settings of jax, each with a value that differs from the tests' value.
 FLAGS: dict[str, Any] = {
     "jax_threefry_partitionable": False,
     "jax_default_matmul_precision": "highest",
     "jax_numpy_rank_promotion": "warn",
     "jax_softmax_custom_jvp": False,
 }
-#: Steps are small here, and searches are to be tested.
+#: Steps are small here, and the tests need searches.
 _SEARCHED = AutoStageOption(planned_steps=math.inf)
 
 
@@ -98,7 +98,7 @@ def spread_specs(
 
 
 def make_method(way: Way, fixed: tuple[tuple[str, PartitionSpec], ...] = ()) -> Method | None:
-    """The method that `way` describes; None leaves everything to minialpa. fixed: shardings of arguments."""
+    """The method for `way`; None leaves all decisions to minialpa. fixed: shardings of arguments."""
     if way.kind == "none":
         return None
     method = _method(way, fixed)
@@ -106,7 +106,7 @@ def make_method(way: Way, fixed: tuple[tuple[str, PartitionSpec], ...] = ()) -> 
 
 
 def _casting_once(method: Method) -> Method:
-    """The method with an option that it chooses by itself otherwise."""
+    """The method with a forced option, which it otherwise chooses by time."""
     kind: Any = type(method)
 
     class CastingOnce(kind):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The collectives that are read from a compiled program are those that were written into it."""
+"""The collectives that are read from a compiled program equal the collectives in its source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = (tuple(range(8)),)
 
 
 def compiled(f: Callable[..., Any], out: Any = None) -> str:
-    """HLO of `f` on the shards of X, split over both axes; results are taken as they lie on each device."""
+    """HLO of `f` on the shards of X, split over both axes; results keep their shardings."""
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     spec = P(*mesh.axis_names)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec if out is None else out, check_vma=False)
@@ -74,7 +74,7 @@ def test_loops_multiply_and_branches_count_once() -> None:
     assert summary(compiled(branch)) == [("all-reduce", 512, ALL, 1)]
 
     until = compiled(lambda x: lax.while_loop(lambda v: v[0, 0] < 9, lambda v: lax.psum(v + 1, "y"), x))
-    assert summary(until) == [("all-reduce", 512, ROWS, 1)]  # nobody knows how often
+    assert summary(until) == [("all-reduce", 512, ROWS, 1)]  # the number of iterations is unknown
 
 
 ASYNC = """HloModule step, num_partitions=4

@@ -1,4 +1,4 @@
-"""Explanations of plans: what each alternative to a decision would cost."""
+"""Explanations of plans: the cost of each alternative to a decision."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.plans import make_args, train_step
 WIDTH, N_EXAMPLES = 1024, 512
 ARGS = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_args(N_EXAMPLES, WIDTH))
 CLUSTER = ClusterSpec.preset("a100-40gb", num_hosts=1, devices_per_host=8)
-#: How much GPUs hide depends on all shardings together, and the solver knows two prices of it. What else is
-#: forced may be faster, by this part of a step at most in the small steps here, where half of the time is collectives.
+#: The work that GPUs hide depends on all shardings together, and the solver has only two prices for it. So a forced
+#: alternative may be faster, by at most this fraction of these small steps, where half of the time is collectives.
 _MISSED = 0.2
 METHODS: dict[str, Method] = {
     "one axis": ShardParallel(devices=CLUSTER),
@@ -69,7 +69,7 @@ def test_a_value_is_explained_by_a_table_with_the_chosen_spec_first() -> None:
     assert "result[1] float32[] on mesh 0" in text and "result[0]" not in text
 
 
-def test_what_cannot_be_is_told_and_a_spec_may_be_fixed_where_nothing_else_is_sharded() -> None:
+def test_impossible_alternatives_are_reported_and_a_spec_may_be_fixed_where_nothing_else_is_sharded() -> None:
     def step(x: jax.Array, batch: jax.Array) -> jax.Array:
         return jnp.tanh(batch @ x)
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_is_told_and_a_spec_may_be_fixed_where_nothing_else_is_sh
     assert re.search(r"P\('x',?\) +[\d.]+ us +\+[\d.]+ us", text)  # gathered before it is read
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_alternatives_that_do_not_fit_are_reported() -> None:
     peak = max(planned(METHODS["one axis"])[1].cost.peak_bytes)
     tight = AutoShardingOption(memory_limit_bytes=0.9 * peak)
     text = explained("params['w']", ShardParallel(auto_sharding_option=tight))
@@ -98,10 +98,10 @@ def test_many_values_are_cut_and_operators_are_listed() -> None:
 
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
     text = explained("state", ShardParallel(), step, ([x] * 6, x))
-    assert "2 more are called so. Name one of them in full." in text
+    assert "2 more values match. Give the full name of one value." in text
     assert "stage 0: layer 0 forward: dot_general" in explained("dot_general", METHODS["pipeline"])
     text = explained("nothing", METHODS["one axis"])
-    assert text.startswith("Nothing in the plan is called `nothing`.") and "`micro-batches`, `remat`, `stages`." in text
+    assert text.startswith("No part of the plan is called `nothing`.") and "`micro-batches`, `remat`, `stages`." in text
 
 
 def test_the_plan_as_a_whole_is_explained() -> None:

@@ -1,4 +1,4 @@
-"""Methods by name as candidates of a search: it refuses nothing that one of them can do, and costs no more."""
+"""Methods by name as candidates of a search: the search succeeds where one of them does, and costs no more."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_no_method_by_name_is_faster_in_short_memory() -> None:
 
 
 def test_a_search_that_finds_nothing_takes_what_fits_by_name(mlp: TracedStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the number of micro-batches open, also at the best number near one example for each device."""
+    """If the number of micro-batches is open, also at the best number near one example for each device."""
     whole = pipeline._planned
 
     def only_by_name(context: Any) -> Plan:
@@ -131,7 +131,7 @@ def test_a_single_stage_is_tried_with_far_fewer_micro_batches(mlp: TracedStep, m
 
 
 def test_only_what_is_not_faster_is_given_up(mlp: TracedStep) -> None:
-    """The oracle: the plan for a caller that has none. The compute of free shardings gives up every method."""
+    """The oracle: the plan for a caller without a plan. The compute of free shardings gives up every method."""
     n_given_up, least_s = 0, 0.0
     reference_s = planned(mlp, GPUS, ShardParallel(num_micro_batches=4)).cost.total_s
     for cls in BY_NAME:

@@ -1,4 +1,4 @@
-"""The compiler that a plan counts on follows from its cluster; the installed jax counts for devices of this process."""
+"""The compiler of a plan follows from its cluster; for devices of this process, the installed jax counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rematerialisation without a pipeline: only where memory is short, as little as needed, with the same numbers."""
+"""Rematerialisation without a pipeline: only if memory is short, as little as needed, with the same numbers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_as_few_layers_as_fit_compute_values_again(free: Plan) -> None:
             planned(dataclasses.replace(method, remat="none"))
         plans.append(plan)
 
-    # The first layers compute again, more of them the less memory there is, and the last one never does.
+    # The first layers recompute, more of them the less memory there is, and the last one never recomputes.
     order = {"full": 0, "dots": 1, "none": 2}
     for plan in plans[1:]:
         numbers = [order[remat] for remat in plan.remat]
@@ -124,7 +124,7 @@ def test_a_scan_over_layers_is_cut_into_layers_that_compute_again(key: jax.Array
     assert_allclose(step(state, scanned.BATCH), expected, rtol=1e-4)
 
 
-@pytest.mark.slow  # the other tests run such plans as they are made
+@pytest.mark.slow  # the other tests run such plans from the planner
 def test_a_plan_that_computes_again_runs_from_a_file_and_for_another_batch(free: Plan) -> None:
     plan = planned(within(0.9 * free.stages[0].peak_bytes, **DATA))
     assert plan.remat
@@ -139,7 +139,7 @@ def test_a_plan_that_computes_again_runs_from_a_file_and_for_another_batch(free:
         assert step.plan(PARAMS, half).remat == plan.remat
 
 
-def test_what_forbids_rematerialisation_is_told(free: Plan) -> None:
+def test_obstacles_to_rematerialisation_are_reported(free: Plan) -> None:
     with pytest.raises(InfeasibleError, match=r"before jax 0\.11"):
         planned(within(1e5, **DATA), CPUS)
     with pytest.raises(InfeasibleError, match=r"Rematerialisation of \d+ of \d+ layers is not enough"):
@@ -149,5 +149,5 @@ def test_what_forbids_rematerialisation_is_told(free: Plan) -> None:
 
     args = ([jnp.ones((16, 16))], jnp.ones((4096, 16)))
     one = descent_step(lambda params, x: jnp.mean(x @ params[0]), minialpa.value_and_grad)
-    with pytest.raises(InfeasibleError, match="needs two layers, and there is one"):
+    with pytest.raises(InfeasibleError, match="needs two layers, and the step has one"):
         minialpa.plan(one, args, cluster=GPUS, method=within(2e4, **DATA))

@@ -1,4 +1,4 @@
-"""Whether a search of stages is worth it: a law of steps and seconds, and the plan of what is not searched."""
+"""Whether a search of stages pays: a law of steps and seconds, and the plan of a step without a search."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_short_step_is_planned_as_one_stage_and_a_long_one_is_searched_at_once
 
 
 def test_a_plan_without_a_search_is_the_better_one_of_its_two_choices() -> None:
-    """One device for what is too small to be split, and all of them for what is not; no devices idle if none may."""
+    """One device for steps too small to split, all devices for others; no devices idle if that is not allowed."""
     small, wide = mlp(16), mlp(512)
     never = AutoStageOption(planned_steps=0)
     one, all_ = (planned(traced, CLUSTER, AutoParallel(stage_option=never)) for traced in (small, wide))
@@ -122,7 +122,7 @@ def test_what_only_a_search_gives_is_searched(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_what_is_planned_well_enough_without_a_search_is_not_searched(factor: float) -> None:
-    """The oracle: how far the plan without a search is from devices that share the work perfectly."""
+    """The oracle: the distance of the plan without a search from perfectly shared work."""
     traced = mlp(64)
     plan = planned(traced, CLUSTER, on(0))
     flops_s = 2 * 4 * 64**3 * 3 * 4 / 5e10
@@ -154,7 +154,7 @@ def test_equal_stages_without_a_search_repay_their_programs(preset: str) -> None
 
 @pytest.mark.parametrize("n_devices", [1, 4])
 def test_a_step_without_gradients_is_planned_on_any_number_of_devices(n_devices: int) -> None:
-    """On one device, two attempts at a plan stage the same step, which gives them other equations."""
+    """On one device, two attempts at a plan stage the same step, each with new equations."""
     shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
     cluster = ClusterSpec.preset("cpu", devices_per_host=n_devices)
     plan = minialpa.plan(lambda w, x: jnp.mean(jnp.tanh(x @ w)), shapes, cluster=cluster)

@@ -149,8 +149,8 @@ def test_a_sketch_has_the_costs_of_the_whole_step(traced: TracedStep, name: str)
     assert sketch.cost.total_s == pytest.approx(plan.cost.total_s, rel=0.02)
     assert sketch.cost.compute_s == pytest.approx(plan.cost.compute_s, rel=1e-6)
     for short, whole in zip(sketch.stages, plan.stages, strict=True):
-        # Fixed bytes have the temporaries of the hungriest task, which are predicted. In small models, collectives of
-        # many layers wait for each other.
+        # Fixed bytes include the predicted temporaries of the task with most. In small models, collectives of many
+        # layers wait for each other.
         assert short.fixed_bytes == pytest.approx(whole.fixed_bytes, rel=0.25)
         assert short.kept_bytes == pytest.approx(whole.kept_bytes)
 
@@ -194,7 +194,7 @@ def test_a_whole_step_that_needs_more_memory_is_solved_with_less_room(
     sketch = _best_plan(context)
     assert isinstance(sketch, Sketch)
 
-    # As if the short step had predicted a tenth less than it does.
+    # As if the short step predicted a tenth less.
     measured, rooms = whole_plans.mesh_memory, list[float]()
 
     def more(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Shardings are about speed: any choice of strategies, however bad, gives the numbers of the serial run."""
+"""Shardings affect only speed: any choice of strategies gives the numbers of the serial run."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ _KINDS = {
     "causal": causal(_D),
     "added": causal(_D, n_biases=3, n_masks=2),
 }
-#: Shapes of biases and masks of the last kind, where s stands for the number of keys and t for that of queries.
+#: Shapes of biases and masks of the last kind, where s stands for the number of keys, and t for the number of queries.
 _ADDED = ((1, _G, _R, "t", "s"), (_B, 1, 1, 1, "s"), (1, 1, 1, "t", 1), (_B, 1, 1, "t", "s"), (1, 1, 1, 1, "s"))
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The rule believes in blocks of 2 positions, so that few positions may be exchanged."""
+    """The rule assumes blocks of 2 positions, so that few positions may be exchanged."""
     monkeypatch.setattr(minialpa.rules.attention, "SIDE", 2)
     forget()
     yield
@@ -74,12 +74,12 @@ def _equations(kind: AttentionKind, n: int) -> dict[str, tuple[JaxprEqn, list[An
     others = [*at, *added[: kind.n_biases], *masks]
 
     out, logsumexp = attention_p.bind(query, key, value, *others, kind=kind)
-    dtypes, wants_bias = (query.dtype.name,) * (3 + kind.n_biases), (True,) * kind.n_biases
+    dtypes, with_bias_gradient = (query.dtype.name,) * (3 + kind.n_biases), (True,) * kind.n_biases
     found = {}
     for name, primitive, operands, params in (
         ("forward", attention_p, [query, key, value, *others], {"kind": kind}),
         ("backward", attention_gradient_p, [query, key, value, out, logsumexp, draw(*out.shape), *others],
-         {"kind": kind, "dtypes": dtypes, "wants_bias": wants_bias}),
+         {"kind": kind, "dtypes": dtypes, "with_bias_gradient": with_bias_gradient}),
     ):  # fmt: skip
         jaxpr = jax.make_jaxpr(lambda *xs, p=primitive, given=params: p.bind(*xs, **given))(*operands)
         (eqn,) = jaxpr.jaxpr.eqns
@@ -119,7 +119,7 @@ def test_balanced_devices_give_the_numbers_of_one(kind: str, shape: tuple[int, .
         for found, wanted in zip(compiled(*operands), expected, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-12)
 
-        # What is exchanged is what was planned.
+        # The exchanges are the planned ones.
         exchanges = [one for one in collectives_of(program) if one.collective.kind == "collective-permute"]
         found = hlo.bytes_by_kind(hlo.collectives(compiled.as_text()))["collective-permute"]
         assert found == sum(one.collective.n_bytes * one.times for one in exchanges) > 0
@@ -170,7 +170,7 @@ def _device() -> DeviceSpec:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_halves_are_exchanged_where_that_is_cheaper() -> None:
-    """Over fast links; over slow ones, the busiest device sets the time. Either way, the price is that of what runs."""
+    """Over fast links; over slow ones, the busiest device sets the time. The price is for the program that runs."""
     eqn, _ = _equations(causal(_D), 64)["backward"]
     factors = factors_of(eqn)
     fast = LogicalMesh((4,), alpha=(1e-12,), beta=(1e-15,), device=_device())
@@ -193,7 +193,7 @@ def test_halves_are_exchanged_where_that_is_cheaper() -> None:
 
 
 def _unbalanced_s(eqn: JaxprEqn, strategies: StrategySet, s: int, mesh: LogicalMesh) -> float:
-    """Seconds of turning what is made into the results."""
+    """Seconds to reshard the computed values to the results."""
     chosen = strategies.read(s)
     ends = zip(eqn.outvars, chosen.made, chosen.results, strict=True)
     return sum(reshard_table(shape_of(v), bytes_of(v), mesh).cost(made, left) for v, made, left in ends)
@@ -201,7 +201,7 @@ def _unbalanced_s(eqn: JaxprEqn, strategies: StrategySet, s: int, mesh: LogicalM
 
 @pytest.mark.usefixtures("small_blocks", "doubles")
 def test_a_step_runs_and_exchanges_as_planned() -> None:
-    """Forward and backward. A mark on an equation whose devices have nothing to exchange is refused."""
+    """Forward and backward. A mark on an equation whose devices have no halves to exchange is refused."""
     arguments = jax.tree.map(lambda x: x.astype(np.float64), two_layers_arguments(b=1, s=64))
     step = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((4,))))
     executable = step.get_executable(*arguments)
@@ -223,7 +223,7 @@ def test_a_step_runs_and_exchanges_as_planned() -> None:
     wrong = list(stage.equation_specs)
     wrong[i] = dataclasses.replace(wrong[i], is_balanced=True)
     plan = dataclasses.replace(plan, stages=(dataclasses.replace(stage, equation_specs=tuple(wrong)),))
-    with pytest.raises(VerifyError, match=rf"equation_specs\[{i}\].*nothing to exchange"):
+    with pytest.raises(VerifyError, match=rf"equation_specs\[{i}\].*no halves to exchange"):
         minialpa.parallelize(two_layers(minialpa.value_and_grad), method=plan)(*arguments)
 
     with pytest.raises(VerifyError, match="`true` if it is balanced"):

@@ -1,4 +1,4 @@
-"""The collectives of compiled programs are those that the parallel method stands for."""
+"""Compiled programs have the collectives of their parallel method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNIT = LogicalMesh((4,), alpha=(1.0,), beta=(1.0,))
 
 
 # The six-layer perceptron with biases that Alpa's tests plan on four devices, and the objectives that they expect.
-# Bytes are those of float32; 1 s for each collective and each byte.
+# Bytes are for float32; 1 s for each collective and each byte.
 
 
 def six_layers(
@@ -117,7 +117,7 @@ def test_replicated_when_sharding_is_disabled() -> None:
 
 
 def test_layers_computed_again_communicate_no_more() -> None:
-    """`jax.checkpoint` puts all that a layer reads behind one barrier, which has no say in their shardings."""
+    """`jax.checkpoint` puts all operands of a layer after one barrier, which does not decide their shardings."""
 
     def loss_of(layer: Any) -> Any:
         def loss_fn(params: Any, h: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Gradients are summed over devices once per step, however many micro-batches there are."""
+"""Gradients are summed over devices once per step, for any number of micro-batches."""
 
 from __future__ import annotations
 

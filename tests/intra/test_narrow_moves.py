@@ -1,4 +1,4 @@
-"""Arrays move before conversions to wider types, and after those to narrower ones: the same bits arrive."""
+"""Arrays move before conversions to wider types, and after conversions to narrower ones: the same bits arrive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = (8, 16)
 
 
 def _program(fun: Callable[..., Any], dtype: Any, specs: Sequence[Spec], out: Sequence[Spec]) -> ShardedEquations:
-    """One operand, one result for each equation. specs: those of the operand and of each equation."""
+    """One operand, one result for each equation. specs: of the operand and of each equation."""
     jaxpr = jax.make_jaxpr(fun)(jnp.zeros(SHAPE, dtype)).jaxpr
     equations = {
         eqn: EquationSpecs((spec,) * len(eqn.invars), (spec,), (spec,))
@@ -81,15 +81,15 @@ def _widened_twice(x: jax.Array) -> jax.Array:
         (_narrowed, jnp.float32, (ROWS, COLUMNS, COLUMNS), (COLUMNS,), 0.5),
         (_widened_twice, jnp.float8_e4m3fn, (ROWS, ROWS, ROWS, COLUMNS), (COLUMNS,), 0.25),
         (_widened_and_read_twice, jnp.bfloat16, (ROWS, ROWS, COLUMNS, COLUMNS), (COLUMNS, COLUMNS), 0.5),
-        # The other reader wants the rows, which are there; or what moves for another reader anyway.
+        # The other reader needs the rows, which are present; or an array that moves for another reader anyway.
         (_widened_and_read_twice, jnp.bfloat16, (ROWS, ROWS, COLUMNS, ROWS), (COLUMNS, ROWS), 1),
         (_narrowed_beside_a_reader, jnp.float32, (ROWS, COLUMNS, COLUMNS), (COLUMNS, COLUMNS), 1),
-        # A sum of wide numbers is not that of narrow ones.
+        # A sum of wide numbers differs from a sum of narrow ones.
         (_widened, jnp.bfloat16, (SUMMED, SUMMED, COLUMNS), (COLUMNS,), 1),
     ],
 )
 def test_the_narrower_type_moves(fun: Any, dtype: Any, specs: Sequence[Spec], out: Sequence[Spec], part: float) -> None:
-    """part: of the bytes that moved before."""
+    """part: fraction of the bytes that would move in the wider type."""
     program = _program(fun, dtype, specs, out)
     changed = with_narrow_moves(program)
     assert _moved(changed) == part * _moved(program) > 0

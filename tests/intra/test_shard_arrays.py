@@ -1,4 +1,4 @@
-"""Barriers for GPUs: no number changes, and each array after a barrier depends on all in front of it."""
+"""Barriers for GPUs: no number changes, and each array after a barrier depends on all arrays before it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_array_is_computed_from_all_of_them() -> None:
     for eqn in jaxpr.eqns:
         of_operands = [reads.get(v, set()) for v in eqn.invars if not hasattr(v, "val")]
         reads.update((v, set().union(*of_operands)) for v in eqn.outvars)
-    waited = {jaxpr.invars[0], jaxpr.invars[2]}  # integers wait, and nothing waits for them
+    waited = {jaxpr.invars[0], jaxpr.invars[2]}  # integers wait, and other arrays do not wait for them
     assert all(waited <= reads[v] for v in jaxpr.outvars)
 
 

@@ -1,4 +1,4 @@
-"""The verifier of shardings: what is a candidate of an equation, and what is not. For refusals see test_verify_fit."""
+"""The verifier of shardings: candidates of an equation, and specs that are not candidates. See also test_verify_fit."""
 
 from __future__ import annotations
 

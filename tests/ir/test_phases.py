@@ -30,7 +30,7 @@ def test_each_phase_of_a_drawn_step_passes_its_verifier(number: int) -> None:
         function = minialpa.parallelize(step, method=method, batch_argnums=batch, on_ragged="error")
         plan = function.plan(*args)
     except MinialpaError:
-        return  # the equivalence tests look at what is refused
+        return  # the equivalence tests check refusals
     found = minialpa.phases(plan, step, args, batch_argnums=batch)
     assert all(text.count("\n") > 3 for text in found.values())
 
@@ -52,7 +52,7 @@ def test_operations_in_another_order_are_refused(first: int, second: int) -> Non
     good = block()
     ops = list(good.ops)
     ops[first], ops[second] = ops[second], ops[first]
-    with pytest.raises(VerifyError, match=f"Operation %{first}, .* not there"):
+    with pytest.raises(VerifyError, match=f"Operation %{first}, .* reads a value of type .* not defined before it"):
         verify_block(dataclasses.replace(good, ops=tuple(ops)))
 
 
@@ -60,16 +60,16 @@ def test_operations_in_another_order_are_refused(first: int, second: int) -> Non
 def test_a_program_without_an_operation_is_refused(left_out: int) -> None:
     good = block()
     ops = good.ops[:left_out] + good.ops[left_out + 1 :]
-    with pytest.raises(VerifyError, match="not there"):
+    with pytest.raises(VerifyError, match="not defined before it"):
         verify_block(dataclasses.replace(good, ops=ops))
 
 
 def test_values_made_twice_and_results_of_another_type_are_refused() -> None:
     good = block()
-    with pytest.raises(VerifyError, match="`sin`, makes a value that is there already"):
+    with pytest.raises(VerifyError, match="`sin`, defines a value that is already defined"):
         verify_block(dataclasses.replace(good, ops=(*good.ops, good.ops[0])))
 
     wide = jax.make_jaxpr(jnp.sin)(jnp.ones(4)).jaxpr.eqns[0].outvars[0]
     eqns = [eqn.replace(outvars=[wide]) if eqn.primitive.name == "sin" else eqn for eqn in good.eqns]
-    with pytest.raises(VerifyError, match=r"`sin`, makes float32\[3\], and its result is float32\[4\]"):
+    with pytest.raises(VerifyError, match=r"`sin`, computes float32\[3\], but its result has the type float32\[4\]"):
         verify_block(good.with_eqns(eqns))

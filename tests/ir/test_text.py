@@ -1,4 +1,4 @@
-"""Printed blocks: each operation once, or counted; the names, types and modules that a user knows."""
+"""Printed blocks: each operation once, or counted; names, types and modules of the user's step."""
 
 from __future__ import annotations
 

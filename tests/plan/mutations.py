@@ -1,8 +1,8 @@
-"""Plans that were edited: tiny steps with a plan of each kind, edits of a plan's JSON, and what becomes of an edit.
+"""Edited plans: tiny steps with a plan of each kind, edits of a plan's JSON, and the outcome of an edit.
 
-An outcome is `right` (it ran, with the numbers of the serial run), `refused` (a MinialpaError that names the field), or
-a word for what may not be: `wrong` numbers, an error of another `raw` kind, a refusal that is `unnamed`, and too `slow`
-or too `large`.
+An outcome is `right` (it ran, with the numbers of the serial run) or `refused` (a MinialpaError that names the field).
+All other outcomes are failures: `wrong` numbers, an error of another `raw` kind, a refusal that is `unnamed`, and too
+`slow` or too `large`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from minialpa.sharding import EquationSpecs, Spec, specs_of
 from minialpa.testing import assert_allclose
 
 WIDTH, N_EXAMPLES = 8, 16
-#: What loading and running an edited plan may take; more than enough to compile a tiny step.
+#: Limits for loading and running an edited plan; more than enough to compile a tiny step.
 MOST_S, MOST_BYTES = 10, 10**9
 
 Place = tuple[str | int, ...]
@@ -105,8 +105,10 @@ def contrastive(params: Any, batch: Any) -> jax.Array:
 
 
 def training(loss: Loss) -> Callable[[Any, Any], Any]:
-    """A step with momentum, clipping by the global norm and a step counter; it also passes one array on, leaves one
-    alone, and returns a constant."""
+    """A step with momentum, clipping by the global norm and a step counter.
+
+    It also passes one array on, does not read another, and returns a constant.
+    """
 
     def step(state: Any, batch: Any) -> Any:
         value, grads = minialpa.value_and_grad(loss)(state["params"], batch)
@@ -200,7 +202,7 @@ subject = functools.cache(Subject)
 
 
 def program_text(program: Program) -> str:
-    """What tells a program from others: all that is done to which buffers, and what functions compute."""
+    """The difference between programs: instructions, buffers, and the text of functions."""
     functions = [
         (f.mesh, f.in_specs, f.out_specs, f.donated, re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(f.fun)(*f.in_avals))))
         for f in program.functions
@@ -215,19 +217,19 @@ def program_text(program: Program) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`kind`: see above. note: the error, or what differs."""
+    """`kind`: see the module. note: the error, or the difference."""
 
     kind: str
     note: str = ""
 
 
 class _TooSlowError(BaseException):
-    """Not an Exception, so that nothing on the way catches it."""
+    """Not an Exception, so that no handler on the way catches it."""
 
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Limits the seconds of work in here, of all threads, whatever else the machine does; and waiting, far above."""
+    """Limits the CPU seconds of the block, over all threads, and its wall-clock time, far above."""
 
     def stop(*_: Any) -> None:
         raise _TooSlowError
@@ -248,12 +250,12 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-#: A refusal says which field of the plan, or that the text is no plan at all.
+#: A refusal names the field of the plan, or states that the text is not a plan.
 NAMED = re.compile(r"`plan\b|^Not a plan|^The plan has version")
 
 
 def outcome_of(on: Subject, text: str) -> Outcome:
-    """What becomes of a plan's text when it is loaded and run."""
+    """The outcome when a plan's text is loaded and run."""
     bytes_before = peak_bytes()
     try:
         with _time_limit():
@@ -287,7 +289,7 @@ def _outcome(on: Subject, text: str) -> Outcome:
 
 
 def places(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Where in JSON data there is something, and what."""
+    """The places and values in JSON data."""
     yield place, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -307,7 +309,7 @@ def put(data: Any, place: Place, value: Any) -> Any:
 
 
 def spec_places(data: Any) -> dict[str, list[Place]]:
-    """Where specs are, by what they are of."""
+    """The places of specs, by the kind of their owner."""
     found: dict[str, list[Place]] = {}
     for place, value in places(data):
         if isinstance(value, str) and (kind := _spec_kind(place)):
@@ -327,7 +329,7 @@ def _spec_kind(place: Place) -> str | None:
 
 
 def other_ways(rng: np.random.Generator, on: Subject, data: Any) -> tuple[Any, str]:
-    """Other ways to run some of the equations, and other specs to leave their results in: what is right, if slow."""
+    """Other strategies for some equations, and other specs of their results: right, even if slow."""
     k = int(rng.integers(len(on.plan.stages)))
     problem, mesh_shape = on.problems[k], on.plan.stages[k].logical_shape
     chosen = on.plan.stages[k].equation_specs
@@ -343,7 +345,7 @@ def other_ways(rng: np.random.Generator, on: Subject, data: Any) -> tuple[Any, s
 
 
 def _plain_equations(eqns: Any, chosen: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    """Equations with their places in a plan, those in loops too, but for loops and what only passes arrays on."""
+    """Equations with their places in a plan, also in loops, without loops and calls that only pass arrays on."""
     for i, (eqn, specs) in enumerate(zip(eqns, chosen, strict=True)):
         if specs.body:
             yield from _plain_equations(scan_body(eqn).flat.eqns, specs.body, (*place, i, 3))
@@ -382,7 +384,7 @@ def edit_specs(rng: np.random.Generator, data: Any) -> tuple[Any, str]:
     """One edit of a spec somewhere, or one that keeps several specs in agreement."""
     found = spec_places(data)
     kinds = sorted(found)
-    kinds += [kind for kind in kinds if kind != "operators"] * 2  # operators are there to be read
+    kinds += [kind for kind in kinds if kind != "operators"] * 2  # operators are only for display
     kind = kinds[rng.integers(len(kinds))]
     place = found[kind][rng.integers(len(found[kind]))]
     old, new = at(data, place), edited_spec(rng, at(data, place), sorted({at(data, p) for p in found[kind]}))
@@ -463,7 +465,7 @@ def show(place: Place) -> str:
 
 
 def mutation(rng: np.random.Generator, on: Subject, *, of_specs: bool) -> tuple[str, str]:
-    """The text of an edited plan, and what the edit was."""
+    """The text of an edited plan, and a description of the edit."""
     while True:
         data = copy.deepcopy(on.data)
         if of_specs and rng.integers(6) == 0:

@@ -1,4 +1,4 @@
-"""Two plans and what is told of their difference."""
+"""The description of the difference between two plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.plans import pipeline_plan, shard_plan
 replace = dataclasses.replace
 
 
-def test_what_differs_is_told_with_both_sides() -> None:
+def test_differences_are_reported_with_both_sides() -> None:
     lines = pipeline_plan().diff(shard_plan()).splitlines()
     assert "cluster size: 2 x 4 -> 1 x 8" in lines
     assert "stages: 2 -> 1" in lines
@@ -55,7 +55,7 @@ def test_long_lists_are_cut() -> None:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=50)
-def test_no_difference_goes_untold(draw: st.DataObject) -> None:
+def test_no_difference_is_left_out(draw: st.DataObject) -> None:
     data = data_of(good())
     numbers = [(p, old) for p, old in places(data) if p[:1] == ("plan",) and type(old) in (int, float, str)]
     place, old = draw.draw(st.sampled_from(numbers))

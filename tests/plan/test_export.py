@@ -1,4 +1,4 @@
-"""Placements of a plan in plain `jax.jit`: as pytrees, and as source that is pasted."""
+"""Placements of a plan in plain `jax.jit`: as pytrees, and as source to paste."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_source(plan: Plan, mesh: int = 0) -> dict[str, Any]:
 
 
 def plain_step(params: Any, batch: Any) -> Any:
-    """`train_step` as a user without minialpa has it."""
+    """`train_step` of a user without minialpa."""
 
     def loss(p: Any) -> jax.Array:
         return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]) ** 2)

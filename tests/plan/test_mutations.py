@@ -1,4 +1,4 @@
-"""A plan that was edited runs with the numbers of the serial run, or is refused by the name of the field."""
+"""An edited plan runs with the numbers of the serial run, or is refused by the name of the field."""
 
 from __future__ import annotations
 

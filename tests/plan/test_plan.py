@@ -37,7 +37,9 @@ def test_the_summary_and_explain_name_stages_operators_and_arrays() -> None:
     text = plan.explain("params['w']")
     assert text.startswith("params['w'] float32[8, 8]: mesh 0: P(") and "\n" not in text
     assert "stage 1: layer 1 forward: dot_general" in plan.explain("dot_general")
-    assert plan.explain("nothing of that name") == "Nothing in the plan is called `nothing of that name`."
+    assert (
+        plan.explain("nothing of that name") == "The plan has no argument, result or operator `nothing of that name`."
+    )
 
 
 def test_the_summary_tells_of_collectives_that_take_no_time_in_passes() -> None:

@@ -1,4 +1,4 @@
-"""The verifier of plans: each of its claims, and what it says where one does not hold."""
+"""The verifier of plans: each of its claims, and its error if a claim does not hold."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Plan, str]] = {
     "layer twice": (with_stage(1, layers=(0,)), r"stages\[\*\].layers` is \[\[0\], \[0\]\]; expected each of 2 layers"),
     "layers in another order": (
         replace(with_stage(0, layers=(1, 0), kept_bytes=(0.0, 0.0)), stages=(with_stage(0, layers=(1, 0)).stages[0],)),
-        r"stages\[0\].layers` is \(1, 0\); expected layers in ascending order",
+        r"stages\[0\].layers` is \(1, 0\); expected ascending layers",
     ),
     "stage without a layer": (
         replace(good(), stages=(with_stage(0, layers=(0, 1)).stages[0], with_stage(1, layers=()).stages[1])),

@@ -1,4 +1,4 @@
-"""Programs: what the verifier refuses, and what emission guarantees."""
+"""Programs: the errors of the verifier, and the guarantees of emission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a step as it was written and as it is recognised, and counts the attentions that were found."""
+"""Runs a step before and after recognition, and counts the recognised attentions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers import trace
 
 @dataclass(frozen=True)
 class Found:
-    """How many calls of the primitives a recognised step has, in its bodies too, and the step."""
+    """A recognised step, and its number of calls of the primitives, also inside bodies."""
 
     attentions: int
     gradients: int
@@ -61,7 +61,7 @@ def recognised(fun: Callable[..., Any], *args: Any, everywhere: bool = True) -> 
 
 
 def compared(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> Found:
-    """What is recognised in a function, whose results are the same as before, up to rounding."""
+    """The recognised attentions of a function, after a check that its results are equal up to rounding."""
     found = recognised(fun, *args)
     if found.counts == (0, 0):  # the same program
         return found
@@ -79,7 +79,7 @@ def compared(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> Fo
 # ---- arrays of special floats ----------------------------------------------------------------------------------------
 
 
-#: The largest number is a little below that of the dtype, so that sums of weights that are 1 + eps stay finite.
+#: The largest number, as a fraction of the dtype's largest, so that sums of weights that are 1 + eps stay finite.
 _LARGEST = 0.9
 
 

@@ -52,7 +52,7 @@ def test_scans_over_layers(name: str) -> None:
 
 
 def test_a_scan_becomes_the_same_program_each_time() -> None:
-    """Plans of one process are used by others, so that nothing may depend on where Python put the variables."""
+    """Other processes use plans of one process, so a plan must not depend on the addresses of variables."""
     steps = [recognise(trace(scanned(layer), WEIGHTS, X, batch=()), everywhere=True) for _ in range(2)]
     first, second = ([str(eqn.params["jaxpr"]) for eqn in step.flat.eqns if "jaxpr" in eqn.params] for step in steps)
     assert len(first) == 2

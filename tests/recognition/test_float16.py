@@ -1,4 +1,4 @@
-"""Attentions in float16 are infinite and NaN where they are as they are written, with gradients."""
+"""Attentions in float16 are infinite and NaN at the same places as the written ones, with gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B, T, N, D = 2, 7, 2, 4
 HALF = jnp.float16
 EPS = float(jnp.finfo(HALF).eps)
 CAUSAL = (np.arange(T)[:, None] >= np.arange(T))[None, None]
-#: The first query sees nothing, and no query sees key 2.
+#: The first query sees no key, and no query sees key 2.
 SEEN = ((np.arange(T)[:, None] > np.arange(T)) & (np.arange(T) != 2))[None, None]
 ARRAYS = [array(i, B, T, N, D).astype(HALF) for i in range(4)]
 #: Factors of queries and keys, values, and the cotangent.
@@ -70,7 +70,7 @@ SHORT = ("causal", "softmax in float32")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in CASES])
 def test_infinity_and_nan_are_where_they_are_as_written(name: str) -> None:
-    """Where scores overflow, and p_bar, as under a loss scale."""
+    """With overflow of scores and, as under a loss scale, of p_bar."""
     written = _with_gradients(CASES[name])
     found = recognised(written, *ARRAYS)
     assert found.counts == (1, 1)
@@ -101,7 +101,7 @@ def test_attentions_of_jax() -> None:
         assert recognised(_with_gradients(attention(2.0)), *ARRAYS).counts == (0, 0)
 
 
-# ---- what float16 does not have the range for ------------------------------------------------------------------------
+# ---- values beyond the range of float16 ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_keys, counts", [(255, (1, 1)), (256, (0, 0))])

@@ -1,4 +1,4 @@
-"""What is nearly an attention is left as it was written."""
+"""Near misses of an attention stay unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recognition.test_written_attentions import KEY, QUERY, VALUE, B, N, S
 AttentionKind = Callable[[Any, Any, Any], Any]
 HEADS = np.array([1.0, 2.0, 0.5, 1.0], np.float32)[None, :, None, None]
 CAUSAL = np.tril(np.ones((T, S), bool))[None, None]
-#: All queries but the last see all keys, and the last one sees none.
+#: All queries but the last see all keys, and the last one sees no key.
 BUT_THE_LAST = (np.arange(T) < T - 1)[None, None, :, None]
 FAR_BELOW = np.where(np.arange(S) < 3, 0, -1e4).astype(np.float32)[None, None, None]
 

@@ -1,4 +1,4 @@
-"""The option that says which attentions become operations holds for every trace of a step."""
+"""The option for attentions as operations holds for every trace of a step."""
 
 from __future__ import annotations
 

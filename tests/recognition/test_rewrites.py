@@ -27,7 +27,7 @@ AttentionKind = Callable[[Any, Any, Any], Any]
 
 
 def meanings(score: np.ndarray, p_bar: np.ndarray) -> dict[Kind, np.ndarray]:
-    """What the terms of each kind are, by their formulas; the last one as the primitive computes it."""
+    """The value of the terms of each kind, by their formulas; the last one as the primitive computes it."""
     of = {Kind.SCORE: score, Kind.PRODUCT: p_bar, Kind.MAXIMUM: score.max(-1, keepdims=True)}
     of[Kind.SHIFTED] = score - of[Kind.MAXIMUM]
     weight = of[Kind.WEIGHT] = np.exp(of[Kind.SHIFTED])
@@ -49,7 +49,7 @@ def _sum(x: np.ndarray) -> np.ndarray:
     return np.asarray(x.astype(wide).sum(-1, keepdims=True)).astype(x.dtype)
 
 
-#: What equations compute, of arrays and, in rows with a number, of the only one that the row admits.
+#: The function of each equation, of arrays and, in rows with a number, of the only number that the row admits.
 APPLY: dict[str, Callable[..., np.ndarray]] = {
     "add": lambda x, _: x + x.dtype.type(0),
     "add_any": np.add,
@@ -64,7 +64,7 @@ APPLY: dict[str, Callable[..., np.ndarray]] = {
     "reduce_sum": _sum,
     "sub": np.subtract,
 }
-#: Rows without arrays that are nothing but arrays: what these are to an attention is a definition.
+#: Rows without operands of kind `LEAF`, whose role in an attention is a definition.
 ROWS = [rule for rule in REWRITES if Kind.LEAF not in rule.operands and rule.primitive in APPLY]
 
 
@@ -96,7 +96,7 @@ def test_each_row_holds_for_every_float(dtype: Any, data: st.DataObject) -> None
 def _operand(rule: Rewrite, kind: Kind, of: Mapping[Kind, np.ndarray]) -> Any:
     if kind is Kind.NUMBER:
         return of[Kind.SCORE].dtype.type(1)
-    # A product is p_bar, or scores that nothing scales, adds to or masks.
+    # A product is p_bar, or scores without scale, bias and mask.
     is_score = rule.result in (Kind.SCORE, Kind.MAXIMUM, Kind.SHIFTED)
     return of[Kind.SCORE if kind is Kind.PRODUCT and is_score else kind]
 
@@ -105,7 +105,7 @@ def _operand(rule: Rewrite, kind: Kind, of: Mapping[Kind, np.ndarray]) -> Any:
 
 B, T, N, D = 2, 7, 1, 2
 CAUSAL = (np.arange(T)[:, None] >= np.arange(T))[None, None]
-#: The first query sees nothing, and no query sees key 2, nor, in the second example, any key from 4 on.
+#: The first query sees no key. No query sees key 2 or, in the second example, any key from 4 on.
 SEEN = (
     (np.arange(T)[:, None] > np.arange(T))
     & (np.arange(T) != 2)

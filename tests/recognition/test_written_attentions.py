@@ -1,4 +1,4 @@
-"""Attentions as people write them are recognised, with their derivative, and compute what they did."""
+"""Attentions that people write are recognised, with their derivative, and compute the same results."""
 
 from __future__ import annotations
 

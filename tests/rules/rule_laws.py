@@ -1,7 +1,7 @@
-"""Laws of rules, and equations with the values of every array to try them.
+"""Laws of rules, and equations with the values of every array for checking them.
 
-Halving: splitting a factor in two, computing each half with local parameters, and joining the halves, changes nothing.
-Position: nor does splitting positional factors, also several at once, if each part knows its number.
+Halving: a factor is split in two, each half is computed with local parameters, and the joined halves equal the whole.
+Position: the same holds for positional factors, also for several at once, if each part knows its number.
 Linearity: if a rule calls an equation linear, f(a + b) = f(a) + f(b).
 Structure: factors multiply to shapes, and each factor is in operands and results, or reduced.
 """
@@ -75,7 +75,7 @@ def compute(jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
 def compute_parts(jobs: Sequence[_PartsJob]) -> list[list[tuple[Any, ...]]]:
     """For each job the results of each part; numpy arrays, except for keys."""
 
-    # A program for all parts, which is told the number of each as a device is told its own, is also soon compiled.
+    # One program for all parts, with the number of each part as an argument as on devices, compiles fast, too.
     def run(stacked: Sequence[Any]) -> list[Any]:
         return [_run_parts(job, parts) for job, parts in zip(jobs, stacked, strict=True)]
 
@@ -114,7 +114,7 @@ def equations_of(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def _inner_jaxpr(eqn: JaxprEqn) -> Any | None:
-    """The jaxpr of a call, which the planner inlines. `reduce_window` and the like have jaxprs and are no calls."""
+    """The jaxpr of a call, which the planner inlines. `reduce_window` and others have jaxprs and are not calls."""
     if eqn.primitive.name not in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"):
         return None
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -161,7 +161,7 @@ def cases_of(fun: Callable[..., Any], *arguments: Any) -> tuple[Case, ...]:
 
 
 def cases_of_all(programs: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> tuple[Case, ...]:
-    """The cases of functions with their arguments, which run as one: that takes less time to compile."""
+    """The cases of several functions, run as one program, which compiles in less time."""
     leaves, tree = jax.tree.flatten([tuple(arguments) for _, arguments in programs])
 
     def run(*leaves: Any) -> list[Any]:
@@ -186,7 +186,7 @@ def vjp(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _operands_of_half(case: Case, factors: Factors, factor: int, half: int) -> list[Any]:
-    """Halves of the operands. What a sum is added to, and lacks the factor, takes part in the first half only."""
+    """Halves of the operands. An addend of a sum that lacks the factor goes only to the first half."""
     arrays = []
     for i, (x, dims) in enumerate(zip(case.operands, factors.operands, strict=True)):
         is_added_to = half == 1 and factors.takes_part_once(factor, i)
@@ -230,14 +230,14 @@ def check_halving(found: Sequence[Case]) -> None:
 
 
 def _shard(x: Any, dims: Dims, n_splits: Mapping[int, int], numbers: Mapping[int, np.int32]) -> Any:
-    """The shard of an array. Positional factors have dimensions for themselves."""
+    """The shard of an array. Positional factors have their own dimensions."""
     for f, number in numbers.items():
         x = cut(x, dims, OperationPart(f, int(number), n_splits[f]))
     return x
 
 
 def _assembled(factors: Factors, n_splits: Mapping[int, int], shards: np.ndarray, result: int) -> np.ndarray:
-    """The whole of a result. `shards`: an array of arrays, with an axis for each factor that is split."""
+    """The whole result. `shards`: an array of arrays, with an axis for each split factor."""
     for f in reversed(n_splits):
         joined = np.empty(shards.shape[:-1], object)
         for i in np.ndindex(*joined.shape):
@@ -293,7 +293,7 @@ def check_structure(case: Case) -> None:
     in_operands = {f for dims in factors.operands for dim in dims for f in dim}
     assert factors.positional <= factors.blocked, case.eqn
     assert {f for f, _ in factors.unaffected | factors.counted_once} <= set(factors.reductions), case.eqn
-    # What is combined is missing in some result.
+    # A reduced factor is missing in some result.
     for f in factors.reductions:
         assert any(not any(f in dim for dim in dims) for dims in factors.results), case.eqn
     # A factor of operands alone is lost unless it is combined.

@@ -1,7 +1,7 @@
-"""jax functions whose equations, gradients included, show every rule of the table to the laws of rule_laws.py.
+"""jax functions whose equations, with gradients, cover every rule of the table for the laws of rule_laws.py.
 
-`PROGRAMS` maps a name to a function and its arguments; `cases(names)` runs some of them equation by equation. Sizes are
-even where they may be split, and differ within a program, so that a mixed-up dimension shows.
+`PROGRAMS` maps a name to a function and its arguments; `cases(names)` runs some of them equation by equation. Sizes
+are even where they may be split, and differ within a program, so that swapped dimensions are detected.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def _biased(query: Any, key: Any, value: Any, out_bar: Any, *biases: Any) -> lis
         *masks,
         kind=kind,
         dtypes=("float32",) * (3 + len(biases)),
-        wants_bias=(True,) * len(biases),
+        with_bias_gradient=(True,) * len(biases),
     )
     return [out, logsumexp, *gradients]
 
@@ -396,7 +396,7 @@ _program("scan", vjp(lambda w, x: lax.scan(lambda x, w: (jnp.sin(x @ w), None), 
 _program("while", lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x)), (4, 6))
 _program("cond", lambda i, x: lax.cond(i > 2, jnp.sin, jnp.cos, x), np.int32(3), (4, 6))
 
-# Kernels. Those that need a device of their own, such as the attention of cuDNN, are in tests of their own.
+# Kernels. Separate tests have the kernels that need a certain device, such as the attention of cuDNN.
 
 
 def _partitioned(x: Any, y: Any) -> Any:

@@ -1,6 +1,6 @@
 """The rule of cuDNN's attention, without cuDNN: its jaxpr, and its shapes on shards.
 
-What jax asks of the machine (the version of cuDNN, the device) is replaced here, and only here.
+Only this file replaces jax's queries of the machine (the version of cuDNN, the device).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops that each example ends by itself: what is split, by the halving law, and the nearest loops that may not be."""
+"""Loops with an exit for each example: split factors, by the halving law, and the nearest loops without a split."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _with_counters(x: Any) -> Any:
 
 
 def _decoded(x: Any, *, pads: bool = False) -> Any:
-    """Tokens until all examples have ended; `pads`: those that have ended go on with token 0."""
+    """Tokens until all examples have ended; `pads`: ended examples continue with token 0."""
 
     def body(c: Any) -> Any:
         i, done, x, tokens = c
@@ -124,7 +124,7 @@ WITH_COUNTERS: Program = (_with_counters, (X,))
 MAPPED: Program = (lambda w, x: lax.map(lambda row: jnp.tanh(row @ w), x), (W, X))
 SUMMED = _scan(lambda total, row: (jnp.sum(row) + (total + 1.0), jnp.sin(row)), np.float32(3))
 
-#: Loops that each example ends by itself, that leave ended examples as they are, and that go over the examples.
+#: Loops with an exit for each example, loops that keep ended examples, and loops over the examples.
 APART: dict[str, Program] = {
     "a limit of its own": (jax.vmap(_halved), (X, np.arange(1, B + 1, dtype=np.float32))),
     "a key of its own": (jax.vmap(_rejected), (X, jax.random.split(KEY, B))),
@@ -137,7 +137,7 @@ APART: dict[str, Program] = {
     "a sum": SUMMED,
 }
 
-#: The nearest loops whose examples depend on each other, or on when the others end.
+#: The nearest loops whose examples depend on each other, or on the exits of other examples.
 TOGETHER: dict[str, Program] = {
     "a mean of the examples": (jax.vmap(_meeting, axis_name="examples"), (X,)),
     "nothing is kept": _while(_any_above, lambda x: (0.5 * x,), X),
@@ -145,7 +145,7 @@ TOGETHER: dict[str, Program] = {
     "one of two is kept": _while(lambda x, y: _any_above(x), lambda x, y: (_kept(x), y + x), X, X),
     "equal limits that are not the same": (_two_limits, (X, np.float32(2), np.float32(2))),
     "until the first has ended": _while(lambda x: jnp.all(x > 0.1), lambda x: (jnp.where(x > 0.1, 0.5 * x, x),), X),
-    # The largest of values among which one is not a number is none either.
+    # The largest of values with a NaN is a NaN.
     "the largest": _while(lambda x: jnp.max(x) > 1, lambda x: (_kept(x),), X),
     "a limit that changes": _while(
         lambda i, x: jnp.any(x > i.astype(jnp.float32)),
@@ -170,7 +170,7 @@ TOGETHER: dict[str, Program] = {
         X,
     ),
     "padding behind the end": (functools.partial(_decoded, pads=True), (X,)),
-    # In these scans, an example sees what earlier ones have left.
+    # In these scans, an example reads a carry of earlier ones.
     "a product": _scan(lambda c, row: (c * jnp.sum(row), row), START),
     "a sum that is read": _scan(lambda c, row: (c + jnp.sum(row), row * c), START),
     "a sum that is a result": _scan(lambda c, row: (c + jnp.sum(row), c), START),
@@ -198,7 +198,7 @@ def test_whatever_is_split_is_split_rightly(programs: dict[str, Program]) -> Non
 
 
 def test_counters_and_sums_are_combined() -> None:
-    """The counter of a loop is that of the last shard; what examples add to is a sum, which starts once."""
+    """The counter of a loop comes from the last shard; a carry to which examples add is a sum, which starts once."""
     assert _notation(WITH_COUNTERS) == "[], [a], [a], [a B] -> [], [a], [a], [a C] max(a)"
     assert _notation(MAPPED) == "[A b], [c D] -> [c b]"
     assert _notation(SUMMED) == "[], [a B] -> [], [a C] sum(a)"

@@ -1,4 +1,4 @@
-"""Rules as text: what they mean for shapes, and what they are refused for."""
+"""Rules as text: their meaning for shapes, and the reasons of refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_dimension_of_length_one_is_read_by_all_shards() -> None:
     named = parse_rule("b h t, b h t -> b h t").named_factors(((4, 2, 6), (1, 2, 6)), ((4, 2, 6),), "my kernel")
     assert named.operands[1] == ((), ("h",), ("t",))
     assert not named.blocked()
-    # A result of length 1 is no shard of anything.
+    # A result of length 1 is not a shard.
     named = parse_rule("b t -> b t").named_factors(((4, 6),), ((1, 6),), "my kernel")
     assert named.blocked() == {"b"}
 
@@ -79,11 +79,11 @@ def test_what_only_results_have_is_not_split() -> None:
         ("b -> b", {"factor_sizes": {"b": 2}}, "Leave `b` out"),
         ("(h d) -> (h d)", {"factor_sizes": {"h": 2}}, "Leave `h` out"),
         ("(h d) -> (h d)", {"factor_sizes": {"d": 0}}, "the length 0"),
-        ("b k -> b", {"reductions": {"k": "mean"}}, "'mean', which is none of sum"),
+        ("b k -> b", {"reductions": {"k": "mean"}}, "combines `k` by 'mean'. Choose from sum"),
         ("b k -> b", {"reductions": "k", "need_replication": "k"}, "is in `reductions` and in"),
     ],
 )
-def test_what_says_nothing_is_refused(text: Any, options: dict[str, Any], message: str) -> None:
+def test_malformed_rules_are_refused(text: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         parse_rule(text, **options)
 

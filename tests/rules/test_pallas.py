@@ -1,4 +1,4 @@
-"""Which axes of a kernel's grid may be cut: those that are keep the halving law, and the nearest others are not cut."""
+"""The axes of a kernel's grid that may be cut keep the halving law, and the nearest others are not cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _call(
     kernel: Callable[..., None], x: Any, *, grid: tuple[int, ...] = (4,), read: Any = _ROW, write: Any = _ROW,
     made: tuple[int, int] = (ROWS, COLUMNS), **options: Any,
 ) -> Any:  # fmt: skip
-    """A kernel on an array of rows and columns, in blocks of two rows unless told otherwise."""
+    """A kernel on an array of rows and columns, by default in blocks of two rows."""
     out = jax.ShapeDtypeStruct(made, np.float32)
     call = pl.pallas_call(kernel, out, grid=grid, in_specs=[read], out_specs=write, interpret=True, **options)
     return call(x)
@@ -69,7 +69,7 @@ def test_each_axis_of_the_grid_is_a_factor() -> None:
 
 
 def test_a_group_of_blocks_may_share_a_block() -> None:
-    """As heads of queries share those of keys: two blocks of rows of the result for each of the operand."""
+    """As heads of queries share heads of keys: two blocks of rows of the result for each block of the operand."""
     read = _spec(4, COLUMNS, lambda i: (i // 2, 0))
 
     def kernel(x_ref: Ref, out_ref: Ref) -> None:
@@ -97,7 +97,7 @@ def test_vmap_adds_a_factor() -> None:
 
 
 def _sums(starts: Callable[[Ref], Any] | None, rows: int = 2) -> Callable[..., None]:
-    """A kernel whose scratch memory sums the blocks; where `starts` holds, it begins anew, or its first rows do."""
+    """A kernel whose scratch memory sums the blocks; where `starts` holds, the sum, or its first rows, restart."""
 
     def kernel(x_ref: Ref, out_ref: Ref, total_ref: Ref) -> None:
         if starts is not None:

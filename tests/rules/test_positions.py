@@ -1,4 +1,4 @@
-"""Positional factors: shards that know where they begin make together what the whole equation makes, to the bit."""
+"""Positional factors: shards that know their start make together the results of the whole equation, to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _table(*shape: int, dtype: Any = np.float32) -> Any:
 
 
 def _checked(found: tuple[Case, ...], *primitives: str) -> None:
-    """Checks all laws, that of positions for the `primitives` too."""
+    """Checks all laws, and the law of positions for the `primitives`."""
     split = {case.eqn.primitive.name for case in found if factors_of(case.eqn).positional}
     assert split >= set(primitives)
     check_all(found)
@@ -52,7 +52,7 @@ def _look_up(table: Any, indices: Any, mode: Any) -> list[Any]:
 
 @pytest.mark.parametrize("mode", _MODES)
 def test_indices_out_of_bounds(mode: Any) -> None:
-    """Of rows that are looked up and updated, also by several indices, in several dtypes."""
+    """In lookups and updates of rows, also by several indices, in several dtypes."""
     indices = np.array([0, 5, 6, -1, 3, 100, -7, 2, 3, 0], np.int32)
     i, j = np.array([0, 5, 6, -1], np.int32), np.array([7, -9, 3, 8], np.int32)
 
@@ -95,7 +95,7 @@ def test_flags_can_be_set_but_not_summed() -> None:
 
 
 def _rows(table: Any, indices: Any, mode: str) -> list[Any]:
-    """Rows of a table [n w], and the table with them added; indices as they are, while jnp converts or drops them."""
+    """Rows of a table [n w], and the table with them added; unchanged indices, which jnp would convert or drop."""
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
     window = (1, table.shape[1])
     rows = lax.gather(table, indices[:, None], numbers, window, mode=mode)
@@ -167,7 +167,7 @@ def _until(h: Any, key: Any) -> Any:
 
 @pytest.mark.parametrize(("fun", "impl"), [(_scanned, "rbg"), (_chosen, "threefry2x32"), (_until, "threefry2x32")])
 def test_loops_and_branches_that_make_arrays_by_position(fun: Any, impl: Any) -> None:
-    """Bits that are not counted, and captured arrays, are there in full, and a shard takes its part."""
+    """Bits that are not counted, and captured arrays, are computed in full, and a shard takes its part."""
     found = cases_of(fun, _DROPPED, jax.random.key(3, impl=impl))
     found = tuple(case for case in found if case.eqn.primitive.name in ("cond", "scan", "while"))
     (last,) = found[-1:]

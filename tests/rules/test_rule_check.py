@@ -1,6 +1,6 @@
-"""Rules that users register are tried out on small arrays before a step is planned: right ones pass, wrong ones do not.
+"""Rules that users register are tried on small arrays before a step is planned: right ones pass, wrong ones do not.
 
-Each wrong rule is one that plans would use without a word.
+Each wrong rule is one that plans would use without an error.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.skips import skip
 
 #: Primitives that the rule table knows and jax 0.10 does not have.
 _NEW_PRIMITIVES = {"log2", "one_minus_square", "polynomial"}
-#: Those that no CPU computes; tests of their own look at their factors.
+#: Primitives that no CPU computes; separate tests check their factors.
 _GPU_PRIMITIVES = {"dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"}
 #: Programs that are compiled together, which takes less time than many small compilations.
 GROUPS = [tuple(PROGRAMS)[i : i + 8] for i in range(0, len(PROGRAMS), 8)]

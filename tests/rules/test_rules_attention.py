@@ -1,4 +1,4 @@
-"""The rule of attention beyond the laws of all rules: what reads as written, flops, and how unequal the parts are."""
+"""The rule of attention beyond the laws of all rules: its notation, flops, and the imbalance of the parts."""
 
 from __future__ import annotations
 

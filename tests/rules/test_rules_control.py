@@ -72,7 +72,7 @@ def test_a_hidden_dimension_of_a_body_is_split_where_its_sums_are_linear() -> No
 
     (factors,) = _checked(fun, _floats(L, H, 8), _floats(L, 8, H), _floats(B, H))
     hidden, time = sorted(factors.reductions, key=lambda f: -factors.sizes[f])
-    assert (factors.sizes[hidden], factors.sizes[time]) == (8, L)  # all iterations add to one total
+    assert (factors.sizes[hidden], factors.sizes[time]) == (8, L)  # all iterations add to one sum
     assert {k for f, k in factors.counted_once if f == hidden} == {1}
 
 

@@ -1,4 +1,4 @@
-"""Small programs, made by hand, of which a leaf is in blocks of rows."""
+"""Small hand-made programs with a leaf in blocks of rows."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def program(
 
     rows: the rows of each block; a single block is the whole leaf.
     meshes: the mesh of each block, of `n_devices` each.
-    donated: the blocks that a call may take over.
-    read: the blocks that are read; unless both are, results are not in blocks.
+    donated: the donated blocks.
+    read: the blocks that the program reads; unless it reads both, results are not in blocks.
     """
     spec = PartitionSpec()
     avals = [jax.ShapeDtypeStruct((stop - start, 2), jnp.float32) for start, stop in rows]

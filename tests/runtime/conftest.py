@@ -1,4 +1,4 @@
-"""Sessions that tests share: starting one takes as long as many a test."""
+"""Shared sessions, because a start takes as long as many tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _running() -> Iterator[Callable[[], ClusterRuntime]]:
 def runtime(_running: Callable[[], ClusterRuntime]) -> ClusterRuntime:
     """A host of four devices: a mesh of all of them, or two of two. Workers are threads.
 
-    The session goes on from test to test in a module, until one ends it.
+    The session lives from test to test in a module, until one ends it.
     """
     return _running()
 

@@ -1,4 +1,4 @@
-"""A program, made by hand, that takes arrays from mesh to mesh and does nothing else."""
+"""A hand-made program that only moves arrays from mesh to mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are like the last one do what it did on their own values, and whatever is new is noticed."""
+"""Calls of a known form use the same program on their own values, and every new form is detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minialpa.errors import DeletedArrayError, MinialpaError, TraceError
 
 
 class Calls:
-    """The calls of a step, and how many of them were like the call before."""
+    """The calls of a step, and the number of calls with the form of the call before."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_known = 0
@@ -32,7 +32,7 @@ class Calls:
         monkeypatch.setattr(CallPattern, "match", counted)
 
     def is_known(self, call: Any) -> bool:
-        """Whether this call is like the last one."""
+        """Whether this call has the form of the last one."""
         before = self.n_known
         jax.block_until_ready(call())
         return self.n_known > before
@@ -107,7 +107,7 @@ def test_calls_of_a_training_loop_are_known_and_compute_what_they_should(
         check(got, (expected, loss))
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array))
         old, state = state, got[0]
-        if where == "NumPy":  # as a loader does that uses its memory again
+        if where == "NumPy":  # as a loader does that reuses its memory
             given["x"][...] = 7.0
     assert calls.n_known >= 3
     with pytest.raises(DeletedArrayError, match=r"`state\['n'\]` has been deleted"):

@@ -1,4 +1,4 @@
-"""Batches that were placed before the call: the step reads them where they are, cut into micro-batches or not."""
+"""Batches that were placed before the call: the step reads them in place, cut into micro-batches or not."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_deleted_arrays_are_refused(make: Any) -> None:
 def test_a_program_that_knows_no_blocks_leaves_them_to_the_caller() -> None:
     runner = LocalExecutable(program(rows=((0, 5),), read=(0,), donated=(0,)), jax.devices())
     state = blocked(LEAF, 2, 3)
-    for _ in range(2):  # the second call must not take the way of leaves that need nothing
+    for _ in range(2):  # the second call must not take the fast path of whole leaves
         np.testing.assert_array_equal(runner([state])[0], LEAF + 1)
         np.testing.assert_array_equal(runner.place([state])[0], LEAF)
     assert not state.is_deleted()

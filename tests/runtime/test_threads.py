@@ -1,4 +1,4 @@
-"""Threads that call parallelized functions of one process: as if one of them had made all the calls."""
+"""Threads that call parallelized functions of one process get the results of a single thread."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_sessions_that_come_and_go_cost_no_call_its_result() -> None:
     assert_as_serial(threads.join(10), serial_runs(1, 4, 30))
 
 
-def test_threads_that_init_with_other_arguments_are_told_so() -> None:
+def test_threads_that_init_with_other_arguments_get_an_error() -> None:
     def work(thread: int) -> None:
         minialpa.init("local", devices_per_host=1 + thread % 2)
 

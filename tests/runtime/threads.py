@@ -1,4 +1,4 @@
-"""Threads that train at the same time, each a model of its own, with the same functions; and what one thread gets."""
+"""Threads that train at the same time, each a separate model, with the same functions; and one thread's results."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def serial_runs(n_functions: int, n_threads: int, n_steps: int) -> dict[int, Any]:
-    """What each thread gets where all of it runs on one device, one thread after the other."""
+    """The results of each thread, run on one device, one thread after the other."""
     steps = [jax.jit(train_step(i, jax.value_and_grad)) for i in range(n_functions)]
     return {thread: train(steps, thread, n_steps) for thread in range(n_threads)}
 

@@ -1,4 +1,4 @@
-"""Machine code of loops is kept in the user's folder for caches; if that is unusable, loops are still compiled."""
+"""Machine code of loops is kept in the user's folder for caches; if that is unusable, loops still compile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def double(x: int) -> int:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with folders for the caches, the home and the temporary files of a user who has made no others."""
+    """A folder with the caches, the home and the temporary files of a user without other folders."""
     for name in ("cache", "home", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
@@ -133,7 +133,7 @@ def _modules() -> Iterator[Any]:
 
 
 def test_the_sources_are_all_that_code_is_made_of() -> None:
-    """Modules with compiled functions, and those of the records and the functions that these use."""
+    """Modules with compiled functions, and modules of the records and functions that these use."""
     found = set()
     for module in _modules():
         for function in vars(module).values():

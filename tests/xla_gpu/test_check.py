@@ -1,4 +1,4 @@
-"""Plans beside what XLA for GPUs makes of them: real compilations, in processes of their own."""
+"""Plans beside programs that XLA compiles for GPUs: real compilations, in separate processes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_donated_arrays_count_once_and_a_folder_keeps_programs(tmp_path: Path, m
     assert same == donated and len(list(tmp_path.iterdir())) == 3
     assert without_tables.argument_bytes == 2 * shard
 
-    # Half of a file is compiled again.
+    # Half of a file causes a new compilation.
     file, *_ = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
     assert compile_for_gpus(requests, cache=tmp_path) == made
     with monkeypatch.context() as patch:
-        patch.setattr("minialpa.xla_gpu.compile._Process", None)  # nothing is compiled
+        patch.setattr("minialpa.xla_gpu.compile._Process", None)  # no compilation
         assert compile_for_gpus(requests, cache=tmp_path) == made
 
 

@@ -1,4 +1,4 @@
-"""Prices of kernels: XLA's estimates where they can be right, and what counts where they cannot."""
+"""Prices of kernels: XLA's estimates where they can be right, and corrections elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that the model of XLA for GPUs gives for small functions, against what XLA for GPUs compiles of them."""
+"""Predicted memory of small functions on GPUs, against programs that XLA compiles for GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines of programs that are written by hand, against sums by hand."""
+"""Timelines of hand-written programs, against sums by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Alpa's names for scripts that were written for Alpa: `import minialpa.compat.alpa as alpa`.
+"""A script for Alpa with `import minialpa.compat.alpa as alpa` goes in, and runs on minialpa.
 
-Names of Alpa that are not here raise an error with the alternative, see `names`. Names of minialpa are here, too.
+A missing name of Alpa raises an error with its replacement. minialpa's own names are here, too.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""`parallelize`, the session and checkpoints of minialpa with Alpa's arguments, defaults and executables."""
+"""Alpa's `parallelize`, session and checkpoints: Alpa's arguments and defaults go in, minialpa's functions run."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def init(
     namespace: str = "alpa_default_space",
     **options: Any,
 ) -> None:
-    """`minialpa.init`, with Alpa's arguments and defaults; `options` are others of `minialpa.init`."""
+    """`minialpa.init` with Alpa's arguments and defaults, and `options` of `minialpa.init`."""
     options |= {"num_hosts": num_nodes, "devices_per_host": num_devices_per_node, "namespace": namespace}
     minialpa.init(cluster, address=cluster_address, **options)
 
 
 def shutdown() -> None:
-    """`minialpa.shutdown`, which also forgets the global mesh of the script."""
+    """`minialpa.shutdown`; also forgets the global mesh of the script."""
     set_global_virtual_physical_mesh(None)
     minialpa.shutdown()
 
 
 def set_seed(seed: int) -> None:
-    """Warns: random numbers depend on the keys of the step alone."""
+    """Warns, since random numbers depend only on the keys of the step."""
     text = "`set_seed` has no effect: the keys of the step determine its random numbers. Pass keys to the step."
     warnings.warn(text, stacklevel=2)
 
 
 def clear_executable_cache() -> None:
-    """Warns: a parallelized function has its own programs."""
+    """Warns, since each parallelized function has its own programs."""
     text = "`clear_executable_cache` has no effect: delete a parallelized function to release its programs."
     warnings.warn(text, stacklevel=2)
 
@@ -55,10 +55,10 @@ def clear_executable_cache() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSpec(minialpa.PlacementSpec):
-    """`minialpa.PlacementSpec` with Alpa's attributes, and without a path: specs of different arguments may be equal.
+    """`minialpa.PlacementSpec` with Alpa's attributes and an empty path: specs of different arguments may be equal.
 
     Attributes:
-        executable: minialpa's executable that has the argument; None for a result.
+        executable: minialpa's executable with the argument; None for a result.
         leaf: the number of the argument leaf.
     """
 
@@ -80,7 +80,7 @@ def _alpas_spec(spec: minialpa.PlacementSpec, executable: Any = None, leaf: int 
 
 
 def leaves_of_executable(specs: Any) -> tuple[list[PlacementSpec], Any]:
-    """The leaves of a tree of placement specs, and their executable. Raises ShardingError unless it has them all."""
+    """The leaves of a tree of placement specs, and their executable. Raises ShardingError unless they share one."""
     leaves = jax.tree.leaves(specs)
     executables = [spec.executable if isinstance(spec, PlacementSpec) else None for spec in leaves]
     if not leaves or executables[0] is None or any(other is not executables[0] for other in executables):
@@ -89,7 +89,7 @@ def leaves_of_executable(specs: Any) -> tuple[list[PlacementSpec], Any]:
 
 
 class Executable:
-    """minialpa's executable with Alpa's methods. It has all others of minialpa's, too."""
+    """minialpa's executable with Alpa's methods in addition."""
 
     def __init__(self, executable: Any) -> None:
         self._executable = executable
@@ -106,21 +106,21 @@ class Executable:
         return getattr(self._executable, name)
 
     def get_hlo_text(self, status: Any = None) -> str | list[str]:
-        """Compiled HLO: one text if there is one mesh, else a list with one for each program."""
+        """Compiled HLO: one text for one mesh, else a list of one text per program."""
         texts: list[str] = self._executable.get_hlo_text()
         return "\n".join(texts) if len(self.get_parallel_plan().stages) == 1 else texts
 
     def get_input_placement_specs(self) -> Any:
-        """The arguments, as a tuple, with a `PlacementSpec` in place of every leaf."""
+        """The tuple of arguments, with a `PlacementSpec` in place of each leaf."""
         specs, tree = jax.tree.flatten(self._executable.get_input_placement_specs())
         return jax.tree.unflatten(tree, [_alpas_spec(spec, self._executable, i) for i, spec in enumerate(specs)])
 
     def get_output_placement_specs(self) -> Any:
-        """The results with a `PlacementSpec` in place of every leaf."""
+        """The results, with a `PlacementSpec` in place of each leaf."""
         return jax.tree.map(_alpas_spec, self._executable.get_output_placement_specs())
 
     def get_execution_time_costs(self) -> list[float]:
-        """Seconds of the steps of `profile_with_dummy_inputs`."""
+        """Seconds of each step in `profile_with_dummy_inputs`. Raises MinialpaError before its call."""
         costs: list[float] = self._executable.get_execution_time_costs()
         if not costs:
             raise MinialpaError("minialpa times no steps by itself. Call `executable.profile_with_dummy_inputs()`.")
@@ -131,7 +131,6 @@ class ParallelizedFunc(minialpa.ParallelizedFunc):
     """`minialpa.ParallelizedFunc` with Alpa's executables."""
 
     def get_executable(self, *args: Any, **kwargs: Any) -> Any:
-        """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
         return Executable(super().get_executable(*args, **kwargs))
 
     def get_last_executable(self) -> Any:
@@ -151,7 +150,7 @@ def parallelize(
     options = {"static_argnums": static_argnums, "donate_argnums": donate_argnums, "batch_argnums": batch_argnums}
     if fun is None:
         return functools.partial(parallelize, method=method, **options)
-    # The default is for functions of one argument, too.
+    # The default also works for functions of one argument.
     if batch_argnums == (1,) and not _takes_two(fun):
         options["batch_argnums"] = ()
     return ParallelizedFunc(fun, read_method(method), **options)
@@ -169,12 +168,12 @@ def _takes_two(fun: Callable[..., Any]) -> bool:
 
 
 def save_checkpoint(ckpt_dir: Any, target: Any, step: int, local_cache_dir: Any = None) -> None:
-    """`minialpa.save_checkpoint`. It writes to `ckpt_dir` itself."""
+    """`minialpa.save_checkpoint`. `local_cache_dir` has no effect."""
     minialpa.save_checkpoint(ckpt_dir, target, step=step)
 
 
 def restore_checkpoint(ckpt_dir: Any, step: int, placement_specs: Any) -> Any:
-    """`minialpa.restore_checkpoint`, with the placement specs of an executable."""
+    """`minialpa.restore_checkpoint` with the placement specs of an executable."""
     specs, executable = leaves_of_executable(placement_specs)
     targets = jax.tree.leaves(executable.get_input_targets())
     like = jax.tree.unflatten(jax.tree.structure(placement_specs), [targets[spec.leaf] for spec in specs])

@@ -1,4 +1,7 @@
-"""minialpa's data loaders with Alpa's arguments; placement specs of an executable may stand for the step."""
+"""Alpa's data loaders: Alpa's arguments go in, batches of minialpa's loaders come out.
+
+Placement specs of an executable may take the place of the step.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from minialpa.errors import ShardingError
 
 
 class _Placements:
-    """Lays out batches by some placement specs of an executable."""
+    """Lays out batches by placement specs of one executable."""
 
     def __init__(self, specs: Any) -> None:
         self._specs, self._executable = leaves_of_executable(specs)
         self._n_leaves = len(jax.tree.leaves(self._executable.get_input_placement_specs()))
 
     def place_batch(self, batch: Any) -> Any:
-        """The batch on the devices, with leaves in the order of the specs; the same batch if its shapes differ."""
+        """The batch on the devices, its leaves in the order of the specs. Unchanged if shapes differ."""
         leaves, tree = jax.tree.flatten(batch)
         if len(leaves) != len(self._specs):
             raise ShardingError(
@@ -40,7 +43,6 @@ class _Placements:
 
 
 def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
-    """The shape and the dtype that jax gives an array or a number."""
     return np.shape(leaf), str(jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf)))
 
 
@@ -58,7 +60,7 @@ class DataLoader(minialpa.DataLoader):
 class MeshDriverDataLoader:
     """`minialpa.MeshDriverDataLoader` with Alpa's arguments.
 
-    Each loop over it begins with the first sample, and leaves out the last ones if they fill no batch.
+    Each loop over it starts at the first sample, and leaves out last samples that fill no batch.
     """
 
     def __init__(

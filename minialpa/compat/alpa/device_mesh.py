@@ -1,6 +1,6 @@
-"""Alpa's clusters and meshes: views of the session's devices, which methods take as `devices`.
+"""Alpa's clusters and meshes: the session's devices go in; views of them, for the `devices` of methods, come out.
 
-The session starts all workers, so one class serves as physical and as virtual mesh.
+The session starts all workers, so physical and virtual meshes are one class.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from minialpa.compat.alpa import names
 from minialpa.errors import ShardingError
 from minialpa.session import current_session, describe_devices
 
-#: Arrays on workers; in a session in one process, arrays are jax's own.
+#: Arrays on workers. In a local session, arrays are jax's own.
 DistributedArray = ReplicatedDistributedArray = RemoteArray
 
 
 class DeviceMesh:
-    """(hosts, devices per host), and the `devices` of minialpa's methods for these: jax devices, or a cluster."""
+    """A (hosts, devices per host) mesh. `method_devices` are its jax devices or its cluster, for minialpa's methods."""
 
     def __init__(self, shape: tuple[int, int], devices: list[jax.Device] | minialpa.ClusterSpec) -> None:
         self.shape, self.method_devices = shape, devices
@@ -36,10 +36,10 @@ class DeviceMesh:
         mesh_alpha: Sequence[float] | None = None,
         mesh_beta: Sequence[float] | None = None,
     ) -> minialpa.LogicalMesh:
-        """These devices as an array of `mesh_shape`; without one, (hosts, devices per host).
+        """These devices as an array of `mesh_shape`, by default (hosts, devices per host).
 
-        With `mesh_alpha` and `mesh_beta`, only communication has a price, as in Alpa: seconds and seconds per byte, or
-        other units. Without them, the session's devices and links have their prices.
+        With `mesh_alpha` (seconds) and `mesh_beta` (seconds per byte), or other units, only communication has a cost,
+        as in Alpa. By default, the session's devices and links have their costs.
         """
         cluster = self.method_devices
         if isinstance(cluster, list):
@@ -59,7 +59,7 @@ class DeviceMesh:
         return self
 
     def sync_workers(self) -> None:
-        """Wait until every array of this process has its value; on a cluster, use `executable.sync()`."""
+        """Wait for every array of this process. On a cluster, use `executable.sync()`."""
         jax.block_until_ready(jax.live_arrays())
 
     def shutdown(self, forced: bool = False) -> None:
@@ -70,7 +70,7 @@ VirtualPhysicalMesh = PhysicalDeviceMesh = DistributedPhysicalDeviceMesh = Devic
 
 
 class LocalPhysicalDeviceMesh(DeviceMesh):
-    """A mesh of devices of this process; all local devices by default."""
+    """Devices of this process, by default all local devices."""
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         chosen = list(jax.local_devices() if devices is None else devices)
@@ -78,7 +78,7 @@ class LocalPhysicalDeviceMesh(DeviceMesh):
 
 
 class DeviceCluster:
-    """The hosts of the session, which starts on the local devices if there is none."""
+    """The hosts of the session; starts one on the local devices if necessary."""
 
     def __init__(self) -> None:
         self._session = current_session()
@@ -89,9 +89,10 @@ class DeviceCluster:
     def get_virtual_physical_mesh(
         self, host_ids: Sequence[int] | None = None, num_devices_per_host: int | None = None
     ) -> DeviceMesh:
-        """The first `num_devices_per_host` devices of some hosts; without arguments, all devices.
+        """The first `num_devices_per_host` devices of some hosts, by default all devices.
 
-        Raises ShardingError for several hosts, and for workers, unless they are the first ones with all their devices.
+        Several hosts, and hosts of workers, must be the first ones with all their devices, else ShardingError is
+        raised.
         """
         cluster, all_of_host = self._session.cluster, self.host_num_devices[0]
         hosts = list(range(self.num_hosts)) if host_ids is None else list(host_ids)
@@ -124,7 +125,7 @@ class _Global:
 
 
 def read_devices(devices: Any) -> Any:
-    """The `devices` of minialpa's methods for a script's; None stands for the global mesh of the script, if any."""
+    """minialpa's `devices` for a script's. None stands for the script's global mesh, if any."""
     chosen = _Global.mesh if devices is None else devices
     return chosen.method_devices if isinstance(chosen, DeviceMesh) else chosen
 
@@ -134,7 +135,7 @@ def get_global_cluster() -> DeviceCluster:
 
 
 def get_global_virtual_physical_mesh() -> DeviceMesh:
-    """The mesh that the script chose, or all devices of the session."""
+    """The script's mesh, or all devices of the session."""
     return _Global.mesh or DeviceCluster().get_virtual_physical_mesh()
 
 
@@ -144,7 +145,7 @@ def get_global_physical_mesh(create_if_not_exist: bool = False) -> DeviceMesh:
 
 
 def set_global_virtual_physical_mesh(mesh: DeviceMesh | None) -> None:
-    """Choose the devices of methods without `devices`, until `shutdown`; None: all devices."""
+    """Choose the devices of methods without `devices`, until `shutdown`. None: all devices."""
     _Global.mesh = mesh
 
 

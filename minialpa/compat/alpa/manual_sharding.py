@@ -1,4 +1,4 @@
-"""Alpa's `ManualShardingOption`: PartitionSpecs over named axes, as options of minialpa."""
+"""Alpa's `ManualShardingOption`: PartitionSpecs over named axes go in, minialpa's options come out."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jax.tree_util import PyTreeDef
 from minialpa import ManualStageOption, UniformStageOption
 from minialpa.errors import ShardingError
 
-#: Arguments or results whose shardings the planner chooses.
+#: The planner chooses the shardings.
 _UNSPECIFIED = PartitionSpec.UNCONSTRAINED
 
 
 @dataclass
 class ManualShardingOption:
-    """Shardings by hand, as `pjit` took them. The planner chooses all others.
+    """Shardings by hand, as in `pjit`. The planner chooses all others.
 
     Attributes:
-        mesh_axis_names: names of the axes of the logical mesh of every stage.
+        mesh_axis_names: names of the axes of every stage's logical mesh.
         submesh_axis_names: instead, the names for each stage. A stage ignores axes that it lacks.
-        in_axis_resources: a pytree prefix of the tuple of arguments, without static ones, with a PartitionSpec for each
-            leaf; None replicates. By default the planner chooses.
+        in_axis_resources: a pytree prefix of the tuple of arguments, without static ones, of PartitionSpecs; None
+            replicates. By default the planner chooses.
         out_axis_resources: the same for the results.
-        pipeline_intermediate_axes: pairs of an axis and the dimension that it splits of all values that a stage
-            receives, on meshes with that axis.
+        pipeline_intermediate_axes: (axis, dimension) pairs. On meshes with the axis, it splits this dimension of all
+            received values.
     """
 
     mesh_axis_names: Sequence[str] | None = None
@@ -52,7 +52,7 @@ class ManualShardingOption:
 
 
 def with_axes(options: Any, manual: ManualShardingOption) -> Any:
-    """`options` of the planner with the names of axes. Raises ShardingError if stages with own names are not given."""
+    """`options` with the names of axes. Raises ShardingError if stages with different names are not manual."""
     names, stages = manual.names, options.stages
     n_stages = len(stages.forward_stage_layer_ids) if isinstance(stages, ManualStageOption) else None
     if len(names) not in (1, n_stages):
@@ -70,8 +70,8 @@ def with_axes(options: Any, manual: ManualShardingOption) -> Any:
             if any(fields.get("fixed_specs") for fields in given):
                 raise ShardingError("Leave out `fixed_specs` of a stage: `ManualShardingOption` takes their place.")
             dicts = [
-                {**fields, **common, "axis_names": own}
-                for fields, own in zip(given, itertools.cycle(names), strict=False)
+                {**fields, **common, "axis_names": axis_name}
+                for fields, axis_name in zip(given, itertools.cycle(names), strict=False)
             ]
             return replace(options, stages=replace(stages, submesh_autosharding_option_dicts=dicts))
         case UniformStageOption(submesh_physical_shape=(_, _) as shape, submesh_logical_shape=None):
@@ -80,13 +80,13 @@ def with_axes(options: Any, manual: ManualShardingOption) -> Any:
 
 
 def with_specs(options: Any, manual: ManualShardingOption, step: Any) -> Any:
-    """`options` of the planner with the PartitionSpecs of arguments and results of the traced `step`."""
+    """`options` with the PartitionSpecs of arguments and results of the traced `step`."""
     pairs = tuple(_pairs(manual, step))
     return options.relaxed(lambda option: replace(option, fixed_specs=(*pairs, *option.fixed_pairs)))
 
 
 def _pairs(manual: ManualShardingOption, step: Any) -> Iterator[tuple[str, PartitionSpec]]:
-    """The path and the PartitionSpec of each argument and result that the option names."""
+    """Path and PartitionSpec of each argument and result that the option names."""
     if manual.in_axis_resources is not _UNSPECIFIED:
         yield from zip(step.in_paths, _broadcast("in", manual.in_axis_resources, step.in_tree), strict=True)
     if manual.out_axis_resources is not _UNSPECIFIED:
@@ -101,7 +101,7 @@ def _broadcast(side: str, prefix: Any, tree: PyTreeDef) -> list[PartitionSpec]:
             raise ShardingError(f"`{side}_axis_resources` has PartitionSpecs and None as leaves; got {entry!r}.")
         return PartitionSpec() if entry is None else entry
 
-    # As in `pjit`, a list stands for the tuple of all arguments, too.
+    # As in `pjit`, a list may stand for the tuple of arguments.
     given = tuple(prefix) if isinstance(prefix, list) and side == "in" else prefix
     specs = jax.tree.map(as_spec, given, is_leaf=lambda entry: entry is None)
     try:

@@ -1,4 +1,6 @@
-"""Names of Alpa that are not here, and modules of Alpa from which scripts import names. docs/alpa.md lists both."""
+"""A name of Alpa goes in; minialpa's object, or an error with the replacement, comes out. docs/alpa.md lists all
+names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _LAYERS = "Use `AutoLayerOption` or `ManualLayerOption` as `layer_option` of `Pi
 _FIGURES = "Use `minialpa calibrate`, or give the figures of devices and links by `minialpa.ClusterSpec`."
 _TIMES = "Use `executable.stage_timeline()`, which times every stage program."
 
-#: What to use instead of a name of a module or of an executable.
+#: Replacements of names of a module or of an executable.
 INSTEAD = {
     "BertConfig": _MODEL,
     "BertLayerModel": _MODEL,
@@ -57,18 +59,17 @@ INSTEAD = {
 
 
 class NotHereError(MinialpaError, ImportError):
-    """A name of Alpa that is not here. As an ImportError, it also reaches a script that imports the name."""
+    """A missing name of Alpa. An ImportError too, so that `from ... import name` raises it unchanged."""
 
 
 def not_here(name: str) -> str:
-    """The message for a name in `INSTEAD`."""
     return f"`{name}` of Alpa is not here. {INSTEAD[name]}"
 
 
 def find(name: str) -> Any:
     """The object for a name that a module does not define.
 
-    Raises NotHereError for a name of Alpa, and AttributeError for an unknown name.
+    Raises NotHereError for a missing name of Alpa, else AttributeError.
     """
     if name in INSTEAD:
         raise NotHereError(not_here(name))
@@ -80,7 +81,7 @@ def find(name: str) -> Any:
     )
 
 
-#: Modules of Alpa with the names of this package.
+#: Modules of Alpa from which scripts import the names of this package.
 _MODULES = (
     *("global_env", "mesh_profiling", "model", "model.bert_model", "model.gpt_model", "model.model_util"),
     *("parallel_plan", "pipeline_parallel", "pipeline_parallel.layer_construction"),
@@ -91,7 +92,7 @@ _MODULES = (
 
 
 def add_modules(package: ModuleType) -> None:
-    """Let scripts import the modules of Alpa from `package`. Each has all names of `package`."""
+    """Let scripts import Alpa's modules from `package`, each with all names of `package`."""
 
     def of_package(name: str) -> Any:
         # Python asks modules for names such as `__path__`.

@@ -1,6 +1,6 @@
-"""Alpa's options and `global_config`. `read` of an option returns minialpa's; scripts may change options before.
+"""Alpa's options and `global_config`: Alpa's fields go in, in Alpa's order; `read` returns minialpa's option.
 
-Each class has Alpa's fields, in Alpa's order. Methods take minialpa's own options, too.
+Scripts may change options before `read`. Methods take minialpa's own options, too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Adjustable:
     """Base of options that a script may change.
 
     Attributes:
-        IGNORED: fields that minialpa does not need. Another value than the default gets a warning.
-        REFUSED: fields that minialpa does not have, and what to use instead. Another value gets an error.
+        IGNORED: fields without effect. Another value than the default gets a warning.
+        REFUSED: fields that minialpa lacks, with their replacements. Another value than the default gets an error.
     """
 
     IGNORED: ClassVar[Collection[str]] = ()
@@ -32,9 +32,9 @@ class Adjustable:
         if value != defaults[name] and name in self.REFUSED:
             raise ShardingError(f"minialpa has no `{name}={value!r}`. Use {self.REFUSED[name]}.")
         if value != defaults[name] and name in self.IGNORED:
-            # The generated `__init__` is one more frame between here and the script.
+            # A generated `__init__` adds a frame between this one and the script.
             stacklevel = 2 if name in vars(self) else 3
-            text = f"`{name}={value!r}` has no effect: minialpa decides this by itself, see docs/alpa.md."
+            text = f"`{name}={value!r}` has no effect: minialpa decides this itself, see docs/alpa.md."
             warnings.warn(text, stacklevel=stacklevel)
         object.__setattr__(self, name, value)
 
@@ -44,7 +44,7 @@ _OURS = {field.name for field in fields(minialpa.AutoShardingOption)}
 
 @dataclass
 class AutoShardingOption(Adjustable):
-    """Constraints on shardings, see `minialpa.AutoShardingOption`. `allow_mixed_mesh_shape` is always on."""
+    """See `minialpa.AutoShardingOption`. `allow_mixed_mesh_shape` is always on."""
 
     enable_auto_sharding: bool = True
     allow_all_gather: bool = True
@@ -69,7 +69,7 @@ class AutoShardingOption(Adjustable):
 
 @dataclass
 class ManualLayerOption(Adjustable):
-    """Layers end at `mark_pipeline_boundary()`. The backward pass recomputes each layer with `remat_layer`."""
+    """Layers end at `mark_pipeline_boundary()`. With `remat_layer`, the backward pass recomputes each layer."""
 
     remat_layer: bool = False
     static_argnums: Sequence[int] = ()
@@ -80,10 +80,8 @@ class ManualLayerOption(Adjustable):
 
 @dataclass
 class AutoLayerOption(Adjustable):
-    """Layers of about equal work, see `minialpa.AutoLayerOption`.
-
-    The backward pass recomputes each layer with `remat_layer`, and in the `remat_mode`s "coarse_grained_remat" and
-    "fine_grained_remat".
+    """See `minialpa.AutoLayerOption`. The backward pass recomputes each layer with `remat_layer`, or if `remat_mode` is
+    "coarse_grained_remat" or "fine_grained_remat".
     """
 
     layer_num: int | Literal["auto"]
@@ -106,7 +104,7 @@ class AutoLayerOption(Adjustable):
 
 @dataclass
 class AutoStageOption(Adjustable):
-    """Search for stages, submeshes and their logical shapes. Costs are always computed by a model, not profiled.
+    """Search for stages, submeshes and their logical shapes. All costs are computed, not profiled.
 
     Attributes:
         submesh_physical_shape_space: "power_of_two", "all" or "manual"; "small_power_of_two" is "power_of_two" here.
@@ -141,7 +139,7 @@ class AutoStageOption(Adjustable):
 
 @dataclass
 class ManualStageOption(Adjustable):
-    """Stages given by hand, see `minialpa.ManualStageOption`. The dicts have fields of `AutoShardingOption`."""
+    """See `minialpa.ManualStageOption`. The dicts have fields of `AutoShardingOption`."""
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
     submesh_physical_shapes: Sequence[Sequence[int]]
@@ -158,14 +156,14 @@ class ManualStageOption(Adjustable):
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of minialpa's option in a dict. Fields that only Alpa has get their warning or error."""
+    """minialpa's fields in a dict. Fields that only Alpa has get their warning or error."""
     AutoShardingOption(**{name: value for name, value in given.items() if name not in _OURS})
     return {name: value for name, value in given.items() if name in _OURS}
 
 
 @dataclass
 class UniformStageOption(Adjustable):
-    """Equal stages on equal submeshes, see `minialpa.UniformStageOption`."""
+    """See `minialpa.UniformStageOption`."""
 
     num_stages: int | None = None
     submesh_physical_shape: Sequence[int] | None = None
@@ -181,11 +179,11 @@ class UniformStageOption(Adjustable):
 
 
 def read_option(given: Any) -> Any:
-    """minialpa's option for an option of Alpa; the same object for any other value."""
+    """minialpa's option for an option of Alpa. Other values are returned unchanged."""
     return given.read() if isinstance(given, Adjustable) else given  # type: ignore[attr-defined]
 
 
-#: Settings of `global_config` with Alpa's defaults, which minialpa does not need.
+#: Settings of `global_config` without effect, with Alpa's defaults.
 _IGNORED = {
     "always_donate_micro_batch_vars": True,
     "collect_trace": False,
@@ -205,7 +203,7 @@ _IGNORED = {
     "use_dummy_value_for_benchmarking": False,
     "use_local_allgather": True,
 }
-#: Settings with Alpa's defaults, and what to use instead.
+#: Settings that minialpa refuses, with Alpa's defaults and the replacements.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "backend": ("gpu", "the environment variable JAX_PLATFORMS"),
     "debug_with_pipeshard_runtime": (False, "`minialpa.plan(step, args, cluster=...)`, which needs no device"),

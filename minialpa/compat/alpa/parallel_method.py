@@ -1,6 +1,6 @@
-"""Alpa's parallel methods. `read` returns minialpa's method; scripts may change theirs before.
+"""Alpa's parallel methods: Alpa's arguments go in, and `read` returns minialpa's method. Scripts may change attributes.
 
-The attributes have the names that Alpa gave them: an `auto_sharding_option` is `as_option`.
+Attributes have Alpa's names, such as `as_option` for `auto_sharding_option`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minialpa.errors import ShardingError
 
 
 class ShardParallel:
-    """`minialpa.ShardParallel` with Alpa's arguments. KIND: minialpa's method."""
+    """`minialpa.ShardParallel` with Alpa's arguments."""
 
     __slots__ = ("as_option", "devices", "ms_option", "num_micro_batches")
     KIND: ClassVar[type[minialpa.ShardParallel]] = minialpa.ShardParallel
@@ -39,22 +39,16 @@ class ShardParallel:
 
 
 class DataParallel(ShardParallel):
-    """All devices split the batch; gradients are all-reduced."""
-
     __slots__ = ()
     KIND = minialpa.DataParallel
 
 
 class Zero2Parallel(ShardParallel):
-    """Data parallel with sharded gradients and optimizer state."""
-
     __slots__ = ()
     KIND = minialpa.Zero2Parallel
 
 
 class Zero3Parallel(ShardParallel):
-    """Data parallel with sharded parameters, gradients and optimizer state."""
-
     __slots__ = ()
     KIND = minialpa.Zero3Parallel
 
@@ -125,7 +119,7 @@ def get_3d_parallel_method(
 
 
 def read_method(method: Any) -> Any:
-    """minialpa's method for a method of Alpa, `ShardParallel()` by default; the same object for any other value."""
+    """minialpa's method for a method of Alpa, by default `ShardParallel()`. Returns other values unchanged."""
     given = ShardParallel() if method is None else method
     return given.read() if isinstance(given, ShardParallel | PipeshardParallel) else given
 
@@ -134,7 +128,7 @@ def read_method(method: Any) -> Any:
 
 
 class _ByHand:
-    """The options of a method with a `ManualShardingOption`, which depend on the arguments of the step."""
+    """A method with a `ManualShardingOption`, which depends on the step's arguments."""
 
     manual: ManualShardingOption
 
@@ -156,7 +150,6 @@ class _PipeshardByHand(_ByHand, minialpa.PipeshardParallel):
 
 
 def _by_hand(method: Any, manual: ManualShardingOption | None) -> Any:
-    """A method of minialpa with shardings by hand."""
     if manual is None:
         return method
     kinds: dict[Any, Any] = {minialpa.ShardParallel: _ShardByHand, minialpa.PipeshardParallel: _PipeshardByHand}

@@ -1,4 +1,4 @@
-"""Alpa's `util` and `timers`: measuring, printing and counting."""
+"""Alpa's `util` and `timers`: functions, trees and HLO texts go in; times and counts come out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import numpy as np
 from minialpa.compat.alpa import names
 from minialpa.util import disable_tqdm_globally as disable_tqdm_globally
 
-#: Bytes.
 GB = 1 << 30
 MB = 1 << 20
 
-#: Waits for the devices.
+#: A function that waits for the devices.
 Sync = Callable[[], object] | None
 
 
@@ -30,8 +29,9 @@ def benchmark_func(
 ) -> np.ndarray[Any, Any]:
     """Seconds of one call of `run_func`, measured `repeat` times.
 
-    sync_func: waits for the work of `run_func`; called before and after each measurement.
-    warmup: calls before the first measurement. number: calls in each measurement.
+    sync_func: waits for the work of `run_func`, before and after each measurement.
+    warmup: calls before the first measurement.
+    number: calls in each measurement.
     """
 
     def measure() -> float:
@@ -73,7 +73,6 @@ def compute_param_number(tree: Any) -> int:
 
 
 def compute_bytes(tree: Any) -> int:
-    """The bytes of all arrays of a tree, or of shapes with dtypes."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "shape"))
 
 
@@ -88,7 +87,7 @@ def compute_gpt_tflops(
     backward: bool = True,
     checkpoint_activations: bool = False,
 ) -> float:
-    """10^12 floating point operations per second and device of a step of a GPT that takes `latency` seconds.
+    """10^12 floating point operations per second and device of a GPT's step of `latency` seconds.
 
     A layer has 24 h^2 (1 + s / 6h) operations per token in the forward pass and in a recomputation, twice as many in
     the backward pass; the output embedding has 6 h V (Narayanan et al., SC'21).
@@ -102,7 +101,7 @@ def compute_gpt_tflops(
 def count_communication_primitives(
     hlo_ir: str, ignore_scalar_all_reduce: bool = False
 ) -> tuple[int, int, int, int, int]:
-    """(all, all-reduces, all-gathers, reduce-scatters, all-to-alls) in a text of compiled HLO."""
+    """(all, all-reduces, all-gathers, reduce-scatters, all-to-alls) in compiled HLO."""
     kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
     counts = [hlo_ir.count(f" {kind}(") + hlo_ir.count(f" {kind}-start(") for kind in kinds]
     if ignore_scalar_all_reduce:
@@ -114,7 +113,7 @@ def count_communication_primitives(
 
 
 class Timer:
-    """Measures the seconds of intervals, `costs`. `sync_func` is called before the clock is read."""
+    """Collects the seconds of intervals in `costs`. Calls `sync_func` before it reads the clock."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -132,13 +131,11 @@ class Timer:
         self.costs.append(time.perf_counter() - self._started_s)
 
     def elapsed(self, mode: str = "average") -> float:
-        """Seconds of all intervals together, or of one on average; 0 without intervals."""
+        """Mean seconds of an interval, or with another `mode` their sum; 0 without intervals."""
         return sum(self.costs) / (max(len(self.costs), 1) if mode == "average" else 1)
 
 
 class Timers(dict[str, Timer]):
-    """Timers by name; a call with a new name makes one."""
-
     def __call__(self, name: str) -> Timer:
         return self.setdefault(name, Timer())
 

@@ -1,4 +1,4 @@
-"""Layers: the layer of each forward equation of a traced step, and the rematerialisation of each layer (`LayeredStep`).
+"""Layers: a `TracedStep` and a `LayerOption` in, the layer of each forward group (`LayeredStep`) out; see README.md.
 
 Scans over layers are cut here. Imports: `inter.microbatch`, `rules` and `tracing`.
 """

@@ -1,17 +1,16 @@
-"""Layer clustering: assigns the forward equations of a step to layers.
+"""Layer clustering: the flops of forward equations and the bytes between them in, the layer of each equation out.
 
 Layers are runs of equations in program order. With k_1 < ... < k_(L-1) the first equations of layers 1 to L - 1:
 
     minimise   sum_q crossing(k_q), then sum_q flops(layer q)^2
     subject to (1 - tolerance) * total / L <= flops(layer q) <= (1 + tolerance) * total / L
 
-total is the flops of all equations; an equation that is heavier than an equal share, total / L, counts as one share, so
-its layer may have other equations, too. crossing(k) is the bytes of the values that are produced before equation k and
-used at or after it, each counted once. See `cluster_layers` for bounds that no layers satisfy.
+    total        flops of all equations; one equation counts at most total / L, so its layer may have others, too
+    crossing(k)  bytes of the values that are produced before equation k and read at or after it, each counted once
 
-Alpa minimises the largest bytes that enter one layer, and the sum only to break ties (Zheng et al., 2022). Here it is
-the sum: the stage DP merges layers afterwards and pays for every border that it keeps, so one unavoidable large border
-must not make all smaller ones free.
+Alpa minimises the largest number of bytes that enter one layer, and the sum only to break ties (Zheng et al., 2022).
+Here the sum comes first: the stage DP merges layers and pays for every border that it keeps, so one unavoidable large
+border must not make all smaller borders free.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ Floats = NDArray[np.float64]
 
 #: Factor by which the upper bound grows while no layers exist; by choice.
 _RELAX = 1.25
-#: Factors of the lower bound, tried in order until layers exist; by choice.
+#: Factors of the lower bound, tried in order; by choice.
 _LEAST = (1.0, 0.5, 0.25, 0.0)
-#: Entries of the DP (layers x borders x borders in reach) above which borders are thinned: it takes some seconds then.
+#: Entries of the DP (layers x borders x borders in reach) above which borders are thinned; the DP takes seconds there.
 _MAX_WORK = 150_000_000
 #: Rounding errors of sums of flops, as a share of all flops.
 _ROUNDING = 1e-12
@@ -38,8 +37,10 @@ _ROUNDING = 1e-12
 class _Borders:
     """Places where a layer may begin or end, from 0 to the number of equations.
 
-    at, flops: the equations before each border and their flops. crossing: bytes, 0 at both ends.
-    reach: the first border at which a layer may begin that ends at this one.
+    Attributes:
+        at, flops: the number of equations before each border, and their flops.
+        crossing: bytes that cross each border, 0 at both ends.
+        reach: for a layer that ends at this border, the first border at which it may begin.
     """
 
     at: NDArray[np.int64]
@@ -53,10 +54,10 @@ def cluster_layers(
 ) -> tuple[int, ...]:
     """Layer of each of at least `n_layers` equations, never falling in program order; no layer is empty.
 
-    flops: of each equation. values: of each value the equation that makes it, its last user, and its bytes.
+    values: (producing equation, last reading equation, bytes) of each value.
 
-    The upper bound grows by a quarter at a time while the equations do not fit in `n_layers` layers. Then the lower
-    bound is halved, twice, and given up, while there is no solution. Of equal solutions, the earliest last borders win.
+    While the equations do not fit in `n_layers` layers, the upper bound grows by a quarter. Then, while there is no
+    solution, the lower bound becomes 1/2, 1/4 and 0 of its value. Of equal solutions, the earliest last borders win.
     """
     weights = np.array(flops, np.float64)
     done = np.concatenate(([0.0], np.cumsum(np.minimum(weights, weights.sum() / n_layers))))
@@ -76,7 +77,6 @@ def cluster_layers(
 
 
 def _crossing(n_equations: int, values: Iterable[tuple[int, int, float]]) -> Floats:
-    """Bytes that cross each border; a value crosses those from its producer to its last user."""
     change = np.zeros(n_equations + 2)
     for producer, last_user, n_bytes in values:
         change[producer + 1] += n_bytes
@@ -85,13 +85,12 @@ def _crossing(n_equations: int, values: Iterable[tuple[int, int, float]]) -> Flo
 
 
 def _borders(at: NDArray[np.int64], flops: Floats, crossing: Floats, bound: float) -> _Borders:
-    """Keeps the borders `at` the given places. flops, crossing: an entry per equation border."""
     reach = np.searchsorted(flops[at], flops[at] - bound - _ROUNDING * flops[-1], side="left")
     return _Borders(at, flops[at], crossing[at], reach)
 
 
 def _fewest_layers(borders: _Borders) -> float:
-    """Least number of layers, each as long as allowed; every larger number is possible as well."""
+    """The least number of layers, each as long as allowed; every larger number is possible as well."""
     border, n_layers = len(borders.at) - 1, 0
     while border > 0:
         if borders.reach[border] >= border:
@@ -101,9 +100,8 @@ def _fewest_layers(borders: _Borders) -> float:
 
 
 def _thinned(borders: _Borders, bound: float, n_layers: int) -> _Borders:
-    """The borders for the DP: all, unless it would be slow.
-
-    Then only borders that neither neighbour undercuts in bytes, and borders around equations too large for a layer.
+    """All borders, if the DP is fast. Else borders with no more bytes than both neighbours, or around equations above
+    `bound`.
     """
     if n_layers * int((np.arange(len(borders.at)) - borders.reach).sum()) <= _MAX_WORK:
         return borders
@@ -152,7 +150,6 @@ def _best_cuts(borders: _Borders, n_layers: int, least: float) -> list[int] | No
 
 
 def _traced_back(previous: NDArray[np.int64]) -> list[int]:
-    """The borders inside the best solution, from the last one to the first."""
     border = previous.shape[1] - 1
     cuts: list[int] = []
     for n_layers in range(previous.shape[0] - 1, 1, -1):

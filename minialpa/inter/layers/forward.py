@@ -1,4 +1,7 @@
-"""The layer of each forward group of a step, and the pieces by which layers are costed."""
+"""A traced step and a `LayerOption` in, the layer of each forward group out (`assign_layers`).
+
+`sublayers_of` cuts layers further, at the blocks of the model, into the sublayers whose cost the search computes.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,19 @@ from minialpa.rules.expensive import has_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.trace import TracedStep
 
-#: Layers of a model: at most so many if its blocks repeat less than `_FEW_BLOCKS` times, at least so many if more; by
-#: choice.
+#: Layers of a model: at most this number with less than `_FEW_BLOCKS` blocks, else at least this number; by choice.
 _USUAL_LAYERS = 16
-#: Repetitions below which a model is not cut by its blocks alone; by choice.
+#: A model with at least this number of blocks is cut by its blocks alone; by choice.
 _FEW_BLOCKS = 8
-#: Layers that a model has at most before those of its head are added; by choice, for the time that the search takes.
+#: Most layers of a model, without layers of its head; by choice, for the time of the search.
 _MOST_LAYERS = 64
 #: Share of the flops of repeated kinds of equations that lie inside blocks; by choice.
 _SHARE_INSIDE = 0.8
-#: Relative deviation of pieces from an equal part of the flops; by choice, as in `cluster_layers`.
+#: Relative deviation of sublayers from equal flops; by choice, as in `cluster_layers`.
 _TOLERANCE = 0.5
 
 
 def _forward_equations(traced: TracedStep) -> Iterator[tuple[JaxprEqn, int]]:
-    """In program order, with their groups."""
     for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
         if origin.group is not None and origin.direction == "forward":
             yield eqn, origin.group
@@ -41,8 +42,8 @@ def _forward_equations(traced: TracedStep) -> Iterator[tuple[JaxprEqn, int]]:
 def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     """Layer of each forward group.
 
-    Raises TraceError if there are fewer equations than layers, VerifyError if the layers of a plan are for another
-    number of equations.
+    Raises TraceError if the step has no operations or fewer forward groups than layers, and VerifyError if the layers
+    of a plan are for another number of groups.
     """
     if not traced.flat.eqns:
         raise TraceError(
@@ -68,7 +69,6 @@ def _planned_layers(traced: TracedStep, option: FixedLayerOption) -> tuple[int, 
 
 
 def _marked_layers(traced: TracedStep) -> tuple[int, ...]:
-    """Layers between the boundaries that the model marks, numbered without empty layers."""
     layers = [0] * traced.n_groups
     for origin in traced.origins:
         if origin.group is not None and origin.direction == "forward":
@@ -92,10 +92,10 @@ def _clustered_layers(traced: TracedStep, option: AutoLayerOption) -> tuple[int,
 
 
 def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int, ...]:
-    """Layers by the work and the borders of the forward equations.
+    """Layers by the flops and the borders of the forward equations.
 
-    Each gradient of a step has layers of its own. The gradient with the most work gets its layers first. The others
-    have the same layers if they have the same equations, and else layers with the same parameters.
+    The gradient of the step with the most flops gets its layers first. Another gradient with the same equations has the
+    same layers; groups of any other gradient join the layers of their parameters.
     """
     calls = _calls(traced)
     if len(calls) == 1:
@@ -120,7 +120,6 @@ def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int
 
 
 def _calls(traced: TracedStep) -> list[list[int]]:
-    """The forward groups of each gradient of a step, in order."""
     call_of = {origin.group: origin.call for origin in traced.origins if origin.group is not None}
     calls: dict[int, list[int]] = {}
     for group in sorted(call_of):
@@ -129,7 +128,6 @@ def _calls(traced: TracedStep) -> list[list[int]]:
 
 
 def _clustered_call(traced: TracedStep, groups: Sequence[int], n_layers: int, tolerance: float) -> tuple[int, ...]:
-    """The layer of each of `groups`, which rise."""
     place = {group: i for i, group in enumerate(groups)}
     flops = [0.0] * len(groups)
     producer: dict[Var, int] = {}
@@ -158,12 +156,10 @@ def _kinds(traced: TracedStep) -> dict[int, tuple[object, ...]]:
 
 
 def _kind(eqn: JaxprEqn) -> tuple[object, ...]:
-    """The primitive and the shapes of an equation."""
     return (eqn.primitive.name, *map(shape_of, (*eqn.invars, *eqn.outvars)))
 
 
 def _layers_of_parameters(traced: TracedStep, layers: Mapping[int, int]) -> dict[Var, int]:
-    """The first layer that reads each argument of the step that has no dimension of examples."""
     parameter_of = _parameters(traced)
     first_layer: dict[Var, int] = {}
     for eqn, group in _forward_equations(traced):
@@ -189,7 +185,6 @@ def _parameters(traced: TracedStep) -> dict[Var, Var]:
 
 
 def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Mapping[Var, int]) -> dict[int, int]:
-    """Layers of these groups by their parameters; in program order, they never fall."""
     parameter_of = _parameters(traced)
     lowest: dict[int, int] = {}
     for eqn, group in _forward_equations(traced):
@@ -210,9 +205,13 @@ def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Ma
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The blocks of a model that repeats; `n_blocks` is 1 without blocks.
+    """The blocks of a model that repeats.
 
-    outside: flops of each heavy equation outside of blocks. n_expensive: heavy equations, inside and outside.
+    Attributes:
+        n_blocks: 1 for a model without blocks.
+        block_flops: forward flops of one block.
+        outside: flops of each expensive equation outside of blocks.
+        n_expensive: the number of expensive equations: matrix products and convolutions.
     """
 
     n_blocks: int
@@ -222,10 +221,10 @@ class _Blocks:
 
 
 def _blocks(traced: TracedStep) -> _Blocks:
-    """The blocks, by heavy equations: matrix products and convolutions.
+    """Counts blocks by expensive equations of one kind: a primitive with its shapes.
 
-    n_blocks is the largest count of a kind of heavy equation for which the kinds whose counts it divides have
-    `_SHARE_INSIDE` of the flops of all kinds that occur more than once.
+    n_blocks is the largest count of a kind such that kinds with a multiple of this count have `_SHARE_INSIDE` of the
+    flops of all repeated kinds. With 24 transformer blocks, each kind of product in a block occurs 24 times.
     """
     flops_of_kind: dict[object, list[float]] = {}
     for eqn, _ in _forward_equations(traced):
@@ -248,9 +247,10 @@ def _blocks(traced: TracedStep) -> _Blocks:
 
 
 def natural_layers(traced: TracedStep) -> int:
-    """A number of layers that cuts a model between its blocks, if they repeat, and leaves room for its head.
+    """The number of layers for `layer_num="auto"`: a model is cut between its blocks, with further layers for its head.
 
-    If they hardly repeat, layers have three to six heavy equations: smaller ones mostly cost transfers at borders.
+    If a model has fewer than `_FEW_BLOCKS` blocks, layers have three to six expensive equations: smaller layers mostly
+    cost transfers at borders.
     """
     blocks = _blocks(traced)
     n_blocks = blocks.n_blocks
@@ -264,7 +264,7 @@ def natural_layers(traced: TracedStep) -> int:
 
 
 def _layers_of_blocks(blocks: _Blocks) -> int:
-    """Layers of equal numbers of blocks, or equal parts of blocks, and further ones for equations outside of blocks."""
+    """Layers of equal numbers or parts of blocks, and further layers for equations outside of blocks."""
     n_blocks = blocks.n_blocks
     n_layers = max(n for n in range(1, n_blocks + 1) if n_blocks % n == 0 and n <= _MOST_LAYERS)
     n_layers *= math.ceil(_USUAL_LAYERS / n_layers)
@@ -273,9 +273,10 @@ def _layers_of_blocks(blocks: _Blocks) -> int:
 
 
 def sublayers_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Layers cut between the blocks of a model: the piece of each group, and the layer of each piece.
+    """The sublayer of each group, and the layer of each sublayer.
 
-    A layer costs the sum of its pieces, of which few are distinct if a model repeats.
+    Sublayers are layers that are also cut at the layers of `natural_layers`. A model that repeats has few distinct
+    sublayers.
     """
     if _blocks(traced).n_blocks < _FEW_BLOCKS:
         return tuple(layer_of_group), tuple(range(max(layer_of_group, default=-1) + 1))
@@ -287,7 +288,6 @@ def sublayers_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tup
 
 
 def layer_flops(traced: TracedStep, layer_of_group: Sequence[int]) -> list[float]:
-    """Forward floating point operations of each layer."""
     flops = [0.0] * (max(layer_of_group, default=-1) + 1)
     for eqn, group in _forward_equations(traced):
         flops[layer_of_group[group]] += factors_of(eqn).flops
@@ -295,9 +295,9 @@ def layer_flops(traced: TracedStep, layer_of_group: Sequence[int]) -> list[float
 
 
 def balanced_runs(weights: Sequence[float], n_runs: int) -> list[tuple[int, ...]]:
-    """The numbers of `weights` in `n_runs` runs of neighbours, none empty, the heaviest as light as possible.
+    """`range(len(weights))` as `n_runs` non-empty runs of neighbours, with the least weight of the heaviest run.
 
-    heaviest[r, end], of the first `end` numbers in r runs, is the minimum over start < end of
+    heaviest[r, end], for the first `end` weights in r runs, is the minimum over start < end of
         max(heaviest[r - 1, start], sum of weights[start:end])
     """
     n_weights = len(weights)

@@ -1,16 +1,15 @@
-"""A step and its layers: the layer of each forward group, cuts in scans over layers, and rematerialisation.
+"""A step and its layers: a traced step and a `LayerOption` in, a step with layers, cut scans and rematerialisation out.
 
-From end to end, a scan over layers is cut like this:
+A scan over layers is cut by:
 
-    find_stacks    finds the scans over layers and the arrays with a row for each layer       stacks.py
-    cut_scans      decides the rows of each block, which the plan keeps (`Plan.row_blocks`)   here
+    find_stacks    finds the scans over layers and the arrays with a row for each layer           stacks.py
+    cut_scans      decides the rows of each block; the plan keeps them (`Plan.row_blocks`)        here
     unstack        rewrites the step: a scan, argument and result for each block (`LeafPart`)     unstack.py
-    emit_program   numbers blocks as leaves, and notes which rows each one is                 Program.blocks
-    BlockedCalls   splits the arguments of each call into blocks, and joins the results       runner.py
+    emit_program   numbers blocks as leaves, and records the rows of each                         Program.blocks
+    BlockedCalls   splits the arguments of each call into blocks, and joins the results           runner.py
 
-At first every row is a forward group, and layers are assigned to these groups. Neighbouring rows of the same layers
-then become one scan, unless layers compute values again: a layer that keeps only the inputs of each row needs single
-rows.
+At first every row is a forward group with a layer. Neighbouring rows of the same layers then become one scan, unless
+layers may recompute values: a layer that keeps only the inputs of each row needs single rows.
 """
 
 from __future__ import annotations
@@ -35,11 +34,13 @@ _MOST_SINGLE_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredStep:
-    """A step with the layer of each forward group; without any before layers are assigned. fingerprint: of the traced
-    step.
+    """A step with the layer of each forward group.
 
-    plain: the step before rematerialisation.
-    row_blocks: for each stack, the rows of each block; empty if no scan is cut.
+    Attributes:
+        plain: the step before rematerialisation.
+        fingerprint: of the traced step, before scans are cut.
+        of_group: the layer of each forward group; empty before layers are assigned.
+        row_blocks: for each stack, the rows of each block; empty if no scan is cut.
     """
 
     plain: TracedStep
@@ -50,16 +51,17 @@ class LayeredStep:
 
     @cached_property
     def step(self) -> TracedStep:
-        """The step with rematerialisation."""
         return rematerialise(self.plain, self.of_group, self.remat) if self.of_group else self.plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutStep:
-    """The traced step `whole`, the `step` after its scans are cut, and the layer of each of its forward groups.
+    """A step after its scans are cut, without rematerialisation.
 
-    row_blocks: for each stack, the rows of each block; empty if no scan is cut.
-    groups: if scans are cut, the group and the first row in `whole` of each forward group of `step`.
+    Attributes:
+        whole: the traced step.
+        of_group, row_blocks: as in `LayeredStep`, for `step`.
+        groups: if scans are cut, for each forward group of `step`, its group and first row in `whole`.
     """
 
     whole: LayeredStep
@@ -74,7 +76,6 @@ class CutStep:
 
 
 def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
-    """The step with the rematerialisation of each layer."""
     return LayeredStep(
         plain=cut.step,
         fingerprint=cut.whole.fingerprint,
@@ -88,12 +89,12 @@ def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
 
 
 def whole_scans(whole: LayeredStep, option: LayerOption) -> CutStep:
-    """The step with whole scans. Raises TraceError and VerifyError like `assign_layers`."""
+    """The step with layers and uncut scans. Raises the errors of `assign_layers`."""
     return CutStep(whole=whole, step=whole.step, of_group=assign_layers(whole.step, option))
 
 
 def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
-    """The step with its scans over layers cut between layers; None if it has none to cut."""
+    """The step with its scans over layers cut between layers; None if the step or `option` leaves all scans whole."""
     match option:
         case FixedLayerOption():
             return _cut_as_planned(whole, option) if option.row_blocks else None
@@ -140,10 +141,6 @@ def _cut_between_layers(whole: LayeredStep, option: AutoLayerOption) -> CutStep 
 
 
 def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mapping[GroupKey, int]) -> CutStep:
-    """The step in these blocks.
-
-    layer_of: the layer of each group of the step in the same blocks, or in smaller ones with the same starts.
-    """
     cut = unstack(whole.step, stacks, blocks)
     of_group = _layers_of_groups(cut.groups, stacks, layer_of)
     return CutStep(whole=whole, step=cut.step, of_group=of_group, row_blocks=blocks, groups=cut.groups)
@@ -152,9 +149,8 @@ def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mappin
 def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
     """The layer of each group, including groups that `layer_of` lacks because its blocks were smaller.
 
-    Equations that prepare the weights of a stack belonged to the blocks. If the stack is whole, they are a group of
-    their own, which goes to the layer of the stack. A constant of which each block had a copy goes to the layer of the
-    next group.
+    If a stack is whole, equations that prepare its weights are a separate group, which goes to the layer of the stack.
+    A constant with a copy in each block goes to the layer of the next group.
     """
     layers: list[int] = []
     following = max(layer_of.values())
@@ -168,7 +164,7 @@ def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapp
 
 
 def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
-    """Sizes of the blocks after neighbours are joined whose scans are all in the same layers."""
+    """Sizes of the blocks after neighbours whose scans are all in the same layers are joined."""
     groups = [group for group, its_stack in stacks.scan_groups.items() if its_stack == stack]
     starts = itertools.accumulate(sizes, initial=0)
     layers = [tuple(layer_of.get((group, start)) for group in groups) for start, _ in zip(starts, sizes, strict=False)]

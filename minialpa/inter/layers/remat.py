@@ -1,16 +1,17 @@
-"""Rematerialisation: the backward pass of each layer recomputes the values that the layer does not keep.
+"""Rematerialisation: a step and a choice per layer in, the step whose backward passes recompute dropped values out.
 
-These values are computed from kept ones and from the layer's inputs, right before its backward pass first needs them
-(Chen et al., 2016). Layers are known after tracing only, so this rewrites programs. `jax.checkpoint` in the model acts
-earlier.
+Values are recomputed from kept values and the inputs of the layer, right before the layer's backward pass first reads
+them (Chen et al., 2016). Layers are known only after tracing, so this rewrites programs; `jax.checkpoint` in the model
+acts earlier.
 
-Values that other layers, the update or the results read are kept in any case, and so are values without a dimension of
-examples, such as the sum of the weights of the batch: they are small, and a copy would be of a single micro-batch. The
-added equations read copies after an `optimization_barrier`; else a compiler would merge them with the forward pass. The
-barrier also waits for the cotangents and gradients of layers whose backward passes come first: a compiler that delays
-gradients of weights, to run them beside collectives, would keep their operands of every layer.
-Weights that only products and lookups read bypass it: these wait for their other operands anyway, and on GPUs a barrier
-may write each array once more.
+A layer always keeps values that other layers, the update or the results read, and values without a dimension of
+examples, such as a sum of the weights of the batch: these are small, and a copy would be of a single micro-batch.
+
+The copies read their inputs after an `optimization_barrier`; else a compiler would merge them with the forward pass.
+The barrier also waits for cotangents and gradients of earlier backward passes: a compiler that delays gradients of
+weights, to run them beside collectives, would keep their operands for every layer.
+Weights that only products and lookups read bypass the barrier. These equations wait for their other operands anyway,
+and on GPUs a barrier may copy each array.
 """
 
 from __future__ import annotations
@@ -35,54 +36,52 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat]) -> TracedStep:
-    """`remat[layer]` is `none`: keeps all values; `dots`: results of matrix products and convolutions; `full`: no
-    value.
+    """`traced`, with the rematerialisation `remat[layer]` of each layer.
+
+    `full` keeps no values, `dots` the results of matrix products and convolutions, `"none"` all values.
     """
     if all(what == "none" for what in remat):
         return traced
 
     values = _values(traced)
     parts = [
-        (part, again, readers)
+        (part, recomputed, readers)
         for number, layer in _layers(traced, layer_of_group)
         if remat[number] != "none"
         for part in _gradients_apart(layer)
-        if (readers := _readers(traced, part, again := _computed_again(traced, part, remat[number], values)))
+        if (readers := _readers(traced, part, recomputed := _recomputed(traced, part, remat[number], values)))
     ]
-    # In the order of backward passes: one gradient, from the last layer to the first, and then the next gradient.
+    # In the order of backward passes: gradient by gradient, from the last layer to the first.
     rewritten = _Rewritten(traced, values.gradients)
-    for part, again, readers in sorted(parts, key=lambda each: each[2][0]):
-        rewritten.compute_again(part, again, readers)
+    for part, recomputed, readers in sorted(parts, key=lambda each: each[2][0]):
+        rewritten.recompute(part, recomputed, readers)
     return rewritten.step()
 
 
-def _readers(traced: TracedStep, layer: _Layer, again: _Again) -> list[int]:
-    """The backward equations of a layer that read copies."""
-    copied = again.copied(traced.flat.eqns)
+def _readers(traced: TracedStep, layer: _Layer, recomputed: _Recomputed) -> list[int]:
+    copied = recomputed.copied(traced.flat.eqns)
     return [i for i in layer.backward if not copied.isdisjoint(operand_vars(traced.flat.eqns[i]))]
 
 
 class _Rewritten:
-    """A step whose layers are rematerialised, one after the other."""
-
     def __init__(self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]]) -> None:
-        """gradients: sums over the examples that backward passes make, by the numbers of their equations."""
         self.traced = traced
         self.weights = set(traced.flat.invars) - traced.examples
-        self.gradients = dict(gradients)  # gradients that no barrier waits for yet
+        # Sums over examples of backward passes, by equation, before a barrier waits for them.
+        self.gradients = dict(gradients)
         self.eqns = list(traced.flat.eqns)
-        self.inserted: dict[int, list[Op]] = {}  # by the operation that they go before
+        self.inserted: dict[int, list[Op]] = {}  # by the operation before which they run
 
-    def compute_again(self, layer: _Layer, again: _Again, readers: Sequence[int]) -> None:
-        """Insert copies of some equations before the first of `readers`, backward equations of the layer."""
+    def recompute(self, layer: _Layer, recomputed: _Recomputed, readers: Sequence[int]) -> None:
+        """Insert copies of equations before the first of `readers`, the backward equations that read the copies."""
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         required = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
-        eqns = [self.eqns[i] for i in again.equations]
-        copies, names = _copies(eqns, again.copied(self.eqns), list(required), _read_in_place(eqns, self.weights))
+        eqns = [self.eqns[i] for i in recomputed.equations]
+        copies, names = _copies(eqns, recomputed.copied(self.eqns), list(required), _read_in_place(eqns, self.weights))
         inserted = self.inserted.setdefault(readers[0], [])
         for copy, k in copies:
-            original = self.traced.flat.ops[again.equations[k]]
+            original = self.traced.flat.ops[recomputed.equations[k]]
             inserted.append(replace(original, eqn=copy, origin=replace(original.origin, direction="backward")))
         for i in readers:
             self.eqns[i] = self.eqns[i].replace(invars=_renamed(self.eqns[i].invars, names))
@@ -103,8 +102,8 @@ class _Values:
 
     Attributes:
         readers: the equations that read each value.
-        always_kept: totals over the examples, and the operands of a maximum or minimum over them.
-        gradients: sums over the examples that backward passes make of rows, by the numbers of their equations.
+        always_kept: reductions over the examples, and the operands of a maximum or minimum over them.
+        gradients: by equation, the sums over examples that backward passes compute from per-example values.
     """
 
     readers: dict[Var, list[int]]
@@ -119,8 +118,8 @@ def _values(traced: TracedStep) -> _Values:
             readers.setdefault(operand, []).append(i)
 
     kinds = batch_kinds(traced, 1)
-    totals = {value for value, kind in kinds.items() if kind == AGGREGATE}
-    always_kept = frozenset(totals | _compared_with_extremes(traced.flat.eqns, kinds))
+    aggregates = {value for value, kind in kinds.items() if kind == AGGREGATE}
+    always_kept = frozenset(aggregates | _compared_with_extremes(traced.flat.eqns, kinds))
     return _Values(readers=readers, always_kept=always_kept, gradients=_gradients(traced, kinds))
 
 
@@ -135,9 +134,8 @@ def _gradients(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
 
 
 def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
-    """The operands of a maximum or minimum over the examples.
-
-    Its derivative compares them with the result, and copies may differ in the last bit.
+    """The operands of a maximum or minimum over the examples: its derivative compares them, as in
+    `_compared_with_copies`.
     """
     extremes = (eqn for eqn in eqns if eqn.primitive.name in ("reduce_max", "reduce_min"))
     over_examples = (eqn for eqn in extremes if any(kinds.get(v) == AGGREGATE for v in eqn.outvars))
@@ -146,14 +144,12 @@ def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Numbers of the equations of the forward and the backward pass of a layer, in order."""
-
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
 
 
 def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int, _Layer]]:
-    """The equations of each layer, with its number. Each marked gradient of the step has layers of its own."""
+    """The equations of each layer, with its number. Each gradient of the step has separate layers."""
     layers: dict[tuple[int, int], _Layer] = {}
     for i, origin in enumerate(traced.origins):
         if origin.group is not None and origin.direction != "other":
@@ -163,7 +159,7 @@ def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int
 
 
 def _gradients_apart(layer: _Layer) -> list[_Layer]:
-    """The forward passes of a layer, separated by backward passes, each with all equations of the backward passes.
+    """The forward passes of a layer that backward passes separate, each with all backward equations.
 
     When the first backward pass reads its copies, the second forward pass has not run.
     """
@@ -179,21 +175,21 @@ def _gradients_apart(layer: _Layer) -> list[_Layer]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
-    """The forward equations that a layer recomputes, and values that it keeps, such as the carry of a scan over layers
-    whose other results it recomputes.
+class _Recomputed:
+    """The forward equations that a layer recomputes.
+
+    kept: results of them that it keeps, such as the carry of a scan over layers.
     """
 
     equations: Sequence[int]
     kept: AbstractSet[Var]
 
     def copied(self, eqns: Sequence[JaxprEqn]) -> set[Var]:
-        """The values of which the backward pass reads copies."""
         return {result for i in self.equations for result in eqns[i].outvars} - self.kept
 
 
-def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Values) -> _Again:
-    """Forward equations with results that are not kept and that the backward pass reads, directly or through others."""
+def _recomputed(traced: TracedStep, layer: _Layer, what: Remat, values: _Values) -> _Recomputed:
+    """Forward equations whose results are not kept and that the backward pass needs, directly or through others."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
     outputs = {output for output in traced.flat.outvars if not is_literal(output)}
@@ -207,34 +203,34 @@ def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Val
     # A value that is compared with a copy has to be a copy, too, which may need further values.
     kept = read_elsewhere - values.always_kept
     while True:
-        again = _needed_again(eqns, layer, what, kept | values.always_kept)
-        compared = _compared_with_copies(eqns, layer, again) & kept
+        recomputed = _needed_equations(eqns, layer, what, kept | values.always_kept)
+        compared = _compared_with_copies(eqns, layer, recomputed) & kept
         if not compared:
-            return again
+            return recomputed
         kept -= compared
 
 
-def _needed_again(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> _Again:
+def _needed_equations(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> _Recomputed:
     needed = {operand for i in layer.backward for operand in operand_vars(eqns[i])}
-    again: list[int] = []
+    recomputed: list[int] = []
     for i in reversed(layer.forward):
         eqn = eqns[i]
         may_copy = not eqn.effects and not (what == "dots" and has_contraction(eqn))
         if may_copy and any(v in needed and v not in kept for v in eqn.outvars):
-            again.append(i)
+            recomputed.append(i)
             needed.update(operand_vars(eqn))
-    return _Again(again[::-1], kept)
+    return _Recomputed(recomputed[::-1], kept)
 
 
-def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: _Again) -> set[Var]:
+def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, recomputed: _Recomputed) -> set[Var]:
     """Values that are compared with copies.
 
-    The derivative of a maximum looks for the operand that is equal to it, and copies may differ in the last bit. So
-    either both are copies or neither is.
+    The derivative of a maximum looks for the operand that is equal to the maximum, and copies may differ in the last
+    bit. So both are copies or neither is.
     """
-    copied = again.copied(eqns)
+    copied = recomputed.copied(eqns)
     compared: set[Var] = set()
-    for i in (*again.equations, *layer.backward):
+    for i in (*recomputed.equations, *layer.backward):
         operands = set(operand_vars(eqns[i]))
         if eqns[i].primitive.name in _COMPARISONS and operands & copied:
             compared |= operands - copied
@@ -245,9 +241,7 @@ def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: _Again
 
 
 def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
-    """Values that the backward pass of a layer reads from other backward passes, if computed before equation
-    `first`.
-    """
+    """Values of other backward passes that the backward pass of `layer` reads, if made before equation `first`."""
     own = set(layer.backward)
     computed = {
         result
@@ -278,10 +272,13 @@ def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[V
 def _copies(
     eqns: Sequence[JaxprEqn], copied: AbstractSet[Var], required: Sequence[Var], in_front: AbstractSet[Var]
 ) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
-    """A barrier, then copies of equations, each with the number of its equation; and the names of the copied values.
+    """A barrier, then copies of `eqns`, as pairs (equation, place in `eqns`), and the new names of `copied`.
 
-    The barrier waits for `required`, so the copies run when the backward pass needs them. It counts as part of the first
-    equation. copied: the results whose copies readers get. in_front: values that the copies read without the barrier.
+    The barrier counts as part of equation 0.
+
+    copied: the results whose copies readers get.
+    required: values for which the barrier waits, so the copies run when the backward pass needs them.
+    in_front: values that the copies read without the barrier.
     """
     made = copied | in_front
     inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in made)

@@ -1,7 +1,7 @@
-"""Row blocks: the program of a step in which each stacked array is several variables, one for each block of its rows.
+"""Row blocks: the variables of a step whose stacked arrays are several variables, one for each block of rows.
 
 `BlockLayout` holds the rows and the forward group of each block. `BlockedProgram` collects the equations of the new
-program and knows, for each variable of the old one, the variables that stand for its blocks or for all of it.
+program and maps each old variable to the variables of its blocks, or to one variable for all rows.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ RowBlocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Where a new equation belongs.
-
-    Attributes:
-        origin: of the old equation.
-        group: the forward group of the new step; None for an equation of no group.
-    """
+    """The origin of the old equation, and the forward group of the new equation in the new step, or None."""
 
     origin: Origin
     group: GroupKey | None
@@ -45,29 +40,23 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The cuts of the stacks of a step: for each stack, the number of rows and the range [start, stop) of each
-    block.
-    """
+    """The cuts of the stacks of a step: for each stack, the sizes of its blocks and their rows [start, stop)."""
 
     stacks: Stacks
     sizes: RowBlocks
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
     def is_cut(self, v: Atom) -> TypeIs[Var]:
-        """Whether `v` is stacked, and its stack has several blocks."""
         return not is_literal(v) and v in self.stacks.stack_of and len(self.sizes[self.stacks.stack_of[v]]) > 1
 
     def ranges_of(self, v: Var) -> tuple[tuple[int, int], ...]:
         return self.ranges[self.stacks.stack_of[v]]
 
     def owner(self, origin: Origin) -> Owner:
-        """The owner of equations for all rows."""
         return Owner(origin, None if origin.group is None else (origin.group, 0))
 
     def owner_of_block(self, origin: Origin, stack: int, block: int) -> Owner:
-        """The owner of equations for one block of a stack. Equations that prepare weights belong to the weights'
-        scan.
-        """
+        """The owner of equations for one block. Equations that prepare weights belong to the weights' scan."""
         group, (first_row, _) = origin.group, self.ranges[stack][block]
         if group is not None and group in self.stacks.weight_groups:
             return Owner(origin, (self.stacks.first_groups[stack], first_row))
@@ -84,8 +73,6 @@ def block_layout(stacks: Stacks, sizes: Sequence[Sequence[int]]) -> BlockLayout:
 
 
 class BlockedProgram:
-    """The new program, while its equations and their owners are added, and its variables for the old variables."""
-
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
         self.eqns: list[JaxprEqn] = []
@@ -93,11 +80,11 @@ class BlockedProgram:
         self.constvars: list[Var] = []
         self.consts: list[Any] = []
 
-        # Of variables of the old program: the blocks of stacked ones, and the new names of others or of joined blocks.
+        # By old variable: blocks of stacked variables, and new names of other variables or of joined blocks.
         self._blocks: dict[Var, tuple[Atom, ...]] = {}
         self._joined: dict[Var, Atom] = {}
         self._near: dict[tuple[Var, int, int], Var] = {}
-        # Of variables of the new program: the row of a block of one row.
+        # By new variable: the row of a block of one row, without dimension 0.
         self._row: dict[Var, Atom] = {}
 
         self._maker = EquationMaker()
@@ -118,16 +105,15 @@ class BlockedProgram:
     def add_like(
         self, eqn: JaxprEqn, operands: Sequence[Atom], owner: Owner, params: dict[str, Any] | None = None
     ) -> list[Var]:
-        """Appends the same primitive on operands of other shapes; returns its results."""
+        """Append the primitive of `eqn` on operands of other shapes."""
         return self.add(self._maker.rebuild(eqn, operands, params), owner)
 
     def add_copy(self, eqn: JaxprEqn, operands: Sequence[Atom], owner: Owner) -> list[Var]:
-        """Appends the same equation on other operands of the same shapes; returns its results."""
         outvars = [fresh_var(aval_of(v)) for v in eqn.outvars]
         return self.add(eqn.replace(invars=list(operands), outvars=outvars), owner)
 
     def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom, owner: Owner) -> Atom:
-        """Appends the equations of `fun`; returns its result. Functions with the same `key` have to do the same."""
+        """Append the equations of `fun`; returns its result. Equal `key`s mean equal functions."""
         eqns, (result,) = self._maker.compute(key, fun, *operands)
         for eqn in eqns:
             self.add(eqn, owner)
@@ -142,7 +128,6 @@ class BlockedProgram:
         self._joined[v] = new
 
     def joined(self, v: Atom, owner: Owner) -> Atom:
-        """All rows of `v` in one variable."""
         if is_literal(v):
             return v
         if v in self._blocks and v not in self._joined:
@@ -151,7 +136,7 @@ class BlockedProgram:
         return self._joined.get(v, v)
 
     def blocks(self, v: Var, owner: Owner) -> tuple[Atom, ...]:
-        """The blocks of a stacked variable. If it is still one variable, slices of it are added."""
+        """The blocks of a stacked variable; slices, if it is still one variable."""
         if v in self._blocks:
             return self._blocks[v]
 
@@ -167,7 +152,7 @@ class BlockedProgram:
     def near(self, v: Atom, stack: int, block: int, owner: Owner) -> Atom:
         """All rows of `v`; of a constant, a copy that is computed for this block.
 
-        A constant that all layers share would be kept in memory from the first of them to the last.
+        A constant that all layers share would stay in memory from the first layer to the last.
         """
         if is_literal(v) or v not in self.layout.stacks.constants or owner.group is None:
             return self.joined(v, owner)
@@ -180,7 +165,6 @@ class BlockedProgram:
         return self._near[v, stack, block]
 
     def only_row(self, block: Atom, owner: Owner) -> Atom:
-        """The row of a block of one row, without dimension 0."""
         assert not is_literal(block)
         if block not in self._row:
             eqn, self._row[block] = self._squeeze(block)
@@ -188,7 +172,6 @@ class BlockedProgram:
         return self._row[block]
 
     def as_block(self, row: Atom, owner: Owner) -> Atom:
-        """The block with only this row."""
         if is_literal(row):
             return self.compute("expand", _as_one_row, row, owner=owner)
         eqn, block = self._expand(row)

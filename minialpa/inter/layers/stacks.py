@@ -1,9 +1,9 @@
-"""Stacks: the arrays of a step that have one row for each layer of a scan.
+"""Stacks: a traced step in, its arrays with one row for each layer of a scan out (`find_stacks`).
 
-A scan over layers has stacked weights as inputs, and leaves stacked residuals; its backward scan takes these and leaves
-stacked gradients; the update computes new weights from these, row by row. All of them are one *stack*: dimension 0 of
-each is the number of the layer. The rules of named factors tell which equations keep the rows apart: in these,
-dimension 0 is a factor of its own, which may be cut into blocks of any lengths.
+A scan over L layers reads stacked weights [L, ...] and writes stacked residuals. Its backward scan reads both and
+writes stacked gradients, from which the update computes new weights, row by row. All of these arrays are one *stack*:
+dimension 0 is the number of the layer. In an equation that keeps the rows apart, dimension 0 is a named factor of its
+own, which may be cut into blocks of any lengths.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True)
 class BlockwiseEquation:
-    """An equation that can be computed in blocks of the rows of a stack.
+    """An equation that can be computed in blocks of the rows of `stack`.
 
-    Attributes:
-        stack: the stack.
-        factor: the factor that counts the rows; None for a scan and for a barrier, which are cut without factors.
+    `factor` counts the rows; it is None for a scan and for a barrier, which are cut without factors.
     """
 
     stack: int
@@ -42,12 +40,12 @@ class Stacks:
 
     Attributes:
         lengths: the number of rows of each stack.
-        blockwise: the equations that can be computed in blocks of rows, by their numbers.
+        blockwise: by number, the equations that can be computed in blocks of rows.
         first_groups: the forward group of the first scan of each stack.
         scan_groups: the stack of each forward group that has a scan.
         weight_groups: the stack of each forward group that computes rows from weights alone, such as a cast.
-        constants: the equation of each variable that is computed from literals alone and belongs to no layer, such as
-            masks and angles. Jax takes these out of the bodies of scans.
+        constants: the equation of each variable that is computed from literals alone, such as masks and angles. Jax
+            takes these out of the bodies of scans.
     """
 
     lengths: tuple[int, ...] = ()
@@ -61,14 +59,14 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True)
 class _SharedRows:
-    """Operands and results of one equation whose first dimensions count the same rows, along `factor` if it has one."""
+    """Operands and results of one equation whose dimension 0 counts the same rows, along `factor` if not None."""
 
     factor: int | None
     arrays: tuple[Var, ...]
 
 
 def find_stacks(traced: TracedStep) -> Stacks:
-    """The stacks of a step. Scans of recurrent models have none: their weights are the same in every iteration."""
+    """The stacks of a step. Scans of recurrent models are not stacks: their weights are the same in every iteration."""
     eqns = traced.flat.eqns
     varying = _dependent_on_batch(traced)
     scans = _scans_over_layers(traced, varying)
@@ -129,10 +127,9 @@ def _applies_layers(eqn: JaxprEqn, varying: Container[Var]) -> bool:
 
 
 def _multiplies(eqns: Sequence[JaxprEqn], weights: set[Var], shared: set[Var]) -> bool:
-    """Whether the equations of a scan's body multiply a matrix by weights of a row.
+    """Whether the body of a scan multiplies a matrix by weights of a row.
 
-    Both sets grow: `weights` by values of a row's weights and of values that all rows share, `shared` by values of
-    shared values alone.
+    Grows both sets: `shared` by values of shared values alone, `weights` by values that also depend on a row's weights.
     """
     for eqn in eqns:
         operands = operand_vars(eqn)
@@ -153,7 +150,7 @@ def _multiplies(eqns: Sequence[JaxprEqn], weights: set[Var], shared: set[Var]) -
 
 
 def _shared_rows(eqn: JaxprEqn, lengths: Container[int]) -> list[_SharedRows]:
-    """Operands and results of an equation whose first dimensions are the same rows, of one of the `lengths`."""
+    """Sets of operands and results of an equation that have the same rows, of one of the `lengths`."""
     if eqn.primitive.name == "scan":
         stacked = _stacked(eqn)
         return [_SharedRows(None, stacked)] if eqn.params["length"] in lengths and stacked else []
@@ -168,7 +165,6 @@ def _shared_rows(eqn: JaxprEqn, lengths: Container[int]) -> list[_SharedRows]:
 
 
 def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
-    """The operands and results of a scan that have a row for each iteration."""
     n_consts, n_carry = scan_counts(eqn)
     atoms: list[Atom] = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
     return tuple(atom for atom in atoms if not is_literal(atom))
@@ -180,7 +176,6 @@ def _has_rows(atom: Atom, lengths: Container[int]) -> bool:
 
 
 def _rows_shared_by_factors(factors: Factors, atoms: Sequence[Atom], lengths: Container[int]) -> list[_SharedRows]:
-    """Arrays with the same rows: their dimension 0 is the same factor, and the equation can be cut along it."""
     arrays = (*factors.operands, *factors.results)
     firsts = dict.fromkeys(dims[0][0] for dims in arrays if dims and len(dims[0]) == 1)
     return [
@@ -193,9 +188,9 @@ def _rows_shared_by_factors(factors: Factors, atoms: Sequence[Atom], lengths: Co
 
 
 def _can_be_cut(factors: Factors, f: int) -> bool:
-    """Whether blocks of any lengths along `f` give blocks or partial reductions of every result.
+    """Whether blocks of any lengths along factor `f` give blocks or partial reductions of every result.
 
-    `f` has to be all of dimension 0 of each array that has it.
+    `f` has to be all of dimension 0 of each array that has `f`.
     """
     arrays = (*factors.operands, *factors.results)
     return (
@@ -209,7 +204,6 @@ def _can_be_cut(factors: Factors, f: int) -> bool:
 def _joined(
     traced: TracedStep, shared: Mapping[int, Sequence[_SharedRows]], lengths: Container[int]
 ) -> DisjointSets[Var]:
-    """Sets of arrays whose first dimensions count the same rows."""
     row_sets: DisjointSets[Var] = DisjointSets()
     for found in shared.values():
         for rows in found:
@@ -227,7 +221,7 @@ def _joined(
 
 
 def _first_scans(traced: TracedStep, scans: Sequence[int], row_sets: DisjointSets[Var]) -> dict[Var, int]:
-    """The first scan of each stack, by the root of its row set. A stack has arguments, and none of them is a batch."""
+    """The first scan of each stack, by the root of its row set. A stack has arguments, but no batch arguments."""
     batch = traced.examples
     of_batch = {row_sets.find(argument) for argument in batch}
     of_state = {row_sets.find(argument) for argument in traced.flat.invars if argument not in batch}
@@ -249,9 +243,7 @@ def _forward_group(traced: TracedStep, i: int) -> int:
 def _blockwise(
     shared: Mapping[int, Sequence[_SharedRows]], stack_of: Mapping[Var, int]
 ) -> dict[int, BlockwiseEquation]:
-    """The equations that are computed in blocks; an equation with rows of several stacks belongs to the first of
-    them.
-    """
+    """An equation with rows of several stacks belongs to the first of them."""
     blockwise: dict[int, BlockwiseEquation] = {}
     for i, found in shared.items():
         stacked = [rows for rows in found if rows.arrays[0] in stack_of]
@@ -263,7 +255,6 @@ def _blockwise(
 def _stacks_of_groups(
     traced: TracedStep, blockwise: Mapping[int, BlockwiseEquation], varying: Container[Var]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """The stacks of the forward groups with a scan, and of the groups that compute rows from weights alone."""
     scan_groups: dict[int, int] = {}
     from_weights: dict[int, int] = {}
     for i, cut in blockwise.items():
@@ -278,7 +269,6 @@ def _stacks_of_groups(
 
 
 def _constants(traced: TracedStep) -> dict[Var, JaxprEqn]:
-    """The equation of each variable that is computed from literals alone, outside of all gradients."""
     equation_of: dict[Var, JaxprEqn] = {}
     for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
         is_plain = origin.direction == "other" and not eqn.effects and not sub_jaxprs(eqn)

@@ -1,17 +1,18 @@
-"""Unstacking: each scan over layers of a step is cut into scans over blocks of layers.
+"""Unstacking: a step with scans over layers in, the step with a scan for each block of layers out.
 
-A scan is one equation, and stacked weights are single arrays, so a stage cannot end inside. Cut into blocks, with
+A scan is one equation, and stacked weights are single arrays, so a stage cannot end inside. Cut into blocks of 3 and 2
+rows,
 
     carry_1, ys[0:3] = scan(carry_0, xs[0:3])        carry_2, ys[3:5] = scan(carry_1, xs[3:5])
 
-for blocks of 3 and 2 rows, every stacked array (argument, residual, gradient, moment of the optimizer, new weight) is
-one array for each block, and stages take blocks like other equations. A block of one row has no scan.
+every stacked array (argument, residual, gradient, moment of the optimizer, new weight) is one array for each block, and
+stages take blocks like other equations. A block of one row has no scan.
 
-    scans                                    one for each block, chained by the carry                   -> _cut_scan
-    barriers                                 one for each block, and one for arrays without a stack     -> _cut_barrier
-    row by row, as most of the update        once for each block                                        -> _cut_rows
-    reductions over the rows                 of each block, then of the blocks' results                 -> _cut_rows
-    anything else                            on the blocks, joined                                      -> _cut
+    scans                                one for each block, chained by the carry                  -> _cut_scan
+    barriers                             one for each block, and one for arrays without a stack    -> _cut_barrier
+    row by row, as most of the update    once for each block                                       -> _cut_rows
+    reductions over the rows             of each block, then of the results of the blocks          -> _cut_rows
+    anything else                        on the joined blocks                                      -> _cut
 
 `stacks` finds the stacked arrays, `row_blocks` has the variables of blocks.
 """
@@ -54,9 +55,7 @@ _OF_RESULTS = Owner(Origin(direction="other", group=None, layer=0), None)
 class Unstacked:
     """A step in blocks of rows.
 
-    Attributes:
-        step: the step.
-        groups: for each of its forward groups, the group and the first row of the step with scans.
+    `groups` has, for each forward group of `step`, its group and first row in the step with scans.
     """
 
     step: TracedStep
@@ -66,7 +65,8 @@ class Unstacked:
 def unstack(traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]], *, inline: bool = True) -> Unstacked:
     """The step with the rows of each stack in blocks.
 
-    `blocks[s]` lists the number of rows of each block of stack s. Without `inline`, blocks of one row are scans too.
+    blocks: for each stack, the number of rows of each block.
+    inline: whether a block of one row becomes its equations, without a scan.
     """
     program = BlockedProgram(block_layout(stacks, blocks))
     program.add_constants(traced.flat)
@@ -97,7 +97,6 @@ def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
 def _cut(
     program: BlockedProgram, eqn: JaxprEqn, origin: Origin, cut: BlockwiseEquation | None, *, inline: bool
 ) -> None:
-    """Appends to `program` the equations for the results of one old equation."""
     if cut is None or len(program.layout.sizes[cut.stack]) == 1:
         owner = program.layout.owner(origin)
         program.add(eqn.replace(invars=[program.joined(v, owner) for v in eqn.invars]), owner)
@@ -110,7 +109,6 @@ def _cut(
 
 
 def _cut_scan(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int, *, inline: bool) -> None:
-    """A scan for each block; for a block of one row, only its body."""
     n_consts, n_carry = scan_counts(eqn)
     sizes = program.layout.sizes[stack]
     owner = program.layout.owner(origin)
@@ -138,7 +136,7 @@ def _cut_scan(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
 
 
 def _body(program: BlockedProgram, eqn: JaxprEqn) -> Block:
-    """The body of a scan, to be inlined. Its constants become constants of the program."""
+    """The body of a scan. Its constants become constants of the program."""
     # A forward and a backward scan share only residuals, and `jax.checkpoint` in a scan relies on that; without scans,
     # barriers have to ensure it.
     closed = eqn.params["jaxpr"]
@@ -150,14 +148,13 @@ def _body(program: BlockedProgram, eqn: JaxprEqn) -> Block:
 def _one_iteration(
     program: BlockedProgram, body: Block, operands: Sequence[Atom], n_plain: int, n_carry: int, owner: Owner
 ) -> list[Atom]:
-    """The results of a scan of one row, computed by its body alone. The first `n_plain` operands have no rows."""
+    """The results of a scan of one row, computed by its body. The first `n_plain` operands have no rows."""
     rows = [program.only_row(block, owner) for block in operands[n_plain:]]
     results = _inlined(program, body, [*operands[:n_plain], *rows], owner)
     return [*results[:n_carry], *(program.as_block(row, owner) for row in results[n_carry:])]
 
 
 def _inlined(program: BlockedProgram, body: Block, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
-    """The results of a body on these operands."""
     env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
 
     def read(v: Atom) -> Atom:
@@ -169,7 +166,6 @@ def _inlined(program: BlockedProgram, body: Block, operands: Sequence[Atom], own
 
 
 def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None:
-    """A barrier for each block of each stack, and one for the other arrays."""
     owner = program.layout.owner(origin)
     stacked: dict[int, list[tuple[tuple[Atom, ...], Var]]] = {}
     others: list[tuple[Atom, Var]] = []
@@ -192,7 +188,6 @@ def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None
 
 
 def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int, factor: int) -> None:
-    """Each block by itself, along `factor`. Reductions over the rows are combined from the blocks' results."""
     factors = factors_of(eqn)
     results: list[list[Var]] = []
     for block, n_rows in enumerate(program.layout.sizes[stack]):
@@ -203,7 +198,7 @@ def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
             else program.joined(v, owner)
             for v, dims in zip(eqn.invars, factors.operands, strict=True)
         ]
-        # The primitive on as many rows as the block has: slices, for example, name their sizes in parameters.
+        # Parameters depend on the number of rows: a slice, for example, has its sizes there.
         sizes = (*factors.sizes[:factor], n_rows, *factors.sizes[factor + 1 :])
         results.append(program.add_like(eqn, operands, owner, localize(eqn, replace(factors, sizes=sizes), {})))
 
@@ -216,7 +211,6 @@ def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
 
 
 def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Sequence[Atom], owner: Owner) -> Atom:
-    """The reduction over all rows, from the reductions of the blocks."""
     pair = functools.partial(combine, reduction)
     return program.compute(reduction, lambda *xs: functools.reduce(pair, xs), *partial_results, owner=owner)
 
@@ -226,15 +220,12 @@ def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Se
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """An argument or a result of the new step: its variable, the name of its leaf and which part of the leaf it is."""
-
     atom: Atom
     path: str
     part: LeafPart
 
 
 def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
-    """The arguments of the new step: each block of a stacked argument is an argument."""
     inputs = []
     for i, (v, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
         if not program.layout.is_cut(v):
@@ -248,7 +239,6 @@ def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
 
 
 def _outputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
-    """The results of the new step: stacked ones stay in blocks, for the next call takes them as arguments."""
     outputs = []
     for i, (v, path) in enumerate(zip(traced.flat.outvars, traced.out_paths, strict=True)):
         if not program.layout.is_cut(v):
@@ -260,7 +250,6 @@ def _outputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
 
 
 def _gradients(program: BlockedProgram, traced: TracedStep) -> tuple[Var, ...]:
-    """The marked gradients, of which stacked ones are blocks."""
     atoms: list[Atom] = []
     for v in traced.gradients:
         if program.layout.is_cut(v):
@@ -271,7 +260,7 @@ def _gradients(program: BlockedProgram, traced: TracedStep) -> tuple[Var, ...]:
 
 
 def _replaced(old: Sequence[int | None], inputs: Sequence[_Leaf], outputs: Sequence[_Leaf]) -> tuple[int | None, ...]:
-    """For each result the argument with the same rows of the leaf that `old` names, or None."""
+    """For each result, the argument that is the same part of the leaf `old` of the result, or None."""
     number = {leaf.part: k for k, leaf in enumerate(inputs)}
     leaves = [(old[output.part.leaf], output.part.rows) for output in outputs]
     return tuple(None if leaf is None else number.get(LeafPart(leaf, rows)) for leaf, rows in leaves)
@@ -312,7 +301,6 @@ def _unstacked(
 
 
 def _operations(eqns: Iterable[JaxprEqn], owners: Sequence[Owner], groups: Sequence[GroupKey]) -> tuple[Op, ...]:
-    """The operations of these owners, with the numbers of the new forward groups."""
     number: dict[GroupKey | None, int | None] = {group: i for i, group in enumerate(groups)}
     number[None] = None
     pairs = zip(eqns, owners, strict=True)

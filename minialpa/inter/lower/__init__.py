@@ -1,4 +1,1 @@
-"""Lowering: instructions for all meshes, and for each worker, from a plan and its step.
-
-Imports: `inter.staging`, `inter.schedule`, `intra.spmd` and `programs`.
-"""
+"""Lowering: a traced step and its plan in, instructions for all meshes or for each worker out. See README.md."""

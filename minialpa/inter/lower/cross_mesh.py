@@ -1,4 +1,4 @@
-"""Cross-mesh resharding: moves an array from one mesh to another over few bytes of slow links.
+"""Cross-mesh resharding: an array with its specs on two meshes in, the moves of its parts between devices out.
 
 A tile (distinct shard) reaches several hosts in one of three ways:
 
@@ -6,8 +6,7 @@ A tile (distinct shard) reaches several hosts in one of three ways:
 - broadcast: hosts that have received it relay it, see `serving_turns`;
 - gather: the hosts receive distinct parts, and the target mesh gathers them, see `_finer_specs`.
 
-`resharding_s` predicts the seconds of each way, and `plan_resharding` takes the fastest. The work grows with the number
-of tiles, not of elements.
+The work of planning grows with the number of tiles, not of elements.
 """
 
 from __future__ import annotations
@@ -48,18 +47,13 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class ReshardingCandidate:
-    """One of the three ways to reshard, and its `resharding_s`."""
-
     way: Way
     resharding: Resharding
     seconds: float
 
 
 def plan_resharding(crossing: Crossing) -> Resharding:
-    """The fastest resharding; direct if no other way is faster.
-
-    Raises ShardingError if a spec does not fit the array, or a mesh does not fit the cluster.
-    """
+    """The fastest resharding. Raises ShardingError if a spec does not fit the array, or a mesh the cluster."""
     best, *others = resharding_candidates(crossing)
     for other in others:
         if best.seconds > other.seconds * _ROUNDING:
@@ -100,7 +94,6 @@ def _candidate(
     landing_tiles: Tiling,
     turns: Mapping[int, ServingTurn] | None = None,
 ) -> ReshardingCandidate:
-    """The candidate that lands the array in the spec `landing`, whose tiles are `landing_tiles`."""
     resharding = Resharding(
         shape=crossing.shape,
         item_bytes=crossing.item_bytes,
@@ -119,8 +112,8 @@ def resharding_s(resharding: Resharding, crossing: Crossing) -> float:
     """Seconds until the target mesh has the array in its spec: all moves, then gathering.
 
     Moves from one worker to another are one message: alpha + beta * bytes. A host sends one message at a time to other
-    hosts and receives one at a time, in the order of the moves, and relays when it has everything. Workers of one host
-    pass parts from device to device, all devices at the same time. Copies among the targets of a move are free.
+    hosts and receives one at a time, in the order of the moves. It relays after it has received everything. Workers of
+    one host copy from device to device, all devices at the same time. Copies among the targets of a move are free.
     """
     seconds = _moves_s(resharding, crossing.cluster)
     ndim = len(resharding.shape)
@@ -136,13 +129,12 @@ def resharding_s(resharding: Resharding, crossing: Crossing) -> float:
 
 
 def _moves_s(resharding: Resharding, cluster: ClusterSpec) -> float:
-    """Seconds until the last host has received all of its moves."""
     per_host = cluster.devices_per_host
     messages: dict[tuple[bool, int, int], list[Move]] = defaultdict(list)
     for move in resharding.moves:
         messages[move.relayed, move.source // per_host, move.targets[0] // per_host].append(move)
 
-    # For each host, the times at which its last message left, the last one arrived, and all had arrived so far.
+    # For each host: the ends of its last message out, of its last message in, and of all messages in so far.
     sent_s: dict[int, float] = defaultdict(float)
     received_s: dict[int, float] = defaultdict(float)
     complete_s: dict[int, float] = defaultdict(float)
@@ -158,7 +150,7 @@ def _moves_s(resharding: Resharding, cluster: ClusterSpec) -> float:
 
 
 def _largest_load(moves: Sequence[Move]) -> int:
-    """The most elements that one device sends or receives in moves inside a host."""
+    """Most elements that one device sends or receives inside a host."""
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for move in moves:
@@ -168,7 +160,7 @@ def _largest_load(moves: Sequence[Move]) -> int:
 
 
 def _logical_mesh(mesh: MeshShape, cluster: ClusterSpec) -> LogicalMesh | None:
-    """The mesh with its links; None if the mesh is neither part of one host nor whole hosts, and mixes its links."""
+    """The mesh with its links; None if it is neither a part of one host nor whole hosts."""
     n_devices, per_host = math.prod(mesh.logical_shape), cluster.devices_per_host
     start = mesh.first_device % per_host
     if start + n_devices <= per_host:
@@ -184,7 +176,7 @@ def _logical_mesh(mesh: MeshShape, cluster: ClusterSpec) -> LogicalMesh | None:
 def _finer_specs(
     target_spec: Spec, shape: tuple[int, ...], lengths: tuple[int, ...], source_parts: tuple[int, ...]
 ) -> Iterator[Spec]:
-    """For each set of idle axes of `target_spec`, the spec that also splits over them and makes the fewest cells."""
+    """For each set of idle axes of `target_spec`: the spec that also splits over them and makes the fewest cells."""
     idle = [axis for axis, length in enumerate(lengths) if length > 1 and axis not in target_spec.axes]
     for k in range(1, len(idle) + 1):
         for axes in itertools.combinations(idle, k):
@@ -195,7 +187,6 @@ def _finer_specs(
 
 
 def _with_axes(spec: Spec, axes: Sequence[int], dims: Sequence[int]) -> Spec:
-    """`spec` with dimension `dims[i]` also split over `axes[i]`, innermost."""
     new = list(spec.dims)
     for axis, d in zip(axes, dims, strict=True):
         new[d] = (*new[d], axis)
@@ -203,6 +194,5 @@ def _with_axes(spec: Spec, axes: Sequence[int], dims: Sequence[int]) -> Spec:
 
 
 def _n_cells(spec: Spec, lengths: tuple[int, ...], source_parts: tuple[int, ...]) -> int:
-    """The number of parts of the array between all cuts of `spec` and of the source."""
     parts = (math.prod(lengths[axis] for axis in axes) for axes in spec.dims)
     return math.prod(n + m - math.gcd(n, m) for n, m in zip(source_parts, parts, strict=True))

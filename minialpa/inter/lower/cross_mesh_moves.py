@@ -1,10 +1,8 @@
-"""The moves of a cross-mesh resharding: the sender, the receivers and the order of each part of the array.
+"""The moves of a cross-mesh resharding: tiles on both meshes in; sender, receivers and order of each part out.
 
-1. The cuts of both specs make cells: parts of the array inside one tile (distinct shard) on either side -> _cells
+1. The cuts of both specs make cells: parts of the array inside one tile on either side          -> _cells
 2. Each host gets each cell of its tiles once, from the host with a copy that has sent least     -> _choose_sender
 3. Moves between two workers are one message; senders start with different receivers             -> _in_order
-
-`serving_turns` decides which hosts of the target mesh relay.
 """
 
 from __future__ import annotations
@@ -22,22 +20,22 @@ from minialpa.programs.resharding import Box, Move, n_elements, shard_boxes, til
 from minialpa.sharding import Spec
 
 _Tile = tuple[int, ...]
-"""Place of a distinct shard: its number along each dimension of the array."""
+"""Number of a distinct shard along each dimension of the array."""
 
 _Cell = tuple[Box, _Tile, _Tile]
-"""A part of the array, and its tiles on source and target."""
+"""A part of the array, with its tiles on source and target."""
 
 _Workers = tuple[bool, int, int]
-"""Whether the sender relays, as a host of the target mesh; the sending host, the receiving host."""
+"""Whether the sender relays; sending host; receiving host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The tiles of an array on a mesh.
+    """The tiles (distinct shards) of an array on a mesh.
 
     Attributes:
         parts: the number of parts along each dimension.
-        devices: for each tile, by host, the devices with a copy, in ascending order.
+        devices: tile -> host -> devices with a copy, in ascending order.
         boxes: each device with its shard.
     """
 
@@ -47,7 +45,7 @@ class Tiling:
 
     @property
     def n_hosts(self) -> int:
-        """The most hosts with a copy of the same tile."""
+        """Most hosts with a copy of the same tile."""
         return max(map(len, self.devices.values()))
 
 
@@ -57,7 +55,7 @@ def tiling(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, cluster: Cluster
     last = mesh.first_device + math.prod(lengths) - 1
     if mesh.first_device < 0 or last >= cluster.n_devices:
         raise ShardingError(
-            f"The mesh has devices {mesh.first_device} to {last} and the cluster {cluster.n_devices} devices."
+            f"The mesh has devices {mesh.first_device} to {last}, but the cluster has {cluster.n_devices} devices."
         )
     if spec.axes and max(spec.axes) >= len(lengths):
         raise ShardingError(f"Spec {spec} splits over axes that a mesh of shape {lengths} does not have.")
@@ -84,7 +82,10 @@ class ServingTurn:
 
 
 def serving_turns(target: Tiling, n_sources: int) -> dict[int, ServingTurn]:
-    """Turns: in a round, each host of the source mesh and each complete host of the target mesh serves one host."""
+    """The turn of each host: in a round, each source host and each complete target host serves one host.
+
+    With one of `n_sources`, 7 hosts with equal tiles take 3 rounds: 1, 3, then 7 have them.
+    """
     groups = _hosts_with_equal_tiles(target)
     n_hosts = sum(map(len, groups))
     n_served = [0] * len(groups)
@@ -110,7 +111,7 @@ def serving_turns(target: Tiling, n_sources: int) -> dict[int, ServingTurn]:
 
 
 def _hosts_with_equal_tiles(target: Tiling) -> list[list[int]]:
-    """The hosts of the target mesh, in groups that read the same tiles and can relay to each other."""
+    """The hosts of the target mesh, in groups that can relay to each other."""
     tiles: dict[int, list[_Tile]] = defaultdict(list)
     for tile, copies in target.devices.items():
         for host in copies:
@@ -128,7 +129,7 @@ def _hosts_with_equal_tiles(target: Tiling) -> list[list[int]]:
 def moves_between(
     shape: tuple[int, ...], source: Tiling, target: Tiling, turns: Mapping[int, ServingTurn]
 ) -> tuple[Move, ...]:
-    """The moves that bring each cell once to each host with its tile. A host without a turn is in the first round."""
+    """The moves that bring each cell once to each host with its tile. Hosts without a turn are in the first round."""
     cells_of: dict[int, list[_Cell]] = defaultdict(list)
     for cell in _cells(shape, source.parts, target.parts):
         for host in target.devices[cell[2]]:
@@ -142,7 +143,7 @@ def moves_between(
             relayed, sender = _choose_sender(host, turn_of[host].relay, holders, sent)
             copies = target.devices[target_tile][sender] if relayed else holders[sender]
 
-            # No link is used if the device itself has the cell.
+            # A device that has the cell uses no link.
             device = min(copies, key=lambda d: (d not in targets, sent.by_device[d], d))
             size = n_elements(box)
             sent.by_device[device] += size
@@ -153,7 +154,6 @@ def moves_between(
 
 
 def _cells(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> list[_Cell]:
-    """The parts that both tilings cut the array into, largest first."""
     dims = []
     for size, n, m in zip(shape, source, target, strict=True):
         cuts = sorted({k * size // n for k in range(n + 1)} | {k * size // m for k in range(m + 1)})
@@ -172,7 +172,7 @@ class _Sent:
     """The loads of senders so far.
 
     Attributes:
-        by_host: elements that each host of the source mesh sends to other hosts.
+        by_host: elements that each source host sends to other hosts.
         by_device: elements that each device sends.
         messages: the moves of each message.
     """
@@ -183,7 +183,7 @@ class _Sent:
 
 
 def _choose_sender(host: int, relay: int | None, holders: Collection[int], sent: _Sent) -> tuple[bool, int]:
-    """Whether a cell is relayed to `host`, and the sending host. holders: hosts of the source mesh with the cell."""
+    """Whether a cell is relayed to `host`, and the sending host. holders: source hosts with the cell."""
     if host in holders:
         return False, host
     if relay is not None:
@@ -193,7 +193,7 @@ def _choose_sender(host: int, relay: int | None, holders: Collection[int], sent:
 
 
 def _in_order(messages: Iterable[_Workers], turn_of: Mapping[int, ServingTurn]) -> list[_Workers]:
-    """Round by round. In a round, senders begin with different receivers and go on in the same order."""
+    """Round by round. In a round, senders begin with different receivers."""
     rounds: dict[int, list[int]] = defaultdict(list)
     for host in sorted(turn_of):
         rounds[turn_of[host].round].append(host)

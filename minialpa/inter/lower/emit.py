@@ -1,7 +1,7 @@
-"""Emission: the program that runs a traced step by its plan.
+"""Emission: a traced step and its plan in, a `Program` of instructions over numbered buffers out.
 
-The name of a buffer is (variable, micro-batch, mesh). A value that another mesh reads is transferred as soon as it
-exists. Free instructions and donation follow from the last use of each buffer, see `instruction_passes`.
+A buffer holds one (variable, micro-batch, mesh). A value that another mesh reads is transferred as soon as it exists.
+Free instructions and donation follow from the last use of each buffer, see `instruction_passes`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from minialpa.programs.program import (
 from minialpa.sharding import Spec
 from minialpa.tracing.trace import TracedStep
 
-#: The most bytes of a step that may be joined into one function, if it frees no buffer.
+#: Most bytes of a step that may be joined into one function, counted without frees.
 _SMALL_BYTES = 4 * 2**20
 
 _Name = tuple[Var, int | None, int]
@@ -64,10 +64,10 @@ class _Emitter:
     """Writes the program of a planned step, instruction by instruction.
 
     Attributes:
-        functions_of: the numbers of a task's functions: for each run, and for the last run in its loop.
-        n_equations: the size of each task's functions, by number.
-        accumulate_of: the number of the function that adds up the values of each task's micro-batches.
-        buffers: the buffer of each value that was written so far.
+        functions_of: task -> number of the function of each run, and of the last run in its loop.
+        n_equations: number of a task's function -> number of its equations.
+        accumulate_of: task -> number of the function that adds its values to accumulators.
+        buffers: the buffer of each value so far.
     """
 
     def __init__(self, step: PlannedStep) -> None:
@@ -98,7 +98,6 @@ class _Emitter:
             self._segment([task for task in tasks if task.segment == segment], is_loop(segment))
         outputs = self._argument_buffers(self._outputs())
 
-        # The last use of a buffer is known once all instructions are.
         kept = {b for slot in outputs for b in slot.buffers} | {c.buffer for c in self.constants}
         functions: Sequence[Function] = self.functions
         instructions: Sequence[Instruction] = self.instructions
@@ -126,8 +125,7 @@ class _Emitter:
         )
 
     def _may_join(self) -> bool:
-        """Whether one function may run the step: it has one mesh, several loops, no effects that XLA could reorder, and
-        fits even if XLA keeps all values."""
+        """Whether one function may run the step. XLA may reorder effects in a function, and keep all values."""
         has_effects = any(eqn.effects for task in self.step.staged.tasks for eqn in task.eqns)
         if len(self.plan.stages) > 1 or self.split.n_loops == 1 or has_effects:
             return False
@@ -173,7 +171,7 @@ class _Emitter:
     def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
         """The buffer that holds `var` on `mesh`. The first read of an input or a constant makes its buffer.
 
-        A state that several meshes read, such as tied weights, comes from the mesh where the last step has left it.
+        A state that several meshes read, such as tied weights, comes from the mesh where the last step leaves it.
         """
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
@@ -192,7 +190,7 @@ class _Emitter:
         return buffer
 
     def _fill_before_call(self, var: Var, micro: int, mesh: int, buffer: int) -> None:
-        """Let a constant, an argument or the rows of a micro-batch fill `buffer`."""
+        """Make a slot that fills `buffer` with a constant, an argument or the examples of a micro-batch."""
         spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
         if var is self.split.micro_index:
             self.constants.append(ConstantSlot(buffer, np.int32(micro), mesh, spec))
@@ -212,7 +210,7 @@ class _Emitter:
     # ---- instructions ---------------------------------------------------------------------------------------------
 
     def _run_task(self, task: Task, micro: int | None, *, is_last: bool = False) -> None:
-        """Run a task. is_last: whether it is the last run in its loop, which may be another function."""
+        """is_last: whether it is the last run in its loop, which may be another function."""
         one, mesh = self.program_of[task], task.mesh
         program, ends_with = one.program, one.accumulators
         function, last = self.functions_of[task]
@@ -221,19 +219,18 @@ class _Emitter:
         self._start_accumulators(one)
         inputs = tuple(self._buffer(v, micro, mesh) for v in program.invars)
 
-        # New totals, which replace the old ones, and sums come last and belong to no micro-batch.
+        # New accumulators and sums come last, and belong to no micro-batch.
         outputs = tuple(self._new() for _ in program.outvars)
         n = len(outputs) - len(ends_with)
         made = [(v, micro, mesh) for v in program.outvars[:n] if not is_literal(v)]
         self.buffers.update(zip([*made, *((v, None, mesh) for v in ends_with)], outputs, strict=True))
         self.instructions.append(Run(function, inputs, outputs))
 
-        # Other meshes get their copies now, while this mesh goes on.
+        # Transfers overlap with the next task of this mesh.
         for v, _, _ in made:
             self._send(v, micro, mesh)
 
     def _start_accumulators(self, one: TaskProgram) -> None:
-        """Totals of zero, before the first micro-batch."""
         mesh, accumulators, specs = one.task.mesh, one.accumulators, one.program.specs
         if not accumulators or (accumulators[0], None, mesh) in self.buffers:
             return
@@ -261,7 +258,6 @@ class _Emitter:
         return target
 
     def _loop(self, tasks: Sequence[Task]) -> None:
-        """Run the passes of one loop in the order of its schedule."""
         by_pass = {(t.kind, t.chunk): t for t in tasks}
         if ("step", 0) in by_pass:
             for m in range(self.n_micro_batches):
@@ -284,14 +280,14 @@ class _Emitter:
         self._accumulate(task, micro)
 
     def _accumulate(self, task: Task, micro: int) -> None:
-        """Add the values of a micro-batch to their totals; the first values become the totals."""
-        # The program of the task itself adds to the totals `inside`.
+        """Add the values of a micro-batch to accumulators. The first values become the accumulators."""
+        # The program of the task itself adds to these.
         inside = set(self.program_of[task].accumulators)
         mine = [a for a in self.split.accumulators if a.loop in task.outvars and a.complete not in inside]
         if not mine:
             return
 
-        # A total has the spec of its value.
+        # An accumulator has the spec of its value.
         mesh, accumulators = task.mesh, [a.complete for a in mine]
         specs = {var: self.specs[mesh][a.loop] for a in mine for var in (a.loop, a.complete)}
         stored_values = self._stored([a.loop for a in mine], specs, mesh)
@@ -299,7 +295,7 @@ class _Emitter:
 
         values = tuple(self.buffers[a.loop, micro, mesh] for a in mine)
         if (accumulators[0], None, mesh) not in self.buffers:
-            # In new buffers: the dtype may be wider, and others may read the value.
+            # In new buffers: the dtype may be wider, and other tasks may read the value.
             self._make_accumulators(
                 task_functions.widen_function(mesh, stored_values, stored_accumulators), values, accumulators
             )
@@ -313,7 +309,7 @@ class _Emitter:
         self.instructions.append(Accumulate(self.accumulate_of[task], kept, values))
 
     def _finish_loop(self, tasks: Sequence[Task]) -> None:
-        """Combine the values of all micro-batches of a loop, and send them to the meshes that read them."""
+        """Combine the values of all micro-batches of a loop, and send them to their readers."""
         made = {v for task in tasks for v in task.outvars}
         stacks = [stack for stack in self.split.stacks if stack.loop in made]
         for stack in stacks:
@@ -342,7 +338,6 @@ class _Emitter:
         return slots
 
     def _output(self, atom: Atom, mesh: int, spec: Spec) -> int:
-        """The buffer on `mesh` that holds a result in `spec`."""
         if is_literal(atom):
             buffer = self._new()
             value = np.asarray(atom.val, aval_of(atom).dtype)
@@ -361,7 +356,7 @@ class _Emitter:
         return target
 
     def _argument_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
-        """Copies of results that would share a buffer with a constant, an argument that stays, or another result.
+        """Copy results that would share a buffer with a constant, an argument that stays, or another result.
 
         A caller may donate any result to a later call, and must not lose another array by it.
         """
@@ -384,7 +379,6 @@ class _Emitter:
         return out
 
     def _not_to_donate(self) -> set[int]:
-        """Buffers that hold a constant, or an argument that the caller keeps."""
         given = self.step.donated_leaves
         taken = {c.buffer for c in self.constants} | {s.buffer for s in self.input_slots if s.leaf not in given}
         for instruction in self.instructions:

@@ -1,4 +1,4 @@
-"""Functions of a program as bytes that workers in other processes compile, and the types of their arrays."""
+"""Export: functions of a program in, bytes for workers in other processes and types of arrays out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minialpa.sharding import abstract_mesh
 
 
 def array_type(aval: Any) -> ArrayType:
-    """Shape and dtype of an array or aval."""
+    """Raises TraceError for keys that workers cannot receive."""
     if not is_extended(aval.dtype):
         return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)), weak_type=is_weak(aval))
     name = str(aval.dtype).removeprefix("key<").removesuffix(">")
@@ -30,7 +30,10 @@ def array_type(aval: Any) -> ArrayType:
 
 
 def export_function(function: Function, mesh_shape: tuple[int, ...], platform: str) -> MeshFunction:
-    """`function` as bytes that any process with devices of `platform` can compile. Starts no device."""
+    """`function` as bytes that any process with devices of `platform` can compile. Starts no device.
+
+    Raises TraceError for dtypes and callbacks that cannot leave this process.
+    """
     mesh = abstract_mesh(mesh_shape)
 
     def step(*args: Any) -> Any:  # one name for all: equal stages have equal bytes
@@ -44,7 +47,6 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         out_shardings=tuple(NamedSharding(mesh, spec) for spec in function.out_specs),
         keep_unused=True,
     )
-    # Whether a function can leave this process shows in its lowering.
     try:
         with _without_locations():
             exported = jax.export.export(jitted, platforms=(platform,))(*in_avals)
@@ -56,7 +58,7 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
     except (NotImplementedError, ValueError) as error:
         raise TraceError(
             f"`{function.name}` cannot be sent to the workers of a cluster: {error}. Callbacks into Python, such as "
-            "`jax.debug.print`, run only in one process; take them out of the step."
+            "`jax.debug.print`, run only in one process; remove them from the step."
         ) from error
 
     return MeshFunction(
@@ -72,7 +74,6 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
 
 
 def _named_dtype(dtype: Any) -> Any:
-    """`dtype`, or its stand-in in exported functions."""
     return np.dtype(STAND_INS[str(dtype)]) if str(dtype) in STAND_INS else dtype
 
 
@@ -82,7 +83,7 @@ def _as_dtype(x: Any, dtype: Any) -> Any:
 
 @contextmanager
 def _without_locations() -> Iterator[None]:
-    """Lower programs without source lines, so that equal stages, and steps with several callers, have equal bytes."""
+    """Lower programs without source lines: equal stages, and steps with several callers, get equal bytes."""
     name = "jax_traceback_in_locations_limit"
     before = getattr(jax.config, name)
     jax.config.update(name, 0)

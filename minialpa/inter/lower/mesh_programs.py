@@ -1,7 +1,7 @@
 """A program split by its meshes: the instructions of all meshes in, the program of each mesh out.
 
-A transfer between meshes becomes a send in its place, and a receive before its first reader, so that workers wait only
-for the arrays that they read. The transport keeps messages that arrive earlier.
+A transfer between meshes becomes a send in its place, and a receive before its first reader, so workers wait only for
+arrays that they read. The transport keeps messages that arrive earlier.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def split_by_mesh(
 
 
 def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
-    """Types of all inputs of the program of a step."""
     leaves = [
         aval if rows is None else aval.update(shape=(rows[1] - rows[0], *aval.shape[1:]))
         for aval, rows in numbered_leaves([aval_of(v) for v in traced.flat.invars], program.blocks.arguments)
@@ -86,14 +85,11 @@ def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """The mesh that holds a buffer, and the buffer's sharding there."""
-
     mesh: int
     spec: PartitionSpec
 
 
 def _locations(program: Program) -> dict[int, _Location]:
-    """Mesh and sharding of each buffer."""
     locations = {slot.buffer: _Location(slot.mesh, slot.spec) for slot in program.inputs}
     locations.update((slot.buffer, _Location(slot.mesh, slot.spec)) for slot in program.constants)
     for instruction in program.instructions:
@@ -138,9 +134,6 @@ class _MeshDraft:
     """The program of one mesh, while it is written.
 
     Attributes:
-        types: types of its buffers.
-        specs: shardings of its buffers.
-        instructions: in order.
         transfers: by number, the transfers from and to this mesh.
         receives: for each buffer that was sent and has no reader yet, the instructions that receive it.
     """
@@ -158,8 +151,6 @@ class _MeshDraft:
 
 
 class _MeshWriter:
-    """Writes the instructions of a program into a draft for each mesh."""
-
     def __init__(self, program: Program, types: Mapping[int, ArrayType], cluster: ClusterSpec) -> None:
         self.program, self.types, self.cluster = program, types, cluster
         self.locations = _locations(program)
@@ -194,7 +185,6 @@ class _MeshWriter:
                 self._free(buffers)
 
     def receive_results(self) -> None:
-        """Let each mesh wait for its results."""
         for slot in self.program.outputs:
             for buffer, mesh in zip(slot.buffers, slot.meshes, strict=True):
                 self.drafts[mesh].receive((buffer,))
@@ -236,7 +226,7 @@ class _MeshWriter:
         return [Receive(landed, number), Relayout(landed, transfer.target, transfer.spec), Free((landed,))]
 
     def _resharding(self, array: ArrayType, source: _Location, target: _Location) -> Resharding:
-        """The resharding of an array. Equal arrays between the same meshes share one."""
+        """Equal arrays between the same meshes share one resharding."""
         key = (array, source, target)
         if key not in self.reshardings:
             crossing = Crossing(

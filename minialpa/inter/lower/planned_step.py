@@ -1,4 +1,4 @@
-"""A staged step with its plan's decisions: the spec of every variable, and the homes of arguments between steps."""
+"""A staged step and its plan in; a `PlannedStep` out, which binds the plan's specs and meshes to variables."""
 
 from __future__ import annotations
 
@@ -25,16 +25,12 @@ class PlannedStep:
     """The input of emission.
 
     Attributes:
-        staged: the tasks of the step.
-        plan: the plan.
         specs: for each mesh, the specs of its variables.
-        programs: the tasks with their programs, in the order of `staged.tasks`.
-        results: for each result of the step, its meshes and specs.
+        programs: the programs of the tasks, in the order of `staged.tasks`.
+        results: meshes and specs of each result.
         remote_readers: (variable, mesh that makes it) -> other meshes that read it.
-        full_of_micro: (rows of an argument in one micro-batch) -> the whole argument.
-        number_of_argument: number of each argument of the step.
-        constants: value of each constant of the step.
-        home_of_argument: by number, the mesh on which a step leaves the new value of an argument.
+        full_of_micro: examples of an argument in one micro-batch -> the whole argument.
+        home_of_argument: number of an argument -> mesh on which a step leaves its new value.
     """
 
     staged: StagedStep
@@ -64,7 +60,7 @@ class PlannedStep:
 
 
 def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Plan) -> PlannedStep:
-    """The decisions of `plan`, which was verified for `staged`. problems: the equations of each mesh."""
+    """plan: verified for `staged`. problems: the equations of each mesh."""
     traced = staged.split.traced
     bound = [bind_specs(problem, stage) for problem, stage in zip(problems, plan.stages, strict=True)]
     specs = [specs_of_mesh for specs_of_mesh, _ in bound]
@@ -80,7 +76,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
 
     program_of = {one.task: one for mesh in range(len(plan.stages)) for one in programs_of(mesh)}
     results = values_of_parts(plan.outputs, traced.out_parts)
-    # The next step finds a state where this one leaves it.
+    # The next step finds a state where this step leaves it.
     replaced = zip(traced.layouts, results, strict=True)
     return PlannedStep(
         staged=staged,

@@ -1,9 +1,8 @@
-"""Shardings of a program from the shardings of its results: each equation takes the candidate that suits its readers.
+"""Shardings of a program from the specs of its results: each equation takes the candidate that suits its readers.
 
-From the last equation to the first: an equation computes its results in the specs of their readers, from operands that
-are split as far as its rule allows, and is a reader of these operands. If the readers of a value differ, it has the
-spec with the most shards among theirs. There is no search: every choice is right, and most values of programs that fill
-arrays have one reader.
+From the last equation to the first, an equation computes its results in the specs of their readers, from operands that
+are split as far as its rule allows. If readers differ, the spec with the most shards wins. There is no search: most
+values of programs that fill arrays have one reader.
 
 Every device computes reductions and matrix products in full. In parts, their rounding would depend on the number of
 devices.
@@ -27,7 +26,7 @@ from minialpa.sharding import EquationSpecs, Spec
 def propagated_specs(
     inputs: Sequence[Var], eqns: Sequence[JaxprEqn], results: Sequence[tuple[Var, Spec]], mesh: LogicalMesh
 ) -> tuple[dict[Var, Spec], dict[JaxprEqn, EquationSpecs]]:
-    """The spec of each variable and of each equation. `inputs` are replicated, and `results` have the given specs."""
+    """The spec of each variable and of each equation. `inputs` are replicated; `results` have the given specs."""
     chooser = _Chooser(mesh)
     read: dict[Var, Spec] = {}
     for var, spec in results:
@@ -46,13 +45,12 @@ def propagated_specs(
 
 
 def _note(read: dict[Var, Spec], var: Var, spec: Spec, mesh: LogicalMesh) -> None:
-    """Give `var` the spec of a reader, unless another reader has more shards."""
     if var not in read or spec.n_shards(mesh.shape) > read[var].n_shards(mesh.shape):
         read[var] = spec
 
 
 class _Chooser:
-    """Chooses the specs of equations on one mesh, once for all equations that differ only in names."""
+    """Equations that differ only in names share one choice."""
 
     def __init__(self, mesh: LogicalMesh) -> None:
         self._mesh = mesh
@@ -61,7 +59,7 @@ class _Chooser:
         self._known: dict[tuple[StrategyKey, tuple[Spec | None, ...]], EquationSpecs] = {}
 
     def choose(self, eqn: JaxprEqn, read: Sequence[Spec | None]) -> EquationSpecs:
-        """The specs of an equation. read: the spec of each result for its readers; None for an unused result."""
+        """read: the spec of each result for its readers; None for an unused result."""
         if not any(spec is not None and spec.axes for spec in read):
             return _everywhere(eqn, read)
         kind = self._cache.kind_of(eqn)
@@ -96,7 +94,7 @@ class _Chooser:
 
 
 def _left(made: Sequence[Spec], read: Sequence[Spec | None]) -> tuple[Spec, ...]:
-    """The specs of results after the equation: the specs of their readers, or the computed specs without readers."""
+    """The specs of results after the equation: of their readers, or as computed without readers."""
     return tuple(own if spec is None else spec for own, spec in zip(made, read, strict=True))
 
 

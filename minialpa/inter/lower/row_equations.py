@@ -1,8 +1,8 @@
-"""Rows of values: equations that compute a block of rows without the other rows.
+"""Equations that compute blocks of rows of values: equations and required blocks in, more equations out.
 
-A block of a result needs the same positions of the operands, along the dimensions with the factor of its rows. So the
-cut moves from results to operands, equation by equation, up to an operation that mixes rows; its results are computed
-in full and cut. Random numbers depend on their positions, so each block draws its own.
+A block of a result needs the same positions of the operands along the factor of its rows. So the cut moves from results
+to operands, equation by equation, up to an operation that mixes rows; its results are computed in full and cut. Random
+numbers depend on their positions, so each block draws its part.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class _FactorRows:
-    """Positions (start, stop) of one factor of an equation."""
-
     factor: int
     rows: tuple[int, int]
 
@@ -57,7 +55,7 @@ class RowEquations:
         for var, rows in required:
             self._ask(var, rows)
 
-        # Backwards, so that all readers of a value have asked for their rows before its own turn.
+        # Backwards: all readers of a value ask for their rows before its maker is visited.
         cuts = {eqn: self._cuts_of(eqn) for eqn in reversed(eqns)}
         for var in inputs:
             self._slice(var, self._asked[var])
@@ -70,15 +68,15 @@ class RowEquations:
             self._asked[var].append(rows)
 
     def _cuts_of(self, eqn: JaxprEqn) -> dict[tuple[int, RowRange], _FactorRows | None]:
-        """For each asked block of a result, the positions to compute; None to cut the result."""
+        """For each required block of a result, the positions to compute; None to cut the result."""
         cuts: dict[tuple[int, RowRange], _FactorRows | None] = {}
         for r, var in enumerate(eqn.outvars):
             for rows in self._asked[var]:
                 factors = factors_of(eqn).on_mesh()
                 found = cuts[r, rows] = _factor_rows(eqn, factors, r, rows)
                 if found is not None:
-                    for atom, own in zip(eqn.invars, factors.operands, strict=True):
-                        mine = _rows_of_factor(factors, own, found)
+                    for atom, dims in zip(eqn.invars, factors.operands, strict=True):
+                        mine = _rows_of_factor(factors, dims, found)
                         if mine is not None and not is_literal(atom):
                             self._ask(atom, mine)
         return cuts
@@ -94,11 +92,10 @@ class RowEquations:
             self.blocks[eqn.outvars[r], rows] = computed[found][r]
 
     def _compute(self, eqn: JaxprEqn, positions: _FactorRows) -> list[Atom]:
-        """The results of an equation at these positions."""
         factors = factors_of(eqn).on_mesh()
         operands: list[Atom] = []
-        for atom, own in zip(eqn.invars, factors.operands, strict=True):
-            mine = _rows_of_factor(factors, own, positions)
+        for atom, dims in zip(eqn.invars, factors.operands, strict=True):
+            mine = _rows_of_factor(factors, dims, positions)
             operands.append(atom if mine is None or is_literal(atom) else self.blocks[atom, mine])
 
         eqns, results = equations_for(
@@ -120,7 +117,7 @@ def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: RowRange) -
     factor = factors.leading(dim)
     if factor is None or factor in factors.blocked or factor in factors.reductions or eqn.effects:
         return None
-    # Loops and branches only know equal parts, and the rows may be unequal.
+    # Loops and branches have only equal parts, and the rows may be unequal.
     if factor in factors.positional and is_control_flow(eqn):
         return None
 

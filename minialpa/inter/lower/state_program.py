@@ -1,7 +1,7 @@
-"""The program that creates a training state where a step reads it.
+"""The program that creates a training state: a traced function and the step's program in, a `StateProgram` out.
 
-A few functions for each mesh compute the leaves of this mesh, shard by shard. Meshes send each other no arrays: each
-computes the inputs that several leaves share, such as random keys.
+A few functions for each mesh compute the leaves of this mesh where the step reads them, shard by shard. Meshes send
+no arrays: each computes the inputs that several leaves share, such as random keys.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from minialpa.programs.program import (
 from minialpa.sharding import Spec
 from minialpa.tracing.trace import TracedStep
 
-#: About the number of calls that make the leaves of one mesh. XLA computes all leaves of a call at the same time, and
-#: random numbers take several times their own memory: more calls need less memory, and take longer to compile.
+#: About the number of calls for the leaves of one mesh. XLA computes all leaves of a call at the same time, and random
+#: numbers take several times their size: more calls need less memory, and take longer to compile.
 _N_CALLS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StateProgram:
-    """A program that creates a state, and the meshes and specs of its arguments and results."""
+    """The program, with the meshes and specs of its arguments and results."""
 
     program: Program
     inputs: tuple[PlacedValue, ...]
@@ -58,7 +58,7 @@ class _StateBlock:
 
     Attributes:
         leaf: number of the result of the traced function.
-        rows: (start, stop) of the block; None for all rows.
+        rows: (start, stop); None for all rows.
         places: mesh and spec of each copy.
     """
 
@@ -94,22 +94,21 @@ def _state_blocks(traced: TracedStep, step: Program) -> list[_StateBlock]:
     for number, (leaf, rows) in enumerate(numbered_leaves(range(n_leaves), step.blocks.arguments[:n_leaves])):
         if any(slot.rows is not None for slot in slots[number]):
             raise ShardingError(
-                f"`{traced.out_paths[leaf]}` is a leaf of the state, and the training step reads it as a batch. Take "
-                "the state out of `batch_argnums`."
+                f"`{traced.out_paths[leaf]}` is a leaf of the state, but the training step reads it as a batch. Remove "
+                "the state from `batch_argnums`."
             )
         ndim = len(shape_of(traced.flat.outvars[leaf]))
         places = [(slot.mesh, Spec.of(slot.spec, ndim)) for slot in slots[number]]
-        # The first mesh keeps a leaf that no stage reads.
+        # Mesh 0 keeps a leaf that no stage reads.
         blocks.append(_StateBlock(leaf, rows, tuple(places or [(0, Spec.replicated(ndim))])))
     return blocks
 
 
-#: A piece on one mesh: its number, the piece, and its spec there.
+#: A block on one mesh: its number, the block, and its spec there.
 _Copy = tuple[int, _StateBlock, Spec]
 
 
 def _parts(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]:
-    """`copies` in runs of about equal bytes, one for each call."""
     n_bytes = [_block_bytes(block, leaves) for _, block, _ in copies]
     most_bytes = max([sum(n_bytes) / _N_CALLS, *n_bytes], default=0)
     parts: list[list[_Copy]] = []
@@ -132,7 +131,7 @@ class _StateWriter:
     """Writes the functions and the calls of each mesh.
 
     Attributes:
-        made: the buffer of each copy of a piece, by the number of the piece and of the copy's mesh.
+        made: (number of a block, mesh) -> buffer.
     """
 
     def __init__(self, traced: TracedStep, meshes: Sequence[LogicalMesh]) -> None:
@@ -146,7 +145,6 @@ class _StateWriter:
         self.made: dict[tuple[int, int], int] = {}
 
     def add_mesh(self, mesh: int, blocks: Sequence[_StateBlock]) -> None:
-        """Write the calls that make the pieces of a mesh."""
         mine = [(i, block, spec) for i, block in enumerate(blocks) for home, spec in block.places if home == mesh]
         for part in _parts(mine, self._flat.outvars):
             self._add_call(mesh, part)
@@ -161,7 +159,6 @@ class _StateWriter:
         self.made.update(((block, mesh), buffer) for (block, _, _), buffer in zip(copies, outputs, strict=True))
 
     def program(self, step: Program, blocks: Sequence[_StateBlock]) -> Program:
-        """The program of all meshes of `step`."""
         outputs = []
         for number, block in enumerate(blocks):
             homes = tuple(mesh for mesh, _ in block.places)
@@ -182,7 +179,6 @@ class _StateWriter:
         )
 
     def _mesh_equations(self, mesh: int, copies: Sequence[_Copy]) -> ShardedEquations:
-        """The equations that make these copies, in their specs."""
         flat = self._flat
         atoms = [(flat.outvars[block.leaf], block.rows) for _, block, _ in copies]
         cut = [(atom, RowRange(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
@@ -208,7 +204,7 @@ class _StateWriter:
         )
 
     def _fill(self, var: Var, mesh: int) -> int:
-        """The buffer of `mesh` that holds an argument or a constant on all devices when the call begins."""
+        """The buffer of `mesh` with an argument or a constant, replicated."""
         if (var, mesh) not in self._filled:
             self._filled[var, mesh] = self._new_slot(var, mesh)
         return self._filled[var, mesh]

@@ -1,7 +1,7 @@
-"""Functions of a program: the pure jax function of each task, and functions that combine values of micro-batches.
+"""Functions of a program: the jax function of each task, and functions that combine values of micro-batches.
 
-Arrays have their stored shapes (`Spec.stored_shape`): summands of a partial sum have leading dimensions of their own,
-so micro-batches accumulate them without communication.
+Arrays have their stored shapes (`Spec.stored_shape`): summands of a partial sum have extra leading dimensions, so
+micro-batches accumulate them without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minialpa.programs.program import Function
 from minialpa.rules.factors import Reduction, combine
 from minialpa.sharding import Spec
 
-#: The stored form and the spec of each of several arrays.
+#: Several stored arrays with their specs.
 Arrays = Sequence[tuple[jax.ShapeDtypeStruct, Spec]]
 
 
@@ -48,7 +48,6 @@ def _function(
 
 
 def task_function(name: str, mesh: int, program: ShardedEquations) -> Function:
-    """The equations of a task as a function."""
     shape = program.mesh.shape
     inputs = [stored(v, program.specs[v], shape) for v in program.invars]
     outputs = [stored(v, spec, shape) for v, spec in zip(program.outvars, program.out_specs, strict=True)]
@@ -56,7 +55,7 @@ def task_function(name: str, mesh: int, program: ShardedEquations) -> Function:
 
 
 def accumulate_function(mesh: int, accumulators: Arrays, values: Arrays, reductions: Sequence[Reduction]) -> Function:
-    """(*totals, *values) -> totals, elementwise by each one's reduction. Totals are donated and may be wider."""
+    """(*accumulators, *values) -> accumulators, by each reduction. Accumulators are donated and may be wider."""
     n_accumulators = len(accumulators)
 
     def fun(*args: Any) -> tuple[Any, ...]:
@@ -69,8 +68,6 @@ def accumulate_function(mesh: int, accumulators: Arrays, values: Arrays, reducti
 
 
 def zeros_function(mesh: int, accumulators: Arrays) -> Function:
-    """Totals before the first micro-batch."""
-
     def fun() -> tuple[Any, ...]:
         return tuple(jnp.zeros(aval.shape, aval.dtype) for aval, _ in accumulators)
 
@@ -78,7 +75,7 @@ def zeros_function(mesh: int, accumulators: Arrays) -> Function:
 
 
 def widen_function(mesh: int, values: Arrays, accumulators: Arrays) -> Function:
-    """The values of the first micro-batch in the dtypes of their totals."""
+    """The values of the first micro-batch in the dtypes of their accumulators."""
 
     def fun(*args: Any) -> tuple[Any, ...]:
         return tuple(x.astype(aval.dtype) for x, (aval, _) in zip(args, accumulators, strict=True))
@@ -87,7 +84,7 @@ def widen_function(mesh: int, values: Arrays, accumulators: Arrays) -> Function:
 
 
 def concatenate_function(mesh: int, stack: Stack, n_micro_batches: int, spec: Spec) -> Function:
-    """The rows of all micro-batches in one array."""
+    """The examples of all micro-batches in one array."""
     dtype = aval_of(stack.complete).dtype
     wide = STAND_INS.get(str(dtype))
 
@@ -102,5 +99,4 @@ def concatenate_function(mesh: int, stack: Stack, n_micro_batches: int, spec: Sp
 
 
 def copy_function(mesh: int, values: Arrays) -> Function:
-    """New arrays with the values of the given ones."""
     return _function(f"copy{mesh}", mesh, lambda *xs: tuple(map(jnp.copy, xs)), values, values)

@@ -1,4 +1,1 @@
-"""Micro-batches: a traced step as loops over micro-batches (`SplitStep`).
-
-Imports: `rules` and `tracing`.
-"""
+"""Micro-batches: a `TracedStep` and a number n in, a `SplitStep` of loops over n micro-batches out; see README.md."""

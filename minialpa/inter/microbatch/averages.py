@@ -1,9 +1,9 @@
-"""Running averages: values without examples that are affine in an argument of the step and in moments of examples.
+"""Running averages: an equation without examples in; the moments and arguments in which its results are affine, out.
 
-    new state = a * old state + b * moment + c          a, b, c: known without the examples
+    new state = a * old state + b * moment + c          a, b, c do not depend on the examples
 
-Equations pass on `AffineValue`s, so an average may have any form: a decay that is an argument, a correction for the first
-steps, a choice by a flag, a cast, several layers in one array.
+Equations pass on an `AffineValue`, so an average may have any form, such as a decay that is an argument, a choice by a
+flag, or several layers in one array.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SQUARES: Final = ("integer_pow", "square")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of `x` over the examples, of degree 1 or 2; of another total, `x` is None."""
+    """A moment of `x` over the examples, of degree 1 or 2. `x` is None for any other reduction."""
 
     x: Var | None
     degree: int
@@ -53,14 +53,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class AffineValue:
-    """inputs: numbers of the arguments that a value is affine in. moments: all moments that it depends on."""
+    """A value without examples: numbers of the arguments in which it is affine, and all moments on which it depends."""
 
     inputs: frozenset[int] = frozenset()
     moments: frozenset[Moment] = frozenset()
 
     @property
     def arrays(self) -> frozenset[Var | None]:
-        """The arrays of its moments; None for other totals."""
         return frozenset(moment.x for moment in self.moments)
 
     @property
@@ -68,7 +67,7 @@ class AffineValue:
         return bool(self.inputs) and bool(self.moments) and None not in self.arrays
 
 
-#: A total that is not a moment.
+#: A reduction that is not a moment.
 OTHER: Final = AffineValue(moments=frozenset([Moment(None, 1)]))
 
 
@@ -86,7 +85,7 @@ def result_values(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> list[Affine
 
 
 def mixes(eqn: JaxprEqn, operands: Sequence[AffineValue], result: AffineValue) -> bool:
-    """Whether entries or averages of a result mix moments of different arrays, or other totals."""
+    """Whether a result mixes moments of different arrays, or moments with other reductions."""
     if None in result.arrays and len(result.arrays) > 1:
         return True
     is_control = eqn.primitive.name == "cond" or is_call(eqn)
@@ -95,7 +94,7 @@ def mixes(eqn: JaxprEqn, operands: Sequence[AffineValue], result: AffineValue) -
 
 
 def replaced_inputs(step: TracedStep, results: Sequence[AffineValue]) -> list[frozenset[int]]:
-    """For each result, the arguments of its type that it is affine in and that it replaces in the next call."""
+    """For each result, the arguments of its type in which it is affine and that it replaces in the next call."""
     invars, outvars = step.flat.invars, step.flat.outvars
     replaced: list[set[int]] = [set() for _ in outvars]
     for i, var in enumerate(invars):
@@ -105,7 +104,7 @@ def replaced_inputs(step: TracedStep, results: Sequence[AffineValue]) -> list[fr
             for j, (atom, value) in enumerate(zip(outvars, results, strict=True))
             if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == kind
         ]
-        # If the step returns the argument itself, other sums with it are a log.
+        # If the step also returns the argument unchanged, other results that add to it are logs.
         unchanged = [j for j in may_replace if results[j] == AffineValue(inputs=frozenset([i]))]
         in_place = [j for j in may_replace if step.layouts[j] == i]
         for j in unchanged or in_place or may_replace:
@@ -114,7 +113,6 @@ def replaced_inputs(step: TracedStep, results: Sequence[AffineValue]) -> list[fr
 
 
 def _of_program(jaxpr: Any, operands: Sequence[AffineValue]) -> list[AffineValue]:
-    """The values of the results of a branch, or of a function, on these operands."""
     known: dict[Var, AffineValue] = dict(zip(jaxpr.invars, operands, strict=True))
 
     def read(atom: Atom) -> AffineValue:
@@ -126,7 +124,6 @@ def _of_program(jaxpr: Any, operands: Sequence[AffineValue]) -> list[AffineValue
 
 
 def _result(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> AffineValue:
-    """The value of the results of an equation without control flow."""
     name = eqn.primitive.name
     if name == "select_n":
         return _union([_chosen_by(operands[0]), *operands[1:]])
@@ -150,7 +147,7 @@ def _result(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> AffineValue:
 
 
 def _chosen_by(index: AffineValue) -> AffineValue:
-    """The part of a branch's index in the results: its moments, but no other totals, which the branch only tests."""
+    """The moments of a branch index or mask. Other reductions in it are only tested, so they are dropped."""
     return AffineValue(moments=frozenset(moment for moment in index.moments if moment.x is not None))
 
 

@@ -1,12 +1,13 @@
-"""Dependence of values on the examples, for micro-batches and data parallelism.
+"""Batch kinds: a traced step in, the dependence of each variable on the examples out.
 
-`batch_kinds` gives each variable of a flat full-batch program a kind:
+`batch_kinds` gives a variable the kind
 
-  * an int d: dimension d holds the examples;
-  * AGGREGATE: a reduction over examples (losses, gradients, batch statistics);
-  * none: the same for every micro-batch (functions of parameters, keys and constants).
+  * d, an int: dimension d holds the examples;
+  * AGGREGATE: a reduction over examples, or a function of one (losses, gradients, batch statistics);
+  * no entry: the same for every micro-batch (functions of parameters, random keys and constants).
 
-The named factors of each equation carry the batch dimension through it.
+Named factors carry the dimension: in x[b, i] @ w[i, o] with kind 0 for x, factor b holds the examples, so the product
+has kind 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Kinds = dict[Var, Kind]
 
 
 def batch_factors(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> tuple[int, ...]:
-    """The factors of `eqn` that hold the examples, each in other arrays: two independent arrays in a loop have two.
+    """The factors of `eqn` that hold the examples: one, or several in independent arrays, such as operands of a loop.
 
     n: number of micro-batches, which must divide each factor into contiguous blocks.
     Raises TraceError if the equation mixes or pairs examples.
@@ -50,7 +51,6 @@ def _kind(atom: Atom, kinds: Kinds) -> Kind | None:
 
 
 def _batch_factor(eqn: JaxprEqn, factors: Factors, k: int, dim: int, n: int) -> int:
-    """The factor of dimension `dim` of operand `k`, which holds the examples."""
     leading = factors.leading_factor(k, dim)
     if leading is None:
         leading = next(iter(factors.operands[k][dim]), None)
@@ -64,17 +64,14 @@ def _batch_factor(eqn: JaxprEqn, factors: Factors, k: int, dim: int, n: int) -> 
 
 
 def per_example_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
-    """Operands with a dimension of examples."""
     return [var for var in operand_vars(eqn) if isinstance(kinds.get(var), int)]
 
 
 def aggregates_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
-    """Operands that are reduced over examples, or functions of such."""
     return [var for var in operand_vars(eqn) if kinds.get(var) == AGGREGATE]
 
 
 def _check_unseen(eqn: JaxprEqn, kinds: Kinds) -> None:
-    """Raise TraceError for a callback into Python with values of examples: each micro-batch would call it."""
     # A loop or a branch with a callback inside has its effects.
     if eqn.effects and per_example_in(eqn, kinds):
         raise TraceError(
@@ -94,7 +91,7 @@ def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
 
 
 def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | None:
-    """Kind of a result, given the batch factors; None if it does not depend on examples."""
+    """The kind of a result, given the batch factors `split`; None if it does not depend on examples."""
     for d, dim in enumerate(factors.results[result]):
         if any(factor in dim for factor in split):
             return d
@@ -102,7 +99,6 @@ def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | N
 
 
 def dim_of(dims: Sequence[tuple[int, ...]], factors: Sequence[int]) -> int | None:
-    """The dimension with one of `factors`."""
     return next((d for d, dim in enumerate(dims) if any(factor in dim for factor in factors)), None)
 
 
@@ -111,7 +107,7 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def batch_kinds(step: TracedStep, n: int) -> Kinds:
-    """Kinds of all variables that depend on the batch, for `n` micro-batches; mixed examples are AGGREGATE.
+    """The kinds of all variables that depend on the batch, for `n` micro-batches. Mixed examples are AGGREGATE.
 
     Raises TraceError for a callback into Python that would run on micro-batches.
     """
@@ -129,7 +125,6 @@ def batch_kinds(step: TracedStep, n: int) -> Kinds:
 
 
 def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
-    """Kinds of the results of an equation that reads examples, or totals of them."""
     mine = [kinds[var] for var in operand_vars(eqn) if var in kinds]
     everything: list[Kind | None] = [AGGREGATE] * len(eqn.outvars)
     if all(kind == AGGREGATE for kind in mine):
@@ -143,6 +138,6 @@ def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
         return everything
 
     found = [result_kind(factors, split, r) for r in range(len(eqn.outvars))]
-    # A result without a batch factor may still depend on a total.
+    # A result without a batch factor may still depend on an AGGREGATE operand.
     all_depend = AGGREGATE in mine or all(kind is None for kind in found)
     return [AGGREGATE if kind is None and all_depend else kind for kind in found]

@@ -1,14 +1,12 @@
-"""A split step while it is written, and the values that are known once.
+"""A split step while it is written, and the complete values in its segments between loops.
 
-Arguments, totals, rows of all micro-batches together, and functions of these are complete in the segments between
-loops, under the names of the full-batch program:
+A complete value keeps the name of its full-batch variable. Its first reader between loops makes it from values of a
+loop:
 
-  * parts of a reduction are accumulated over micro-batches;
-  * own values of micro-batches are averaged;
-  * rows are concatenated;
-  * of a value that is the same in all micro-batches, one is taken.
-
-The first equation that asks for a value makes it.
+  * a partial sum, by accumulation over micro-batches;
+  * a per-micro-batch value, by an average;
+  * a per-example value, by concatenation;
+  * a value that is the same in all micro-batches, by choosing one.
 """
 
 from __future__ import annotations
@@ -46,12 +44,9 @@ class Draft:
     """A `SplitStep` under construction.
 
     Attributes:
-        segments: the place of each equation, and the forms of values.
-        maker: makes the equations of all loops.
-        values: for each loop, numbered from 1, the micro-batch's variable for each variable of the full batch.
+        values: for each loop, numbered from 1, the micro-batch's variable for each full-batch variable.
         accumulators, stacks: by the full-batch variable that they compute.
-        micro_inputs: for each batch argument the variable that holds the rows of one micro-batch.
-        batch_dims: for variables of the loops, and batch arguments, the dimension of the examples.
+        micro_inputs, batch_dims: see `SplitStep`.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -78,11 +73,9 @@ class Draft:
             self.batch_dims[rows] = self.batch_dims[var] = dim
 
     def add(self, eqn: JaxprEqn, segment: int, source: int) -> None:
-        """Append an equation to a segment."""
         self._operations[segment].append(operation(self.segments.step, eqn, segment, source))
 
     def micro_index(self) -> Var:
-        """The int32 scalar that holds the number of the micro-batch."""
         if self._micro_index is None:
             self._micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
         return self._micro_index
@@ -91,7 +84,7 @@ class Draft:
         """The step, without dead equations, accumulators and stacks."""
         step = self.segments.step
 
-        # A total needs the value of its loop, though no equation reads it.
+        # A complete value needs the value of its loop, though no equation reads that one.
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
         parts = {accumulator.complete: accumulator.loop for accumulator in self.accumulators.values()}
         parts.update((stack.complete, stack.loop) for stack in self.stacks.values())
@@ -116,7 +109,7 @@ class Draft:
 def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var, Var]) -> tuple[list[Op], set[Var]]:
     """The operations that `results` need or that have side effects, in order, and all variables that they read.
 
-    parts: (total -> the variable of its loop), which is needed with the total.
+    parts: complete value -> the variable of its loop, which is needed with it.
     """
     needed = {var for var in results if not is_literal(var)}
     needed |= {parts[var] for var in needed if var in parts}
@@ -133,12 +126,12 @@ def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var,
 
 # ---- between loops ---------------------------------------------------------------------------------------------------
 
-#: Totals over micro-batches are floats of at least so many bytes: float32. In bfloat16, small parts would vanish.
+#: Bytes per element of an accumulator of floats, at least: float32. In bfloat16, small parts would vanish.
 _LEAST_TOTAL_BYTES = 4
 
 
 class CompleteValues:
-    """Writes the segments between loops of a draft. `segment` is always even."""
+    """Writes the segments between loops of a draft. Arguments `segment` are even."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
@@ -146,7 +139,6 @@ class CompleteValues:
         self.known: set[Var] = set()
 
     def emit(self, i: int, segment: int) -> None:
-        """Run equation `i` on whole arrays, after the equations of its operands."""
         eqn = self.segments.eqns[i]
         if eqn.outvars and all(var in self.known for var in eqn.outvars):
             return
@@ -157,7 +149,7 @@ class CompleteValues:
         self.draft.add(eqn, segment, self.segments.sources[i])
 
     def require(self, atom: Atom, segment: int) -> None:
-        """Make a value known under its own name from `segment` on."""
+        """Make a value complete, under its full-batch name, from `segment` on."""
         if is_literal(atom) or atom in self.known or atom in self.segments.prologue_values:
             return
 
@@ -170,8 +162,8 @@ class CompleteValues:
         if atom in self.draft.micro_inputs:
             return  # an argument
 
-        # A loop has computed each micro-batch's part of it.
-        assert 2 * form.loop <= segment, f"{self.segments.line(atom)} is read in {segment} and known after {form}"
+        # A loop has computed it in parts.
+        assert 2 * form.loop <= segment, f"{self.segments.line(atom)} is read in segment {segment} and has {form}"
 
         self.known.add(atom)
         part = self.draft.values[form.loop][atom]
@@ -194,14 +186,13 @@ class CompleteValues:
 
         def scaled(x: Any, scalar: Any) -> Any:
             scalar = scalar.astype(x.dtype)
-            # A mean over no examples has an infinite scalar, and a mask between it and each x_i.
+            # A mean over zero examples has an infinite scalar and only zeros in x: 0 * inf would be NaN.
             return jnp.where(x == 0, x, x / scalar if scale.divides else x * scalar)
 
         eqns, (out,) = self.draft.maker.compute(("scaled", scale.divides), scaled, var, scale.scalar)
         return eqns, out
 
     def _add_named(self, var: Var, eqns: Sequence[JaxprEqn], out: Atom, segment: int) -> None:
-        """Add equations that compute `out`, under the name `var`, from results of a loop."""
         source = self.segments.sources[self.segments.producer[var]]
         for eqn in eqns:
             renamed = eqn.replace(outvars=[var if atom is out else atom for atom in eqn.outvars])
@@ -219,7 +210,7 @@ class CompleteValues:
             return
         raise TraceError(
             f"{self._name(var)} ({dtype_name(var)}) is computed at {self.segments.line(var)} from statistics of the "
-            "micro-batch, and has no clear meaning over micro-batches. Compute it from sums, or use "
+            "micro-batch. Only floats can be averaged over micro-batches. Compute it from sums over the batch, or use "
             "`num_micro_batches=1`."
         )
 
@@ -229,7 +220,7 @@ class CompleteValues:
         return next((f"`{path}`" for atom, path in paths if atom is var), "A value of the update")
 
     def _add_up(self, var: Var, part: Var, divisor: int, scale: Scale | None, segment: int) -> None:
-        """`var` is the sum over micro-batches of `part`, divided by `divisor` and multiplied by `scale`."""
+        """`var` = `scale` * (sum over micro-batches of `part`) / `divisor`."""
         aval = aval_of(var)
         is_narrow = is_inexact(var) and aval.dtype.itemsize < _LEAST_TOTAL_BYTES
         dtype = np.dtype("float32") if is_narrow else aval.dtype
@@ -237,7 +228,7 @@ class CompleteValues:
         self.draft.accumulators[var] = Accumulator(part, complete, "sum")
 
         def finished(x: Any) -> Any:
-            (x,) = gradient_p.bind(x, call=0)  # here the planner may put the sum over devices, once for all parts
+            (x,) = gradient_p.bind(x, call=0)  # the planner may sum over devices here, once for all parts
             return x / jnp.asarray(divisor, dtype) if divisor > 1 else x
 
         eqns, (out,) = self.draft.maker.compute(("finished", divisor, dtype), finished, complete)
@@ -252,7 +243,7 @@ class CompleteValues:
         self._add_named(var, eqns, out, segment)
 
     def _take_any(self, var: Var, form: Same, part: Var, segment: int) -> None:
-        """Take the largest of the micro-batches' equal values; of keys, the largest of their data."""
+        """Take the largest of the equal values of micro-batches; of random keys, the largest of their data."""
         dtype = aval_of(var).dtype
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
             self.draft.accumulators[var] = Accumulator(part, var, "or" if dtype == np.bool_ else "max")

@@ -1,11 +1,10 @@
-"""Finds the arguments that hold the examples of a step, if the user has not named them.
+"""Finds the batch: a step traced without a batch in, the numbers of the arguments that hold examples out.
 
-In `step(state, batch)` the second argument is the batch. In other steps, traced without a batch, a batch argument obeys
-four rules:
+In `step(state, batch)` the second argument is the batch. In other signatures, a batch argument obeys four rules:
 
   1. All of its arrays share their leading dimension, the number of examples; random keys do not count.
-  2. The step does not return a new value of it, as it does for its state.
-  3. Its leading dimension stays apart through the model, up to reductions over it. The leading dimension of a weight is
+  2. The step does not return a new value of it, as a step does for its state.
+  3. Its leading dimension stays apart through the model, up to reductions. The leading dimension of a weight is
      contracted with values without examples, in the first product that reads it.
   4. Most of the model works on examples, and only a few equations on a table of weights for classes.
 """
@@ -26,7 +25,7 @@ from minialpa.support.divisors import divisors
 from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.trace import NoBatch, TracedStep
 
-#: An argument in this many times more equations than any other is the batch.
+#: A group in at least this many times more equations than any other is the batch.
 _CLEAR_LEAD = 2
 
 
@@ -35,10 +34,9 @@ class _Argument:
     """An argument that is not static.
 
     Attributes:
-        number: its number in the signature.
-        names: its name; all keywords outside of the signature have one number.
+        names: its name, or the names of all keywords outside of the signature, which share a number.
         leaves: the numbers of its leaves.
-        size: the common leading dimension of its arrays, apart from random keys; None without one.
+        size: the common leading dimension of its arrays, apart from random keys; None without a common one.
     """
 
     number: int
@@ -55,8 +53,7 @@ class _Group:
     """Arguments with the same number of examples.
 
     Attributes:
-        arguments: the arguments.
-        stays_apart: whether no equation mixes examples, or contracts them with values without examples.
+        stays_apart: whether rule 3 holds.
         n_equations: the number of equations whose results have a dimension of examples.
     """
 
@@ -72,12 +69,12 @@ class _Group:
 def find_batch(
     step: TracedStep, arg_of_leaf: Sequence[int], donated: Collection[int] = ()
 ) -> tuple[int, ...] | NoBatch:
-    """The numbers of the arguments that hold examples, or the reason why there are none.
+    """The numbers of the arguments that hold examples, or the reason why the step has no such argument.
 
     step: traced without a batch, so that `step.aliases` and `step.layouts` may name every argument.
     arg_of_leaf: for each leaf, the number of its argument.
     donated: the numbers of the arguments that the user donates. A donated argument that the step also returns, such as
-        the cache of a decoder, is no batch.
+    the cache of a decoder, is no batch.
     """
     arguments = _arguments(step, arg_of_leaf)
     updated = {arg_of_leaf[i] for i in step.aliases if i is not None}
@@ -89,8 +86,8 @@ def find_batch(
     if len(arguments) == 1:
         return _none(free)
 
-    # Results may have the structure of an argument by chance, as predictions look like inputs. Such arguments come
-    # second, but stay possible.
+    # Results may have the structure of an argument by chance, as predictions look like inputs. So arguments that look
+    # like results are the second choice.
     founders = [argument for argument in free if argument.number not in returned]
     if len(founders) == len(free) == 1 and free[0].number != 0:
         return (free[0].number,)
@@ -114,13 +111,12 @@ def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
 
 
 def _is_key(step: TracedStep, leaf: int) -> bool:
-    """Whether a leaf may hold random keys."""
+    """Whether a leaf may hold random keys: an extended dtype, or uint32 with a last dimension of 2."""
     aval = aval_of(step.flat.invars[leaf])
     return is_extended(aval.dtype) or (aval.dtype == np.uint32 and aval.shape[-1:] == (2,))
 
 
 def _is_state_and_batch(arguments: Sequence[_Argument], updated: Collection[int]) -> bool:
-    """Whether the signature is `step(state, batch)`, with any batch."""
     if [argument.number for argument in arguments] != [0, 1]:
         return False
     return 1 not in updated or (0 in updated and arguments[1].size is not None)
@@ -129,13 +125,12 @@ def _is_state_and_batch(arguments: Sequence[_Argument], updated: Collection[int]
 def _groups(
     step: TracedStep, known: Sequence[_Argument], free: Sequence[_Argument], returned: Collection[int]
 ) -> list[_Group]:
-    """For each number of examples in `known`, the group of the free arguments with that number."""
     sizes = dict.fromkeys(argument.size for argument in known)
     return [_group(step, [a for a in free if a.size == size], returned) for size in sizes]
 
 
 def _group(step: TracedStep, arguments: Sequence[_Argument], returned: Collection[int]) -> _Group:
-    """The group of these arguments, without one of them if that one makes it mix examples."""
+    """The group of `arguments`, without one suspect if the others then stay apart."""
     everything = _follow(step, arguments)
     if everything.stays_apart or len(arguments) == 1:
         return everything
@@ -150,7 +145,6 @@ def _group(step: TracedStep, arguments: Sequence[_Argument], returned: Collectio
 
 
 def _follow(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
-    """Follow dimension 0 of the arguments through the step."""
     rows = {i for argument in arguments for i in argument.leaves if shape_of(step.flat.invars[i])}
     dims = tuple(0 if i in rows and not _is_key(step, i) else None for i in range(len(step.flat.invars)))
     n = min(divisors(arguments[0].size or 1)[1:], default=1)
@@ -163,7 +157,7 @@ def _follow(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
 
 
 def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
-    """Whether an equation mixes examples, or contracts them with values without examples."""
+    """Whether an equation breaks rule 3."""
     has_rows = [not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars]
     if not any(has_rows) or is_barrier(eqn):
         return False
@@ -179,7 +173,7 @@ def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
 
 
 def _contenders(groups: Sequence[_Group]) -> list[_Group]:
-    """The group in most of the equations, or else the group of the second argument, or else all possible groups."""
+    """The group in clearly the most equations, else the group of the second argument, else all possible groups."""
     apart = [group for group in groups if group.stays_apart]
     if not apart:
         # Contrastive losses and attention between examples mix them; only the signature remains as evidence.

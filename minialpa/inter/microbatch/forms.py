@@ -1,15 +1,15 @@
-"""Forms of the values of the full-batch program in a step over micro-batches.
+"""Forms: the operands of an equation of the full-batch program in, the form of its results over micro-batches out.
 
-    Rows        has examples: each micro-batch computes its own rows
-    Partial     a reduction over examples: each micro-batch has a part, and the total is known after the loop
-    Own         each micro-batch has its own value, see `statistics`; results are the average
-    Same        every micro-batch computes the same value, as a second result of an equation on examples
-    Once        known once: an argument, a total, or a function of them
+With a batch x of 8 examples, weights w, and 4 micro-batches:
 
-Loops are numbered from 1; `after` = 0 is before the first. A loop can read values that are known after earlier loops.
+    y = x @ w            PerExample     micro-batch m computes rows 2 m and 2 m + 1
+    s = sum(y, 0)        Partial        micro-batch m computes a part; the sum is complete after the loop
+    s / 8                Partial        linear equations keep a partial sum partial
+    mean of a BatchNorm  PerMicroBatch  a statistic of 2 examples, see `statistics`; the step returns the average
+    counter of a scan    Same           equal in all micro-batches, as a second result of an equation on examples
+    w, exp(s)            Complete       equal for all: an argument, a finished reduction, or a function of these
 
-Linear equations keep a partial sum partial. A sum over the batch that is divided by its number of terms is a mean; the
-micro-batch's own value is the mean of its own examples.
+Loops are numbered from 1. A value with `after` = l is complete after loop l, or before the first loop if l is 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minialpa.rules.factors import Factors, Reduction
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A scalar that is known only after a loop, as a factor or, if `divides`, as a divisor; see `scales`."""
+    """A scalar, complete only after a loop, that multiplies a value or, if `divides`, divides it; see `scales`."""
 
     scalar: Var
     divides: bool = False
@@ -37,10 +37,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class PerExample:
-    """Rows of the examples.
+    """A value with a dimension of examples, which micro-batches cut.
 
     Attributes:
-        loop: the loop that computes them; 0 for the arguments of the step.
+        loop: the loop that computes the value; 0 for an argument of the step.
         dim: the dimension of the examples.
         scale: a factor that the value still lacks, or None.
     """
@@ -52,16 +52,16 @@ class PerExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """A value whose total is the reduction of its micro-batch values.
+    """A reduction over examples, of which each micro-batch has a part.
 
     Attributes:
         loop: the loop that computes the parts.
         reduction: "sum", "max", ...
-        count: number of elements in the sum of each entry, over the full batch; 0 if unknown.
-        rescale: (own mean of the micro-batch) / (its part of the full mean), which is the number of micro-batches; None
-            before the sum is divided by its count.
-        factors: the known numbers that have multiplied the sum, or since `rescale` the mean.
-        scale: a factor that the total still lacks, or None.
+        count: the number of full-batch elements in each entry of the sum; 0 if unknown.
+        rescale: (mean over the micro-batch) / (part of the full mean); the number of micro-batches, unless the variance
+            is unbiased. None before the sum is divided by its count.
+        factors: the known numbers that multiplied the sum or, once `rescale` is set, the mean.
+        scale: a factor that the complete sum still lacks, or None.
     """
 
     loop: int
@@ -74,7 +74,9 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class PerMicroBatch:
-    """The micro-batch's own value in `loop`, with the count and factors of the means in it."""
+    """A statistic of the micro-batch's examples, computed in `loop`; for a mean, with `count` and `factors` as in
+    `Partial`.
+    """
 
     loop: int
     count: int = 0
@@ -83,21 +85,21 @@ class PerMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """A value that is the same in all micro-batches, and is computed in `loop`."""
+    """A value that every micro-batch computes in `loop`, with equal results."""
 
     loop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complete:
-    """A value that is known once.
+    """A value that is complete after a loop, and equal for all micro-batches.
 
     Attributes:
-        after: the loop after which it is known; 0: before the first.
-        is_parameter: a function of arguments and of their updates, not of other totals.
-        is_average: an average of the micro-batches' own values; no example may depend on it.
-        uniform: the scalar that fills it, if it is a broadcast of one, else None.
-        scale: a factor that may be applied later, or None; all its other operands are known before the first loop.
+        after: the loop; 0 for a value that is complete before the first loop.
+        is_parameter: whether the value depends on arguments and their updates alone, and on no other reduction.
+        is_average: whether it is an average of per-micro-batch values; equations on examples may not read it.
+        uniform: the scalar that fills the array and is complete only after a loop, or None.
+        scale: a factor that may be applied later. All other operands are complete before the first loop.
     """
 
     after: int
@@ -124,19 +126,12 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
     "sub": operator.sub,
 }
 
-#: Relative; a divisor this close to an integer is one: 1 / n as a float32 literal is off by up to 6e-8.
+#: Relative distance at which a divisor counts as an integer: 1 / n as a float32 literal is off by up to 6e-8.
 _INTEGER_TOLERANCE = 1e-6
 
 
 class ValueForms:
-    """The forms of the values of a program, as they become known.
-
-    Attributes:
-        n: number of micro-batches.
-        batch_size: number of examples in the full batch.
-        producer: the equation that computes each variable.
-        of: the forms so far. A variable without one is `KNOWN`.
-    """
+    """The forms of the variables of a program, set equation by equation. A variable that is not in `of` is `KNOWN`."""
 
     def __init__(self, eqns: Sequence[JaxprEqn], n: int, batch_size: int) -> None:
         self.n, self.batch_size = n, batch_size
@@ -150,14 +145,14 @@ class ValueForms:
         self.of.update((var, form) for var in eqn.outvars)
 
     def row_dims(self, eqn: JaxprEqn) -> Kinds:
-        """The dimension of the examples of each operand that is rows."""
         forms = {var: self.form(var) for var in operand_vars(eqn)}
         return {var: form.dim for var, form in forms.items() if isinstance(form, PerExample)}
 
     def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_per_micro_batch: bool) -> Partial | None:
-        """The form of the results if `eqn` keeps partial sums of one loop partial.
+        """The form of the results if a loop can apply `eqn` to its partial sums, else None.
 
-        is_per_micro_batch: whether the micro-batch takes its own values, see `statistics`.
+        For partial sums s and t, 2 s and s + t stay partial; s * t and exp(s) need complete sums.
+        is_per_micro_batch: whether `eqn` reads reductions as statistics of the micro-batch.
         """
         partials = self.kept_partial(eqn, factors, is_per_micro_batch)
         if not self._may_stay(eqn, factors, partials):
@@ -167,17 +162,16 @@ class ValueForms:
         if factors.linear != "each" or len(partials) != 1:
             return None
 
-        # A product of the one partial sum and coefficients.
+        # A product of one partial sum and coefficients.
         (form,) = partials.values()
         if any(isinstance(self.form(atom), PerMicroBatch) for atom in eqn.invars):
-            return form  # the micro-batch's own coefficient exists only in the loop
+            return form  # a per-micro-batch coefficient exists only in the loop
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
         if not is_per_micro_batch and any(shape_of(eqn.invars[k]) for k in others):
-            return None  # cheaper once, on the total
+            return None  # cheaper on the complete sum, where it runs once
         return self._scaled(eqn, form)
 
     def _may_stay(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial]) -> bool:
-        """Whether all partial operands are sums of one loop that `eqn` is linear in, and the loop has the others."""
         forms = list(partials.values())
         if not forms or any(k not in factors.linear_operands for k in partials):
             return False
@@ -186,7 +180,11 @@ class ValueForms:
         return all(self._known_in(atom, forms[0].loop) for atom in eqn.invars)
 
     def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_per_micro_batch: bool) -> dict[int, Partial]:
-        """Partial operands by position. In an own product of two, a mean counts as the micro-batch's own value."""
+        """The operands, by position, that `eqn` reads as partial sums.
+
+        In a product for one micro-batch, only a sum stays partial, if it is the only sum: means are read as the
+        micro-batch's.
+        """
         found = ((k, self.form(var)) for k, var in enumerate(eqn.invars))
         partials = {k: form for k, form in found if isinstance(form, Partial)}
         if is_per_micro_batch and factors.linear == "each" and len(partials) > 1:
@@ -197,7 +195,9 @@ class ValueForms:
     def _joined(
         self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_per_micro_batch: bool
     ) -> Partial | None:
-        """The form of a sum of partial sums. Other summands would count once per micro-batch, unless they are own."""
+        """The form of a sum of partial sums. Other summands count in every micro-batch, so they have to be
+        per-micro-batch values.
+        """
         first, *more = partials.values()
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
         all_per_micro_batch = all(isinstance(self.form(eqn.invars[k]), PerMicroBatch) for k in others)
@@ -213,12 +213,11 @@ class ValueForms:
         return replace(first, count=first.count * int(np.prod(summed or [1])), factors=same_factors)
 
     def _known_in(self, atom: Atom, loop: int) -> bool:
-        """Whether a loop has a value, or each micro-batch's of it."""
         form = self.form(atom)
         return form.after < loop if isinstance(form, Complete) else form.loop <= loop
 
     def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
-        """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
+        """The form after a product with a known number. A division by the number of terms sets `rescale`."""
         factor = self.factor(eqn)
         if form.count == 0 or not factor:
             return form
@@ -232,8 +231,11 @@ class ValueForms:
         return form if rescale is None else replace(form, rescale=rescale, factors=())
 
     def _rescale(self, count: int, factors: Sequence[float]) -> float | None:
-        """`Partial.rescale` of a sum of `count` elements times `factors`; None if this is no mean."""
-        # A divisor in the program is a float, so it is one only up to rounding.
+        """`Partial.rescale` of a sum of `count` elements times `factors`, or None.
+
+        The factors must divide by a number of examples or terms, or by the terms less one (unbiased variance).
+        """
+        # A divisor in the program is a float, so it is an integer only up to rounding.
         divisor = 1 / product if (product := math.prod(factors)) else math.inf
         n_terms = round(divisor) if math.isfinite(divisor) else 0
         if n_terms == 0 or abs(divisor - n_terms) > _INTEGER_TOLERANCE * n_terms:
@@ -244,16 +246,16 @@ class ValueForms:
         return n_terms / max(count / self.n - 1, 1) if n_terms == count - 1 else None
 
     def factor(self, eqn: JaxprEqn) -> float | None:
-        """The known number that an equation multiplies a value by."""
         known = next((constant for constant in map(self._constant, eqn.invars) if constant), None)
         if known is None or eqn.primitive.name not in ("mul", "div"):
             return None
         return known if eqn.primitive.name == "mul" else 1 / known
 
     def unbiased(self, count: int, factors: Sequence[float]) -> float:
-        """b / (b - 1) : B / (B - 1), if the last factors of a mean of B elements are B / (B - 1), or else 1.
+        """(b / (b - 1)) / (B / (B - 1)) if the last of `factors` multiply to B / (B - 1), else 1.
 
-        b: the number of elements in a micro-batch.
+        B = `count` elements in the full batch, b = B / n in a micro-batch: corrects an unbiased variance for b
+        elements.
         """
         for k in range(len(factors) if count > 1 else 0):
             if math.isclose(math.prod(factors[k:]), count / (count - 1), rel_tol=_INTEGER_TOLERANCE):
@@ -262,7 +264,7 @@ class ValueForms:
         return 1.0
 
     def _constant(self, atom: Atom) -> float | None:
-        """The value of a constant real scalar. `jnp.var` computes its divisor in the program."""
+        """The value of a constant real scalar, or None. `jnp.var` computes its divisor with equations."""
         if is_literal(atom):
             return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
         eqn = self.producer.get(atom)

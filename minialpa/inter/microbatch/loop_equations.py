@@ -1,4 +1,4 @@
-"""Equations in a loop: each equation of the full batch, written for one micro-batch.
+"""Equations in a loop: an equation of the full batch in, the equation for one micro-batch out.
 
 Constants keep their full-batch values: a mean over 64 examples still divides by 64, so parts of micro-batches add up.
 """
@@ -21,14 +21,11 @@ from minialpa.rules.known_rules import factors_of
 
 
 class LoopEquations:
-    """Writes the equations of one loop."""
-
     def __init__(self, loop: LoopValues) -> None:
         self.loop = loop
         self.draft, self.segments, self.forms = loop.draft, loop.segments, loop.forms
 
     def emit(self, i: int) -> None:
-        """Write equation `i`."""
         eqn = self.segments.eqns[i]
         self.loop.source = self.segments.sources[i]
         if is_barrier(eqn):
@@ -51,10 +48,11 @@ class LoopEquations:
                 self.draft.batch_dims[result] = self.draft.batch_dims[operand]
 
     def _emit_per_micro_batch(self, eqn: JaxprEqn) -> None:
-        """Write `per_micro_batch`, which turns a mean into a mean of fewer examples, or the cotangent of such a call.
+        """Write `per_micro_batch`, which turns a part of a mean into the micro-batch's mean, or the cotangent of such a
+        call.
 
-        The result leaves the step as an average, so a cotangent that is each micro-batch's own counts one n-th; a
-        cotangent that is a sum over examples counts in full.
+        The result leaves the step as an average over n micro-batches. So a per-micro-batch cotangent counts one n-th,
+        and a cotangent that is a sum over examples counts in full.
         """
         (operand,) = eqn.invars
         rescale = self.segments.asked_for[eqn.params["number"]]
@@ -84,7 +82,6 @@ class LoopEquations:
                 self.draft.batch_dims[result] = dim
 
     def _operand(self, reader: _SplitEquation, k: int, atom: Atom) -> Atom:
-        """Operand `k` of an equation on examples, in this loop."""
         form = self.forms.form(atom)
         if isinstance(form, PerExample):
             waits = reader.scale is not None and form.scale == reader.scale
@@ -98,9 +95,9 @@ class LoopEquations:
         return self.loop.value_or_rows(atom, dim, per_micro_batch=reader.number in self.segments.per_micro_batch)
 
     def _only_once(self, i: int, atom: Atom) -> Atom:
-        """An operand that must count once over all micro-batches: itself in the first one, zero in the others.
+        """An operand that has to count once over all micro-batches: itself in micro-batch 0, zero in the others.
 
-        An own value counts as its average: one n-th in each micro-batch.
+        A per-micro-batch value counts one n-th in each micro-batch.
         """
         form = self.forms.form(atom)
         is_sum = isinstance(form, Partial) and form.reduction == "sum" and form.scale is None
@@ -116,7 +113,7 @@ class LoopEquations:
 
         return self.loop.compute("first", first, self.loop.value(atom), self.draft.micro_index())
 
-    # ---- equations on totals --------------------------------------------------------------------------------------
+    # ---- equations on reductions -----------------------------------------------------------------------------------
 
     def _emit_on_aggregates(self, i: int, eqn: JaxprEqn) -> None:
         is_per_micro_batch = i in self.segments.per_micro_batch
@@ -139,7 +136,7 @@ class LoopEquations:
         ]
 
     def _beside_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
-        """An operand beside partial ones. An own value counts one n-th as a summand, and in full as a factor."""
+        """An operand beside partial sums. A per-micro-batch value counts 1 / n as a summand, in full as a factor."""
         value = self.loop.value(atom, per_micro_batch=True)
         if (
             isinstance(self.forms.form(atom), PerMicroBatch)
@@ -152,14 +149,7 @@ class LoopEquations:
 
 @dataclass(frozen=True, slots=True)
 class _SplitEquation:
-    """An equation on examples.
-
-    Attributes:
-        number: its position among the equations.
-        factors: all of its factors.
-        split: the factors that hold the examples.
-        scale: the scale of its results, or None.
-    """
+    """An equation on examples. split: the factors that hold the examples. scale: the scale of its results."""
 
     number: int
     factors: Factors

@@ -1,10 +1,10 @@
-"""Values in a loop over micro-batches: an equation of the loop reads, for each variable of the full batch,
+"""Values in a loop: a variable of the full batch in, the variable that one micro-batch reads out.
 
-* a value with a batch dimension: the micro-batch's rows, of this loop or of an earlier one;
-* a part of a reduction: the micro-batch's part, or its own mean;
-* a value without examples but with their shape (a dropout mask, position numbers): the rows of the micro-batch,
-  recomputed where possible, or else cut out of the full-batch value, so that each example meets the same values;
-* all other values: the value that is known once, see `CompleteValues`.
+* A per-example value: the examples of the micro-batch, from this loop or an earlier one.
+* A partial sum: the micro-batch's part, or its mean.
+* A value without examples but with their shape (a dropout mask, position numbers): the rows of the micro-batch. Rows
+  are recomputed where possible, or else cut out of the full value, so each example meets the same values.
+* Any other value: the complete value, see `CompleteValues`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,10 @@ from minialpa.tracing.new_equations import equations_for
 
 
 class LoopValues:
-    """The values of one loop. The first reader of a missing value writes its equations.
+    """The values of one loop, by full-batch variable. The first reader of a missing value writes its equations."""
 
-    Attributes:
-        segment: the segment of the loop.
-        source: the number of the current traced equation.
-        values: the micro-batch's variable for each variable of the full batch that this loop has computed.
-    """
-
-    def __init__(self, draft: Draft, once: CompleteValues, segment: int) -> None:
-        self.draft, self.once, self.segment = draft, once, segment
+    def __init__(self, draft: Draft, complete: CompleteValues, segment: int) -> None:
+        self.draft, self.complete, self.segment = draft, complete, segment
         self.segments, self.forms, self.n = draft.segments, draft.segments.forms, draft.segments.n_micro_batches
         self.source = -1
         self.values = draft.values[(segment + 1) // 2]
@@ -48,12 +42,11 @@ class LoopValues:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def add(self, eqn: JaxprEqn) -> list[Var]:
-        """Write an equation; returns its results."""
         self.draft.add(eqn, self.segment, self.source)
         return list(eqn.outvars)
 
     def rebuild(self, eqn: JaxprEqn, operands: Sequence[Atom], factors: Factors, split: Sequence[int]) -> list[Var]:
-        """Write `eqn` on the micro-batch's part of the factors `split`; returns its results."""
+        """Write `eqn` on the micro-batch's part of the factors `split`."""
         if not factors.positional.isdisjoint(split):
             return self._rebuild_by_position(eqn, operands, factors, split)
         params = localize(eqn, factors, dict.fromkeys(split, self.n))
@@ -62,7 +55,7 @@ class LoopValues:
     def _rebuild_by_position(
         self, eqn: JaxprEqn, operands: Sequence[Atom], factors: Factors, split: Sequence[int]
     ) -> list[Var]:
-        """Write a loop or a branch with values that depend on their position, such as rows of random bits."""
+        """Write a loop or a branch whose values depend on their position, such as rows of random bits."""
         n_splits, positional = dict.fromkeys(split, self.n), factors.positional.intersection(split)
 
         def on_rows(m: Any, *arrays: Any) -> list[Any]:
@@ -70,7 +63,7 @@ class LoopValues:
 
         eqns, results = equations_for(on_rows, self.draft.micro_index(), *operands)
         made = {var for one in eqns for var in self.add(with_source_of(one, eqn))}
-        # A loop may return an operand, such as carried weights. The micro-batch needs a variable of its own.
+        # A loop may return an operand, such as carried weights. The micro-batch needs a new variable.
         is_made = [not is_literal(out) and out in made for out in results]
         return [x if made else self.compute("copied", jnp.copy, x) for x, made in zip(results, is_made, strict=True)]
 
@@ -85,13 +78,12 @@ class LoopValues:
         return self.compute(("times", factor), lambda x: x * jnp.asarray(factor, x.dtype), x)
 
     def share(self, x: Atom) -> Atom:
-        """One n-th of a value, which all micro-batches together count once."""
+        """One n-th of a value, so that all micro-batches together count the value once."""
         return self.compute("share", lambda x: x / jnp.asarray(self.n, x.dtype), x)
 
     # ---- values of the micro-batch -----------------------------------------------------------------------------------
 
     def of_micro_batch(self, atom: Atom) -> Atom:
-        """The micro-batch's version of a value: its rows, its part of a sum, or its own value."""
         if atom in self.draft.micro_inputs:
             return self.draft.micro_inputs[atom]
         form = self.forms.form(atom)
@@ -99,14 +91,13 @@ class LoopValues:
         return self.values[atom] if atom in self.values else self.draft.values[form.loop][atom]
 
     def scaled_rows(self, var: Var) -> Atom:
-        """The rows of a value, multiplied by the scale of their form."""
         form, rows = self.forms.form(var), self.of_micro_batch(var)
         assert isinstance(form, PerExample)
         if form.scale is None:
             return rows
 
         if var not in self._scaled:
-            eqns, out = self.once.scaled(rows, form.scale, self.segment - 1)
+            eqns, out = self.complete.scaled(rows, form.scale, self.segment - 1)
             for eqn in eqns:
                 self.add(eqn)
             self._scaled[var] = out
@@ -114,7 +105,10 @@ class LoopValues:
         return self._scaled[var]
 
     def value(self, atom: Atom, *, per_micro_batch: bool = False) -> Atom:
-        """The value of an atom without rows. per_micro_batch: take the own mean of a partial sum, not its total."""
+        """The value of an atom that is not per-example.
+
+        per_micro_batch: read a partial sum as the micro-batch's mean, in place of the complete value.
+        """
         if is_literal(atom):
             return atom
 
@@ -125,9 +119,9 @@ class LoopValues:
         if isinstance(form, Partial) and per_micro_batch and atom not in self.segments.prologue_values:
             return self._micro_batch_mean(atom, form)
 
-        # All other values are known once: totals of earlier loops, and values without examples.
+        # All other values are complete: reductions of earlier loops, and values without examples.
         if not isinstance(form, Complete):
-            self.once.require(atom, self.segment - 1)
+            self.complete.require(atom, self.segment - 1)
             return atom
         if not self._has_to_be_copied(atom):
             return atom
@@ -135,8 +129,8 @@ class LoopValues:
         return self.values[atom]
 
     def _micro_batch_mean(self, var: Var, form: Partial) -> Atom:
-        """The micro-batch's own value of a partial sum, or its own mean if the sum was divided by its terms."""
-        assert form.scale is None, f"{self.segments.line(var)}: a micro-batch takes its own value of a scaled sum"
+        """The micro-batch's part of a sum; of a mean, the mean over the micro-batch."""
+        assert form.scale is None, f"{self.segments.line(var)}: a micro-batch reads its part of a scaled sum"
         if form.rescale is None:
             return self.of_micro_batch(var)
         if var not in self._means:
@@ -146,12 +140,11 @@ class LoopValues:
     # ---- values that do not depend on the examples -------------------------------------------------------------------
 
     def _has_to_be_copied(self, var: Var) -> bool:
-        """Whether each loop computes the value for itself, though it is the same for all micro-batches."""
+        """Whether each loop computes a value itself that is equal for all micro-batches."""
         i = self.segments.producer.get(var)
         return i is not None and self.segments.places[i] is None and var not in self.segments.prologue_values
 
     def _copy_known(self, var: Var) -> None:
-        """Write copies of the equations of a value without examples."""
         eqns = self.segments.eqns
         copied, unvisited = set[int](), [var]
         while unvisited:
@@ -171,10 +164,10 @@ class LoopValues:
     def _value_or_copy(self, atom: Atom) -> Atom:
         return self.values[atom] if not is_literal(atom) and atom in self.values else self.value(atom)
 
-    # ---- rows of values that have no examples ------------------------------------------------------------------------
+    # ---- rows of values without examples -----------------------------------------------------------------------------
 
     def rows(self, var: Var, dim: int, *, per_micro_batch: bool) -> Atom:
-        """The micro-batch's part, along `dim`, of a full-shape value without examples."""
+        """The micro-batch's part, along `dim`, of a value without examples."""
         key = var, dim, per_micro_batch
         if key not in self._slices:
             recomputed = self._recomputed_rows(var, dim, per_micro_batch)
@@ -186,7 +179,6 @@ class LoopValues:
         return self._slices[key]
 
     def value_or_rows(self, atom: Atom, dim: int | None, *, per_micro_batch: bool) -> Atom:
-        """The value of an atom or, along `dim`, the micro-batch's part of it."""
         return (
             self.value(atom, per_micro_batch=per_micro_batch)
             if dim is None
@@ -194,7 +186,6 @@ class LoopValues:
         )
 
     def _cut(self, x: Atom, var: Var, dim: int) -> Atom:
-        """The micro-batch's part, along `dim`, of `x`, the version of the full-batch variable `var`."""
         size = shape_of(var)[dim] // self.n
 
         def cut(x: Any, m: Any) -> Any:
@@ -203,7 +194,7 @@ class LoopValues:
         return self.compute(("cut", dim), cut, x, self.draft.micro_index())
 
     def _recomputed_rows(self, var: Var, dim: int, per_micro_batch: bool) -> Atom | None:
-        """Compute `var` on the micro-batch's part alone; None if its equation does not allow it."""
+        """`var`, computed on the micro-batch's part alone; None if its equation does not allow that."""
         i = self.segments.producer.get(var)
         if i is None or not self._may_recompute(i, var, per_micro_batch):
             return None
@@ -223,7 +214,7 @@ class LoopValues:
         ]
         out = self.rebuild(eqn, operands, factors, (factor,))[result]
 
-        # A sum becomes the micro-batch's mean here, unless its operands were such means already.
+        # A part of a mean becomes the micro-batch's mean here, unless an operand was such a mean already.
         operand_forms = [self.forms.form(atom) for atom in eqn.invars]
         were_rescaled = any(isinstance(f, Partial) and f.rescale is not None for f in operand_forms)
         if isinstance(form, Partial) and form.rescale is not None and not were_rescaled:
@@ -231,7 +222,7 @@ class LoopValues:
         return out
 
     def _may_recompute(self, i: int, var: Var, per_micro_batch: bool) -> bool:
-        """Whether a micro-batch may compute `var` for itself: it is cheap or its own, and its operands have no rows."""
+        """Whether a micro-batch may compute `var`, which is cheap or per micro-batch and has no per-example operand."""
         form, operands = self.forms.form(var), self.segments.eqns[i].invars
         if var in self.segments.prologue_values or any(
             isinstance(self.forms.form(atom), PerExample) for atom in operands
@@ -246,7 +237,7 @@ class LoopValues:
     # ---- values that wait for a scalar -------------------------------------------------------------------------------
 
     def may_wait(self, atom: Atom, scale: Scale | None) -> bool:
-        """Whether a reader whose results have `scale` reads a value that is known once without the scalar."""
+        """Whether a reader whose results have `scale` reads the complete value `atom` without the scalar of `scale`."""
         if scale is None or is_literal(atom):
             return False
         form = self.forms.form(atom)
@@ -254,7 +245,7 @@ class LoopValues:
         return is_scaled or atom is scale.scalar
 
     def unscaled(self, atom: Atom, dim: int | None) -> Atom:
-        """A value that is known once, without the scalar of its form; along `dim`, the micro-batch's part."""
+        """A complete value without the scalar of its form; along `dim`, the micro-batch's part."""
         form = self.forms.form(atom)
         if not isinstance(form, Complete) or form.scale is None:
             return self._ones(atom, dim)  # the scalar itself, or an array filled with it

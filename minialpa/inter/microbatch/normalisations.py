@@ -1,11 +1,11 @@
-"""Normalisations over examples, as in BatchNorm: the equations of a step that read the moments of an array.
+"""Normalisations over examples, as in BatchNorm: a step in, the moments of its arrays and their uses out.
 
-A micro-batch may take the moments of an array x as its own if all of these hold:
+The mean and variance of x may be statistics of the micro-batch if all of these hold:
 
     1. x is computed from parameters: arguments whose new values depend on a backward pass;
     2. the step returns running averages of the first and of the second moment of x, see `averages`;
-    3. every forward equation on examples that reads such a total maps x to a x + b, with a and b of these totals;
-    4. they meet no other totals in the forward pass, unlike a term of a loss.
+    3. every forward equation on examples that reads a moment of x maps x to a x + b, with a and b of these moments;
+    4. the moments meet no other reductions in the forward pass; a term of a loss meets them.
 
 Standardised advantages and targets lack 1; whitening losses, and means for a log, lack 2.
 """
@@ -38,19 +38,18 @@ _MOVES = (
 
 @dataclass(slots=True, kw_only=True)
 class Moments:
-    """Numbers of the equations around the moments of one array `x`, and the rules above.
+    """The equations around the moments of one array `x`, by number, and whether the rules above hold.
 
     Attributes:
-        x: the array, with a dimension of examples.
         entries: equations on examples that read the moments.
         aggregates: equations that compute the moments, or functions of them, in order.
         averages: equations of `aggregates` that add moments to running averages.
         results: functions of the moments that the step returns besides running averages.
         of_batch: whether x is computed from the batch alone.
-        of_weights: whether 1 holds.
-        averaged: the degrees of the moments with 2.
-        is_affine: whether 3 holds.
-        is_used_otherwise: whether 4 does not hold.
+        of_weights: whether rule 1 holds.
+        averaged: the degrees of the moments for which rule 2 holds.
+        is_affine: whether rule 3 holds.
+        is_used_otherwise: whether rule 4 fails.
         in_backward: whether a backward pass recomputes some of the moments.
     """
 
@@ -72,13 +71,10 @@ class Moments:
 
 
 def find_moments(step: TracedStep, kinds: Kinds) -> list[Moments]:
-    """The moments that examples read."""
     return [m for m in _Walk(step, kinds).run() if m.entries]
 
 
 class _Walk:
-    """A walk over a program that gathers the `Moments` of each array."""
-
     def __init__(self, step: TracedStep, kinds: Kinds) -> None:
         self.step, self.kinds = step, kinds
         self.root: dict[Var, tuple[Var, int]] = {}  # array on examples -> the x that it is a polynomial of, degree
@@ -112,7 +108,6 @@ class _Walk:
             self._follow(eqn, on_examples)
 
     def _pass_on(self, eqn: JaxprEqn) -> None:
-        """A barrier changes no value."""
         for var, out in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(var):
                 continue
@@ -132,7 +127,7 @@ class _Walk:
     def _of(self, value: AffineValue) -> list[Moments]:
         return [self.moments[x] for x in value.arrays if x is not None]
 
-    # ---- totals ---------------------------------------------------------------------------------------------------
+    # ---- reductions -----------------------------------------------------------------------------------------------
 
     def _reduce(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
         """A sum over examples is a moment of x if it sums a polynomial of x of degree 1 or 2, feature by feature."""
@@ -167,7 +162,7 @@ class _Walk:
     # ---- equations on examples ------------------------------------------------------------------------------------
 
     def _follow(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> None:
-        """Note whether the result of an equation that reads no totals is a polynomial of the same x."""
+        """Record whether an equation that reads no reductions returns a polynomial of the same x."""
         operand, name, out = on_examples[0], eqn.primitive.name, eqn.outvars[0]
         x, degree = self._root(operand)
 
@@ -181,20 +176,18 @@ class _Walk:
             self.root[out] = x, 2
 
     def _squares(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> bool:
-        """Whether an equation multiplies two arrays that are linear in x, or squares one."""
         if eqn.primitive.name == "mul":
             return len(on_examples) == 2 and self._root(on_examples[1]) == (self._root(on_examples[0])[0], 1)
         return eqn.primitive.name == "square" or (eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2)
 
     def _read(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
-        """Note whether an equation that reads totals maps x to a x + b."""
         is_affine = self._is_affine(eqn, on_examples, aggregates)
         self._note_reader(i, aggregates, is_affine=is_affine)
         if is_affine:
             self.root[eqn.outvars[0]] = self._root(on_examples[0])[0], 1
 
     def _note_reader(self, i: int, aggregates: Sequence[Var], *, is_affine: bool) -> None:
-        """Note that an equation on examples reads totals. Derivatives of a normalisation are not affine."""
+        """Record that an equation on examples reads moments. Derivatives of a normalisation are not affine."""
         if not is_affine and self.step.origins[i].direction == "backward":
             return
         for var in aggregates:
@@ -203,7 +196,7 @@ class _Walk:
                 moments.is_affine &= is_affine
 
     def _is_affine(self, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> bool:
-        """Whether an equation adds a total of x to an array that is linear in x, or multiplies or divides it by one."""
+        """Whether the equation adds moments of x to a linear function of x, or multiplies or divides it by moments."""
         if eqn.primitive.name not in _AFFINE or len(on_examples) > 1 or len(aggregates) > 1:
             return False
         operand = on_examples[0]
@@ -215,7 +208,6 @@ class _Walk:
     # ---- results --------------------------------------------------------------------------------------------------
 
     def _find_results(self) -> None:
-        """Note the moments that are averaged in the state, and the moments of arrays that depend on weights."""
         outvars = self.step.flat.outvars
         values = [self._value(atom) for atom in outvars]
         replaced = replaced_inputs(self.step, values)
@@ -235,7 +227,7 @@ class _Walk:
             moments.of_weights = moments.x in of_weights
 
     def _of_weights(self, values: Sequence[AffineValue], replaced: Sequence[frozenset[int]]) -> set[Var]:
-        """Functions of arguments that a backward pass changes, or whose gradients the step returns."""
+        """The variables computed from arguments that a backward pass changes, or whose gradients the step returns."""
         flat, origins = self.step.flat, self.step.origins
         backward = [eqn for eqn, origin in zip(flat.eqns, origins, strict=True) if origin.direction == "backward"]
         changed = _computed_from(flat.eqns, (var for eqn in backward for var in eqn.outvars))

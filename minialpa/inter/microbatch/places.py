@@ -1,7 +1,7 @@
-"""The places of equations on examples, and on totals of examples.
+"""Places: an equation on examples, or on reductions of examples, in; its segment and the forms of its results out.
 
-An equation on examples is in a loop, or after one, if it mixes the examples of a batch. An equation on partial sums, or
-on own values of micro-batches, is in their loop, or after the loop that completes its operands.
+An equation on examples is in a loop; if it mixes examples, such as a sort over the batch, it is after the loop. An
+equation on partial sums or per-micro-batch values is in their loop, or after the loop that completes its operands.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ class _ExampleEquation:
     """An equation on examples.
 
     Attributes:
-        eqn: the equation.
-        forms: the forms of its operands.
-        factors: all of its factors.
         split: the factors that hold the examples.
-        is_per_micro_batch: whether it takes totals as the micro-batch's own.
-        scale: the scale of its results, or None.
+        is_per_micro_batch: whether it reads reductions as statistics of the micro-batch.
+        scale: the scale of its results.
     """
 
     eqn: JaxprEqn
@@ -47,19 +44,16 @@ class _ExampleEquation:
     scale: Scale | None
 
     def adds_up(self, k: int) -> bool:
-        """Whether operand `k` is a part of a sum that the equation adds a sum over examples to."""
+        """Whether operand `k` is a partial sum to which the equation adds a sum over examples."""
         form = self.forms[k]
         is_sum = isinstance(form, Partial) and form.reduction == "sum" and form.scale is None
         return is_sum and any(self.factors.takes_part_once(factor, k) for factor in self.split)
 
 
 class Places:
-    """Sets the forms of the results of equations and returns their segments.
+    """Sets the forms of the results of equations and returns their segments. The attributes are as in `Segments`.
 
-    Attributes:
-        per_micro_batch: numbers of the equations that take totals as the micro-batch's own.
-        chunk_of: the chunk of each equation, if it is known: sums of different chunks stay apart.
-        shares: see `Segments`.
+    chunk_of: the chunk of each equation, in a pipeline. Partial sums of different chunks are added after the loop.
     """
 
     def __init__(
@@ -76,12 +70,11 @@ class Places:
         self.per_micro_batch, self.chunk_of = per_micro_batch, chunk_of
         self.shares: dict[Var, float] = {}
         self._producer = {var: i for i, eqn in enumerate(step.flat.eqns) for var in eqn.outvars}
-        self._concatenated: set[Var] = set()  # variables that an equation between loops reads with all examples
+        self._concatenated: set[Var] = set()  # variables that an equation between loops reads whole
 
     # ---- equations on examples ------------------------------------------------------------------------------------
 
     def on_examples(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
-        """The segment of equation `i`."""
         is_per_micro_batch = i in self.per_micro_batch
         _refuse_averages(eqn, forms)
         if not is_per_micro_batch:
@@ -111,7 +104,6 @@ class Places:
         return 2 * loop - 1
 
     def _readable_in(self, reader: _ExampleEquation, k: int, atom: Atom) -> int:
-        """The first loop that can read operand `k` of an equation on examples."""
         form = reader.forms[k]
         if reader.scale is not None and self.scales.of_operand(atom, k, reader.factors) == reader.scale:
             return form.loop if isinstance(form, PerExample) else 0
@@ -124,7 +116,6 @@ class Places:
         return self.levels.of(atom) + 1
 
     def _result(self, reader: _ExampleEquation, loop: int, r: int, var: Var) -> Form:
-        """The form of result `r` of an equation that runs in `loop`."""
         factors = reader.factors
         dim = dim_of(factors.results[r], reader.split)
         if dim is not None:
@@ -132,7 +123,7 @@ class Places:
 
         partial = next((factor for factor in reader.split if factors.is_partial(factor, r)), None)
         if partial is not None:
-            # Inside a loop of the program, the number of terms is not that of the factors alone.
+            # A scan or a branch in the program has further terms than its factors.
             is_control = bool(sub_jaxprs(self.forms.producer[var]))
             count = 0 if is_control else int(np.prod([factors.sizes[factor] for factor in factors.reductions]))
             reduction = factors.reductions[partial]
@@ -142,7 +133,7 @@ class Places:
         return PerMicroBatch(loop) if any(isinstance(form, PerMicroBatch) for form in reader.forms) else Same(loop)
 
     def _reads_only_concatenated(self, reader: _ExampleEquation, loop: int) -> bool:
-        """Whether all rows that an equation reads are concatenated anyway, and it would need another loop for them.
+        """Whether all per-example operands are concatenated anyway, and reading them in parts would need another loop.
 
         An example is the derivative of a similarity of all pairs.
         """
@@ -153,7 +144,7 @@ class Places:
         return all(atom in self._concatenated and self.levels.of(atom) + 1 == loop for atom in rows)
 
     def _place_on_all_rows(self, eqn: JaxprEqn, forms: Sequence[Form], is_per_micro_batch: bool) -> int:
-        """The segment of an equation that mixes examples and runs once, on all of them."""
+        """The segment of an equation that mixes examples: after the loop, on all examples at once."""
         if eqn.effects:
             raise TraceError(
                 f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and has side effects, so "
@@ -171,10 +162,9 @@ class Places:
         self.forms.set_results(eqn, Complete(after=after, is_parameter=False))
         return 2 * after
 
-    # ---- equations on totals --------------------------------------------------------------------------------------
+    # ---- equations on reductions -----------------------------------------------------------------------------------
 
     def on_aggregates(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
-        """The segment of equation `i`; None if each reader computes the results for itself."""
         is_per_micro_batch = i in self.per_micro_batch
         in_update = self.step.origins[i].direction == "other"
         waiting = None if is_per_micro_batch or in_update else self.scales.waiting_form(eqn, forms)
@@ -187,14 +177,13 @@ class Places:
             self.forms.set_results(eqn, partial)
             return 2 * partial.loop - 1
 
-        # It needs complete values: the micro-batch's own, or totals after their loops.
+        # It needs statistics of the micro-batch, or complete values after their loops.
         if is_per_micro_batch:
             _refuse_sums(eqn, forms)
             return self.place_per_micro_batch(eqn, forms)
         return self._place_after_loops(eqn, forms)
 
     def place_per_micro_batch(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
-        """The segment of an equation whose results each micro-batch computes for itself."""
         loop = max(form.after + 1 if isinstance(form, Complete) else form.loop for form in forms)
         counts = {form.count for form in forms if isinstance(form, Partial | PerMicroBatch)}
         form = PerMicroBatch(loop, counts.pop() if len(counts) == 1 else 0)
@@ -207,7 +196,7 @@ class Places:
         return 2 * loop - 1
 
     def _unbiased(self, eqn: JaxprEqn, form: _Mean) -> _Mean:
-        """The form without the factors of an unbiased variance; notes the share of the results."""
+        """`form` without the factors of an unbiased variance; records the share of the results."""
         share = self.forms.unbiased(form.count, form.factors)
         if share == 1:
             return form
@@ -223,8 +212,8 @@ class Places:
         return 2 * after
 
     def _partial(self, eqn: JaxprEqn, is_per_micro_batch: bool) -> Partial | None:
-        """The form of the results, if micro-batches compute parts of them; notes shares of unbiased variances."""
-        # A micro-batch's own values meet in the loop, even if they come from several chunks.
+        """The form of the results if they are partial sums, else None; records the shares of unbiased variances."""
+        # Statistics of a micro-batch meet in the loop, even if they come from several chunks.
         if not is_per_micro_batch and self._joins_chunks(eqn):
             return None
 
@@ -236,7 +225,6 @@ class Places:
         return self._unbiased(eqn, partial) if partial is not None and is_per_micro_batch else partial
 
     def _joins_chunks(self, eqn: JaxprEqn) -> bool:
-        """Whether partial operands of `eqn` come from different chunks."""
         if self.chunk_of is None:
             return False
         partial = (var for var in operand_vars(eqn) if isinstance(self.forms.form(var), Partial))
@@ -247,13 +235,12 @@ def _refuse_averages(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
     if any(isinstance(form, Complete) and form.is_average for form in forms):
         raise NotPerMicroBatchError(
             eqn,
-            "brings an own statistic of each micro-batch back to the examples, through a result of the step. Use "
+            "brings the average of a batch statistic over micro-batches back to the examples. Use "
             "`num_micro_batches=1`, or compute it from values that are not batch statistics.",
         )
 
 
 def _refuse_per_micro_batch(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    """Raise NotPerMicroBatchError if an equation reads a micro-batch's own value where `statistics` does not allow it."""
     if any(isinstance(form, PerMicroBatch) for form in forms):
         raise NotPerMicroBatchError(
             eqn,
@@ -263,10 +250,10 @@ def _refuse_per_micro_batch(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
 
 
 def _refuse_sums(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    """Raise NotPerMicroBatchError for a sum that was not divided by its number of terms: it has no own mean."""
+    """Raise for a sum that is not divided by its number of terms: such a sum has no mean of the micro-batch."""
     if any(isinstance(form, Partial) and form.rescale is None for form in forms):
         raise NotPerMicroBatchError(
             eqn,
-            "reads a sum over examples, or its derivative, where the micro-batch would take its own mean. Use "
+            "reads a sum over examples, or its derivative, where a micro-batch uses the mean over its examples. Use "
             "`num_micro_batches=1`, or divide the sum by its number of terms first.",
         )

@@ -1,12 +1,11 @@
-"""Rewrites a traced full-batch step as loops over micro-batches.
+"""Writes a split step: a traced full-batch step and a number n in, a `SplitStep` of loops over n micro-batches out.
 
-Constants keep their full-batch values. `segments` finds the form of each value and the place of each equation; this
-module writes the equations, segment by segment:
+`segments` finds the form of each value and the segment of each equation. This module writes the equations:
 
-  * in a loop, an equation runs on the micro-batch's part of its operands, and each loop has its own variables
-    (`loop_equations`, `loop_values`);
-  * between loops, an equation runs once, on complete values (`draft`);
-  * a loop that reads rows of an earlier one reads kept rows, or recomputes them.
+  * in a loop, on the micro-batch's part of the operands; each loop has its own variables (`loop_equations`,
+    `loop_values`);
+  * between loops, once, on complete values (`draft`);
+  * a loop that needs per-example values of an earlier loop reads kept values, or recomputes them.
 """
 
 from __future__ import annotations
@@ -29,58 +28,56 @@ from minialpa.tracing.trace import TracedStep
 
 
 def split_micro_batches(
-    step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None, *, keep_rows: bool = False
+    step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None, *, keep_activations: bool = False
 ) -> SplitStep:
-    """Split `step` into `n` micro-batches.
+    """Split `step` into `n` micro-batches of equal size.
 
-    chunk_of: the chunk of each traced equation, if it is known. The step adds partial results of different chunks after
-    their loop, not inside.
-    keep_rows: whether later loops read kept rows of earlier ones, or recompute them.
-    Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
+    chunk_of: the chunk of each traced equation, in a pipeline. Partial sums of different chunks are added after their
+    loop.
+    keep_activations: whether later loops read kept per-example values of earlier loops; else they recompute them.
+    Raises TraceError if the batch has no `n` equal parts, or if a result has no clear meaning over micro-batches.
     """
     if n == 1:
         return whole_batch(step, several_loops=chunk_of is not None)
 
     if step.batch_size is None:
-        why = "None is listed in `batch_argnums`." if step.no_batch is None else step.no_batch.reason
+        why = "`batch_argnums` lists no argument." if step.no_batch is None else step.no_batch.reason
         raise TraceError(f"`num_micro_batches={n}` needs an argument with examples. {why}")
     if step.batch_size % n:
         raise TraceError(
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "
             f"Choose `num_micro_batches` among its divisors: {', '.join(map(str, divisors(step.batch_size)))}."
         )
-    return _written(find_segments(step, n, chunk_of), keep_rows)
+    return _written(find_segments(step, n, chunk_of), keep_activations)
 
 
-def _written(segments: Segments, keep_rows: bool) -> SplitStep:
-    """The step that runs each equation in its segment."""
+def _written(segments: Segments, keep_activations: bool) -> SplitStep:
     draft = Draft(segments)
-    once = CompleteValues(draft)
+    complete = CompleteValues(draft)
     last = 2 * segments.n_loops
     compared = _compared_rows(segments)
 
     for segment in range(last + 1):
         recomputed = set[int]()
-        if is_loop(segment) and not keep_rows:
+        if is_loop(segment) and not keep_activations:
             recomputed = _recomputed_equations(segments, segment, compared | draft.stacks.keys())
-        _write_segment(draft, once, segment, recomputed)
+        _write_segment(draft, complete, segment, recomputed)
 
     for atom in segments.step.flat.outvars:
-        once.require(atom, last)
+        complete.require(atom, last)
     return draft.finish()
 
 
-def _write_segment(draft: Draft, once: CompleteValues, segment: int, recomputed: set[int]) -> None:
-    """Write the equations of one segment, with `recomputed` equations of earlier loops."""
+def _write_segment(draft: Draft, complete: CompleteValues, segment: int, recomputed: set[int]) -> None:
     segments = draft.segments
     prologue = segments.prologue if segment == 0 else frozenset[int]()
     numbers = [i for i, place in enumerate(segments.places) if place == segment or i in prologue or i in recomputed]
     if not is_loop(segment):
         for i in numbers:
-            once.emit(i, segment)
+            complete.emit(i, segment)
         return
 
-    loop = LoopEquations(LoopValues(draft, once, segment))
+    loop = LoopEquations(LoopValues(draft, complete, segment))
     for i in numbers:
         loop.emit(i)
 
@@ -89,9 +86,8 @@ def _write_segment(draft: Draft, once: CompleteValues, segment: int, recomputed:
 
 
 def _recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> set[int]:
-    """Equations of earlier loops whose results the loop `segment` reads, without `kept` values.
-
-    Equations with side effects run only once.
+    """Equations of earlier loops that the loop `segment` repeats, because it reads their results and these are not
+    `kept`.
     """
     required, recomputed = set[Var](), set[int]()
 
@@ -109,15 +105,15 @@ def _recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> s
 
 
 def _may_repeat(segments: Segments, i: int, segment: int) -> bool:
-    """Whether an equation runs in a loop before `segment` and has no side effects."""
+    """Whether equation `i` runs in a loop before `segment`; equations with side effects never repeat."""
     place = segments.places[i]
     return place is not None and is_loop(place) and place < segment and not segments.eqns[i].effects
 
 
 def _compared_rows(segments: Segments) -> set[Var]:
-    """Operands of reductions to the largest or smallest example.
+    """The operands of reductions to the largest or smallest example.
 
-    Loops keep these rows, because the derivative of such a reduction compares them with its result to the last bit.
+    Loops keep them, because the derivative of such a reduction compares them with its result to the last bit.
     """
     compared: set[Var] = set()
     for eqn, place in zip(segments.eqns, segments.places, strict=True):

@@ -1,14 +1,13 @@
-"""Levels and scales: the loop after which each value is known, and scalar totals that arrays wait for.
+"""Levels and scales: an equation in; the loop or the scalar for which its results wait, out.
 
-A cheap value that depends on the batch alone, such as a sum of loss weights, needs no loop: if an equation asks for its
-total, it is computed before the first loop, for all examples at once (`Levels`).
-
-A scalar total s that multiplies rows waits until linear equations have summed them:
+Both save loops of a step that divides by a reduction. `Levels`: a cheap value that depends on the batch alone, such as
+a sum of loss weights, is computed before the first loop. `Scales`: a scalar s that multiplies per-example values waits
+until linear equations have summed them:
 
     sum_k a_k (s x_k) = s sum_k a_k x_k     -> Scales.common
 
-So a denominator without a gradient of its own costs no loop. An array that s fills or multiplies has a form with s
-(`Scales.waiting_form`), and loops may read it before s is known.
+So a denominator without a gradient costs no loop. Loops read an array that s fills or multiplies without s
+(`Scales.waiting_form`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from minialpa.tracing.trace import TracedStep
 
 
 class Levels:
-    """The levels of values. independent: cheap values that depend on the batch alone."""
+    """The loop after which each value is complete. independent: cheap values that depend on the batch alone."""
 
     def __init__(self, step: TracedStep, forms: ValueForms) -> None:
         self.forms = forms
@@ -39,14 +38,13 @@ class Levels:
         self._prologue_values: set[Var] = set()
 
     def note(self, eqn: JaxprEqn) -> None:
-        """Note whether the results of an equation are cheap and depend on the batch alone."""
         if not is_expensive(eqn) and all(is_literal(atom) or atom in self.independent for atom in eqn.invars):
             self.independent.update(eqn.outvars)
 
     def of(self, atom: Atom) -> int:
-        """The number of the loop after which a value is known on all examples; 0 before the first loop.
+        """The number of the loop after which a value is complete; 0 before the first loop.
 
-        Notes independent values, which are then computed before the first loop.
+        Records the independent values among the arguments; these are computed before the first loop.
         """
         form = self.forms.form(atom)
         if isinstance(form, Complete):
@@ -58,9 +56,9 @@ class Levels:
         return form.loop if scale is None else max(form.loop, self.of(scale.scalar))
 
     def prologue(self, eqns: Sequence[JaxprEqn], places: Sequence[int | None]) -> frozenset[int]:
-        """Equations of loops that also run before the first loop, on the whole batch."""
+        """The equations of loops that also run before the first loop, on the whole batch."""
         required, prologue = set(self._prologue_values), set[int]()
-        # Backwards, since an early equation needs its operands.
+        # Backwards, since an equation of the prologue needs its operands.
         for i in range(len(eqns) - 1, -1, -1):
             if places[i] == 0:
                 required.update(operand_vars(eqns[i]))
@@ -73,14 +71,14 @@ class Levels:
 class Scales:
     """The scalars that operands and results of equations wait for.
 
-    has_statistics: whether micro-batches have their own statistics; then loops read the derivatives, and no value waits.
+    has_statistics: whether micro-batches have statistics; then loops read the derivatives, and no value waits.
     """
 
     def __init__(self, forms: ValueForms, levels: Levels, *, has_statistics: bool) -> None:
         self.forms, self.levels, self.has_statistics = forms, levels, has_statistics
 
     def waiting_form(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Complete | None:
-        """The form of an array that a scalar total fills or multiplies; None for other arrays."""
+        """The form of an array that a complete scalar fills or multiplies; None for other arrays."""
         scalar = self._filled_with(eqn)
         if scalar is not None:
             return Complete(after=self.levels.of(scalar), is_parameter=False, uniform=scalar)
@@ -90,10 +88,10 @@ class Scales:
         return None
 
     def common(self, eqn: JaxprEqn, factors: Factors) -> Scale | None:
-        """The scalar total of an operand that may multiply the results instead.
+        """The scalar of an operand that may multiply the results instead, or None.
 
-        If the equation is jointly linear in its operands, all of them have this scale, or are zero; if it is linear in
-        each operand, one of them has it.
+        All operands of a jointly linear equation have this scale or are zero; of any other linear equation, one operand
+        has it.
         """
         found = {k: self.of_operand(atom, k, factors) for k, atom in enumerate(eqn.invars)}
         scales = {k: scale for k, scale in found.items() if scale is not None}
@@ -128,7 +126,7 @@ class Scales:
         return Scale(scalar, divides=True) if factors.linear == "each" and k == 1 else None
 
     def _known_but_for_a_scale(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Scale | None:
-        """The scalar total of an array whose other operands are all known before the first loop."""
+        """The scalar of an array if all other operands are complete before the first loop, else None."""
         if not all(shape_of(var) for var in eqn.outvars) or eqn.effects:
             return None
         factors = factors_of(eqn)
@@ -140,7 +138,6 @@ class Scales:
         return scale
 
     def _filled_with(self, eqn: JaxprEqn) -> Var | None:
-        """The scalar that an equation fills an array with."""
         if eqn.primitive.name != "broadcast_in_dim" or not is_inexact(eqn.outvars[0]) or len(eqn.invars) > 1:
             return None
         (atom,) = eqn.invars
@@ -148,7 +145,7 @@ class Scales:
         return form.uniform if isinstance(form, Complete) and form.uniform is not None else self._scalar_aggregate(atom)
 
     def _scalar_aggregate(self, atom: Atom) -> Var | None:
-        """The atom, if it is a scalar that is known only after a loop."""
+        """The atom, if it is a scalar that is complete only after a loop."""
         if self.has_statistics or is_literal(atom) or shape_of(atom) or not is_inexact(atom):
             return None
         if atom in self.levels.independent:

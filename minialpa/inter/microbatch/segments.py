@@ -1,20 +1,17 @@
-"""Segments: the loop over micro-batches, or the place between loops, of each equation of a traced step.
+"""Segments: a traced step in, the segment and form of each of its equations and values out (`find_segments`).
 
-A step over micro-batches is a chain of segments, numbered from 0. Odd segments are loops and run once per micro-batch.
-Even segments run once: 0 before the first loop, 2 l after loop l; the last one is the update. An equation goes to the
-first segment in which its operands are known:
+Odd segments are loops and run once per micro-batch. Even segments run once: 0 before the first loop, 2 l after loop l;
+the last is the update. An equation goes to the first segment in which its operands are readable:
 
-  * on examples, a loop: the loop of its operands, or the loop after the last total that it reads;
-  * linear in partial sums, their loop: the result is another partial sum;
-  * on totals, the segment after the loop that completes them;
-  * mixing examples (a sort, a similarity of all pairs), the segment after the loop of its operands, on all examples at
-    once; later loops cut their rows out of its results.
+  * on examples: the loop of its operands, or the loop after the last complete value that it reads;
+  * linear in partial sums: their loop, and the result is another partial sum;
+  * otherwise on reductions: the segment after the loop that completes them;
+  * mixing examples (a sort, a similarity of all pairs): the segment after the loop of its operands, on all examples.
+    Later loops cut their rows out of its results.
 
-So a loss on means is one loop, and a loss that divides by a total of the model's values is two. Two exceptions in
-`scales` keep the number of loops small: cheap values of the batch alone are known before the first loop, and loops may
-read rows before a scalar total that multiplies them is known.
-
-`places` has the equations on examples and on totals; this module places all others.
+So a loss on means needs one loop, and a loss that divides by a sum of the model's values two; `scales` has two
+exceptions.
+`places` has the equations on examples and on reductions; this module places all others.
 """
 
 from __future__ import annotations
@@ -53,25 +50,19 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The segment of each equation of a step, and the form of each value.
-
-    The number of an equation is its position in `eqns`.
+    """The segment of each equation of a step, and the form of each value. Equations are numbered by position in `eqns`.
 
     Attributes:
-        step: the traced step.
-        n_micro_batches: at least 2.
         eqns: the traced equations, with divided optimization barriers.
         sources: for each of `eqns` the number of its traced equation.
         places: the segment of each equation; None if each reader computes the results for itself.
-        forms: the form of each variable.
-        per_micro_batch: numbers of the equations that take totals as the micro-batch's own.
+        per_micro_batch: numbers of the equations that read reductions as statistics of the micro-batch.
         prologue: numbers of the equations of loops that also run before the first loop, on the whole batch.
         shares: a factor for each part of an unbiased variance, so that n parts add up to the mean of the micro-batches'
             variances.
-        asked_for: for each call of `per_micro_batch`, by its number, the factor from the part of its argument to the
-            micro-batch's own mean; 1 for a sum. Calls on examples, or on values without examples, are absent.
+        asked_for: for each call of `per_micro_batch` on a reduction, by its number, the factor from a part to the
+            micro-batch's mean; 1 for a sum.
         found: descriptions of the batch statistics.
-        producer: the number of the equation that computes each variable.
         prologue_values: the results of the equations in `prologue`.
     """
 
@@ -94,7 +85,6 @@ class Segments:
         return max([1, *((place + 1) // 2 for place in self.places if place is not None)])
 
     def line(self, var: Var) -> str:
-        """The source line that computes `var`."""
         return source_line(self.eqns[self.producer[var]])
 
     def reads_of_micro_batch(self, i: int, var: Var) -> bool:
@@ -105,15 +95,15 @@ class Segments:
         return isinstance(form, PerExample | PerMicroBatch)
 
     def reads_part_of_loop(self, i: int, atom: Atom) -> bool:
-        """Whether operand `atom` of equation `i` is a partial sum of the equation's own loop."""
         form = self.forms.form(atom)
         return isinstance(form, Partial) and self.places[i] == 2 * form.loop - 1
 
 
 def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None) -> Segments:
-    """The segments of a step; see `split_micro_batches`.
+    """The segments of a step; the arguments are as in `split_micro_batches`.
 
-    A normalisation over examples that micro-batches cannot take as their own is computed from the whole batch.
+    If a normalisation with the moments of micro-batches raises NotPerMicroBatchError, it reads the moments of the whole
+    batch.
     """
     kinds = batch_kinds(step, n)
     moments = find_moments(step, kinds)
@@ -131,8 +121,6 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
 
 
 class _Finder:
-    """Finds the segments of equations in order. `_eqns`, `_sources` and `_places` grow together, see `Segments`."""
-
     def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics) -> None:
         assert step.batch_size is not None
         per_micro_batch = statistics.per_micro_batch
@@ -161,7 +149,7 @@ class _Finder:
         return self._segments()
 
     def _segments(self) -> Segments:
-        # Only now are all requests for totals before the first loop known.
+        # All requests for values before the first loop have been made.
         eqns = tuple(self._eqns)
         prologue = self.levels.prologue(eqns, self._places)
 
@@ -192,10 +180,10 @@ class _Finder:
     # ---- barriers -------------------------------------------------------------------------------------------------
 
     def _divide_barrier(self, source: int, eqn: JaxprEqn) -> None:
-        """Divide a barrier into one for each segment, and for each scalar that values wait for.
+        """Divide a barrier into a barrier for each segment, and for each scalar that values wait for.
 
-        The readers of a value that waits for a scalar may compute it without the scalar, so it must not share a barrier
-        with other values.
+        A reader may compute a waiting value without its scalar, so that value must not share a barrier with other
+        values.
         """
         groups: dict[tuple[type, int | None, Scale | None], list[int]] = {}
         for k, atom in enumerate(eqn.invars):
@@ -207,14 +195,13 @@ class _Finder:
             part = eqn.replace(invars=[eqn.invars[k] for k in positions], outvars=[eqn.outvars[k] for k in positions])
             for atom, result in zip(part.invars, part.outvars, strict=True):
                 form = self.forms.form(atom)
-                # Rows of arguments pass the barrier in the first loop.
+                # Batch arguments pass the barrier in the first loop.
                 self.forms.of[result] = replace(form, loop=max(1, form.loop)) if isinstance(form, PerExample) else form
             self._note(source, part, place)
 
     # ---- one equation ---------------------------------------------------------------------------------------------
 
     def _place(self, i: int, eqn: JaxprEqn) -> int | None:
-        """The segment of traced equation `i`; sets the forms of its results."""
         forms = [self.forms.form(atom) for atom in eqn.invars]
         on_examples = any(isinstance(form, PerExample) for form in forms)
         if eqn.primitive.name == "minialpa_per_micro_batch":
@@ -229,14 +216,14 @@ class _Finder:
         return self._place_known(i, eqn, forms)
 
     def _note_asked_for(self, eqn: JaxprEqn, form: Form) -> None:
-        """Note a call of `per_micro_batch` on a total: the cotangents of its result are also the micro-batch's own."""
+        """Record a call of `per_micro_batch` on a reduction: cotangents of its result are also per micro-batch."""
         if not eqn.params["cotangent_of"] and isinstance(form, Partial | PerMicroBatch):
             rescale = form.rescale if isinstance(form, Partial) else None
             self.asked_for.setdefault(eqn.params["number"], 1.0 if rescale is None else rescale)
 
     def _place_known(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
         """The segment of an equation on values of the forms `Complete` and `Same`."""
-        # Functions of `Same` values stay in their loop, unless they also need a total.
+        # Functions of `Same` values stay in their loop, unless they also need a later value.
         known = [form for form in forms if isinstance(form, Complete)]
         after = max((form.after for form in known), default=0)
         same = max((form.loop for form in forms if isinstance(form, Same)), default=0)
@@ -255,7 +242,7 @@ class _Finder:
         return 2 * after
 
     def _computed_by_readers(self, i: int, eqn: JaxprEqn, forms: Sequence[Form], after: int) -> Complete | None:
-        """The form of results that each reader computes for itself; None for results that are computed once."""
+        """The form of results that each reader computes for itself; None for other results."""
         in_update = self.step.origins[i].direction == "other"
         if all(isinstance(form, Complete) and form.is_parameter for form in forms):
             if after == 0:

@@ -1,4 +1,7 @@
-"""A step over micro-batches: operations with their segments, and the combination of values over micro-batches."""
+"""`SplitStep`: operations in segments, and the combination of values over micro-batches. The output of this package.
+
+With one loop, segment 0 (prologue) runs once, segment 1 (loop) n times, segment 2 (update) once.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,16 @@ from minialpa.ir.op import Op
 from minialpa.rules.factors import Reduction
 from minialpa.tracing.trace import TracedStep
 
-#: Segments of a step with one loop: once before, once per micro-batch, and once after the micro-batches.
+#: The segments of a step with one loop.
 PROLOGUE, LOOP, UPDATE = 0, 1, 2
 
 
 def is_loop(segment: int) -> bool:
-    """Odd segments run once per micro-batch."""
     return segment % 2 == 1
 
 
 def operation(step: TracedStep, eqn: JaxprEqn, segment: int, source: int) -> Op:
-    """`eqn` in a segment, with the facts of operation `source` of `step`, if it is not -1."""
+    """`eqn` in a segment, with the facts of operation `source` of `step` unless `source` is -1."""
     if source < 0:
         return Op(eqn, segment=segment)
     return replace(step.flat.ops[source], eqn=eqn, segment=segment, source=source)
@@ -30,7 +32,7 @@ def operation(step: TracedStep, eqn: JaxprEqn, segment: int, source: int) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
-    """`complete` = reduction over micro-batches of `loop`; its dtype may be wider."""
+    """`complete` = `reduction` over micro-batches of `loop`. The dtype of `complete` may be wider."""
 
     loop: Var
     complete: Var
@@ -51,15 +53,12 @@ class SplitStep:
     """A step as a chain of segments: loops over micro-batches, and the equations before and after each; see `segments`.
 
     Attributes:
-        traced: the step of the full batch.
-        n_micro_batches: number of iterations of each loop.
-        ops: in order, segment after segment.
-        micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
-        micro_index: int32 scalar, the number of the micro-batch; None if unused.
-        accumulators: reductions of all loops; a total is complete after its loop.
-        stacks: concatenations of all loops; a total is complete after its loop.
-        outvars: results of the step, over the variables of the update, inputs and literals.
-        batch_dims: for variables of the loops, and inputs, the dimension of the examples.
+        ops: the operations, segment after segment.
+        micro_inputs: pairs (batch argument, variable that holds the examples of one micro-batch).
+        micro_index: an int32 scalar, the number of the micro-batch; None if unused.
+        accumulators: reductions over the micro-batches of all loops; each is complete after its loop.
+        stacks: concatenations over the micro-batches of all loops; each is complete after its loop.
+        batch_dims: for variables of the loops and for inputs, the dimension of the examples.
         per_micro_batch: descriptions of the statistics that each micro-batch computes for itself.
     """
 
@@ -81,7 +80,7 @@ class SplitStep:
 
     @property
     def results(self) -> list[Var]:
-        """The results of the step, without literals; a variable that is returned twice is listed twice."""
+        """The results without literals; a variable that is returned twice is listed twice."""
         return [v for v in self.outvars if not is_literal(v)]
 
     @property
@@ -95,7 +94,7 @@ class SplitStep:
 
     @property
     def recomputes_rows(self) -> bool:
-        """Whether a loop recomputes rows of an earlier one."""
+        """Whether a loop recomputes per-example values of an earlier loop."""
         places = {(op.source, op.segment) for op in self.ops if is_loop(op.segment) and op.source >= 0}
         return len(places) > len({source for source, _ in places})
 

@@ -1,11 +1,11 @@
-"""Batch statistics: totals over the examples that a micro-batch takes from its own examples.
+"""Batch statistics: a step and its moments in, the equations that read reductions as statistics of the micro-batch out.
 
-A step over micro-batches computes the numbers of the full batch, with two exceptions. The model may ask for a
-micro-batch's own value with `per_micro_batch`; and a normalisation over examples, as in BatchNorm, uses the mean and
-variance of the micro-batch, see `normalisations`.
+A step over micro-batches computes the numbers of the full batch, with two exceptions. The model may ask for the value
+of a micro-batch with `per_micro_batch`; and a normalisation over examples, as in BatchNorm, uses the mean and variance
+of the micro-batch, see `normalisations`.
 
-Backward passes also read totals: the derivatives of a micro-batch's own value are its own. Their forward equation
-identifies them, or else its line in the program.
+Backward passes read derivatives of these statistics. The forward equation or, without one, the source line identifies
+them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,12 @@ _Key = tuple[int | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The own values of a micro-batch.
-
-    Attributes:
-        per_micro_batch: numbers of the equations that read totals as the micro-batch's own.
-        found: descriptions of the statistics.
-    """
-
     per_micro_batch: frozenset[int] = frozenset()
     found: tuple[str, ...] = ()
 
 
 class NotPerMicroBatchError(TraceError):
-    """A statistic that a micro-batch cannot take as its own, and the line that reads it."""
+    """A reduction that cannot be a statistic of the micro-batch, and the line that reads it."""
 
     def __init__(self, eqn: JaxprEqn, problem: str) -> None:
         super().__init__(f"`{eqn.primitive.name}` at {source_line(eqn)} {problem}")
@@ -51,23 +44,22 @@ class NotPerMicroBatchError(TraceError):
 
 
 def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[Moments]:
-    """The moments of a step that a micro-batch may take as its own.
+    """The moments of a step that may be statistics of the micro-batch.
 
     Every use of their code must be a normalisation of examples. In a gradient of a gradient, for instance, the inner
-    backward pass reads moments in other ways; then all moments are the whole batch's.
+    backward pass reads moments in other ways; then all moments are of the whole batch.
     """
     if any(origin.is_second for origin in step.origins):
         return []  # first and second derivatives of statistics have the same lines
 
     lines = _Lines(step)
-    # A backward pass may recompute moments of the forward pass. Moments of the batch itself have no derivatives.
+    # A backward pass may recompute forward moments. Moments of the batch itself have no derivatives.
     others = [m for m in moments if not (m.is_normalisation or m.in_backward or m.of_batch)]
     elsewhere = lines.of(i for m in others for i in m.entries) | lines.of(_on_aggregates_alone(step, kinds, moments))
     return [m for m in moments if m.is_normalisation and not lines.of(m.entries) & elsewhere]
 
 
 def _on_aggregates_alone(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[int]:
-    """Forward equations that read totals other than moments, and no examples."""
     known = {i for m in moments for i in m.aggregates}
     return [
         i
@@ -80,7 +72,7 @@ def _on_aggregates_alone(step: TracedStep, kinds: Kinds, moments: Sequence[Momen
 
 
 def without(step: TracedStep, normal: Sequence[Moments], line: str) -> list[Moments]:
-    """The normalisations that are not computed at `line`; none, if none is computed there."""
+    """The normalisations that are not computed at `line`; empty if `line` computes no normalisation."""
     lines = _Lines(step)
     rest = [m for m in normal if line not in lines.of((*m.aggregates, *m.entries))]
     return rest if len(rest) < len(normal) else []
@@ -89,10 +81,10 @@ def without(step: TracedStep, normal: Sequence[Moments], line: str) -> list[Mome
 def find_statistics(
     step: TracedStep, kinds: Kinds, moments: Sequence[Moments], normal: Sequence[Moments]
 ) -> Statistics:
-    """What a micro-batch takes as its own: the normalisations `normal`, and what the model asks for.
+    """The statistics of the micro-batch: the moments `normal`, and the calls of `per_micro_batch`.
 
-    Raises NotPerMicroBatchError if an equation that reads a total may be the derivative of a statistic as well as of a total of
-    the whole batch.
+    Raises NotPerMicroBatchError if a backward equation may be the derivative both of a statistic and of a reduction
+    over the whole batch.
     """
     eqns, lines = step.flat.eqns, _Lines(step)
     marked = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == _PER_MICRO_BATCH}
@@ -112,13 +104,13 @@ def find_statistics(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ForwardStatistics:
-    """The totals that are a micro-batch's own in the forward pass.
+    """The statistics of the micro-batch in the forward pass.
 
     Attributes:
         entries: numbers of the equations that read them.
         aggregates: numbers of the equations that compute them.
-        read: what examples, running averages and results read of them.
-        keys: the keys of these equations, by which their derivatives are recognised.
+        read: the statistics that examples, running averages and results read.
+        keys: the keys of these equations, which identify their derivatives.
     """
 
     entries: set[int]
@@ -132,21 +124,21 @@ def _statistics_in_forward(
 ) -> _ForwardStatistics:
     eqns = step.flat.eqns
     read = {var for m in normal for i in m.entries for var in operand_vars(eqns[i])}
-    # A flag has no average: it is computed from the averages of what it depends on.
+    # A flag has no average: it is computed from averages.
     read.update(var for m in normal for i in m.averages for var in operand_vars(eqns[i]) if is_inexact(var))
     read.update(var for m in normal for var in m.results if is_inexact(var))
     keys = {lines.key(i) for m in normal for i in (*m.entries, *_needed_by(eqns, m.aggregates, read))}
 
-    # Parts of a block that are computed again have the lines of its forward pass.
+    # Recomputed parts of a block have the lines of its forward pass.
     forward = {line for _, line in keys}
-    again = [m for m in moments if m.in_backward and lines.of(m.entries) & forward]
-    entries = {i for m in (*normal, *again) for i in m.entries} | marked
-    aggregates = {i for m in (*normal, *again) for i in m.aggregates}
+    recomputed = [m for m in moments if m.in_backward and lines.of(m.entries) & forward]
+    entries = {i for m in (*normal, *recomputed) for i in m.entries} | marked
+    aggregates = {i for m in (*normal, *recomputed) for i in m.aggregates}
     return _ForwardStatistics(entries=entries, aggregates=aggregates, read=read, keys=keys)
 
 
 def _needed_by(eqns: Sequence[JaxprEqn], aggregates: Sequence[int], read: Collection[Var]) -> list[int]:
-    """The equations of `aggregates` that compute the variables `read`. Running averages themselves are made once."""
+    """Equations of `aggregates` that compute the variables `read`. Running averages themselves are computed once."""
     needed = set(read)
     out = []
     for i in reversed(aggregates):
@@ -163,8 +155,6 @@ def _described(step: TracedStep, kinds: Kinds, moments: Moments) -> str:
 
 
 class _Lines:
-    """Lines and keys of equations; a line is looked up once."""
-
     def __init__(self, step: TracedStep) -> None:
         self._step = step
         self._known: dict[int, str] = {}
@@ -182,12 +172,12 @@ class _Lines:
 
 
 class _Derivatives:
-    """A walk over the backward passes, which finds the derivatives of values that a micro-batch took as its own.
+    """A walk over the backward passes that finds the derivatives of statistics of the micro-batch.
 
     Attributes:
-        exact_keys: the keys of forward equations that bring totals of the whole batch to the examples.
-        is_per_micro_batch: totals that are each micro-batch's own.
-        asked_for: results of `per_micro_batch`, and the totals that follow from them, in any pass.
+        exact_keys: the keys of forward equations that bring reductions over the whole batch to the examples.
+        is_per_micro_batch: reductions that are per-micro-batch values.
+        asked_for: results of `per_micro_batch`, and the reductions computed from them, in any pass.
     """
 
     def __init__(self, step: TracedStep, kinds: Kinds, per_micro_batch: _ForwardStatistics, lines: _Lines) -> None:
@@ -198,7 +188,6 @@ class _Derivatives:
         self.asked_for: set[Var] = set()
 
     def find(self) -> set[int]:
-        """Numbers of the equations that read such derivatives."""
         out = set()
         for i, eqn in enumerate(self.step.flat.eqns):
             if eqn.primitive.name == _PER_MICRO_BATCH:
@@ -220,7 +209,7 @@ class _Derivatives:
         return self.step.origins[i].direction == "backward" or any(var in self.asked_for for var in aggregates)
 
     def _visit(self, i: int, eqn: JaxprEqn) -> bool:
-        """Note which results are the micro-batch's own. Returns whether the equation reads own totals alone."""
+        """Record per-micro-batch results. Returns whether the equation reads per-micro-batch reductions alone."""
         aggregates = aggregates_in(eqn, self.kinds)
         reads_per_micro_batch = bool(aggregates) and all(var in self.is_per_micro_batch for var in aggregates)
 
@@ -236,12 +225,12 @@ class _Derivatives:
         if len({var in self.is_per_micro_batch for var in aggregates}) == 2:
             raise NotPerMicroBatchError(
                 eqn,
-                "joins a statistic of the micro-batch with a total of the whole batch. Use `num_micro_batches=1`, or "
-                "`minialpa.per_micro_batch` for the total.",
+                "joins a statistic of the micro-batch with a reduction over the whole batch. Use "
+                "`num_micro_batches=1`, or `minialpa.per_micro_batch` for the reduction.",
             )
 
     def _reduce(self, i: int, eqn: JaxprEqn) -> None:
-        """Note that a sum over examples is the micro-batch's own if it is the derivative of an own value."""
+        """Record a sum over examples as per micro-batch if it is the derivative of a statistic."""
         sums = [var for var in eqn.outvars if self.kinds.get(var) == AGGREGATE]
         if not sums or not self._derives_from(i, self.per_micro_batch.keys):
             return
@@ -249,23 +238,23 @@ class _Derivatives:
         if self._derives_from(i, self.exact_keys):
             raise NotPerMicroBatchError(
                 eqn,
-                "is the derivative of a batch statistic or of a total of the whole batch: both are computed there. "
-                "Put them on lines of their own, and use `minialpa.value_and_grad`.",
+                "is the derivative of a batch statistic or of a reduction over the whole batch: both are computed "
+                "there. Put the two on different lines, and use `minialpa.value_and_grad`.",
             )
         self.is_per_micro_batch.update(sums)
 
     def _derives_from(self, i: int, keys: set[_Key]) -> bool:
-        """Whether an equation may be a derivative of one of `keys`; without a group, by its line."""
+        """Without a group, an equation may be a derivative of any equation on its line."""
         group, line = self.lines.key(i)
         return (group, line) in keys or (group is None and any(line == other for _, other in keys))
 
 
 def _exact_keys(step: TracedStep, kinds: Kinds, per_micro_batch: _ForwardStatistics, lines: _Lines) -> set[_Key]:
-    """Keys of the forward equations that bring totals of the whole batch to the examples."""
+    """Keys of the forward equations that bring reductions over the whole batch to the examples."""
     out: set[_Key] = set()
     brought: set[Var] = set()
 
-    # Backwards, from the examples to the broadcasts that bring totals to them.
+    # Backwards, from the examples to the broadcasts that bring reductions to them.
     for i in range(len(step.flat.eqns) - 1, -1, -1):
         eqn = step.flat.eqns[i]
         if (

@@ -1,7 +1,7 @@
-"""One micro-batch: the equations of a traced step as a split step whose loops run once.
+"""One micro-batch: a traced step in, a `SplitStep` whose loops run once out.
 
 A loop has the forward and backward equations and their operands, and the update comes after it. In a pipeline, a
-gradient that waits for another one, such as the second of a sharpness-aware step, has its own loop through all stages.
+gradient that waits for another gradient, as in a sharpness-aware step, has a separate loop through all stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAST_REDUCED_BYTES = 2
 
 
 def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
-    """`step` with one micro-batch. several_loops: whether gradients that wait for others have loops of their own."""
+    """`step` with one micro-batch. several_loops: whether a gradient that waits for others has a separate loop."""
     segments = _segments(step, _loops_of_calls(step) if several_loops else {})
     kinds = batch_kinds(step, 1)
     aggregates = [var for var in step.flat.outvars if not is_literal(var) and kinds.get(var) == AGGREGATE]
@@ -59,13 +59,12 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
 
 
 def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies: Mapping[Var, Atom]) -> list[Op]:
-    """The operations of a segment, which read copies of the results of earlier loops."""
     numbers = [i for i, mine in enumerate(segments) if mine == segment]
     return [operation(step, reading(step.flat.eqns[i], copies), segment, i) for i in numbers]
 
 
 def _loops_of_calls(step: TracedStep) -> dict[int, int]:
-    """The loop of each gradient of a step: after the loops of all gradients that it waits for."""
+    """The loop of each gradient: after the loops of all gradients that it waits for."""
     # By variable, the gradients whose backward passes it depends on; by gradient, the others that it waits for.
     needs: dict[Var, frozenset[int]] = {}
     waits: dict[int, set[int]] = {}
@@ -86,9 +85,9 @@ def _loops_of_calls(step: TracedStep) -> dict[int, int]:
 
 
 def _segments(step: TracedStep, loop_of_call: Mapping[int, int]) -> list[int]:
-    """The segment of each equation: forward and backward equations are in the loop of their gradient, by default 1.
+    """The segment of each equation. Forward and backward equations are in the loop of their gradient, by default 1.
 
-    Other equations run in the loop whose passes need them, or else after the last loop that they depend on.
+    Other equations run in the loop whose passes read their results, or else after the last loop that they depend on.
     """
     origins = step.origins
     in_loop = {
@@ -99,8 +98,7 @@ def _segments(step: TracedStep, loop_of_call: Mapping[int, int]) -> list[int]:
 
 
 def _earliest_segments(step: TracedStep, in_loop: Mapping[int, int]) -> list[int]:
-    """The first possible segment of each equation. `in_loop` has the known segments."""
-    known: dict[Var, int] = {}  # the first segment that may read each variable
+    known: dict[Var, int] = {}  # the first segment that can read each variable
     earliest: list[int] = []
     for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True)):
         segment = in_loop.get(i, max((known.get(var, 0) for var in operand_vars(eqn)), default=0))
@@ -133,7 +131,7 @@ def _latest_segments(step: TracedStep, in_loop: Mapping[int, int], earliest: Seq
 
 
 def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:
-    """Copies in `segment` of the loop's floats in `read`; they mark the place of the sum over devices."""
+    """Copies, in `segment`, of floats in `read` that the loop makes. They mark the place of the sum over devices."""
     made = {var: op for op in loop for var in op.eqn.outvars if is_inexact(var)}
     marked = unary_equation(lambda x: gradient_p.bind(x, call=0)[0])
     marks: list[Op] = []

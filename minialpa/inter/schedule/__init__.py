@@ -1,4 +1,1 @@
-"""Schedules: the order in which the stages of a pipeline run their passes, and timelines of plans in that order.
-
-Imports: `plan`, `cluster`.
-"""
+"""Schedules: a pipeline size in, the order of passes of each stage out; a plan in, the timeline of one step out."""

@@ -1,6 +1,10 @@
-"""Chunks: the runs of neighbouring layers of all stages, in pipeline order.
+"""The layers of each stage in, the chunks of the pipeline out: runs of neighbouring layers, in order.
 
-A stage whose layer numbers jump has several chunks, and every micro-batch passes through the stage once for each.
+A micro-batch visits a stage once per chunk. Stages with the layers (0, 1, 4) and (2, 3, 5) have four chunks:
+
+    chunk    0     1     2   3
+    layers   0 1   2 3   4   5
+    stage    0     1     0   1
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from minialpa.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The layers and the stage of each chunk. Without a pipeline there is one chunk, without layers."""
+    """The layers and the stage of each chunk. A step without a pipeline has one chunk, without layers."""
 
     layers: tuple[tuple[int, ...], ...]
     stage_of: tuple[int, ...]
@@ -32,13 +36,12 @@ class Chunks:
         return PipelineSize(self.n_stages, n_micro_batches, self.per_stage)
 
     def of_group(self, layer_of_group: Sequence[int]) -> tuple[int, ...]:
-        """The chunk of each forward group."""
         chunk_of_layer = {layer: chunk for chunk, layers in enumerate(self.layers) for layer in layers}
         return tuple(chunk_of_layer[layer] for layer in layer_of_group)
 
 
 def chunks_of(stages: Sequence[Sequence[int]]) -> Chunks:
-    """The chunks of stages, given the layers of each stage."""
+    """stages: the layers of each stage, ascending."""
     runs: list[tuple[list[int], int]] = []
     for stage, layers in enumerate(stages):
         for i, layer in enumerate(layers):
@@ -55,7 +58,7 @@ def plan_chunks(plan: Plan) -> Chunks:
 
 
 def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
-    """The schedule of one loop of a plan; without `loop`, the schedule of its training loops.
+    """The schedule of one loop of a plan; without `loop`, of its training loops.
 
     A loop without backward passes has the schedule `inference`.
     """
@@ -65,17 +68,18 @@ def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
 
 
 def check_chunks(chunks: Chunks, schedule: str) -> None:
-    """Raises ShardingError unless `schedule` can run the chunks: chunk c is on stage c mod p, once or several times."""
+    """Raise ShardingError unless chunk c is on stage c mod n_stages, and `schedule` allows the number of chunks."""
     n_chunks, n_stages = len(chunks.stage_of), chunks.n_stages
     if n_chunks > n_stages and not interleaves(schedule):
         raise ShardingError(
-            f"Stages of layers that are not neighbours need the schedule `1f1b-interleaved`; `{schedule}` runs a stage "
-            f"in one piece. The runs of layers are {_listed(chunks)}."
+            f"Stages of layers that are not neighbours need the schedule `1f1b-interleaved`; `{schedule}` has one run "
+            f"of neighbouring layers per stage. The runs are {_listed(chunks)}."
         )
 
     if n_chunks % n_stages or any(stage != chunk % n_stages for chunk, stage in enumerate(chunks.stage_of)):
         raise ShardingError(
-            f"Runs of layers go round the stages 0 to {n_stages - 1} in order, equally often; got {_listed(chunks)}."
+            f"Runs of layers must go round the stages 0 to {n_stages - 1} in order, equally often; got "
+            f"{_listed(chunks)}."
         )
 
     if n_chunks == n_stages > 1 and schedule == "1f1b-interleaved":

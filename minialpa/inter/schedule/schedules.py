@@ -1,9 +1,17 @@
-"""Pipeline schedules: the order in which each stage runs its passes. Pure data, no times and no devices.
+"""Pipeline schedules: a name and a pipeline size in, the order of passes of each stage out.
 
 A pass is one micro-batch through one *chunk*, a run of neighbouring layers. Of p stages with v chunks each, stage k has
-the chunks k, p + k, ..., (v - 1) p + k. A pass of micro-batch b through chunk c waits for other passes:
-    forward(c, b)   <- forward(c-1, b)                          -> _waits_for
-    backward(c, b)  <- forward(c, b) and backward(c+1, b)
+the chunks k, p + k, ..., (v - 1) p + k. Pass (c, b) of micro-batch b through chunk c waits for other passes:
+
+    forward(c, b)   <- forward(c - 1, b)
+    backward(c, b)  <- forward(c, b) and backward(c + 1, b)
+
+For example, `1f1b` with 2 stages and 3 micro-batches (f0: forward of micro-batch 0, b0: its backward):
+
+    stage 0   f0 f1 b0 f2 b1 b2
+    stage 1   f0 b0 f1 b1 f2 b2
+
+`_RULES` has the schedules.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ Kind = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch through one chunk. Chunks of the pipeline and micro-batches count from 0."""
+    """One micro-batch through one chunk of the pipeline, both counted from 0."""
 
     kind: Kind
     chunk: int
@@ -31,7 +39,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSize:
-    """Counts of a pipeline; `n_chunks` counts the chunks of one stage."""
+    """Counts of a pipeline; `n_chunks` per stage."""
 
     n_stages: int
     n_micro_batches: int
@@ -56,15 +64,6 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScheduleRule:
-    """A schedule, for all sizes.
-
-    Attributes:
-        order: the passes of a stage.
-        max_live: the most pairs of a micro-batch and a chunk that a stage keeps activations of, see `live_counts`.
-        trains: whether there are backward passes.
-        interleaves: whether stages may have several chunks.
-    """
-
     order: Callable[[int, PipelineSize], tuple[Pass, ...]]
     max_live: Callable[[int, PipelineSize], int]
     trains: bool = True
@@ -72,22 +71,21 @@ class _ScheduleRule:
 
 
 def _one_forward_one_backward(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """Just enough forwards to fill the stages after this one, then one backward for each forward, then the rest."""
+    """p - k - 1 forwards on stage k of p fill the later stages. Then each forward has a backward after it."""
     return _alternate(_in_order("forward", stage, size), _in_order("backward", stage, size), size.n_stages - stage - 1)
 
 
 def _gpipe(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """All forwards, then all backwards."""
     return _in_order("forward", stage, size) + _in_order("backward", stage, size)
 
 
 def _inference(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """Forwards only. A stage drops a micro-batch when its last chunk has sent its result."""
+    """Forwards alone. A stage drops the activations of a micro-batch after the forward of its last chunk."""
     return _in_order("forward", stage, size)
 
 
 def _interleaved(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """1F1B over chunks (Narayanan et al., 2021, section 2.2): its bubble is the bubble of 1f1b divided by n_chunks."""
+    """1F1B over chunks (Narayanan et al., 2021, section 2.2). Its bubble is 1/n_chunks of the bubble of `1f1b`."""
     forward, backward = _in_order("forward", stage, size), _in_order("backward", stage, size)
     return _alternate(forward, backward, _n_warm_up(stage, size))
 
@@ -101,10 +99,10 @@ def _n_warm_up(stage: int, size: PipelineSize) -> int:
 
 
 def _groups(size: PipelineSize) -> list[range]:
-    """Groups of micro-batches: a group passes through one chunk of each stage before it enters the next chunks.
+    """A group of micro-batches passes through one chunk of each stage before it enters the next chunks.
 
     A group has p micro-batches if p divides their number, as in the paper. Otherwise groups are larger and nearly
-    equal, because in a smaller group the first stage would wait for the last one.
+    equal: in a smaller group the first stage would wait for the last stage.
     """
     n = size.n_micro_batches
     if size.n_chunks == 1:
@@ -114,14 +112,12 @@ def _groups(size: PipelineSize) -> list[range]:
 
 
 def _in_order(kind: Kind, stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """All passes of a kind on a stage, group by group, then chunk by chunk; backward passes start at the last chunk."""
     chunks = range(stage, size.n_stages * size.n_chunks, size.n_stages)
     turns = chunks if kind == "forward" else chunks[::-1]
     return tuple(Pass(kind, chunk, micro_batch) for group in _groups(size) for chunk in turns for micro_batch in group)
 
 
 def _alternate(forward: tuple[Pass, ...], backward: tuple[Pass, ...], n_warm_up: int) -> tuple[Pass, ...]:
-    """`n_warm_up` forwards, then one backward after each forward, then the other backwards."""
     n_pairs = max(0, len(forward) - n_warm_up)
     pairs = zip(forward[n_warm_up:], backward[:n_pairs], strict=True)
     return (*forward[:n_warm_up], *(one for pair in pairs for one in pair), *backward[n_pairs:])
@@ -148,12 +144,10 @@ _RULES: dict[str, _ScheduleRule] = {
 
 
 def schedule_names() -> tuple[str, ...]:
-    """All names, sorted."""
     return tuple(sorted(_RULES))
 
 
 def interleaves(name: str) -> bool:
-    """Whether stages may have several chunks under `name`."""
     return _rule(name).interleaves
 
 
@@ -168,15 +162,15 @@ def make_schedule(name: str, size: PipelineSize) -> Schedule:
 
 
 def max_live(name: str, stage: int, size: PipelineSize) -> int:
-    """The most pairs of a micro-batch and a chunk that a stage keeps activations of."""
+    """The most live pairs (micro-batch, chunk) of a stage; see `live_counts`."""
     return _rule(name).max_live(stage, size)
 
 
 def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     """For each of the fullest moments of `stage`, the number of live micro-batches of each of its chunks.
 
-    A micro-batch is live in a chunk from its forward to its backward; without backward passes, to the forward of the
-    stage's last chunk. The result leaves out a moment if another one holds at least as much of every chunk.
+    A micro-batch is live in a chunk from its forward to its backward; without backward passes, until the forward of
+    the stage's last chunk. Of the moments (2, 0), (2, 1) and (1, 2), the result leaves out (2, 0): (2, 1) covers it.
     """
     size, trains = schedule.size, _rule(schedule.name).trains
     live = [0] * size.n_chunks
@@ -189,7 +183,6 @@ def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
 
         live[own_chunk] += 1
         moments[tuple(live)] = None
-        # Without backward passes, the last chunk of the stage is the end of a micro-batch.
         if not trains and own_chunk == size.n_chunks - 1:
             live = [count - 1 for count in live]
 
@@ -199,7 +192,7 @@ def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
 
 
 def ticks(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of each tick, if every pass takes one tick and starts as soon as it can.
+    """The passes of each tick, if each pass takes one tick and starts as early as possible.
 
     Raises VerifyError if stages wait for each other in a circle, or for a pass that no stage runs.
     """
@@ -222,7 +215,7 @@ def ticks(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
 
 
 def global_order(schedule: Schedule) -> tuple[Pass, ...]:
-    """All passes in one order that respects every stage's order and every dependency: tick by tick, then by stage."""
+    """All passes, by tick and then by stage: an order that respects all dependencies."""
     return tuple(one for tick in ticks(schedule) for one in tick)
 
 

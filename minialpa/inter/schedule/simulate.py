@@ -1,15 +1,15 @@
-"""Simulation: the timeline of one step, from its plan alone, without the step or a device.
+"""Simulation: a plan in, the timeline of one step out, without the step or a device.
 
-Each stage runs its passes in the order of the schedule, each as soon as its transfers have arrived:
-    start(pass)     = max(end of the stage's pass before it, arrivals of its transfers)
-    start(transfer) = max(end of the pass that makes it, end of the transfer before it between the same two stages)
+Each stage runs its passes in the order of the schedule, each when its transfers have arrived:
+
+    start(pass)     = max(end of the previous pass of the stage, arrivals of its transfers)
+    start(transfer) = max(end of the pass that makes it, end of the previous transfer between the same two stages)
     end(transfer)   = start + alpha + beta * bytes
-The link inside a host serves two stages whose devices share one host; the link between hosts serves all others. Stages
-compute while transfers run. The update of a stage starts when its passes are done and the sums of other stages' passes
-have arrived. The model has no waits of one update for another. Loops of a step follow each other, and the work between
-two loops counts as the update of the first.
+    bytes(stage)    = fixed_bytes + sum over chunks (live micro-batches * kept_bytes of the chunk)
 
-The memory of a stage is its fixed bytes and, for each live micro-batch of each chunk, the bytes that the chunk keeps.
+Two stages on one host use the link inside the host, all others the link between hosts. Stages compute while transfers
+run. The update of a stage starts after its passes and the arrival of the sums of other stages; it does not wait for
+other updates. Loops follow each other, and the work between two loops counts as the update of the first loop.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from minialpa.plan import PassName, Plan, PlannedTransfer
 
 
 def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
-    """The timeline of one step of `plan`, or of the same stages in the order of another `schedule`.
+    """The timeline of one step of `plan`, with its schedule or another `schedule` of the same size.
 
-    Raises VerifyError if the stages wait for each other in a circle, ShardingError if the schedule is for other counts.
+    Raises VerifyError if the stages wait for each other in a circle, ShardingError if the schedule has another size.
     """
     order = schedule or plan_schedule(plan)
     required = plan_chunks(plan).size(plan.n_micro_batches)
@@ -37,7 +37,7 @@ def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
 
 
 def _loop_schedules(plan: Plan, schedule: Schedule) -> list[Schedule]:
-    """The schedule of each loop: `schedule`, or `inference` for a loop without backward passes."""
+    """For each loop `schedule`, or `inference` if the loop has no backward passes."""
     if plan.n_loops == 1:
         return [schedule]
     training = {one.loop for stage in plan.stages for one in stage.passes if one.kind == "backward"}
@@ -46,32 +46,31 @@ def _loop_schedules(plan: Plan, schedule: Schedule) -> list[Schedule]:
 
 
 class _Simulation:
-    """One step of a plan, as it runs. `loop` is the loop that runs now, and `schedule` its schedule."""
+    """The state of a simulation. `loop` is the current loop, and `schedule` its schedule."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.plan, self.schedule, self.loop = plan, schedule, 1
         self.schedules = _loop_schedules(plan, schedule)
         self.stage_of = plan_chunks(plan).stage_of
-        # A schedule calls the passes of a step without a pipeline forward passes.
+        # In the schedule of a plan without a pipeline, passes of kind `step` are forward passes.
         self.costs = {
             PassName("forward" if one.kind == "step" else one.kind, one.chunk, one.loop): one
             for stage in plan.stages
             for one in stage.passes
         }
 
-        # The transfers that each pass or update sends, and that it waits for.
         self.sent: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
-        self.awaited: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
+        self.arriving: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
         for transfer in plan.transfers:
             self.sent[transfer.source].append(transfer)
-            self.awaited[transfer.target].append(transfer)
+            self.arriving[transfer.target].append(transfer)
 
-        # Seconds at which each stage and each link is free, and at which each transfer of a micro-batch has arrived.
+        # Seconds at which each stage and link becomes free, and each transfer of a micro-batch arrives.
         self.clock = [0.0] * len(plan.stages)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.arrival: dict[tuple[PlannedTransfer, int], float] = {}
 
-        # Start and end of each pass of this loop. Then, for each stage, the timeline of all loops so far.
+        # By stage: start and end of each pass of the current loop; then the timeline of all loops.
         self.times: list[dict[Pass, tuple[float, float]]] = [{} for _ in plan.stages]
         self.passes: list[list[TimedPass]] = [[] for _ in plan.stages]
         self.memory: list[list[tuple[float, float]]] = [[] for _ in plan.stages]
@@ -82,19 +81,18 @@ class _Simulation:
         for loop, schedule in enumerate(self.schedules, 1):
             self.loop, self.schedule = loop, schedule
             self.times = [{} for _ in self.plan.stages]
-            # A link queues the transfers of one stage, so no time depends on the order of passes of different stages.
+            # A link queues the transfers of one stage, so the order of passes of different stages changes no time.
             for one in global_order(schedule):
                 self._run(self.stage_of[one.chunk], one)
             for stage, update in enumerate(self._updates()):
                 self._end_loop(stage, update)
 
-        # A training step has the name of its training schedule, even if some of its loops only infer.
+        # Loops that only infer do not name the schedule of a training step.
         name = next((one.name for one in self.schedules if one.name != "inference"), self.schedule.name)
         stages = tuple(map(self._stage_timeline, range(len(self.plan.stages))))
         return Timeline(name, self.plan.n_micro_batches, stages, tuple(self.transfers))
 
     def _end_loop(self, stage: int, update: TimedPass) -> None:
-        """Add the passes and the memory of this loop, which ends with `update`, to the timeline of a stage."""
         for one, (start_s, end_s) in self.times[stage].items():
             cost = self.costs.get(self._name(one))
             if cost is not None:
@@ -121,8 +119,7 @@ class _Simulation:
         return PassName(one.kind, one.chunk, self.loop)
 
     def _arrived(self, transfer: PlannedTransfer, micro_batch: int) -> float:
-        """Seconds at which a transfer of a micro-batch arrives."""
-        # Updates and earlier loops send once, for all micro-batches.
+        # Updates and earlier loops send once for all micro-batches.
         is_early = transfer.source.kind == "update" or transfer.source.loop < self.loop
         key = transfer, 0 if is_early else micro_batch
         if key not in self.arrival:
@@ -131,10 +128,10 @@ class _Simulation:
 
     def _run(self, stage: int, one: Pass) -> None:
         name = self._name(one)
-        arrivals = (self._arrived(transfer, one.micro_batch) for transfer in self.awaited[name])
+        arrivals = (self._arrived(transfer, one.micro_batch) for transfer in self.arriving[name])
         start_s = max([self.clock[stage], *arrivals])
 
-        # A chunk may have no work in one direction, such as a backward pass to inputs alone.
+        # A chunk may have no work in one direction: a first chunk without parameters has no backward pass.
         seconds = self.costs[name].seconds if name in self.costs else 0.0
         self.clock[stage] = start_s + seconds
         self.times[stage][one] = (start_s, self.clock[stage])
@@ -174,23 +171,23 @@ class _Simulation:
     # ---- update and memory ----------------------------------------------------------------------------------------
 
     def _updates(self) -> list[TimedPass]:
-        """The updates of all stages, or the work between this loop and the next."""
-        # Each stage sends its sums as soon as its passes are done, and before any update starts.
+        """For each stage, its update, or its work between the current and the next loop."""
+        # Each stage sends its sums when its passes are done, before any update starts.
         for k in range(len(self.plan.stages)):
             for transfer in self.sent[PassName("update", k, self.loop)]:
                 self._send(transfer, None, self.clock[k])
 
         updates = []
         for k, stage in enumerate(self.plan.stages):
-            awaited = self.awaited[PassName("update", k, self.loop)]
-            start_s = max([self.clock[k], *(self.arrival.get((transfer, 0), 0.0) for transfer in awaited)])
+            arriving = self.arriving[PassName("update", k, self.loop)]
+            start_s = max([self.clock[k], *(self.arrival.get((transfer, 0), 0.0) for transfer in arriving)])
             seconds = stage.between_s[self.loop - 1] if self.loop < self.plan.n_loops else stage.update_s
             end_s = start_s + seconds
             updates.append(TimedPass(kind="update", number=k, micro_batch=None, start_s=start_s, end_s=end_s))
         return updates
 
     def _memory(self, stage: int) -> tuple[list[tuple[float, float]], int]:
-        """(seconds, bytes per device from then on) in order, and the most live pairs of micro-batch and chunk."""
+        """(seconds, bytes per device from then on) in order, and the most live pairs (micro-batch, chunk)."""
         trains = any(name.kind == "backward" and name.loop == self.loop for name in self.costs)
         n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages
         kept_bytes, n_bytes = self.plan.stages[stage].kept_bytes, self.plan.stages[stage].fixed_bytes
@@ -205,7 +202,7 @@ class _Simulation:
                 memory.append((start_s, n_bytes))
                 peak_live = max(peak_live, live)
 
-            # A backward pass frees its chunk's bytes. Without backward passes, the last chunk frees the bytes of all.
+            # A backward pass frees the bytes of its chunk. Without backward passes, the last chunk frees all bytes.
             if one.kind == "backward":
                 n_bytes, live = n_bytes - kept_bytes[own_chunk], live - 1
                 memory.append((end_s, n_bytes))

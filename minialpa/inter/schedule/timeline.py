@@ -1,4 +1,4 @@
-"""Timelines: the passes, transfers and memory of stages over time, as text or a Perfetto trace."""
+"""Timelines: simulated passes, transfers and memory of stages in, text or a Perfetto trace out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minialpa.support.perfetto import Event, counter, interval, process_name, th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPass:
-    """A pass of a micro-batch in chunk `number`, or the update of stage `number`, at seconds of the step."""
+    """A pass of a micro-batch in chunk `number`, or the update of stage `number`. Times count from the step's start."""
 
     kind: Literal["forward", "backward", "step", "update"]
     number: int
@@ -28,7 +28,7 @@ class TimedPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedTransfer:
-    """A transfer from stage to stage, at seconds of the step. `kind` is the kind of the pass that made the bytes."""
+    """A transfer between stages. kind: of the pass that made the bytes."""
 
     source_stage: int
     target_stage: int
@@ -41,14 +41,12 @@ class TimedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimeline:
-    """One stage.
+    """One stage and its devices in the cluster.
 
     Attributes:
-        first_device: the first of its devices in the cluster.
-        n_devices: the number of its devices.
-        passes: its passes in order, and the update of each loop after them.
+        passes: for each loop, its passes in order, and then its update.
         memory: (seconds, bytes per device from then on), in order.
-        peak_live: the most pairs of a micro-batch and a chunk that are live at once; see `schedules.live_counts`.
+        peak_live: the most live pairs (micro-batch, chunk), see `schedules.live_counts`.
     """
 
     first_device: int
@@ -68,7 +66,7 @@ class StageTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step of a plan, as `simulate` predicts it. `transfers` are in the order of the simulation."""
+    """One step of a plan, as `simulate` predicts it."""
 
     schedule: str
     n_micro_batches: int
@@ -81,20 +79,18 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The fraction of the step in which each stage waits."""
+        """For each stage, the fraction of the step in which it waits."""
         total_s = self.total_s
         return tuple(1 - stage.busy_s / total_s if total_s else 0.0 for stage in self.stages)
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Bytes per device of each stage at its peak."""
         return tuple(stage.peak_bytes for stage in self.stages)
 
     def __str__(self) -> str:
         return self.summary()
 
     def summary(self) -> str:
-        """One line for the step and one for each stage."""
         order = f", schedule {self.schedule}" if len(self.stages) > 1 else ""
         lines = [
             f"Simulated {seconds_text(self.total_s)} per step: {len(self.stages)} stage{'s' * (len(self.stages) > 1)}, "
@@ -108,9 +104,9 @@ class Timeline:
         return "\n".join(lines)
 
     def to_trace(self, path: str | Path) -> None:
-        """Write a trace that ui.perfetto.dev and chrome://tracing open.
+        """Write a JSON trace for ui.perfetto.dev or chrome://tracing.
 
-        Each stage is a process, with a thread for its passes, one per receiving stage, and a memory counter.
+        Each stage is a process with a thread for passes, a thread per receiving stage, and a memory counter.
         """
         write_trace(path, [*self._stage_events(), *self._transfer_events()])
 
@@ -127,7 +123,7 @@ class Timeline:
         return events
 
     def _transfer_events(self) -> list[Event]:
-        """Events of transfers, in the process of their source: thread 0 has the passes, thread k + 1 the target k."""
+        """Transfers are in the process of their source, on thread k + 1 for target k; thread 0 has the passes."""
         events: list[Event] = []
         for source, target in sorted({(one.source_stage, one.target_stage) for one in self.transfers}):
             events.append(thread_name(source, target + 1, f"to stage {target}"))

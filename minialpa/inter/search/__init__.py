@@ -1,4 +1,1 @@
-"""The search for stages: chooses which layers run on which devices of a cluster.
-
-Imports: `inter.staging`, `inter.schedule`, `inter.layers` and `intra`.
-"""
+"""The search for stages: a step in layers and a cluster in, stages with their submeshes and logical shapes out."""

@@ -1,10 +1,15 @@
-"""The joint search for the fastest pipeline, over lower bounds on the costs of its stages.
+"""Lower bounds on the costs of stages in (`stage_bounds`), the fastest pipeline out.
 
-Stages, their submeshes and logical shapes, the number of micro-batches and rematerialisation are chosen together. The
-stage DP runs on lower bounds (`stage_bounds`). The search solves the costs that the best pipeline under these bounds
-uses, which raises the bounds, until the best pipeline uses solved costs only. Then, by the sums of pieces, no pipeline
-is cheaper that has the logical shapes and numbers of micro-batches that the search has opened, and the search has
-computed few of thousands of costs. It opens a few of them first, then the neighbours of good ones.
+The search chooses stages, submeshes, logical shapes, rematerialisation and the number n of micro-batches together:
+
+    repeat
+        n     = the number with the least lower bound on the seconds of a step
+        found = the best pipeline with n micro-batches under the bounds (`stage_dp`)
+        solve the largest unsolved cost of a sublayer in `found`, which raises bounds
+    until all costs of `found` are solved, and no other n has a lower bound
+
+Then no pipeline with the opened logical shapes and numbers of micro-batches is faster, by the sums of sublayers. Few of
+thousands of costs are solved. The search opens a few shapes and numbers first, then the neighbours of good ones.
 """
 
 from __future__ import annotations
@@ -22,24 +27,19 @@ from minialpa.inter.search.submeshes import Candidate
 from minialpa.options import Remat
 from minialpa.plan import Certificate
 
-#: Costs that are solved before the search returns its best pipeline.
+#: After so many solved costs, the search returns the best pipeline so far.
 _MOST_SOLVED = 400
-#: If at most this share of a pipeline's time is unsolved, the search trusts its promise: it looks at near numbers of
-#: micro-batches before it solves the rest. GPT and Llama of 8 layers on 16 devices take 45 and 42 costs at 0.05, 46 and
-#: 42 at 0.3, 48 and 51 at 1, for the same pipelines.
+#: If at most this share of a pipeline's time is unsolved, the search opens near numbers of micro-batches before it
+#: solves the rest. GPT and Llama of 8 layers on 16 devices take 42 to 51 costs for 0.05 to 1.
 _SMALL_SHARE = 0.3
-#: If the smallest pipeline needs at most this many times the memory of the devices, other views of submeshes may fit.
+#: If the smallest pipeline needs at most this many times the memory of the devices, other logical shapes may fit.
 _NEARLY_FITS = 2.0
-#: The search first looks at numbers of micro-batches that differ by this factor.
+#: Factor between the numbers of micro-batches that are open at first.
 _FAR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FoundStage:
-    """A stage of a found pipeline. choice: its layers and its column in the tables. candidate: the submesh of that
-    column.
-    """
-
     choice: StageChoice
     candidate: Candidate
     remat: Remat
@@ -51,31 +51,29 @@ class FoundStage:
 
 @dataclass(frozen=True, slots=True)
 class FoundPipeline:
-    """A pipeline that a search found. seconds: of a step, by the sums of pieces."""
+    """seconds: of a step, by the sums of sublayers."""
 
     stages: tuple[FoundStage, ...]
     n_micro_batches: int
     seconds: float
 
 
-#: Seconds, number of micro-batches and stages of a pipeline.
 _Best = tuple[float, int, StageAssignment]
 
 
 class StageSearch:
-    """The search over one space. `best` may be called more than once, after `learn` and `exclude`."""
+    """The caller solves the stages of `best()` as wholes, reports costs with `learn` or `exclude`, and repeats."""
 
     def __init__(self, bounds: StageBounds, report: Callable[[str, int, int], None]) -> None:
         self.bounds, self.space, self.report = bounds, bounds.space, report
-        # Lower bound on the seconds of every pipeline, by its number of micro-batches.
+        # For each number of micro-batches, a lower bound on the seconds of a step.
         self._least = dict.fromkeys(bounds.numbers, 0.0)
-        # Numbers of micro-batches under search: some far apart, then numbers near the best.
         self._open = _far_apart(bounds.numbers)
 
     def best(self) -> FoundPipeline:
-        """A pipeline at most `tolerance` slower than any in the space, if `_MOST_SOLVED` costs show that.
+        """A pipeline at most `tolerance` slower than any in the open space, or the best after `_MOST_SOLVED` costs.
 
-        Raises InfeasibleError if no pipeline fits, with the message of the smallest micro-batches.
+        Raises InfeasibleError if no pipeline fits.
         """
         failures: dict[int, InfeasibleError] = {}
         best: _Best | None = None
@@ -86,7 +84,7 @@ class StageSearch:
             if found is None or self._solve_more(n, found):
                 continue
 
-            # All of its costs are solved, so its bounds are its costs.
+            # All costs of `found` are solved, so its bounds are costs.
             seconds = self.bounds.seconds_of(n, found)
             if best is None or seconds < best[0]:
                 best = seconds, n, found
@@ -94,10 +92,7 @@ class StageSearch:
         return self._found(*best)
 
     def _most_promising(self, best: _Best | None) -> int | None:
-        """The number of micro-batches that promises most; None if `best` is the answer.
-
-        It is if no promise beats it, or after `_MOST_SOLVED` costs.
-        """
+        """The number of micro-batches with the least lower bound; `None` if `best` is the answer."""
         while True:
             n = min(self._open, key=lambda n: (self._least[n], n))
             if best is None:
@@ -107,9 +102,10 @@ class StageSearch:
                 return None if enough or self.bounds.sublayers.n_solved > _MOST_SOLVED else n
 
     def _under_bounds(self, n: int, failures: dict[int, InfeasibleError]) -> StageAssignment | None:
-        """The best pipeline with `n` micro-batches under the bounds; None if none fits, with the error in `failures`.
+        """The best pipeline with `n` micro-batches under the bounds.
 
-        Also None if it promises less than the known bound of `n`, since another number may be the most promising now.
+        `None` if no pipeline fits, with the error in `failures`, or if the bound of `n` rises, since another number may
+        then have the least bound.
         """
         least = self._least[n]
         try:
@@ -123,10 +119,10 @@ class StageSearch:
         return None if self._least[n] > least else found
 
     def _solve_more(self, n: int, found: StageAssignment) -> bool:
-        """Solve costs of a pipeline, or look at more numbers of micro-batches; False if all is solved.
+        """Solve costs of `found`, or open numbers of micro-batches. False if all costs of `found` are solved.
 
-        The search goes on with other columns of the same submeshes as long as a pipeline of these takes no longer than
-        `found` promises, because one run of the DP takes as long as several pieces.
+        A run of the DP takes as long as several solves. So the search continues with other columns of the same
+        submeshes while such a pipeline takes no longer than `found`.
         """
         allowed_s = found.seconds * (1 + self.space.tolerance / 4)
         current: StageAssignment | None = found
@@ -135,7 +131,7 @@ class StageSearch:
             n_solved = self.bounds.sublayers.n_solved
             self.report("Costs of stages", n_solved, n_solved + len(unsolved))
 
-            # Numbers near a good one may be better still: they come before its last costs.
+            # Near numbers may be better, so they come before the last costs.
             is_small = sum(one.share for one in unsolved) <= _SMALL_SHARE
             if not unsolved or (is_small and self._open_near(n, current)):
                 return bool(unsolved) or current is not found
@@ -144,9 +140,7 @@ class StageSearch:
         return True
 
     def _open_near(self, n: int, found: StageAssignment) -> bool:
-        """Look at the numbers of micro-batches near `n`, and at views near the views of `found`, too; whether any of
-        them is new.
-        """
+        """Open numbers of micro-batches near `n` and logical shapes near `found`; whether any is new."""
         near = {m for m in self.bounds.numbers if n / _FAR < m < n * _FAR} - self._open
         self._open |= near
         has_new_views = self.bounds.open_near_views(n, found)
@@ -156,25 +150,25 @@ class StageSearch:
 
     @property
     def certificate(self) -> Certificate:
-        """The bounds after `best`, without numbers of micro-batches that the search did not look at."""
         looked_at = tuple(sorted(self._open))
         return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.sublayers.n_solved)
 
     def learn(self, found: FoundPipeline, seconds: Sequence[tuple[float, float]]) -> None:
-        """seconds: of stages that were solved as a whole, per micro-batch and once per step."""
+        """seconds: of each stage, solved as a whole: (per micro-batch, once per step)."""
         n = found.n_micro_batches
         for stage, (t, step) in zip(found.stages, seconds, strict=True):
             self.bounds.tables[n].learn(place_of(stage.choice), t, step)
-        # A whole stage may cost less than its pieces, each of which saves memory and starts collectives separately.
+        # A whole stage may cost less than its sublayers, each of which saves memory and starts collectives separately.
         self._least[n] = 0.0
 
     def exclude(self, found: FoundPipeline, stage: int, n_live: int) -> None:
+        """The stage, solved as a whole, does not fit in memory with `n_live` micro-batches in flight."""
         self.bounds.tables[found.n_micro_batches].exclude(place_of(found.stages[stage].choice), n_live)
 
     def alike(self, found: FoundPipeline) -> Iterator[FoundPipeline]:
-        """`found` with one logical shape for all of its stages, if these have the same submesh.
+        """`found` with one logical shape in all stages, for each shape with which it is as fast within the tolerance.
 
-        For each shape that may be as fast up to the tolerance: sums of pieces are not exact.
+        Sums of sublayers are not exact, so a variant may be faster. No variants if submeshes differ.
         """
         bounds, n = self.bounds, found.n_micro_batches
         submeshes = {(stage.candidate.submesh, stage.candidate.device) for stage in found.stages}
@@ -199,7 +193,7 @@ class StageSearch:
 
 
 def _far_apart(numbers: Sequence[int]) -> set[int]:
-    """The largest number, and smaller ones, each at most a `_FAR`-th of the one before; and 1 if it is there."""
+    """The largest number, then numbers at most 1/`_FAR` of the last one, and 1 if it is there: 32, 8, 2, 1."""
     out: list[int] = []
     for n in sorted(numbers, reverse=True):
         if not out or n * _FAR <= out[-1] or n == 1:

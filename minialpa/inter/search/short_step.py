@@ -1,22 +1,24 @@
-"""A shorter step with the same distinct pieces: a staged step in, and the step without most of its repetitions out.
+"""A staged step in, a shorter step with the same distinct sublayers out: most repetitions are left out.
 
-A search stages the step for each number of micro-batches and each rematerialisation. Of a hundred equal layers it
-solves the costs of one, so a step with a few of them is enough:
+The search stages a step for each number of micro-batches and each rematerialisation. Of a hundred equal layers it
+solves the costs of one, so a step with four of them is enough:
 
-    pieces      0 1 2 3 4 5 6 7 8 9          a unit repeats: some neighbouring pieces, here a single one
-    kinds       A B B B B B B B B C          pieces of one kind are equal problems
-    stay        0 1 2 3         8 9          the first three units, the last one, and all pieces outside of units
-    costed as   0 1 2 2 2 2 2 2 8 9          for each piece, the piece with its costs
+    sublayers   0 1 2 3 4 5 6 7 8 9
+    kinds       A B B B B B B B B C     sublayers of one kind are equal problems
+    stay        0 1 2 3         8 9     of a run, the first three units and the last unit
+    costed as   0 1 2 2 2 2 2 2 8 9     the sublayer whose cost counts
 
-Equations that stay may have read values of a unit that is left out. The third unit stands for all of these units. Its
-backward pass reads values of the last unit's backward pass, as if the last unit came next. All others read a copy: a
-second copy of the third unit's equation that makes the like value. So they read as many different values as before, and
-still values of another piece. This makes the third unit unlike all others, so its costs are not used.
+A unit is a group of neighbouring sublayers that repeats, here a single sublayer; a run is its repetitions. The third
+unit stands for all units that are left out, so its costs are not used:
 
-`with_models` makes the short step for attempts at a plan (`inter/short_plan.py`). There the third unit counts for all
-units that are left out, so no equation is copied: the last unit reads the values of the third.
+- An equation that stays reads copies of equations of the third unit instead of values that are left out: one copy for
+  each equation that is left out, so the number of operands from other sublayers does not change.
+- The backward pass of the third unit reads values of the last unit, as if that came next.
 
-The short step computes other numbers than the whole one. It gives costs, and shardings of equal layers.
+In the short step of `with_models`, for attempts at a plan (`inter/short_plan.py`), no equation is copied: the third
+unit counts for all units that are left out, and the last unit reads its values.
+
+The short step does not compute the numbers of the whole step.
 """
 
 from __future__ import annotations
@@ -36,19 +38,18 @@ from minialpa.ir.op import Op
 from minialpa.rules.expensive import has_contraction
 from minialpa.tracing.trace import TracedStep, with_leaves
 
-#: Units of a run that stay: the first three and the last one. The second one has equal neighbours: it is costed.
+#: Units of a run that stay: the first three and the last one. The second one, with equal neighbours, is costed.
 _N_KEPT = 4
-#: The third unit, counted from 0.
 _THIRD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayeredStep:
-    """A step in pieces, without rematerialisation: the whole step, or a short one with the group numbers of the whole
-    step.
+    """A step in sublayers, without rematerialisation: the whole step, or a short one with the same forward groups.
 
-    place: for each piece of the whole step, the piece of this one that is costed for it.
-    kept: for each piece that is costed, its number in the whole step.
+    Attributes:
+        place: for each sublayer of the whole step, the number in this step of the sublayer that is costed for it.
+        kept: for each costed sublayer of this step, its number in the whole step.
     """
 
     step: TracedStep
@@ -62,7 +63,6 @@ class SublayeredStep:
 
 
 def whole_step(step: TracedStep, sublayer_of_group: Sequence[int]) -> SublayeredStep:
-    """A step of which each piece is costed for itself."""
     sublayers = range(max(sublayer_of_group, default=-1) + 1)
     return SublayeredStep(
         step=step,
@@ -74,10 +74,9 @@ def whole_step(step: TracedStep, sublayer_of_group: Sequence[int]) -> Sublayered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedSublayers:
-    """A whole step that is staged with one piece on each mesh, for any number of micro-batches and any
-    rematerialisation.
+    """A whole step, staged with one sublayer on each mesh, for any number of micro-batches and rematerialisation.
 
-    problems: the equations of each piece. kind: for each piece, the first piece with an equal problem.
+    kind: for each sublayer, the first sublayer with an equal problem.
     """
 
     whole: SublayeredStep
@@ -88,14 +87,12 @@ class StagedSublayers:
 
 @dataclass(frozen=True, slots=True)
 class NotShortened:
-    """Why the whole step is staged each time."""
-
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedUnits:
-    """Pieces first, ..., first + n_units * period - 1: units of `period` pieces, each like the unit before it."""
+    """A run: sublayers first, ..., first + n_units * period - 1 are units of `period` sublayers, all alike."""
 
     first: int
     period: int
@@ -119,11 +116,11 @@ class RepeatedUnits:
 
 
 def runs_of(kinds: Sequence[int]) -> list[RepeatedUnits]:
-    """The runs with units to leave out, in order; of runs that start at one piece, the one with most to leave out."""
+    """The runs that leave out units, in order; of runs with the same start, the one that leaves out most."""
     runs: list[RepeatedUnits] = []
     start = 0
     while start < len(kinds):
-        # A unit of two equal pieces leaves out no more than one of a single piece, which is looked at first.
+        # Of equals, `max` takes the shortest period.
         periods = range(1, (len(kinds) - start) // (_N_KEPT + 1) + 1)
         found = max((_run_at(kinds, start, period) for period in periods), key=lambda r: len(r.left_out), default=None)
         if found is None or not found.left_out:
@@ -142,10 +139,11 @@ def _run_at(kinds: Sequence[int], start: int, period: int) -> RepeatedUnits:
 
 
 class StandIn(NamedTuple):
-    """A piece of a unit that stands for all units of its run that are left out.
+    """A sublayer of a third unit, which stands for the same sublayer of the units that are left out.
 
-    n: the number of pieces that it stands for, itself included. run: the number of its run.
-    before: the same piece of the unit before it.
+    n: number of sublayers for which it counts, itself included.
+    run: number of its run.
+    before: the same sublayer of the unit before it.
     """
 
     n: int
@@ -158,10 +156,10 @@ class Shortened:
     """A step in which the third unit of each run stands for the units that are left out.
 
     Attributes:
-        runs_as: for each piece, the piece that stands for it; itself if it stays.
-        models: the pieces of third units.
-        sublayer_of: the piece of each equation of the whole step, by its first result. Equations of several pieces are of
-            the first one that stays.
+        runs_as: for each sublayer, the sublayer that stands for it; itself if it stays.
+        models: the sublayers of third units.
+        sublayer_of: by its first result, the sublayer of each equation of the whole step. Of several, the first that
+            stays.
     """
 
     step: TracedStep
@@ -171,27 +169,24 @@ class Shortened:
 
 
 class _NotAlikeError(Exception):
-    """Pieces of one kind that are not the same equations of the traced step."""
+    """Sublayers of one kind are not the same equations of the traced step."""
 
 
 def shortened(sublayers: StagedSublayers) -> SublayeredStep | NotShortened:
-    """The step with `_N_KEPT` units of each run."""
+    """The short step for costs."""
     where = Where.of(sublayers)
     runs = runs_of(kinds_of(sublayers, where))
     if not runs:
         return NotShortened(f"No {_N_KEPT + 1} neighbouring sublayers, or groups of sublayers, are alike.")
     try:
-        return _Shortening(sublayers, where, runs).pieced_step()
+        return _Shortening(sublayers, where, runs).sublayered_step()
     except _NotAlikeError as error:
         return NotShortened(str(error))
 
 
 def with_models(sublayers: StagedSublayers, where: Where, kinds: Sequence[int]) -> Shortened | NotShortened:
-    """The step with `_N_KEPT` units of each run, of which the third stands for the units that are left out.
-
-    kinds: pieces of one kind may be in one run.
-    """
-    # The solver shards all units alike. A unit with one product is two, as neighbours may want alternate shardings.
+    """The short step for attempts at a plan. kinds: for each sublayer; only sublayers of one kind repeat."""
+    # The solver shards all units alike. Neighbouring products may alternate shardings, so a unit has at least two.
     runs = [_with_products(sublayers, run) for run in runs_of(kinds)]
     runs = [run for run in runs if run.left_out]
     if not runs:
@@ -209,16 +204,16 @@ def _with_products(sublayers: StagedSublayers, run: RepeatedUnits) -> RepeatedUn
     return run if n_products > 1 else RepeatedUnits(run.first, 2 * run.period, run.n_units // 2)
 
 
-# ---- which pieces are alike ------------------------------------------------------------------------------------------
+# ---- sublayers that are alike ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where the equations of the traced step run, by their numbers.
+    """Where the equations of the traced step run. Equations are numbers in that step.
 
     Attributes:
-        of_sublayer: for each piece, the traced equation of each equation of its problem; None without one.
-        sublayers: for each equation that runs, its pieces, in the order of the traced step.
+        of_sublayer: for each sublayer, the traced equation of each equation of its problem; `None` without one.
+        sublayers: for each traced equation that runs, its sublayers.
     """
 
     of_sublayer: Mapping[int, Sequence[int | None]]
@@ -226,7 +221,7 @@ class Where:
 
     @staticmethod
     def of(sublayers: StagedSublayers) -> Where:
-        # Rematerialisation keeps the variables of the equations that it does not add.
+        # Rematerialisation keeps the variables of the original equations.
         number = {eqn.outvars[0]: i for i, eqn in enumerate(sublayers.whole.step.flat.eqns) if eqn.outvars}
         split = sublayers.staged.split
         source: dict[JaxprEqn, int] = {}
@@ -247,10 +242,10 @@ class Where:
 
 
 def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
-    """For each piece, the first one like it: the same problem, which stays the same under rematerialisation.
+    """For each sublayer, the first one like it: an equal problem under any rematerialisation.
 
-    Rematerialisation goes by groups. So in pieces that are alike, the same equations run on another piece than their
-    group's.
+    Rematerialisation treats a forward group as a whole, but some equations run outside of the sublayer of their group.
+    These have to correspond.
     """
     origins, sublayer_of_group = sublayers.whole.step.origins, sublayers.whole.sublayer_of_group
     astray: dict[int, list[object]] = {sublayer: [] for sublayer in sublayers.whole.kept}
@@ -261,7 +256,7 @@ def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
             if found != {sublayer}:
                 astray[sublayer].append((origin.direction, "runs on", *sorted(other - sublayer for other in found)))
                 for other in found - {sublayer}:
-                    # Several pieces share some equations, such as masks and tables of positions.
+                    # Several sublayers share some equations, such as masks and tables of positions.
                     astray[other].append((origin.direction, "is of", sublayer - other if len(found) == 1 else i))
 
     keys = [(kind, tuple(astray[sublayer])) for sublayer, kind in enumerate(sublayers.kind)]
@@ -272,23 +267,22 @@ def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
 
 
 class _Shortening:
-    """One step while pieces are left out; equations are known by their numbers in the traced step."""
+    """A step and the units to leave out. Equations are numbers in the traced step."""
 
     def __init__(
         self, sublayers: StagedSublayers, where: Where, runs: Sequence[RepeatedUnits], *, copies: bool = True
     ) -> None:
-        """copies: whether equations that stay read copies of equations of third units."""
+        """copies: whether readers of values that are left out read copies of equations of third units."""
         self.whole, self.runs, self.copies = sublayers.whole, runs, copies
         self.eqns, self.origins = sublayers.whole.step.flat.eqns, sublayers.whole.step.origins
         self.maker = {result: i for i, eqn in enumerate(self.eqns) for result in eqn.outvars}
 
-        # An equation is left out if all of its pieces are left out.
         out = {sublayer for run in runs for sublayer in run.left_out}
         third = {sublayer for run in runs for sublayer in run.third}
         self.is_out = frozenset(i for i, found in where.sublayers.items() if found <= out)
         self.in_third = frozenset(i for i, found in where.sublayers.items() if found <= third)
 
-        # The problems of pieces of one kind have their equations in one order.
+        # Problems of one kind have their equations in the same order.
         self.like_third: dict[int, int] = {}
         self.like_last: dict[int, int] = {}
         for run in runs:
@@ -301,7 +295,7 @@ class _Shortening:
     # ---- stand-ins for values that are left out ---------------------------------------------------------------------
 
     def _operations(self) -> list[Op]:
-        """The equations that stay, which read no value that is left out, and copies of equations of third units."""
+        """The equations that stay, which read stand-ins for values that are left out, and copies."""
         copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a third unit, by its number
         copied: dict[int, JaxprEqn] = {}  # by the number of the equation that is left out
 
@@ -311,7 +305,7 @@ class _Shortening:
                 return value
             result = self.eqns[made_by].outvars.index(value)
 
-            # A backward pass reads values of the next unit's. A separate copy would be computed too late.
+            # The backward pass of the next unit makes the value. A copy in the third unit would come too late.
             if reader in self.in_third and self.origins[made_by].direction != "forward":
                 return self._counterpart(self.like_last, made_by).outvars[result]
             if not self.copies:
@@ -328,7 +322,7 @@ class _Shortening:
                 others = {v: other for v in operand_vars(eqn) if (other := stand_in(v, i)) is not v}
                 kept.append((i, reading(eqn, others) if others else eqn))
 
-        # A copy reads what its equation reads now.
+        # A copy has the operands of its equation, after their replacement.
         ops: list[Op] = []
         for i, eqn in kept:
             alike = (copy.replace(invars=eqn.invars) for copy in copies.get(i, ()))
@@ -336,13 +330,13 @@ class _Shortening:
         return ops
 
     def _counterpart(self, like: Mapping[int, int], number: int) -> JaxprEqn:
-        """The equation that stays and is like the one of this number, which is left out."""
+        """The equation that stays and is like equation `number`, which is left out."""
         eqn, other = self.eqns[number], like.get(number)
         if other is None or other in self.is_out:
-            raise _NotAlikeError(f"`{eqn.primitive.name}` of a piece has no counterpart in the pieces that stay.")
+            raise _NotAlikeError(f"`{eqn.primitive.name}` of a sublayer has no counterpart in sublayers that stay.")
         found = self.eqns[other]
         if found.primitive is not eqn.primitive or list(map(aval_of, found.outvars)) != list(map(aval_of, eqn.outvars)):
-            raise _NotAlikeError(f"`{eqn.primitive.name}` of a piece is `{found.primitive.name}` in another one.")
+            raise _NotAlikeError(f"`{eqn.primitive.name}` of a sublayer is `{found.primitive.name}` in another one.")
         return found
 
     # ---- the step ---------------------------------------------------------------------------------------------------
@@ -365,7 +359,7 @@ class _Shortening:
                 sublayer_of[self.eqns[i].outvars[0]] = min(stay or found)
         return Shortened(step=self._short_step(), runs_as=tuple(runs_as), models=models, sublayer_of=sublayer_of)
 
-    def pieced_step(self) -> SublayeredStep:
+    def sublayered_step(self) -> SublayeredStep:
         n_sublayers = len(self.whole.place)
         costed_as, runs_in = list(range(n_sublayers)), list(range(n_sublayers))
         for run in self.runs:
@@ -373,7 +367,7 @@ class _Shortening:
                 offset = (sublayer - run.first) % run.period
                 costed_as[sublayer], runs_in[sublayer] = run.unit(_THIRD - 1)[offset], run.third[offset]
 
-        # An equation that stays may belong to a forward group that is left out: the group is put into the third unit.
+        # An equation that stays may belong to a forward group that is left out, which joins the third unit.
         number = {sublayer: i for i, sublayer in enumerate(sorted(set(runs_in)))}
         return SublayeredStep(
             step=self._short_step(),
@@ -383,7 +377,7 @@ class _Shortening:
         )
 
     def _inputs_left_out(self) -> set[Var]:
-        """The inputs that only equations read which are left out."""
+        """The inputs whose readers are all left out."""
         flat = self.whole.step.flat
         read_out = {v for i in self.is_out for v in operand_vars(self.eqns[i])}
         read = {v for i, eqn in enumerate(self.eqns) if i not in self.is_out for v in operand_vars(eqn)}
@@ -391,14 +385,12 @@ class _Shortening:
 
 
 def _with_equations(step: TracedStep, ops: Sequence[Op], gone_inputs: AbstractSet[Var]) -> TracedStep:
-    """`step` with other equations, with the results that they make, and without some of its inputs."""
     flat = step.flat
     inputs = {*flat.constvars, *flat.invars} - gone_inputs
     made = inputs.union(*(op.eqn.outvars for op in ops))
     results = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
     outvars = [flat.outvars[o] for o in results]
 
-    # Some values of third units have no reader any more.
     live = live_equations([op.eqn for op in ops], outvars)
     ops = list(itertools.compress(ops, live))
     _check_order([op.eqn for op in ops], outvars, inputs)

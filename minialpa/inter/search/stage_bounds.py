@@ -1,8 +1,7 @@
-"""Lower bounds on the cost of each stage on each submesh, which rise as pieces of the model are solved.
+"""Costs of solved sublayers in, lower bounds on the costs of all stages and the best pipeline under them out.
 
-A piece that was not solved on a submesh costs at least its cost on one device, divided by the number of devices. That
-holds for more micro-batches, for rematerialisation, which adds compute, and for prices and limits of memory, which cost
-time. `choose` is the best pipeline under the bounds.
+An unsolved sublayer on a submesh costs at least its cost on one device, divided by the number of devices. That holds
+for more micro-batches, for rematerialisation, which adds compute, and for prices and limits of memory, which add time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from minialpa.options import Remat
 
 @dataclass(frozen=True, slots=True)
 class Unsolved:
-    """A piece in a column with bounds only. share: of the pipeline's time, with all pieces like it."""
+    """A sublayer in a column without a solved cost. share: of the pipeline's time, with all sublayers like it."""
 
     sublayer: int
     column: int
@@ -34,18 +33,16 @@ class Unsolved:
 
 
 class StageBounds:
-    """Lower bounds on the costs of all stages in a space, in a table for each number of micro-batches that splits the
-    step.
-    """
+    """`tables[n]` has the bounds for n micro-batches, for all `numbers` n into which the step can be split."""
 
     def __init__(self, search: SublayerSearch, known: dict[str, SublayerCost] | None = None) -> None:
-        """`known`: costs of pieces from other searches, to which this one adds."""
+        """known: costs of sublayers from other searches, to which this search adds."""
         self.cluster, self.space = search.cluster, search.space
         self.columns = columns_of(search.space, search.cluster, search.option)
         self.sublayers = SublayerSolver(search, self.columns, {} if known is None else known)
         self.numbers, self._base = _possible_numbers(self.sublayers, search.space)
 
-        # A border has as many bytes per step with any number of micro-batches.
+        # The bytes that cross a border per step do not depend on the number of micro-batches.
         layer_of_sublayer = np.array(self.sublayers.layer_of_sublayer)
         last_sublayers = np.flatnonzero(np.diff(layer_of_sublayer))
         border_bytes = np.array(self.sublayers.border_bytes)[last_sublayers]
@@ -66,10 +63,10 @@ class StageBounds:
         self._alone: set[tuple[int, Remat]] = set()
         self._raise_alone(self._base, search.space.remats[0], self.numbers, range(len(self.columns)))
 
-    # ---- costs of pieces ------------------------------------------------------------------------------------------
+    # ---- costs of sublayers ---------------------------------------------------------------------------------------
 
     def raise_bound(self, n: int, sublayer: int, c: int) -> None:
-        """Raise the bounds of a piece in a column, and of pieces like it, by the cheapest means that is left."""
+        """Raise the bounds of a sublayer in column `c`, and of sublayers like it, by the cheapest means left."""
         column = self.columns[c]
         base = min(n, self._base)
 
@@ -82,15 +79,14 @@ class StageBounds:
             self._solve(n, sublayer, column)
 
     def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
-        """Raise the bounds of columns to the costs of pieces on one device of any memory, sharded perfectly.
+        """Raise the bounds of columns to costs on one device of unlimited memory, divided by the number of devices.
 
-        Rematerialisation never makes a piece faster; it only saves residuals. One micro-batch instead of `base` takes
-        at least as long as one of these: it may read weights once.
+        Rematerialisation never makes a sublayer faster. A single micro-batch takes at least as long as one of `base`.
         """
         self._alone.add((base, remat))
         kinds = self.sublayers.kinds(base, remat)
 
-        # One device of each kind: pieces that are alike cost the same on it.
+        # Sublayers of one kind cost the same on one kind of device.
         known: dict[Candidate, dict[int, SublayerCost]] = {}
         for c in columns:
             one = Candidate((1, 1), (1,), self.space.candidates[self.columns[c].candidate].device)
@@ -100,26 +96,25 @@ class StageBounds:
                 self._raise_column(n, c, [known[one][kind] for kind in kinds], base, remat)
 
     def _raise_column(self, n: int, c: int, alone: Sequence[SublayerCost], base: int, remat: Remat) -> None:
-        """Raise the bounds of a column by the costs of pieces on one device, with `base` micro-batches and `remat`."""
-        n_devices, own, tables = self.columns.n_devices[c], self.columns[c].remat == remat, self.tables[n]
+        n_devices, has_remat, tables = self.columns.n_devices[c], self.columns[c].remat == remat, self.tables[n]
         bounds, share = tables.by_name, min(1, base / n) / n_devices
-        # One micro-batch does less work once per step: it needs no accumulation.
+        # A single micro-batch does less work once per step.
         names = ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ()
         for i, cost in enumerate(alone):
             if tables.solved[i, c]:
                 continue
-            # Each pass adds to totals, however small its micro-batch is, unless there is only one.
+            # Each pass adds to whole accumulators, for any size of micro-batch.
             work_s, adding_s = cost.seconds - cost.adding_seconds, cost.adding_seconds if n > 1 or base == 1 else 0.0
             seconds = share * work_s + adding_s / n_devices
             bounds["seconds"][i, c] = max(bounds["seconds"][i, c], seconds)
-            if own:
+            if has_remat:
                 bounds["in_flight_bytes"][i, c] = share * cost.in_flight_bytes
             for name in names:
                 bounds[name][i, c] = max(bounds[name][i, c], getattr(cost, name) / n_devices)
         tables.change(np.array([c]))
 
     def _solve(self, n: int, sublayer: int, column: Column) -> None:
-        """Solve a piece, and pieces like it, in a column, or in the column at the highest price before it."""
+        """Solve a sublayer, and sublayers like it, in `column`, or first in the column of the highest price."""
         kinds, tables = self.sublayers.kinds(n, column.remat), self.tables[n]
         sublayers = np.array([i for i, kind in enumerate(kinds) if kind == kinds[sublayer]])
         prices = [self.columns.at_price(column, price) for price in range(len(MEMORY_PRICES))]
@@ -130,34 +125,33 @@ class StageBounds:
         elif tables.solved[sublayer, highest]:
             tables.solve(sublayers, self.columns.number[column], self.sublayers.cost(n, sublayer, prices[column.price]))
         else:
-            # The highest price shows first whether saving memory helps. The best at it and at no price is best between.
+            # If the highest price has no effect, lower prices have no effect.
             cost = self.sublayers.cost(n, sublayer, highest)
             for c in prices[1:] if cost == fastest else (highest,):
                 tables.solve(sublayers, c, cost)
 
-    # ---- views of submeshes ---------------------------------------------------------------------------------------
+    # ---- logical shapes -------------------------------------------------------------------------------------------
 
     def open_near_views(self, n: int, found: StageAssignment) -> bool:
-        """Let stages use views of the submeshes of `found` with half or twice as many devices on axis 0; whether any
-        is new.
+        """Open logical shapes of the submeshes of `found` with half or twice as many devices on axis 0; whether any is
+        new.
         """
         candidates = self.space.candidates
         near = np.zeros(len(candidates), np.bool_)
-        for own in {self.columns[stage.candidate].candidate for stage in found.stages}:
-            one = candidates[own]
+        for used in {self.columns[stage.candidate].candidate for stage in found.stages}:
+            one = candidates[used]
             for m, other in enumerate(candidates):
                 if (other.submesh, other.device) == (one.submesh, one.device):
                     near[m] |= _are_near(other.logical_shape, one.logical_shape)
         return self.tables[n].open(near)
 
     def open_all_views(self, n: int) -> bool:
-        """Let stages use all views; whether any is new."""
         return self.tables[n].open(np.ones(len(self.space.candidates), np.bool_))
 
     # ---- costs of stages ------------------------------------------------------------------------------------------
 
     def unsolved(self, n: int, found: StageAssignment) -> list[Unsolved]:
-        """The unsolved costs of stages, one piece of each kind: the most time first."""
+        """The unsolved costs, one sublayer of each kind, the largest share first."""
         tables, seconds = self.tables[n], self.tables[n].by_name["seconds"]
         users: dict[tuple[int, int], list[int]] = {}
         total_s = 0.0
@@ -170,7 +164,6 @@ class StageBounds:
                 if not tables.solved[sublayer, stage.candidate] and place_of(stage) not in tables.exact:
                     users.setdefault((kinds[sublayer], stage.candidate), []).append(sublayer)
 
-        # A higher bound on the largest time changes the best pipeline most.
         out = [
             Unsolved(sublayers[0], c, len(sublayers) * float(seconds[sublayers[0], c]) / max(total_s, math.ulp(0.0)))
             for (_, c), sublayers in users.items()
@@ -178,7 +171,7 @@ class StageBounds:
         return sorted(out, key=lambda one: -one.share)
 
     def seconds_of(self, n: int, found: StageAssignment) -> float:
-        """Seconds of a step under the bounds; inf if a stage has no sharding, or does not fit in memory."""
+        """Seconds of a step under the bounds; inf if a stage has no sharding or does not fit in memory."""
         table = self.tables[n].table()
         for k, stage in enumerate(found.stages):
             at = place_of(stage)
@@ -190,7 +183,7 @@ class StageBounds:
         return step_seconds_of(table, found.stages, n)
 
     def on_same_submeshes(self, n: int, found: StageAssignment) -> StageAssignment | None:
-        """The stages of `found` on their submeshes, each in the column that promises most; None if one does not fit."""
+        """The stages of `found` on their submeshes, each in its fastest column; `None` if a stage does not fit."""
         table = self.tables[n].table()
         stages: list[StageChoice] = []
         for k, stage in enumerate(found.stages):
@@ -207,8 +200,8 @@ class StageBounds:
     def choose(self, n: int) -> StageAssignment:
         """The best pipeline under the bounds, up to half of the tolerance. Raises InfeasibleError.
 
-        Its `seconds` follow from the bounds under which it was found. These may have risen a little since; no other
-        pipeline has become faster by that.
+        The last result stays if its bounds have risen by at most a quarter of the tolerance since. Its `seconds` still
+        bound all pipelines.
         """
         tables, slack = self.tables[n], self.space.tolerance / 4
         start: Start | None = None
@@ -218,7 +211,7 @@ class StageBounds:
             if math.isfinite(seconds):
                 start = Start(tables.chosen.stages, tables.chosen.least_t)
 
-        # Reset first: if no pipeline fits any more, the next call must search, too.
+        # Reset before `choose_stages` may raise, so that the next call searches, too.
         if tables.changed or tables.chosen is None:
             tables.chosen, tables.changed = None, False
             tables.chosen = choose_stages(
@@ -234,17 +227,17 @@ class StageBounds:
 
 
 def _are_near(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two views of a submesh differ by at most a factor of 2 on axis 0; one axis may be axis 0 or axis 1."""
+    """Whether two logical shapes differ by at most a factor of 2 on axis 0. A 1-D shape (n,) is (n, 1) or (1, n)."""
     ends = [(1, view[0]) if len(view) == 1 else (view[0],) for view in (shape, other)]
     return any(max(a, b) <= 2 * min(a, b) for a, b in itertools.product(*ends))
 
 
 def _possible_numbers(sublayers: SublayerSolver, space: Space) -> tuple[tuple[int, ...], int]:
-    """The numbers of micro-batches of a space and the largest micro-batches among several, by their number.
+    """The numbers of micro-batches of the space, and the least above 1, whose costs bound the others.
 
-    Both 1 if that is there and the step cannot be split.
+    Both are 1 if the step cannot be split and the space has 1; otherwise that raises TraceError.
     """
-    # One micro-batch needs no accumulation, so its cost bounds no other.
+    # A single micro-batch needs no accumulation, so its cost is no bound.
     base = min((n for n in space.micro_batches if n > 1), default=1)
     try:
         sublayers.kinds(base, space.remats[0])

@@ -1,7 +1,7 @@
-"""Costs of each piece of a model on each submesh: seconds and bytes per device.
+"""A step staged with one sublayer per mesh in, seconds and bytes per device of each sublayer on each submesh out.
 
-Pieces that are the same up to names are solved once. A stage costs the sum of its pieces: this prices borders inside a
-stage as if both sides agreed on the sharding, and the final solve of the stage makes them agree.
+Equal sublayers, up to names, are solved once. A stage costs the sum of its sublayers, as if neighbours agreed on the
+sharding of the values between them.
 """
 
 from __future__ import annotations
@@ -37,30 +37,32 @@ from minialpa.options import AutoShardingOption
 from minialpa.support.files import write_text
 from minialpa.support.recent import Recent
 
-#: Seconds that a solver may take to prove the sharding of one piece.
-_PIECE_TIME_LIMIT_S = 5.0
-#: Bytes of one equation of a staged step in the planner's own memory, about, as measured.
+#: Seconds that a solver may take to prove the sharding of one sublayer.
+_SUBLAYER_TIME_LIMIT_S = 5.0
+#: Measured bytes of one equation of a staged step in the memory of the planner.
 EQUATION_BYTES = 2000
-#: Micro-batches in flight, at most, for which pieces save memory under such a price.
+#: Most micro-batches in flight for which a price of memory counts kept values.
 _USUALLY_LIVE = 8
-#: Version of cost files. Raise it with every change after which some piece has another cost (rules, strategies, prices,
-#: memory, names): the names of costs tell pieces, meshes and options apart, but not versions of the code.
+#: Version of cost files. Raise it with each change of the code that changes costs or their names (rules, strategies,
+#: prices, memory).
 _VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayerCost:
-    """One piece on a mesh; bytes are per device. Several pieces in a stage add up, except pass_temp_bytes: the largest
-    counts.
+    """One sublayer on a mesh; bytes are per device.
+
+    A stage has the sum over its sublayers, and the maximum of `pass_temp_bytes`.
 
     Attributes:
-        seconds: of one micro-batch, forward and backward; inf if the piece does not fit.
+        seconds: of one micro-batch, forward and backward; inf if the sublayer does not fit.
         step_seconds: once per step.
-        fixed_bytes: parameters, optimizer state and accumulated gradients.
-        in_flight_bytes: for each micro-batch in flight. pass_temp_bytes, update_temp_bytes: further bytes of a pass and
-            of the update.
-        left_bytes: bytes that a pass leaves in the end.
-        adding_seconds: the part of `seconds` that adds to totals, which one micro-batch does not need.
+        fixed_bytes: parameters, optimizer state and accumulators.
+        in_flight_bytes: for each micro-batch in flight.
+        pass_temp_bytes: further bytes of a pass, without `left_bytes`.
+        left_bytes: results that remain at the end of a pass.
+        update_temp_bytes: further bytes of the update.
+        adding_seconds: part of `seconds` that adds to accumulators, which a single micro-batch does not need.
     """
 
     seconds: float = math.inf
@@ -74,11 +76,12 @@ class SublayerCost:
 
 
 class SublayerCosts:
-    """Costs of the pieces of a step that is staged with one piece on each mesh.
+    """Costs of the sublayers of a step that is staged with one sublayer on each mesh.
 
-    place: for each piece, the mesh with its problem; several pieces may share one, see `short_step`.
-    known: costs by `name`, which grow. solvers: of pieces on meshes, as far as they fit; a search has one such object
-    for all of its `SublayerCosts`.
+    Args:
+        place: for each sublayer, the mesh with its problem; sublayers may share a mesh, see `short_step`.
+        known: costs by name, to which `cost` adds.
+        solvers: a cache that all `SublayerCosts` of a search share.
     """
 
     def __init__(
@@ -96,10 +99,9 @@ class SublayerCosts:
         self.staged, self.cluster, self.compiler = staged, cluster, compiler
         self.strategy_cache, self.known = strategy_cache, known
         self._solvers, self._mine = solvers, object()  # each staging has other variables
-        # There are hundreds of costs: a cost that is a little too high is better than minutes of proof for each.
-        self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
+        # There are hundreds of costs, so a slightly high cost is better than minutes of proof for each.
+        self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _SUBLAYER_TIME_LIMIT_S))
 
-        # Pieces with equal keys are the same problem, and share costs between searches by the digests of these.
         self.place = tuple(place)
         self.problems = {mesh: mesh_equations(staged, mesh) for mesh in sorted(set(place))}
         self.digests = {mesh: _digest(problem) for mesh, problem in self.problems.items()}
@@ -108,23 +110,22 @@ class SublayerCosts:
 
     @property
     def n_bytes(self) -> float:
-        """About the bytes of the staged step."""
+        """Estimate for the staged step."""
         return EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
 
     def cost(
         self, sublayer: int, choice: Candidate, fastest: SublayerCost | None, price: float, limited: bool
     ) -> SublayerCost:
-        """A piece on a submesh, with seconds of inf if it does not fit.
+        """The least cost of a sublayer on a submesh at a price of memory; `seconds` is inf if it does not fit.
 
-        fastest: its sharding of least seconds; None to look for that one.
-        price: the worth of keeping no value in memory, in step times of the `fastest` sharding.
-        limited: whether the piece alone has to fit in memory.
+        fastest: the cost without a price, which scales the price; `None` to solve without a price.
+        price: of keeping all values of `fastest` in memory, as a multiple of its seconds per step.
+        limited: whether the sublayer alone has to fit in the memory of the devices.
         """
         n, place = self.staged.split.n_micro_batches, self.place[sublayer]
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
         n_live = min(n, _USUALLY_LIVE)
 
-        # A price per byte, so that the solver weighs seconds against memory.
         byte_s = 0.0
         if fastest is not None and price:
             keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
@@ -137,7 +138,7 @@ class SublayerCosts:
             return self.known[name]
 
         free, n_bytes = known(None), self.option.limit_bytes(mesh.device)
-        # The best of all is best under a limit that it keeps.
+        # If the unlimited optimum keeps within the limit, it is the limited optimum.
         return free if not limited or n_bytes is None or free.fixed_bytes <= n_bytes else known(n_bytes)
 
     def _solve(
@@ -153,7 +154,7 @@ class SublayerCosts:
 
         view = ShardedView.of(mesh, self.option)
         programs = mesh_programs(staged, place, problem, solution, view)
-        # At the prices of the solver: a sharding of least cost then has the least seconds.
+        # Without hidden collectives, as the solver prices them.
         moved = mesh_collectives(programs)
         times = stage_times(problem, solution, moved, mesh, staged.split.n_loops, hides=False)
         memory = mesh_memory(staged, place, programs, solution, view, compiler=self.compiler)
@@ -176,15 +177,12 @@ class SublayerCosts:
 
 
 def border_bytes(staged: StagedStep) -> list[float]:
-    """Bytes of one micro-batch, both directions, that cross the border after each chunk but the last.
-
-    A chunk may have no task, if the loop does not need its layers.
-    """
+    """Bytes of one micro-batch that cross the border after each chunk except the last, in both directions."""
     loop = [task for task in staged.tasks if task.per_micro_batch]
     crossing = [0.0] * len(staged.mesh_of_chunk)
     home: dict[Var, Task] = {v: task for task in loop for v in task.outvars}
 
-    # A value that skips chunks counts at every border between its two ends.
+    # A value that skips chunks crosses every border between its two ends.
     for task in loop:
         for v in task.invars:
             source = home.get(v, task)
@@ -199,7 +197,7 @@ def _digest(problem: MeshEquations) -> str:
 
 
 def problem_key(problem: MeshEquations) -> str:
-    """Text that two problems share if they are the same up to the names of variables."""
+    """Text that is equal for two problems if they are equal up to the names of variables."""
     number: dict[Var, int] = {}
     types: dict[object, str] = {}
 
@@ -215,7 +213,7 @@ def problem_key(problem: MeshEquations) -> str:
 
     parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
     for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):
-        # All numbers that are folded into a key cost the same.
+        # Each layer folds another number into a random key, at the same cost.
         is_folded = eqn.primitive.name == "random_fold_in"
         ends = " ".join(type_of(v) if is_folded and is_literal(v) else name(v) for v in (*eqn.invars, *eqn.outvars))
         dims = [problem.batch_dims.get(v) for v in eqn.outvars]
@@ -229,9 +227,9 @@ def problem_key(problem: MeshEquations) -> str:
 
 
 def _costed_params(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation without functions, and without parameters that only locate a part.
+    """Parameters without functions and positions: each layer slices another row of a stack at the same cost.
 
-    Each layer reads another key, or another row of a stack. The shapes of a slice show which dimensions are cut.
+    The shapes of a slice show the cut dimensions.
     """
     if eqn.primitive.name == "slice":
         return {}
@@ -244,8 +242,9 @@ def _costed_params(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def load_costs(path: str | Path | None) -> dict[str, SublayerCost]:
-    """The costs in a JSON file by name; empty without a file or in another version. Raises VerifyError for another
-    file.
+    """The costs in a JSON file, by name; empty without a file, or if it has another version.
+
+    Raises VerifyError if the file holds other data.
     """
     if path is None or not Path(path).exists():
         return {}
@@ -255,7 +254,9 @@ def load_costs(path: str | Path | None) -> dict[str, SublayerCost]:
             return {}
         return {name: _cost(values) for name, values in data["costs"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise VerifyError(f"`{path}` holds no costs of pieces ({error!r}). Remove it, or name another file.") from error
+        raise VerifyError(
+            f"`{path}` holds no costs of sublayers ({error!r}). Remove it, or set `cached_costs` to another file."
+        ) from error
 
 
 def _cost(values: Sequence[float]) -> SublayerCost:
@@ -264,7 +265,6 @@ def _cost(values: Sequence[float]) -> SublayerCost:
 
 
 def save_costs(path: str | Path | None, costs: dict[str, SublayerCost]) -> None:
-    """Write costs to a file, atomically."""
     if path is None:
         return
     data = {"version": _VERSION, "costs": {name: dataclasses.astuple(cost) for name, cost in sorted(costs.items())}}

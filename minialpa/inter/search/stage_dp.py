@@ -1,17 +1,17 @@
-"""Stage DP: the fastest pipeline, from a table with the cost of each stage on each submesh.
+"""Stage DP: a table with the cost of each stage on each submesh in, the fastest pipeline out.
 
     minimise T = sum_k t_k + sum_borders transfer + (B - 1) * max_k t_k + max_k step_k
 
-over all ways to cut the layers into stages and to give each stage a candidate (a submesh and its use). t_k is the time
-of one micro-batch on stage k, step_k its time once per step, B the number of micro-batches. Stages take the devices of
-the cluster in order, so each border's links are known.
+over all ways to cut the layers into stages and to give each stage k a candidate m (a column of the table). t_k is the
+time of one micro-batch on stage k, step_k its time once per step, B the number of micro-batches. Stages take the
+devices of the cluster in order, so the link of each border is known.
 
-For bounds tau on max t and sigma on max step, one dynamic program gives the least sum under them:
+With upper bounds tau on max t and sigma on max step, one dynamic program gives the least sum of t and transfers:
 
     f[s, i, p] = min over j, m of  t[i, j, m] + f[s - 1, j + 1, p + n_devices[m]] + transfer[i - 1, p]
 
-is the least sum for layers i.. in s stages on the devices from p on. `_search` finds the bounds of the least total.
-Stages are counted from the end, so the memory check is exact: s gives the number of live micro-batches of a stage.
+for the layers from i on, in s stages, on the devices from p on. `_search` finds the tau and sigma of the least T.
+Stages count from the end, so s gives the number of live micro-batches, and the memory check is exact.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from minialpa.inter.search.stage_kernels import IDLE, Bools, Floats, Ints, fill_
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StageCostTable:
-    """Costs of layers i to j, both included, on candidate m. Entries with i > j have no meaning.
+    """Costs of a stage with layers i to j, both included, on candidate m. Entries with i > j have no meaning.
 
     Attributes:
-        n_devices: [m], devices of the candidate.
-        may_start: [m, p], whether it may start at device p of the cluster.
-        skip_to: [p], the place where a pipeline may continue that leaves device p idle. From the first device of a host
-            it is the next host, so the start of a stage tells whether it is on the host of the stage before.
-        seconds: [i, j, m], forward and backward of one micro-batch; inf if the candidate is not allowed.
+        n_devices: [m].
+        may_start: [m, p], whether a stage may start at device p of the cluster.
+        skip_to: [p], the next device if device p stays idle. From the first device of a host this is the next host, so
+            the start of a stage shows whether the previous stage is on the same host.
+        seconds: [i, j, m], of one micro-batch; inf if the stage is not allowed.
         step_seconds: [i, j, m], gradient sync and update, once per step.
-        fixed_bytes: [i, j, m], bytes per device for the whole step.
-        in_flight_bytes: [i, j, m], bytes per device for each live micro-batch.
-        transfer_seconds: [j, p], one micro-batch's activations and gradients over the border after layer j < n_layers -
-            1 to a stage that starts at device p.
+        fixed_bytes: [i, j, m], per device for the whole step.
+        in_flight_bytes: [i, j, m], per device for each live micro-batch.
+        transfer_seconds: [j, p], activations and gradients of one micro-batch over the border after layer j, to a stage
+            that starts at device p.
     """
 
     n_devices: Ints
@@ -62,7 +62,7 @@ class StageCostTable:
 
 
 class PipelineTooLargeError(InfeasibleError):
-    """No pipeline fits in memory. lacks: the bytes per device of the smallest one, over the bytes of the devices."""
+    """No pipeline fits in memory. lacks: (bytes per device of the smallest pipeline) / (memory of a device)."""
 
     def __init__(self, message: str, lacks: float) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class PipelineTooLargeError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Layers `first_layer` to `last_layer`, both included, on candidate `candidate`, from device `first_device` on."""
+    """A stage with layers first_layer to last_layer, both included."""
 
     first_layer: int
     last_layer: int
@@ -81,7 +81,7 @@ class StageChoice:
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Stages from first to last, and T. least_t: see `Start`."""
+    """Stages from first to last, with T as `seconds`. least_t: see `Start`."""
 
     stages: tuple[StageChoice, ...]
     seconds: float
@@ -90,12 +90,7 @@ class StageAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A known pipeline, from which a search starts.
-
-    Attributes:
-        stages: an allowed pipeline.
-        least_t: a lower bound on the seconds per micro-batch of the slowest stage of any pipeline.
-    """
+    """A known allowed pipeline. least_t: lower bound on max t of any pipeline."""
 
     stages: tuple[StageChoice, ...]
     least_t: float = 0.0
@@ -116,11 +111,16 @@ def choose_stages(
     tolerance: float = 0.0,
     start: Start | None = None,
 ) -> StageAssignment:
-    """The minimum of T, at most `tolerance` (a fraction of T) above it. `start` saves time.
+    """A pipeline whose T is at most a fraction `tolerance` above the minimum.
 
-    Each stage needs fixed + live * in_flight <= memory_bytes (of its candidate), with the live micro-batches that
-    `schedule` allows at its distance from the end. Without `use_all_devices`, devices may stay idle. Raises
-    InfeasibleError, with the least sufficient memory if memory is the reason.
+    Each stage needs fixed + live * in_flight <= memory_bytes, where live is its most live micro-batches under
+    `schedule`. Raises PipelineTooLargeError with the least sufficient memory if memory is the reason, otherwise
+    InfeasibleError.
+
+    Args:
+        memory_bytes: per device, for all candidates or for each.
+        use_all_devices: if False, devices may stay idle.
+        start: saves time.
     """
     memory = np.broadcast_to(np.asarray(memory_bytes, np.float64), table.n_devices.shape)
     problem = _problem(table, schedule, n_micro_batches, memory, idle=not use_all_devices)
@@ -136,14 +136,14 @@ class _Problem:
 
     Attributes:
         idle: whether devices may stay idle.
-        live: different counts of live micro-batches, which rise.
+        live: the distinct numbers of live micro-batches, ascending.
         live_of: [s], the index in `live` of the s-th stage from the end.
         memory: [m], bytes per device.
         used: candidates on which some stage fits with one live micro-batch.
         most: [m, i, j], see `most_live`.
         costs: [m, i, j] each: seconds and step_seconds of the table.
-        groups: [m], the group g of each candidate: equal numbers of devices and equal starts. counts, starts: [g] and
-            [g, p], devices of each group, and whether it may start at device p.
+        groups: [m], the group g of the candidate; a group has equal `n_devices` and `may_start`.
+        counts, starts: [g] and [g, p], `n_devices` and `may_start` of the group.
     """
 
     table: StageCostTable
@@ -162,7 +162,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Pipeline:
-    """A pipeline; the letters of the formula above. sum_s: of stage times and transfers."""
+    """sum_s: of t and transfers."""
 
     stages: tuple[StageChoice, ...]
     sum_s: float
@@ -175,9 +175,7 @@ class _Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """Upper bounds on the maxima of a pipeline (tau: seconds per micro-batch, sigma: per step), and a lower bound
-    `least_t` on its slowest stage per micro-batch.
-    """
+    """The pipelines with least_t <= max t <= tau and max step <= sigma."""
 
     tau: float
     sigma: float
@@ -189,7 +187,7 @@ def _problem(table: StageCostTable, schedule: str, n_micro_batches: int, memory:
     by_column = [_columns_first(x) for x in (table.seconds, table.step_seconds)]
     fixed, in_flight = (_columns_first(x) for x in (table.fixed_bytes, table.in_flight_bytes))
 
-    # With one live micro-batch, as in the last stage: a candidate that does not fit there is useless.
+    # The last stage has one live micro-batch.
     one = most_live(fixed, in_flight, memory, np.ones(1))
     used = np.flatnonzero((one == 0).any(axis=(1, 2)) & _allowed_somewhere(*by_column))
     least_devices = int(table.n_devices[used].min(initial=table.cluster_devices))
@@ -217,12 +215,10 @@ def _problem(table: StageCostTable, schedule: str, n_micro_batches: int, memory:
 
 
 def _columns_first(cube: Floats) -> Floats:
-    """[m, i, j] of [i, j, m]: the order in which the loops read."""
     return np.ascontiguousarray(np.moveaxis(cube, -1, 0))
 
 
 def _allowed_somewhere(seconds: Floats, step_seconds: Floats) -> Bools:
-    """[m]: whether some stage is allowed on the candidate."""
     n_layers = seconds.shape[1]
     above = np.triu(np.ones((n_layers, n_layers), np.bool_))
     return np.asarray((np.isfinite(seconds + step_seconds) & above).any(axis=(1, 2)), np.bool_)
@@ -237,11 +233,11 @@ def _solution(table: StageCostTable, stages: tuple[StageChoice, ...]) -> _Pipeli
 
 
 def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_Pipeline | None, float]:
-    """A pipeline with a total at most `tolerance` of itself above the least, or None; and a lower bound on max t.
+    """A pipeline with T within `tolerance` of the least, or `None`; and a lower bound on max t.
 
-    Branch and bound over boxes of (max t, max step). The solution of least sum in a box beats all pipelines in it whose
-    max t and max step are no smaller. Two boxes remain, one with a smaller max t and one with a smaller max step,
-    without the parts in which the sum, which only rises, leaves no room for a total that is better by the tolerance.
+    Branch and bound over boxes of (max t, max step). The pipeline of least sum in a box beats all pipelines in the box
+    whose max t and max step are as large or larger. Two boxes remain, one with smaller max step and one with smaller
+    max t. Their sums are as large or larger, which bounds the max t and max step of a better T.
     """
     n, waits = problem.n_micro_batches, problem.n_micro_batches - 1
     everything = _Box(np.inf, np.inf, 0.0)
@@ -257,14 +253,13 @@ def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_
     boxes = [replace(everything, least_t=least_t)]
     while boxes:
         box = boxes.pop()
-        cap_s = _better_s(best.total(n), tolerance) - waits * box.least_t  # of the sum, for a better total
+        cap_s = _better_s(best.total(n), tolerance) - waits * box.least_t  # largest sum of a better pipeline
         found, first = first or _solve(problem, box, cap_s), None
         if found is None:
             continue
 
         best = min(best, found, key=lambda solution: solution.total(n))
         room_s = _better_s(best.total(n), tolerance) - found.sum_s
-        # Two boxes remain, each without the part whose sums leave no room for a better total.
         slower = max(box.least_t, found.max_t) if waits else box.least_t
         smaller_step = np.nextafter(found.max_step, -np.inf)
         boxes += _boxes(_Box(box.tau, min(box.sigma, smaller_step), slower), waits, room_s)
@@ -275,12 +270,12 @@ def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_
 
 
 def _better_s(total_s: float, tolerance: float) -> float:
-    """Totals below this are better by the tolerance."""
+    """T has to be less than this to be better by the tolerance."""
     return total_s * (1 - tolerance) if np.isfinite(total_s) else np.inf
 
 
 def _boxes(box: _Box, waits: int, room_s: float) -> list[_Box]:
-    """The part of a box with (B - 1) * max t + max step <= room_s, or nothing."""
+    """The part of a box with (B - 1) * max t + max step <= room_s; no box if it is empty."""
     tau = min(box.tau, room_s / waits) if waits else box.tau
     sigma = min(box.sigma, room_s - waits * box.least_t)
     return [_Box(tau, sigma, box.least_t)] if tau >= box.least_t and sigma >= 0 else []
@@ -295,7 +290,6 @@ def _solve(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | None:
     if not np.isfinite(sum_s):
         return None
 
-    # From the first layer on, as the table was reached.
     stages, i, p = list[StageChoice](), 0, 0
     while s > 0:
         reached = int(how[s, i, p // unit])
@@ -309,13 +303,13 @@ def _solve(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | None:
 
 
 def _least_maximum(problem: _Problem, values: Floats) -> float:
-    """The least possible maximum of `values` over the stages of a pipeline; inf without a pipeline."""
+    """Least possible maximum of `values` over the stages of a pipeline; inf without a pipeline."""
     best = _least_stages(problem, values, np.zeros_like(values), _Box(np.inf, np.inf, 0.0))
     return _best_end(_tables(problem, best, np.inf, maximum=True)[0])[0]
 
 
 def _least_stages(problem: _Problem, values: Floats, step: Floats, box: _Box) -> Floats:
-    # The kernel takes no pipeline of infinite cost for one.
+    # Finite bounds exclude stages of infinite cost.
     tau, sigma = (min(bound, float(np.finfo(np.float64).max)) for bound in (box.tau, box.sigma))
     return least_stages(
         values, step, problem.most, problem.used, len(problem.live), problem.groups, len(problem.counts), tau, sigma
@@ -323,16 +317,18 @@ def _least_stages(problem: _Problem, values: Floats, step: Floats, box: _Box) ->
 
 
 def _fastest(problem: _Problem, i: int, j: int, group: int, live: int, box: _Box) -> int:
-    """The candidate of `least_stages` for a stage."""
     seconds, step = (cost[:, i, j] for cost in problem.costs)
     allowed = (problem.groups == group) & (problem.most[:, i, j] >= live) & (step <= box.sigma)
     return int(np.argmin(np.where(allowed, seconds, np.inf)))
 
 
 def _tables(problem: _Problem, best: Floats, cap_s: float, *, maximum: bool) -> tuple[Floats, Ints, int]:
-    """`fill_tables`, and the devices of one of its places: all stages may begin at multiples of some number."""
+    """`fill_tables` over units of devices, for speed: f, how, and the devices per unit.
+
+    All starts are multiples of the unit.
+    """
     table, counts = problem.table, problem.counts
-    used = np.isfinite(best[0]).any(axis=(0, 2))  # fits with the least in flight
+    used = np.isfinite(best[0]).any(axis=(0, 2))  # fits with the fewest live micro-batches
     unit = math.gcd(table.cluster_devices, *counts[used].tolist())
     if problem.idle:
         unit = math.gcd(unit, int(table.skip_to[0]))
@@ -346,12 +342,11 @@ def _tables(problem: _Problem, best: Floats, cap_s: float, *, maximum: bool) -> 
 
 
 def _best_end(f: Floats) -> tuple[float, int]:
-    """Least value of a whole pipeline and its number of stages; of equals, the fewest."""
     return min(((float(f[s, 0, 0]), s) for s in range(1, len(f))), default=(np.inf, 0))
 
 
 def _least_memory(problem: _Problem) -> float:
-    """The least bytes per device of the largest stage of a pipeline."""
+    """The least memory per device with which a pipeline fits; inf if the table allows no pipeline."""
     table = problem.table
     allowed = np.isfinite(table.seconds) & np.isfinite(table.step_seconds)
     best = np.full((len(problem.live), table.n_layers, len(problem.counts), table.n_layers), np.inf)
@@ -363,7 +358,6 @@ def _least_memory(problem: _Problem) -> float:
 
 
 def _infeasible(problem: _Problem, schedule: str, n_micro_batches: int) -> InfeasibleError:
-    """Why no pipeline is possible: too little memory, or no stages that the table allows."""
     table = problem.table
 
     # If unlimited memory does not help, memory is not the reason.
@@ -373,15 +367,15 @@ def _infeasible(problem: _Problem, schedule: str, n_micro_batches: int) -> Infea
         most = float(problem.memory.max())
         return PipelineTooLargeError(
             f"No pipeline fits: under `{schedule}` with {n_micro_batches} micro-batches the smallest one needs "
-            f"{need:.6g} bytes per device and the devices have {most:.6g}. Raise `n_micro_batches` so that each is "
-            "smaller, allow more devices, or use devices with more memory.",
+            f"{need:.6g} bytes per device and the devices have {most:.6g}. Raise `num_micro_batches` for smaller "
+            "micro-batches, allow more devices, or use devices with more memory.",
             need / most,
         )
 
     least = 1 if problem.idle else table.cluster_devices
     counts = ", ".join(map(str, sorted(set(problem.counts.tolist()))))
     return InfeasibleError(
-        f"No pipeline of {table.n_layers} layers uses {least} to {table.cluster_devices} devices: candidates take "
-        f"{counts} devices, and entries of `seconds` or `step_seconds` that are inf are not allowed. Offer more "
-        "candidates, or set `use_all_devices=False`."
+        f"No pipeline of {table.n_layers} layers uses {least} to {table.cluster_devices} devices: submeshes have "
+        f"{counts} devices, and some stages have no sharding on them (`seconds` or `step_seconds` is inf). Allow more "
+        "submeshes, or set `use_all_devices=False`."
     )

@@ -1,16 +1,17 @@
-"""Solves a stage within its memory: the cheapest shardings that fit, at given prices.
+"""A stage and a memory limit in, the cheapest shardings that fit out, at the prices of a given solver.
 
-The cost graph counts stored tensors, without the buffers of collectives. So each solution is measured, and the problem
-is solved with more or less room until a solution fills the memory:
+The cost graph counts stored tensors, without the buffers of collectives. So each solution is measured, and solved with
+another *room* (the limit that the graph keeps) until the measured bytes nearly fill the memory. With a limit of 1000:
 
-    room         the limit of the graph; at first the limit of the device, less the bytes that an earlier solution had
-                 beyond the counted ones
-    too large    less room, by the missing bytes or by interpolation; halfway to room that is too little for all
-    fits         more room by interpolation, while that promises a faster step
+    room 1000   counted 1000, measured 1050: too large, so the next room is smaller by the missing bytes
+    room  950   counted  950, measured 1000: fits
 
-If no such solution fits, there are others. The graph also counts gathered weights, which is too much for weights that
-are stored whole; or it counts only tensors that outlive the tasks. Examples are split over a mesh axis, so only
-weights are gathered. Last, the standard plans are measured.
+Between a solution that fits and one that is too large, the room is interpolated, while the solution in unlimited memory
+predicts a gain. If no solution fits, three other ways follow:
+
+- The graph also counts gathered weights, or only tensors that outlive the tasks.
+- Examples are split over one mesh axis, so that only weights are gathered.
+- Standard plans such as ZeRO-3 are measured.
 """
 
 from __future__ import annotations
@@ -38,27 +39,26 @@ from minialpa.intra.solver.clock import Deadline
 from minialpa.ir.equations import bytes_of, source_line
 from minialpa.options import PLANNED_STEPS, AutoShardingOption
 
-#: Solves of a stage with different room, at most, and after the first solution that fits.
+#: Most solves of a stage with different room: in all, and after the first solution that fits.
 _MAX_SOLVES, _MAX_AFTER_FIT = 6, 2
-#: Nominal seconds of a solve, at least.
+#: Least time limit of a solve, in counted seconds (see `Deadline`).
 _LEAST_LIMIT_S = 1.0
-#: All solves in short memory together take at most this part of the training run, and each its least seconds.
+#: Largest fraction of the training run for all solves in short memory, beyond the least seconds of each.
 _PART_OF_RUN = 0.25
-#: More room is tried if it promises more than this part of a step.
+#: More room is tried if its predicted gain is more than this fraction of a step.
 _LITTLE_GAIN = 0.005
-#: A solution may leave this part of the limit.
+#: A solution may leave this fraction of the limit unused.
 _LITTLE_LEFT = 0.01
-#: If the smallest solution needs more than this multiple of the limit, there are other ways only for problems of few
-#: equations. In larger ones they take long, and did not help in 12 stages that were tried.
+#: If the smallest solution needs more than this multiple of the limit, only problems of few equations try other ways.
+#: In larger problems these take long, and did not help in 12 stages.
 _NEARLY_FITS, _FEW_EQUATIONS = 1.1, 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeSolution:
-    """The cheapest shardings of a stage in unlimited memory: seconds of one step, and bytes per device.
+    """The cheapest shardings of a stage in unlimited memory: seconds of one step, bytes of one device.
 
-    limit_bytes: of each device; inf without a limit.
-    bound_s: lower bound on the seconds of one step with any shardings; 0 if it is not known.
+    bound_s: lower bound on the seconds with any shardings; 0 if unknown.
     """
 
     seconds: float
@@ -72,7 +72,7 @@ class FreeSolution:
 
 
 class NothingFitsError(InfeasibleError):
-    """No solution keeps to the limit. The smallest one needs `n_bytes` per device, with the reserve."""
+    """n_bytes: per device, of the smallest solution with the reserve."""
 
     def __init__(self, message: str, n_bytes: float) -> None:
         super().__init__(message)
@@ -80,7 +80,7 @@ class NothingFitsError(InfeasibleError):
 
 
 class _Measured:
-    """The collectives of the programs of a solution, and their memory, which is computed when it is first asked for."""
+    """The collectives of a solution, and its memory, which is computed at the first use."""
 
     def __init__(self, programs: Sequence[TaskProgram], memory: Callable[[Sequence[TaskProgram]], MeshMemory]) -> None:
         self.moved = tuple(mesh_collectives(programs))
@@ -96,10 +96,11 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedStage:
-    """Shardings of a stage, with the collectives and the memory of its tasks.
+    """Shardings of a stage.
 
-    measured: returns the memory of the tasks; too slow solutions never compute it.
-    free: the cheapest shardings in unlimited memory; these ones, if they fit. None if unknown.
+    moved: the collectives of its tasks.
+    measured: computes the memory of its tasks, which solutions that are too slow never need.
+    free: the cheapest shardings in unlimited memory, possibly the same; `None` if unknown.
     """
 
     sharding: MeshSharding
@@ -114,9 +115,9 @@ class SolvedStage:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Stage:
-    """A stage to solve: its equations and mesh in a staged step, its view, and its solver.
+    """Mesh number `mesh` of a staged step, to solve.
 
-    measured: the solutions so far, under any prices and limits. Different rooms often have the same solution.
+    measured: all solutions so far. Solves with different room often agree.
     """
 
     staged: StagedStep
@@ -133,13 +134,13 @@ class SolveLimits:
     """The limits of a solution, and hints from other solutions.
 
     Attributes:
-        option: the options, with the memory limit.
+        option: contains the memory limit.
         moments: see `live_counts`.
-        n_bytes: memory of each device, also if `option` has no limit.
-        uncounted_bytes: a guess of the bytes beyond the counted ones.
-        free: if there is a limit, seconds of a step and bytes per device of the solution without it.
-        below_s: seconds of a step from which no solution in unlimited memory is of use.
-        in_other_ways: whether to look for solutions that the counted bytes miss. They have prices of their own.
+        n_bytes: memory of a device, even if `option` sets no limit.
+        uncounted_bytes: a guess of (measured bytes) - (counted bytes).
+        free: (seconds of a step, bytes per device) of the solution in unlimited memory; `None` to solve in such memory.
+        below_s: solutions in unlimited memory of so many seconds per step or more are useless.
+        in_other_ways: whether to try the other ways of the module docstring, which have other prices.
         work: counts the work of all solves.
     """
 
@@ -153,7 +154,7 @@ class SolveLimits:
     work: Deadline = field(default_factory=lambda: Deadline(math.inf))
 
     def deadline(self) -> Deadline:
-        """The end of a solve: in proportion to the training run in unlimited memory."""
+        """The end of a solve; in short memory in proportion to the training run."""
         limit_s = self.option.solver_limit_s
         if self.free is None:
             return self.work.within(limit_s)
@@ -162,7 +163,7 @@ class SolveLimits:
 
 
 def solve_in_memory(stage: Stage, limits: SolveLimits) -> SolvedStage:
-    """The cheapest solution within the limit, at the prices of the solver of `stage`."""
+    """The cheapest solution within the limit, at the prices of `stage.solver`. Raises InfeasibleError."""
     limit = _limit(stage, limits.option, limits.moments)
     try:
         return _within_limit(stage, limits, limit)
@@ -172,34 +173,33 @@ def solve_in_memory(stage: Stage, limits: SolveLimits) -> SolvedStage:
         is_far = isinstance(error, NothingFitsError) and error.n_bytes > _NEARLY_FITS * limit.limit_bytes
         if is_far and len(stage.problem.eqns) > _FEW_EQUATIONS:
             raise
-        found = list(_in_other_ways(stage, limits, limit)) or list(_as_everybody_does(stage, limits, limit))
+        found = list(_in_other_ways(stage, limits, limit)) or list(_by_standard_plans(stage, limits, limit))
         if not found:
             raise
-    # The fastest, if possible with the reserve.
+    # Solutions with the reserve come first, then the fastest.
     with_reserve = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
     return min(with_reserve or found, key=lambda one: seconds_of(stage, one))
 
 
 def needed(memory: MeshMemory, moments: Moments) -> float:
-    """Bytes per device at the fullest of `moments`, with the reserve for errors of the prediction."""
+    """Peak bytes per device over `moments`, with the reserve for errors of the prediction."""
     return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
 def seconds_of(stage: Stage, solved: SolvedStage) -> float:
-    """Seconds of one step, without waiting for other stages, by the collectives of the programs."""
+    """Seconds of one step, without waits for other stages."""
     split = stage.staged.split
     times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops)
     return split.n_micro_batches * times.pass_s + times.per_step_s
 
 
 def uncounted(solved: SolvedStage, moments: Moments) -> float:
-    """Bytes of a solution beyond the counted ones; negative if the limit counts too much."""
+    """(Measured bytes) - (counted bytes) of a solution; negative if the graph counts too much."""
     counted = solved.sharding.counted_bytes
     return needed(solved.memory, moments) - counted if counted else 0.0
 
 
 def _in_other_ways(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
-    """Solutions within `limit` that the counted bytes of the first solves miss."""
     option, moments = limits.option, limits.moments
     usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler, gathered=True)
     always = tuple(usage for usage in limit.usages if usage.end - usage.start == limit.n_times)
@@ -207,14 +207,13 @@ def _in_other_ways(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Ite
         with contextlib.suppress(InfeasibleError):
             yield _within_limit(stage, limits, replace(limit, usages=counted))
 
-    # Without exchanges of activations, which the graph does not count, its count is complete.
+    # Here activations are not exchanged, so the graph counts all buffers.
     for split in splits_of_examples(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
             yield _within_limit(_under(stage, split), limits, limit)
 
 
-def _as_everybody_does(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
-    """Standard plans within `limit`."""
+def _by_standard_plans(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
     option = limits.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
@@ -224,47 +223,45 @@ def _as_everybody_does(stage: Stage, limits: SolveLimits, limit: MemoryLimit) ->
 
 
 def _under(stage: Stage, option: AutoShardingOption) -> Stage:
-    """The stage under other options."""
     solver = stage.solver
     other = MeshSolver(stage.problem, stage.view.mesh, option, solver.cache, hidden_price=solver.hidden_price)
     return replace(stage, solver=other)
 
 
 def _within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | None) -> SolvedStage:
-    """The fastest solution within the limit, of solutions with different room."""
     deadline = limits.deadline()
     if limit is None or not limit.usages:
         return _solved_or_explained(stage, limits, limit, limit, deadline)
 
-    rooms = _Rooms(limit.limit_bytes)
-    room_bytes: float | None = rooms.first(limits.uncounted_bytes)
+    limit_search = _LimitSearch(limit.limit_bytes)
+    counted_limit: float | None = limit_search.first(limits.uncounted_bytes)
     found: list[SolvedStage] = []
     for _ in range(_MAX_SOLVES):
-        assert room_bytes is not None
-        room = replace(limit, limit_bytes=room_bytes)
+        assert counted_limit is not None
+        lowered = replace(limit, limit_bytes=counted_limit)
         try:
-            solved = _solved_or_explained(stage, limits, limit, room, deadline)
+            solved = _solved_or_explained(stage, limits, limit, lowered, deadline)
         except InfeasibleError:
-            room_bytes = rooms.after_none(room_bytes)
-            if room_bytes is None and not found:
+            counted_limit = limit_search.after_none(counted_limit)
+            if counted_limit is None and not found:
                 raise
         else:
             found.append(solved)
-            counted = min(room_bytes, solved.sharding.counted_bytes or room_bytes)
-            room_bytes = rooms.after(room_bytes, counted, needed(solved.memory, limits.moments))
-        is_over = room_bytes is None or rooms.n_after_fit >= _MAX_AFTER_FIT
+            counted = min(counted_limit, solved.sharding.counted_bytes or counted_limit)
+            counted_limit = limit_search.after(counted_limit, counted, needed(solved.memory, limits.moments))
+        is_over = counted_limit is None or limit_search.n_after_fit >= _MAX_AFTER_FIT
         if is_over or not _gains_from_more(stage, limits, limit, found):
             break
     return _fastest_within(stage, limits, limit, found)
 
 
 def _fastest_within(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]) -> SolvedStage:
-    """The fastest solution that fits. Raises InfeasibleError without any."""
+    """The fastest solution that fits. Raises NothingFitsError."""
     fitting = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
     if fitting:
         return min(fitting, key=lambda one: seconds_of(stage, one))
 
-    # A solution that only lacks the reserve for small buffers is good enough.
+    # A solution that fits without the reserve is good enough.
     smallest = min(found, key=lambda one: one.memory.peak_bytes(limits.moments))
     if smallest.memory.peak_bytes(limits.moments) > limit.limit_bytes:
         raise _too_large(smallest.memory, limit, limits.moments)
@@ -272,9 +269,9 @@ def _fastest_within(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found
 
 
 def _gains_from_more(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]) -> bool:
-    """Whether no solution fits yet, or the memory that the fastest one leaves promises a faster step.
+    """Whether no solution fits yet, or the memory that the fastest one leaves may make the step faster.
 
-    The solution in unlimited memory predicts the gain from more room.
+    The gain is interpolated to the solution in unlimited memory.
     """
     fitting = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
     if not fitting or limits.free is None:
@@ -286,35 +283,35 @@ def _gains_from_more(stage: Stage, limits: SolveLimits, limit: MemoryLimit, foun
     return gain_s > _LITTLE_GAIN * best_s
 
 
-class _Rooms:
-    """The room for the next solution, which is to need nearly `limit_bytes`. All numbers are bytes per device.
+class _LimitSearch:
+    """Proposes the room of each solve, until a solution needs nearly `limit_bytes`. All numbers are bytes per device.
 
-    A solution needs more or fewer bytes than the graph counts, and more room means more of both. So each solution is
-    below or above the limit, and the next room is between the nearest of both sides.
+    A solution needs more or fewer bytes than counted, and both rise with the room. So the next room lies between the
+    largest solution that fits and the smallest that does not.
     """
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
-        # Counted and needed bytes of the largest solution that fits, and of solutions that do not.
+        # (counted, needed) of the largest solution that fits, and of the solutions that do not fit.
         self._fits: tuple[float, float] | None = None
         self._too_large: list[tuple[float, float]] = []
-        self._too_little = 0.0  # room for no solution
-        self._met = False  # whether a line was tried
+        self._too_little = 0.0  # the largest room that was infeasible
+        self._met = False  # whether linear interpolation was tried
         self.n_after_fit = 0  # solutions after the first one that fits
 
     def first(self, uncounted_bytes: float) -> float:
-        """uncounted_bytes: a guess of the needed bytes beyond the counted ones."""
+        """uncounted_bytes: a guess of needed - counted."""
         return self.limit_bytes - uncounted_bytes if uncounted_bytes < self.limit_bytes else self.limit_bytes
 
-    def after_none(self, room_bytes: float) -> float | None:
-        """The room after one that was too little for any solution; None if there is no other."""
-        self._too_little = max(self._too_little, room_bytes)
+    def after_none(self, counted_limit: float) -> float | None:
+        """The next room if `counted_limit` was infeasible; `None` to stop."""
+        self._too_little = max(self._too_little, counted_limit)
         if self._too_large:
             return self._less()
-        return self.limit_bytes if self._fits is None and room_bytes < self.limit_bytes else None
+        return self.limit_bytes if self._fits is None and counted_limit < self.limit_bytes else None
 
-    def after(self, room_bytes: float, counted: float, needed_bytes: float) -> float | None:
-        """The room after a solution; None if no other room is better."""
+    def after(self, counted_limit: float, counted: float, needed_bytes: float) -> float | None:
+        """The next room after a solution; `None` to stop."""
         missing = needed_bytes - self.limit_bytes
         self.n_after_fit += self._fits is not None
         if missing > 0:
@@ -327,13 +324,13 @@ class _Rooms:
             return None
         if self._too_large:
             return self._between()
-        # A solution that leaves room is the cheapest with any room.
-        return room_bytes - missing if counted >= (1 - _LITTLE_LEFT) * room_bytes else None
+        # A solution that leaves some of its room unused is the cheapest with any room.
+        return counted_limit - missing if counted >= (1 - _LITTLE_LEFT) * counted_limit else None
 
     def _less(self) -> float | None:
-        """Less room by the missing bytes: as many counted bytes as the last solutions show, at first one for one.
+        """Less room, by the missing bytes. The last two solutions show the needed bytes per counted byte, at first 1.
 
-        None if they show that even the room that is too little for any solution would not save enough.
+        `None` if even the infeasible room would not save enough.
         """
         counted, needed_bytes = self._too_large[-1]
         missing, per_byte = needed_bytes - self.limit_bytes, 1.0
@@ -346,9 +343,7 @@ class _Rooms:
         return max(counted - missing / per_byte, (counted + self._too_little) / 2)
 
     def _between(self) -> float | None:
-        """Room between a solution that fits and one that is too large: first where a line through both meets the limit,
-        then in the middle.
-        """
+        """First by linear interpolation, then the middle between a solution that fits and one that does not."""
         assert self._fits is not None
         low, low_bytes = self._fits
         above = [one for one in self._too_large if one[0] > low]
@@ -360,9 +355,8 @@ class _Rooms:
         return low + part * (high - low) if part * (high - low) > _LITTLE_LEFT * low else None
 
 
-def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
-    """The solution with so much room, measured with its collectives and the places of its buffers."""
-    solution = stage.solver.solve(room, deadline)
+def _solved(stage: Stage, lowered: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
+    solution = stage.solver.solve(lowered, deadline)
     key = (solution.equations, tuple(solution.specs.values()), tuple(solution.results.values()))
     if key not in stage.measured:
         programs = mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view)
@@ -377,11 +371,10 @@ def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> Solve
 
 
 def _solved_or_explained(
-    stage: Stage, limits: SolveLimits, limit: MemoryLimit | None, room: MemoryLimit | None, deadline: Deadline
+    stage: Stage, limits: SolveLimits, limit: MemoryLimit | None, lowered: MemoryLimit | None, deadline: Deadline
 ) -> SolvedStage:
-    """`_solved`, with errors in the words of the options."""
     try:
-        return _solved(stage, room, deadline.within(max(_LEAST_LIMIT_S, deadline.left_s)))
+        return _solved(stage, lowered, deadline.within(max(_LEAST_LIMIT_S, deadline.left_s)))
     except InfeasibleError as error:
         raise _explained(error, stage, limits.option, limit, is_late=deadline.is_over) from error
 
@@ -389,14 +382,12 @@ def _solved_or_explained(
 def _explained(
     error: InfeasibleError, stage: Stage, option: AutoShardingOption, limit: MemoryLimit | None, *, is_late: bool
 ) -> InfeasibleError:
-    """`error` in the words of the options."""
     if is_late:
         within = f" within {limit.limit_bytes:,.0f} bytes per device" if limit else ""
         return InfeasibleError(
             f"No sharding{within} was found in {option.solver_limit_s:g} s. Raise `solver_time_limit_s`."
         )
 
-    # Without a limit, only options can forbid all shardings.
     if limit is None:
         return InfeasibleError(stage.solver.why_infeasible(option.solver_limit_s) or str(error))
 
@@ -409,7 +400,7 @@ def _explained(
 
 
 def _limit(stage: Stage, option: AutoShardingOption, moments: Moments) -> MemoryLimit | None:
-    """The limit of the options, with the usages that count towards it if they may reach it; None without a limit."""
+    """`None` without a limit. Has no usages if even unsharded values cannot reach it."""
     problem, view = stage.problem, stage.view
     n_bytes = option.limit_bytes(view.mesh.device)
     if n_bytes is None or math.isinf(n_bytes):
@@ -441,9 +432,10 @@ def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> Noth
 
 
 def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
-    """`option` with one well-known plan after the other: ZeRO-3, ZeRO-2, and 2-D plans, which split examples over one
-    axis of the mesh and layers over the other, with and without whole parameters. Empty if `option` asks for such a
-    plan itself.
+    """`option` with each of the standard plans; empty if `option` fixes the split of the examples.
+
+    These are ZeRO-3, ZeRO-2 and 2-D plans: examples over one mesh axis and layers over the other, with and without
+    replicated parameters.
     """
     splits = tuple(splits_of_examples(option, mesh))
     if not splits:
@@ -460,7 +452,7 @@ def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[Au
 
 
 def splits_of_examples(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
-    """`option` with the examples split over one mesh axis after the other; empty if it fixes their split."""
+    """`option` with the examples split over axis 0, then over axis 1; empty if it fixes their split."""
     if not option.enable_auto_sharding or option.data_parallel or option.force_batch_dim_to_mesh_dim is not None:
         return
     axes: tuple[Literal[0, 1], ...] = (0, 1)

@@ -1,4 +1,4 @@
-"""The loops of the stage DP, compiled by numba. See `stage_dp` for the recurrence and its letters."""
+"""The loops of the stage DP, compiled by numba: costs in, tables of the DP out. `stage_dp` defines the letters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_maxima(per_layer: Floats) -> Floats:
 
 @compiled
 def most_live(fixed: Floats, in_flight: Floats, memory: Floats, live: Floats) -> Ints:
-    """[m, i, j]: last index of `live`, which rises, with fixed + live * in_flight <= memory[m]; -1 if there is none."""
+    """[m, i, j]: the last index of `live` (ascending) with fixed + live * in_flight <= memory[m], or -1."""
     n_layers = fixed.shape[1]
     most = np.full(fixed.shape, -1, np.int64)
     for m in range(fixed.shape[0]):
@@ -63,9 +63,9 @@ def least_stages(
     values: Floats, step: Floats, most: Ints, used: Ints, n_live: int, groups: Ints, n_groups: int,
     tau: float, sigma: float,
 ) -> Floats:  # fmt: skip
-    """best[l, i, g, j]: least of `values[m, i, j]` over the candidates m of group g that fit with the l-th of `live`.
+    """best[l, i, g, j]: least `values[m, i, j]` over the candidates m of group g that fit with live[l] micro-batches.
 
-    most: see `most_live`. Leaves out candidates that are not `used`, or with values > tau or step > sigma.
+    Candidates count if they are `used`, with values <= tau and step <= sigma.
     """
     n_layers = values.shape[1]
     best = np.full((n_live, n_layers, n_groups, n_layers), np.inf)
@@ -78,7 +78,7 @@ def least_stages(
                 if fits and value < best[k, i, g, j]:
                     best[k, i, g, j] = value
 
-    # A stage that fits with more micro-batches in flight fits with fewer.
+    # A stage that fits with more live micro-batches fits with fewer.
     for k in range(n_live - 2, -1, -1):
         best[k] = np.minimum(best[k], best[k + 1])
     return best
@@ -88,7 +88,7 @@ def least_stages(
 def _put_in_front(
     value: float, rest: Floats, n: int, may_start: Bools, code: int, total: Floats, at: Ints, maximum: bool
 ) -> None:
-    """Lower `total[p]`, and set `at[p]` to `code`, if a stage of `n` devices from p on, before `rest`, is less."""
+    """For each start p, put a stage of `n` devices before `rest` if that lowers `total[p]`; then `at[p]` is `code`."""
     for p in range(len(total) - n):
         x = max(value, rest[p + n]) if maximum else value + rest[p + n]
         if x < total[p] and may_start[p]:
@@ -99,12 +99,12 @@ def _put_in_front(
 def _fill_row(
     total: Floats, at: Ints, border: Floats, skip_to: Ints, idle: bool, cap: float, f: Floats, how: Ints
 ) -> bool:  # fmt: skip
-    """Fill a row of both tables, whose first stage starts at p: `f[p]` and `how[p]`. Returns whether a value is finite.
+    """Fill `f[p]` and `how[p]` for all starts p of a first stage. Returns whether a value is finite.
 
-    total, at: from `_put_in_front`. border: [p], the transfer to a stage that starts at p. Others: see `fill_tables`.
+    total, at: from `_put_in_front`. border: [p], the transfer to a stage that starts at p.
     """
     reached_any = False
-    # From the last device on, since a device may pass what it starts on to a later one.
+    # Last device first: an idle device has the value of a later one.
     for p in range(len(border) - 1, -1, -1):
         least, reached = total[p] + border[p], at[p]
         if idle and f[skip_to[p]] <= least:
@@ -123,18 +123,18 @@ def fill_tables(
     """f[s, i, p] of the stage DP, and its argmin `how`: j * n_groups + g, or IDLE.
 
     Args:
-        best: [l, i, g, j], see `least_stages`.
-        live_of: [s], the last index l of `best` for a stage with s stages from itself to the end. counts, may_start:
-            [g] and [g, p], devices of each group of candidates, and whether they may start at device p.
-        skip_to: [p], the next place if device p stays idle, which `idle` allows.
-        transfer: [j, p], from layer j to a stage that starts at device p; it counts for that stage.
-        maximum: combine stages by their largest value, without transfers, instead of their sum.
+        best: see `least_stages`.
+        live_of: [s], the index l in `best` for the s-th stage from the end.
+        counts, may_start: [g] and [g, p], of each group.
+        skip_to: [p], the next device if device p stays idle, which `idle` allows.
+        transfer: [j, p], seconds from layer j to a stage that starts at device p.
+        maximum: take the largest value of the stages, without transfers, instead of the sum.
         cap: larger values count as infinite.
     """
     n_layers, n_groups = best.shape[1], best.shape[2]
     n_stages, n_devices = len(live_of) - 1, may_start.shape[1]
 
-    # No stages are left where there are no layers left, on no device or on idle ones.
+    # Zero stages take zero layers, on no devices or on idle devices.
     f = np.full((n_stages + 1, n_layers + 1, n_devices + 1), np.inf)
     how = np.full(f.shape, IDLE, np.int64)
     f[0, n_layers, n_devices] = 0.0

@@ -1,12 +1,14 @@
-"""Memory of one mesh over a step: bytes per device of its tasks and their shardings.
+"""The tasks of one mesh and their shardings in, bytes per device over a step out.
 
     peak = fixed + max over moments (sum_c live[c] * kept[c]) + temp
 
-fixed: bytes for the whole step: parameters, optimizer state and, over micro-batches, accumulated gradients and values
-of a loop that a later one reads. kept[c]: per micro-batch, values that chunk c of the mesh receives or makes in its
-forward pass and later passes read. live[c]: the number of such micro-batches at a moment, see `schedules.live_counts`.
-temp: further bytes of the hungriest task, by intra/memory/liveness.py. `mesh_usages` returns the same as variables, for
-the planner's limit.
+    fixed     parameters, optimizer state, accumulators, values for later loops
+    kept[c]   per micro-batch, values that chunk c of the mesh keeps for later passes
+    live[c]   live micro-batches of chunk c at a moment, see `schedules.live_counts`
+    temp      most further bytes of any task, by `intra/memory/liveness.py`
+
+`mesh_memory` measures a solution. `mesh_usages` lists the same bytes by variable before a solve, for the memory limit
+of the cost graph.
 """
 
 from __future__ import annotations
@@ -36,26 +38,26 @@ from minialpa.sharding import Spec
 
 Moments = Sequence[Sequence[int]]
 
-#: Fixed bytes are exact; temporaries are predicted. This fraction of them is left free, and these bytes, for the small
-#: buffers of which a program has many.
+#: Temporaries are predicted. This fraction of them stays free, and these bytes for the many small buffers of a program.
 _RESERVE, _RESERVE_BYTES = 0.05, 32_768
 
 Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 
 def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
-    """Bytes per device, with the reserve. kept: exact bytes, such as parameters; temp: predicted temporaries."""
+    """Bytes per device with the reserve. kept: exact bytes. temp: predicted temporaries."""
     return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMemory:
-    """Bytes per device, as in the formula above; `temp` is the larger of the passes' and the update's.
+    """Bytes per device, as in the formula of the module.
 
-    kept_bytes: for each chunk of the mesh, per micro-batch in flight. largest: tensors at the peak of the hungriest
-    task.
-    left_bytes: the part of `pass_temp_bytes` that a pass leaves, such as gradients before they are added to their
-    totals.
+    Attributes:
+        kept_bytes: for each chunk of the mesh, per live micro-batch.
+        pass_temp_bytes, update_temp_bytes: `temp` of the passes and of the update.
+        left_bytes: part of `pass_temp_bytes` that remains at the end of a pass, such as gradients before accumulation.
+        largest: tensors at the peak of the task with the largest `temp`.
     """
 
     fixed_bytes: float
@@ -71,7 +73,6 @@ class MeshMemory:
 
     @property
     def in_flight_bytes(self) -> float:
-        """Bytes for each micro-batch that is live in all chunks."""
         return sum(self.kept_bytes)
 
     def peak_bytes(self, moments: Moments) -> float:
@@ -81,11 +82,10 @@ class MeshMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Variables of a mesh that outlive its tasks, in a fixed order.
+    """Variables of a mesh that outlive its tasks.
 
-    fixed: values that stay for a whole loop, with their number: one, or one for each micro-batch.
-    residuals: values that passes leave for later passes of the loop, with the chunk of the mesh, from 0, that keeps
-    them.
+    fixed: values that stay for a whole loop -> number of copies.
+    residuals: values that passes leave for later passes of the loop -> the chunk of the mesh that keeps them, from 0.
     """
 
     fixed: dict[Var, int]
@@ -102,12 +102,11 @@ def mesh_memory(
     *,
     compiler: Compiler,
 ) -> MeshMemory:
-    """The memory of `mesh` when its tasks run under `sharding`, compiled by `compiler`."""
     kept, n_of = _kept(staged, mesh), staged.repeats.n_variables
-    temps, left = {True: 0.0, False: 0.0}, 0.0  # whether for each micro-batch
+    temps, left = {True: 0.0, False: 0.0}, 0.0  # by `per_micro_batch`
     largest: tuple[LargeTensor, ...] = ()
 
-    # Tasks run one after the other, so the hungriest of each kind counts.
+    # Tasks run one after the other, so the largest of each kind counts.
     for one, program in _programs(programs):
         task = one.task
         accumulators = range(len(task.invars), len(program.invars))
@@ -122,7 +121,6 @@ def mesh_memory(
             largest = memory.largest
         temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
 
-    # Parameters, residuals and the like, which outlive tasks.
     fixed = sum(n * n_of(v) * _local(v, sharding.specs, view) for v, n in kept.fixed.items())
     by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():
@@ -138,7 +136,7 @@ def mesh_memory(
 
 
 def _programs(tasks: Sequence[TaskProgram]) -> Iterator[tuple[TaskProgram, ShardedEquations]]:
-    """The programs of tasks: of each run, and of the last one if that is another program."""
+    """The programs of tasks, and of their last runs if these have another program."""
     for one in tasks:
         yield one, one.program
         if one.last is not None:
@@ -154,11 +152,11 @@ def mesh_usages(
     compiler: Compiler,
     gathered: bool = False,
 ) -> tuple[Usage, ...]:
-    """The memory usages of `mesh` over time, besides parameters and optimizer state; tasks run one after the other.
+    """The variables in memory over time, without parameters and optimizer state. Tasks run one after the other.
 
-    Takes the fullest of the moments without sharding. `compiler` compiles the tasks.
-    gathered: also count arguments as products read them, and operands as loops do. That is too much for arrays that are
-    stored like that.
+    Residuals count at the moment of `moments` with most unsharded bytes.
+    gathered: also count arguments as products read them, and operands as loops read them. Arrays that are stored in
+    the same sharding then count twice.
     """
     kept, n_of = _kept(staged, mesh), staged.repeats.n_variables
     live = max(moments, key=lambda counts: sum(n_of(v) * bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
@@ -178,7 +176,7 @@ def mesh_usages(
                 replace(one, n_copies=n_of(one.var)) for one in _gathered_usages(task, made, staged.live_on_entry, now)
             )
 
-        # An argument that is not kept is sent for this task, and held while it runs.
+        # Other arguments are received for this task and stay until its end.
         usages += (Usage(v, n_of(v), now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals)
         now = end
 
@@ -188,7 +186,6 @@ def mesh_usages(
 
 
 def _lifetimes_in(staged: StagedStep, task: Task, compiler: Compiler) -> Lifetimes:
-    """When the values of a task are in memory."""
     given = set(donations(staged, task))
     pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
     return lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler, repeats=staged.repeats)
@@ -197,19 +194,16 @@ def _lifetimes_in(staged: StagedStep, task: Task, compiler: Compiler) -> Lifetim
 def _made_usages(
     staged: StagedStep, task: Task, found: Lifetimes, kept: _Kept, view: ShardedView, now: int
 ) -> Iterator[Usage]:
-    """The values that a task makes and that do not outlive it. now: the first time of the task."""
+    """The temporary values of a task. now: the first time of the task."""
     added = only_added(staged, added_inside(staged, task)) if view.adds_to_accumulators else set()
     for v, start, end, n in found.intervals:
         if v not in kept.residuals and v not in kept.fixed:
-            # A value that is added to its total at once is gone before the task ends.
+            # A value that is added to its accumulator at once is gone before the task ends.
             yield Usage(v, n, now + start, now + (start + 1 if v in added else end))
 
 
 def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iterator[Usage]:
-    """Operands of loops while these run, such as weights that are gathered before a loop over layers.
-
-    made: the first time of each variable in memory. gathered: count them even if the operand could be stored like that.
-    """
+    """Operands of loops, such as weights that are gathered before a loop over layers, while the loops run."""
     for eqn in task.eqns:
         body = scan_body(eqn)
         time = min((made[v] for v in eqn.outvars if v in made), default=None)
@@ -224,31 +218,28 @@ def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iter
 def _gathered_usages(
     task: Task, made: Mapping[Var, int], live_on_entry: Collection[Var], start: int
 ) -> Iterator[Usage]:
-    """`live_on_entry` values as products and look-ups read them. They wait for no other value, so they are gathered first.
-
-    made: the first time of each variable in memory. start: of the task.
-    """
+    """`live_on_entry` values as products and look-ups read them, from the start of the task: gathers need not wait."""
     now, free_at = start, defaultdict[Var, int](lambda: start)
     for eqn in task.eqns:
         now = max(now, min((made[v] for v in eqn.outvars if v in made), default=now))
         if not has_contraction(eqn) and eqn.primitive.name != "gather":
             continue
         for v in dict.fromkeys(operand_vars(eqn)):
-            # The next reader that wants it in the same spec reads the same copy.
+            # The next reader in the same spec reads the same copy.
             if v in live_on_entry and now + 1 > free_at[v]:
                 yield Usage(v, 1, free_at[v], now + 1, reader=eqn.outvars[0], if_gathered=True)
                 free_at[v] = now + 1
 
 
 def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
-    """Values of a mesh that outlive its tasks."""
+    """Variables of a mesh that outlive its tasks, with `n_live` live micro-batches."""
     kept = _kept(staged, mesh)
     stays = [Usage(v, n, 0, 1) for v, n in kept.fixed.items()]
     return (*stays, *(Usage(v, n_live, 0, 1) for v in kept.residuals))
 
 
 def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
-    """Inputs of a task whose buffers its outputs may take over: the step owns them and does not read them later."""
+    """Positions of the inputs of a task whose buffers its outputs may take over: without an owner or a later reader."""
     split = staged.split
     traced = split.traced
     given = {traced.flat.invars[a] for a in traced.aliases if a is not None}
@@ -256,9 +247,11 @@ def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
     results = {v for v in split.outvars if not is_literal(v)}
     tasks = staged.tasks_of(task.mesh)
     later = {v for t in tasks[tasks.index(task) + 1 :] for v in t.invars}
-    get_or_make = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
-    again = get_or_make if task.per_micro_batch and split.n_micro_batches > 1 else set()  # read by the next micro-batch
-    kept = foreign | results | later | again
+    computed_once = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
+    read_next = (
+        computed_once if task.per_micro_batch and split.n_micro_batches > 1 else set()
+    )  # read by the next micro-batch
+    kept = foreign | results | later | read_next
     return tuple(i for i, v in enumerate(task.invars) if v not in kept)
 
 
@@ -269,36 +262,35 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
 
 
 def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
-    """Arguments, and values that loops over the micro-batches leave for later segments."""
+    """Arguments, accumulators, and values that loops over the micro-batches leave for later segments."""
     n = staged.split.n_micro_batches
     fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
     tasks = staged.tasks_of(mesh)
     made = {v for task in tasks for v in task.outvars}
     fixed.update((a.complete, 1) for a in staged.split.accumulators if a.loop in made)
-    # The rows of a micro-batch wait for the rows of all others.
+    # A per-example value of a micro-batch waits until all micro-batches have it.
     for stack in staged.split.stacks:
         if stack.loop in made:
             fixed.update({stack.loop: n, stack.complete: 1})
 
-    get_or_make = {v for task in staged.tasks if not task.per_micro_batch for v in task.outvars}
+    computed_once = {v for task in staged.tasks if not task.per_micro_batch for v in task.outvars}
     loop_of = {v: task.loop for task in staged.tasks if task.per_micro_batch for v in task.outvars}
     for task in tasks:
         if task.per_micro_batch:
-            # Values of earlier loops stay for a whole loop, one or one for each micro-batch.
-            fixed.update((v, 1) for v in task.invars if v in get_or_make)
+            # Values of earlier segments stay for the whole loop.
+            fixed.update((v, 1) for v in task.invars if v in computed_once)
             fixed.update((v, n) for v in task.invars if loop_of.get(v, task.loop) < task.loop)
     return fixed
 
 
 def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[Var, int]:
-    """Values that passes of a loop read and earlier passes of the same micro-batch made or received."""
+    """Values that a pass reads and an earlier pass of the same micro-batch and loop made or received."""
     tasks = staged.tasks_of(mesh)
     loop = [task for task in tasks if task.per_micro_batch]
     chunks = [c for c, home in enumerate(staged.mesh_of_chunk) if home == mesh]
     never = {*fixed, *(part for _, part in staged.split.micro_inputs), staged.split.micro_index}
     never.update(v for task in tasks if not task.per_micro_batch for v in task.outvars)
 
-    # A residual outlives a task: a later task of the loop reads it.
     seen: set[Var] = set()
     residuals: dict[Var, int] = {}
     for task in loop:
@@ -306,7 +298,7 @@ def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[
         seen.update(v for v in (*task.invars, *task.outvars) if v not in never)
 
     for task in loop:
-        # The first chunk that has a value keeps it: that chunk's backward pass is the mesh's last.
+        # The first chunk with a value keeps it, because its backward pass is the last of the mesh.
         for v in (*task.invars, *task.outvars):
             if v in residuals:
                 residuals[v] = min(residuals[v], chunks.index(task.chunk))
@@ -314,7 +306,7 @@ def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[
 
 
 def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -> float:
-    """Bytes of the results of a task that do not take over an argument and are not residuals."""
+    """Bytes of the results of a task that neither outlive it nor take over an argument."""
     aliased, n_of = {o for _, o in donated_pairs(program, donated)}, program.repeats.n_variables
     return sum(
         n_of(v) * bytes_of(v) / spec.n_shards(program.mesh.shape)
@@ -324,7 +316,7 @@ def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -
 
 
 def _arguments(program: ShardedEquations, kept: _Kept) -> float:
-    """Bytes of the arguments of a task that are not kept anyway."""
+    """Bytes of the arguments of a task that are received for it alone."""
     n_of = program.repeats.n_variables
     return sum(
         n_of(v) * bytes_of(v) / program.specs[v].n_shards(program.mesh.shape)
@@ -334,7 +326,7 @@ def _arguments(program: ShardedEquations, kept: _Kept) -> float:
 
 
 def _replaced(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Var, Var]]:
-    """Donated arguments of the step and the results of this task that replace them."""
+    """Pairs (donated argument of the step, result of this task that replaces it)."""
     traced = staged.split.traced
     made = set(task.outvars)
     out = []

@@ -1,7 +1,8 @@
-"""Solves whole stages: shardings that fit in memory, with their collectives and memory, each distinct stage once.
+"""Whole stages in, shardings that fit in memory out; each distinct stage is solved once.
 
-`stage_in_memory.py` solves a stage at given prices of collectives. If its solution combines fewer sums into one
-collective than the prices assumed, this module solves it at other prices.
+`stage_in_memory.py` solves a stage at given prices of collectives. The first prices are optimistic, which makes a lower
+bound: work hides collectives, and many sums start as one. If the programs of the solution do otherwise, this module
+solves the stage at other prices and keeps the fastest solution.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
 
-#: Bytes of solvers of whole stages that are kept for stages whose memory is short.
+#: Most bytes of cached solvers of whole stages.
 _MOST_SOLVER_BYTES = 2**29
-#: Solves of a stage with other prices of starts, at most; fewer in short memory, where a solve takes longer.
+#: Most solves of a stage with other prices of starts; fewer in short memory, where a solve takes longer.
 _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
-#: Prices of collectives that work can hide, as parts of their seconds: if it hides them all, so that the solution with
-#: least to hide is the cheapest of equals; and if it hides a part.
+#: Prices of collectives that work can hide, as fractions of their seconds: if work hides all of them (the price is not
+#: 0, to prefer solutions with less to hide), and if it hides a part.
 _HIDDEN_PRICE, _PARTLY_HIDDEN_PRICES = 0.02, (0.3, 0.1, 0.02)
-#: A gain of less than this part of a step is not worth a solve.
+#: A solve has to gain more than this fraction of a step.
 _LITTLE = 1e-3
-#: Collectives that take no longer than this part of a step, beyond their prices, are hidden.
+#: Collectives are hidden if they add at most this fraction of a step to their price.
 _LITTLE_EXPOSED = 0.01
 
 
 class NotFasterError(InfeasibleError):
     """The caller's plan is as fast as any shardings of this stage that fit and treat repeated layers alike.
 
-    by_compute: whether the compute alone takes too long, as it then does under any other options.
+    by_compute: whether the compute alone takes too long, under any options.
     """
 
     def __init__(self, seconds: float, below_s: float, *, by_compute: bool = False) -> None:
@@ -65,7 +66,7 @@ class NotFasterError(InfeasibleError):
 
 
 class StageMemoryError(InfeasibleError):
-    """Shardings do not fit in memory. free: the cheapest shardings in unlimited memory."""
+    """No shardings fit in memory. free: the cheapest shardings in unlimited memory."""
 
     def __init__(self, message: str, free: FreeSolution) -> None:
         super().__init__(message)
@@ -74,10 +75,9 @@ class StageMemoryError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SolvedStage:
-    """The parts of a solved stage that are kept, without its equations. seconds: of one step, see `seconds_of`.
+    """A cached solution, without equations. Seconds are of one step.
 
-    variables: see `_variables`. bound_s: lower bound on the seconds of one step with any shardings, in unlimited memory
-    too.
+    bound_s: lower bound for any shardings, even in unlimited memory.
     """
 
     variables: tuple[Var, ...]
@@ -89,9 +89,9 @@ class _SolvedStage:
 
 @dataclass(frozen=True, slots=True)
 class SlowestStage:
-    """The slowest stage of a pipeline so far, in seconds of one step. A faster stage waits for it.
+    """The slowest stage of a pipeline so far, in seconds of one step. All other stages wait for it.
 
-    spare_s: what other stages may take more than their fastest shardings, as they add to the step only at its ends.
+    spare_s: seconds that another stage may lose to its fastest shardings.
     """
 
     seconds: float
@@ -100,7 +100,7 @@ class SlowestStage:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Asked:
-    """The arguments of `StageSolver.solve`. kind: equal for stages that are alike, under any memory limit."""
+    """The arguments of `StageSolver.solve`. kind: equal for equal stages, under any memory limit."""
 
     kind: Hashable
     staged: StagedStep
@@ -113,31 +113,29 @@ class _Asked:
 
     @property
     def n_bytes(self) -> float:
-        """Memory of each device; inf without a limit."""
         return self.option.limit_bytes(self.view.mesh.device) or math.inf
 
 
 class StageSolver:
-    """Solves stages, each distinct one once.
+    """Solves stages and caches solutions.
 
-    Stages are alike if their equations are, up to the names of variables; a solution is translated between these names.
-    A solution in unlimited memory serves for any number of micro-batches in flight with which it fits.
+    Stages are alike if their equations are equal up to the names of variables. A cached solution in unlimited memory
+    serves for any number of micro-batches in flight with which it fits.
     """
 
     def __init__(self, compiler: Compiler) -> None:
-        """`compiler`: of the programs of the stages."""
         self.compiler, self.strategy_cache = compiler, StrategyCache()
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _SolvedStage] = {}
         self._in_memory: dict[object, list[_SolvedStage]] = {}  # under a limit, by kind of stage
-        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `SolveLimits`
-        self._bounds: dict[object, float] = {}  # of kinds of stages that were too slow, see `_bound_s`
+        self._uncounted: dict[object, float] = {}  # by kind of stage, see `SolveLimits`
+        self._bounds: dict[object, float] = {}  # see `_bound_s`, by kind of stages that were too slow
         self._work = Deadline(math.inf)  # of all solves since `begin`
-        # What was solved last, and the step in whose equations it is.
+        # The last solution, also in the variables of the step in which it was solved.
         self._last: tuple[_SolvedStage, SolvedStage, StagedStep] | None = None
 
     def begin(self) -> None:
-        """Count work anew, so that the next solves are as good as the first ones of a new planner."""
+        """Reset the counted work and drop unproven solutions, as in a new planner."""
         self._work = Deadline(math.inf)
         self._solutions = {key: one for key, one in self._solutions.items() if one.sharding.gap <= _LITTLE}
 
@@ -146,13 +144,18 @@ class StageSolver:
         moments: Moments, *, below_s: float = math.inf, saves_memory: bool = True,
         slowest: SlowestStage | None = None,
     ) -> SolvedStage:  # fmt: skip
-        """The cheapest shardings of a stage with so many micro-batches in flight (see `live_counts`).
+        """The cheapest shardings of mesh number `mesh` of a staged step that fit in memory.
 
-        below_s: seconds of a step from which the stage is useless to the caller.
-        saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
-        slowest: of the pipeline. Known shardings that keep up with it serve, although others may be faster.
-        Raises StageMemoryError if they do not fit in memory, NotFasterError if all that fit take `below_s` or more,
+        Raises StageMemoryError if no shardings fit, NotFasterError if all that fit take `below_s` or more, and
         InfeasibleError if the options forbid all shardings.
+
+        Args:
+            problem: the equations of the mesh.
+            option: contains the memory limit.
+            moments: live micro-batches at the fullest moments, see `live_counts`.
+            below_s: seconds of a step from which the stage is useless to the caller.
+            saves_memory: whether to look for more expensive shardings if the cheapest do not fit.
+            slowest: cached shardings that are no slower than this stage suffice.
         """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
@@ -180,7 +183,7 @@ class StageSolver:
         return replace(self._rebound(found, staged, mesh, problem, view), free=free)
 
     def _check_bounds(self, asked: _Asked) -> None:
-        """Raise NotFasterError if an earlier bound or the compute alone is too slow."""
+        """Raise NotFasterError if a cached bound or the compute alone is too slow."""
         if math.isinf(asked.below_s) or asked.kind in self._solutions:
             return
         bound_s = self._bounds.get(asked.kind)
@@ -193,7 +196,7 @@ class StageSolver:
     def _solution(
         self, asked: _Asked, key: object, option: AutoShardingOption, free: tuple[float, float] | None
     ) -> _SolvedStage:
-        """The solution that is kept under `key`, or a new one. free: see `SolveLimits`; None in unlimited memory."""
+        """The cached solution under `key`, or a new one. free: see `SolveLimits`; `None` in unlimited memory."""
         if key in self._solutions:
             return self._solutions[key]
         stage = self._stage_of(asked)
@@ -227,7 +230,7 @@ class StageSolver:
     def _saving_memory(
         self, asked: _Asked, free: FreeSolution, bound_s: float, slowest: SlowestStage | None
     ) -> _SolvedStage:
-        """A solution within the memory of the devices. bound_s: of the solution in unlimited memory."""
+        """bound_s: the solver's bound of the solution in unlimited memory."""
         known = self._known(asked.kind, free, asked.moments, slowest) if slowest is not None else None
         if known is not None:
             return known
@@ -240,7 +243,6 @@ class StageSolver:
         return found
 
     def _known(self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage) -> _SolvedStage | None:
-        """A solution for more micro-batches in flight, which fits and keeps up with the slowest stage."""
         most_s = min(slowest.seconds, free.seconds + slowest.spare_s)
         known = [
             one
@@ -250,7 +252,6 @@ class StageSolver:
         return min(known, key=lambda one: one.seconds, default=None)
 
     def _stage_of(self, asked: _Asked) -> Stage:
-        """The stage to solve; stages that are alike share one."""
 
         def make() -> Stage:
             view, price = asked.view, _HIDDEN_PRICE if is_gpu(asked.view.mesh.device) else 1.0
@@ -268,7 +269,7 @@ class StageSolver:
     def _rebound(
         self, solution: _SolvedStage, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
     ) -> SolvedStage:
-        """A solution in the variables of `problem`, with the collectives of its programs."""
+        """A cached solution in the variables of `problem`, with the collectives of its programs."""
         if self._last is not None and self._last[0] is solution and self._last[2] is staged:
             variables = _variables(problem)
             if variables == solution.variables:
@@ -277,7 +278,7 @@ class StageSolver:
         names = dict(zip(solution.variables, _variables(problem), strict=True))
         sharding = replace(
             solution.sharding,
-            # Variables inside loops have specs too, which their equations hold.
+            # The specs of variables inside loops are in `sharding.equations`.
             specs={names[v]: spec for v, spec in solution.sharding.specs.items() if v in names},
             results={names[v]: spec for v, spec in solution.sharding.results.items()},
         )
@@ -286,18 +287,17 @@ class StageSolver:
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:
-    """The variables of a solution's specs, in the same order for all problems that are alike."""
+    """The variables of a problem, in the same order for all problems that are alike."""
     made = (v for eqn in problem.eqns for v in eqn.outvars)
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
 
 def _bound_s(stage: Stage, priced_s: float) -> float:
-    """Lower bound on the seconds t of one step with any shardings of a stage, which cost `priced_s` or more at the
-    prices of its solver.
+    """Lower bound on the seconds t of one step with any shardings. priced_s: of their cost at the prices of the solver.
 
-    Let a be the seconds of the work and of the collectives that none hides, h of the others. The price p of these is
-    `hidden_price`. Work hides at most the part `overlap` of its own seconds: t >= a and (1 + overlap) * t >= a + h. So
-    a + p * h = (1 - p) * a + p * (a + h) <= (1 + p * overlap) * t.
+    Let a be the seconds of work and exposed collectives, and h of collectives that work can hide, whose price is p =
+    `hidden_price`. Work hides at most the fraction `overlap` of its seconds: t >= a and (1 + overlap) * t >= a + h. So
+    the cost a + p * h = (1 - p) * a + p * (a + h) is at most (1 + p * overlap) * t.
     """
     mesh = stage.view.mesh
     if stage.solver.hidden_price < 1:
@@ -307,11 +307,10 @@ def _bound_s(stage: Stage, priced_s: float) -> float:
 
 
 def _cheapest(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, float]:
-    """The cheapest shardings, and `_bound_s`.
+    """The fastest shardings found, and `_bound_s`, 0 if unknown. Raises NotFasterError if that is `below_s` or more.
 
-    At the first prices, collectives that work can hide are nearly free. If the work of the solution does not hide them,
-    or if it does not fit, full prices are right. The fastest program wins. Raises NotFasterError if the bound is
-    `limits.below_s` or more.
+    At the first prices, collectives that work can hide are nearly free. If that solution does not hide them, or does
+    not exist, the stage is solved at full and partial prices.
     """
 
     def at_full_prices() -> Stage:
@@ -333,36 +332,36 @@ def _cheapest(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, float]:
         return _repriced(stage, limits, best, least_s) if fits else best, least_s
 
     found = [best]
-    again = replace(limits, uncounted_bytes=uncounted(best, limits.moments), in_other_ways=False)
+    retry = replace(limits, uncounted_bytes=uncounted(best, limits.moments), in_other_ways=False)
     with contextlib.suppress(InfeasibleError):  # in time
         full = at_full_prices()
-        found.append(_repriced(full, limits, solve_in_memory(full, again), least_s))
+        found.append(_repriced(full, limits, solve_in_memory(full, retry), least_s))
         counts = _starts(stage, found[-1])
         for price in _PARTLY_HIDDEN_PRICES:
             priced = replace(stage, solver=_solver(stage, limits, counts, price))
-            found.append(solve_in_memory(priced, again))
+            found.append(solve_in_memory(priced, retry))
     return min(found, key=lambda solved: seconds_of(stage, solved)), least_s
 
 
 def _repriced(stage: Stage, limits: SolveLimits, best: SolvedStage, least_s: float) -> SolvedStage:
-    """`best`, a solution at the prices of `stage`, or a faster one at other prices of starts.
+    """`best`, or a faster solution at other prices of starts.
 
-    The solution decides which sums start as one. The first prices let as many share each start as possible, which makes
-    a bound, and the next ones as many as the last solution has.
+    Sums that start as one share the price of a start. The first prices assume as many sums as possible, which makes a
+    bound, the next prices as many as in the last solution.
     """
     seconds, counts = seconds_of(stage, best), _starts(stage, best)
     seen = set[StartCounts]()
     most = _MAX_REPRICED_IN_SHORT_MEMORY if best.sharding.counted_bytes else _MAX_REPRICED
     while counts not in seen and len(seen) < most:
-        # No more is gained than was underpaid.
+        # The gain is at most the underestimate.
         gain_s = min(seconds - least_s, starts_s(counts, stage.view.mesh))
         if gain_s <= _LITTLE * seconds:
             break
         seen.add(counts)
         solver = _solver(stage, limits, counts, stage.solver.hidden_price)
-        again = replace(limits, uncounted_bytes=uncounted(best, limits.moments), in_other_ways=False)
+        retry = replace(limits, uncounted_bytes=uncounted(best, limits.moments), in_other_ways=False)
         try:
-            other = solve_in_memory(replace(stage, solver=solver), again)
+            other = solve_in_memory(replace(stage, solver=solver), retry)
         except InfeasibleError:  # in time
             break
         counts = _starts(stage, other)
@@ -372,7 +371,7 @@ def _repriced(stage: Stage, limits: SolveLimits, best: SolvedStage, least_s: flo
 
 
 def _solver(stage: Stage, limits: SolveLimits, counts: StartCounts | None, hidden_price: float) -> MeshSolver:
-    """A solver at other prices: of so many starts, and of collectives that work can hide."""
+    """A solver at other prices. counts: sums that share each start. hidden_price: of collectives that work can hide."""
     mesh, cache = stage.view.mesh, stage.solver.cache
     return MeshSolver(stage.problem, mesh, limits.option, cache, counts, hidden_price=hidden_price)
 

@@ -1,7 +1,7 @@
-"""Bounds on the costs of pieces for one number of micro-batches in, the table of stages for the DP out.
+"""Bounds on the costs of sublayers for one number of micro-batches in, the table of stages for the DP out.
 
-A table has costs for each run of layers in each column. A search raises only a few bounds between two tables, so only
-sums over runs of changed candidates are computed anew.
+The table has costs for each run of layers in each column. The search raises few bounds between two tables, so only sums
+of changed candidates are recomputed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ Place = tuple[int, int, int]
 
 
 class StageTables:
-    """Known costs of pieces for one number `n` of micro-batches, and the tables of stages.
+    """Costs of sublayers for `n` micro-batches, and the table of stages.
 
     Attributes:
-        by_name: [piece, column] by the names of the fields of `SublayerCost`; lower bounds until they are `solved`.
-        exact: seconds per micro-batch and per step of whole stages.
+        by_name: [sublayer, column] for each field of `SublayerCost`; lower bounds unless `solved`.
+        exact: (seconds per micro-batch, seconds once per step) of stages that were solved as wholes.
         misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory. A stage
             with more layers on the same submesh does not fit either, unless it has more rematerialisation.
-        is_open: [candidate], whether stages may use it. The search opens further ones.
-        chosen: the last best pipeline. changed: whether costs have changed since.
+        is_open: [candidate], whether stages may use it.
+        chosen: the last best pipeline.
+        changed: whether costs have changed since `chosen`.
     """
 
     def __init__(
         self, n: int, *, cluster: ClusterSpec, space: Space, columns: Columns, layer_of_sublayer: Ints,
         crossing_bytes: Floats, is_open: Bools,
     ) -> None:  # fmt: skip
-        """`crossing_bytes`: of one micro-batch over the border after each layer but the last."""
+        """crossing_bytes: of one micro-batch over the border after each layer except the last."""
         self.n, self.cluster, self.space, self.columns = n, cluster, space, columns
         self.exact: dict[Place, tuple[float, float]] = {}
         self.misfits: list[tuple[Place, int]] = []
@@ -53,7 +54,7 @@ class StageTables:
         self.by_name = {name: np.zeros(sublayers) for name in NAMES}
         self.solved = np.zeros(sublayers, np.bool_)
 
-        # [column, i, j] each; all candidates are still to be computed.
+        # [column, i, j] each; `_stale` candidates are to be computed.
         self._first_sublayers = np.flatnonzero(np.diff(layer_of_sublayer, prepend=-1))
         n_layers = len(self._first_sublayers)
         names = ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes")
@@ -61,7 +62,7 @@ class StageTables:
         self._stale: Bools = np.ones(len(space.candidates), np.bool_)
         self._transfer_s, self._skip_to = transfer_seconds(cluster, crossing_bytes), skip_to(cluster)
 
-        # Micro-batches of any stage, at most, in a pipeline of any length.
+        # Most live micro-batches of any stage in a pipeline of any length.
         most_stages = min(n_layers, cluster.n_devices)
         self._most_live = max_live(space.schedule, 0, PipelineSize(most_stages, n))
 
@@ -74,15 +75,14 @@ class StageTables:
         self._stale[columns // self._columns_per_candidate] = True
 
     def open(self, candidates: Bools) -> bool:
-        """Let stages use these candidates, too; whether any of them is new."""
+        """Let stages use these candidates; whether any is new."""
         new = candidates & ~self.is_open
         if new.any():
             self.is_open, self._stale = self.is_open | new, self._stale | new
-            self.changed, self.chosen = True, None  # a better pipeline may be there now
+            self.changed, self.chosen = True, None  # a new candidate may be better
         return bool(new.any())
 
     def solve(self, sublayers: Ints, column: int, cost: SublayerCost) -> None:
-        """Put the cost of pieces in place of its bounds."""
         for name in NAMES:
             self.by_name[name][sublayers, column] = getattr(cost, name)
         self.solved[sublayers, column] = True
@@ -91,7 +91,7 @@ class StageTables:
     def learn(self, place: Place, seconds: float, step_seconds: float) -> None:
         self.exact[place] = seconds, step_seconds
         self.change(np.array([place[2]]))
-        # It was the best while all costs were lower bounds; this cost may be below its bound.
+        # This cost may be below its bound, so another pipeline may be better.
         self.chosen = None
 
     def exclude(self, place: Place, n_live: int) -> None:
@@ -101,7 +101,7 @@ class StageTables:
     # ---- stages ---------------------------------------------------------------------------------------------------
 
     def table(self) -> StageCostTable:
-        """The current bounds, for stages of any layers; to be read before they change."""
+        """The current bounds of all stages. Views of arrays that later changes overwrite."""
         if self._stale.any():
             width = self._columns_per_candidate
             self._refresh(np.flatnonzero(np.repeat(self._stale, width)))
@@ -119,19 +119,18 @@ class StageTables:
         )
 
     def _refresh(self, columns: Ints) -> None:
-        """Compute the sums of columns anew, for all columns of some candidates."""
+        """columns: all columns of some candidates."""
         cost = {name: values[:, columns] for name, values in self.by_name.items()}
 
         def sums(values: Floats) -> Floats:
             return run_sums(np.add.reduceat(values, self._first_sublayers, axis=0))
 
-        # Sums over the pieces of each run of layers; of a pass's further bytes, the largest.
+        # Sums over the sublayers of each run of layers; of `pass_temp_bytes` the maximum.
         seconds, step_seconds, in_flight = (sums(cost[k]) for k in ("seconds", "step_seconds", "in_flight_bytes"))
         passes = run_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], self._first_sublayers, axis=0))
         passes += np.where(np.isfinite(seconds), sums(cost["left_bytes"]), 0.0)
         fixed = needed_bytes(sums(cost["fixed_bytes"]), np.maximum(passes, sums(cost["update_temp_bytes"])))
 
-        # Costs of whole stages replace sums.
         row = {int(c): k for k, c in enumerate(columns)}
         memory_bytes = self.columns.memory_bytes[columns]
         for (i, j, c), (t, step) in self.exact.items():
@@ -140,14 +139,14 @@ class StageTables:
                 seconds[at], step_seconds[at] = t, step
         for (i, j, c), n_live in self.misfits:
             if c in row:
-                # Columns of one candidate follow each other, by more rematerialisation.
+                # The columns of a candidate are adjacent, by rising rematerialisation.
                 first = row[c] - c % self._columns_per_candidate
                 last = row[c] - c % len(MEMORY_PRICES) + len(MEMORY_PRICES)
                 larger = slice(first, last), slice(i + 1), slice(j, None)
                 least = _above(memory_bytes[row[c]]) - n_live * in_flight[larger]
                 fixed[larger] = np.maximum(fixed[larger], least)
 
-        # Larger shares of the devices are made a little slower in each micro-batch.
+        # Of nearly equal stages, the one on fewer devices is preferred.
         share = (self.columns.n_devices[columns] / self.cluster.n_devices)[:, None, None]
         preferred = preferred_seconds(seconds, share)
         preferred[self._needless(fixed + self._most_live * in_flight <= memory_bytes[:, None, None])] = np.inf
@@ -158,9 +157,9 @@ class StageTables:
             cube[columns] = values
 
     def _needless(self, fits: Bools) -> Bools:
-        """[column, i, j]: whether a stage that saves less memory, and is as fast or faster, always fits there.
+        """[column, i, j]: whether a column of the candidate that saves less memory always fits.
 
-        On one submesh, more rematerialisation is never faster, and neither is a higher price of memory.
+        That column is as fast or faster: more rematerialisation and a higher price of memory never save time.
         """
         by_column = fits.reshape(-1, len(self.space.remats), len(MEMORY_PRICES), *fits.shape[1:])
         free = by_column[:, :, 0]  # no price of memory
@@ -176,5 +175,5 @@ def place_of(stage: StageChoice) -> Place:
 
 
 def _above(limit_bytes: float) -> float:
-    """A little more than a limit: enough that rounding in sums and differences does not reach the limit."""
+    """A little more than a limit, in spite of rounding in sums and differences."""
     return limit_bytes + 2 * float(np.spacing(limit_bytes)) if math.isfinite(limit_bytes) else math.inf

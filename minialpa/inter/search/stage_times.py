@@ -1,4 +1,9 @@
-"""Times of a stage: the seconds of its passes and of its update, from the solved tasks of its mesh."""
+"""The solved tasks of a mesh and their collectives in, the seconds of each pass and of the update out.
+
+    seconds of a task = compute + exposed collectives + max(0, hidable collectives - overlap * compute)
+
+Collectives that start as one take one alpha. A loop that communicates counts separately.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,12 @@ _EXPOSED = -1
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of each pass of a stage for one micro-batch, and of its work once per step.
+    """Seconds of a stage.
 
-    update_s: before the first loop and after the last; between_s: after each other loop.
+    Attributes:
+        passes: for one micro-batch.
+        update_s: once per step, before the first loop and after the last.
+        between_s: once per step, after each other loop.
     """
 
     passes: tuple[PlannedPass, ...]
@@ -51,17 +59,17 @@ def stage_times(
     *,
     hides: bool = True,
 ) -> StageTimes:
-    """Times of a mesh under `sharding`. Collectives of an update do not wait for each other.
+    """Times of a mesh under `sharding`.
 
-    moved: the tasks of the mesh, in order, with their collectives. n_loops: of the step.
-    hides: whether work hides collectives on GPUs. If not, devices wait for all of them, as solvers of pieces price
-        them.
+    moved: the tasks of the mesh, in order, with their collectives.
+    n_loops: loops over the micro-batches in the step.
+    hides: whether work hides collectives on GPUs. Solvers of sublayers assume that it does not.
     """
     n_of = problem.repeats.n_equations
     compute_s = {eqn: n_of(eqn) * seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
 
-    # By loop: seconds of the work after it, seconds that its last pass waits, and collectives, which may be combined.
+    # By loop: seconds of the work after the loop, extra waits of its last pass, collectives of the work.
     per_step_s, waited_s = [0.0] * n_loops, [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
     for one in moved:
@@ -69,7 +77,7 @@ def stage_times(
         after_pass = (task.loop or n_loops) - 1  # A prologue counts with the update.
         if task.kind == "prologue" or task.kind == "update":
             per_step_s[after_pass] += compute
-            # Hidden collectives of a kind start together, and so do the others.
+            # Hidable collectives of a kind start together, and so do the others.
             groups = {True: WITH_GRADIENTS, False: _EXPOSED}
             in_update[after_pass] += [each._replace(group=groups[each.can_hide], after=0) for each in one.collectives]
             continue
@@ -87,7 +95,7 @@ def stage_times(
             )
         )
         if one.last is not None:
-            # The longer wait of the last pass counts with the work once per step.
+            # The extra wait of the last pass counts once per step.
             last_s, _ = _communication_s(one.last, mesh, compute, compute_s if hides else None)
             waited_s[after_pass] += max(0.0, last_s - exposed_s)
 
@@ -99,7 +107,7 @@ def stage_times(
 
 
 def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:
-    """The number of sums of these kinds that start with the gradients' sums, in the task with most of them."""
+    """(kind, axes, n): n collectives start with the sums of gradients, in the task with most of them."""
     most: Counter[tuple[CollectiveKind, tuple[int, ...]]] = Counter()
     for task in moved:
         most |= Counter(
@@ -111,14 +119,13 @@ def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[Collective
 
 
 def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
-    """Seconds of one start of each of these kinds along these axes."""
     return sum(Collective(kind, 0.0, axes).seconds(mesh) for kind, axes, _ in counts)
 
 
 def _work_s(
     collectives: Sequence[Communication], total_s: float, compute_s: Mapping[JaxprEqn, float]
 ) -> dict[JaxprEqn | None, float]:
-    """Seconds of the work of each loop that communicates, and under None of all the rest of `total_s`."""
+    """Seconds of work by `scan` or `while` loop that communicates; under `None`, the rest of `total_s`."""
     loops = dict.fromkeys(one.loop for one in collectives if one.loop is not None)  # in an order that repeats
     in_loops: dict[JaxprEqn | None, float] = {loop: compute_s[loop] for loop in loops}
     return {**in_loops, None: max(0.0, total_s - sum(in_loops.values()))}
@@ -127,9 +134,9 @@ def _work_s(
 def _communication_s(
     collectives: Sequence[Communication], mesh: LogicalMesh, total_s: float, compute_s: Mapping[JaxprEqn, float] | None
 ) -> tuple[float, float]:
-    """Seconds of collectives that devices wait for, and of collectives that their work hides.
+    """(Seconds of collectives that devices wait for, seconds that work hides).
 
-    total_s: seconds of that work. compute_s: of its equations; None if it hides no collective.
+    total_s: seconds of the work. compute_s: by equation; `None` if work hides no collectives.
     """
     work_s = {} if compute_s is None else _work_s(collectives, total_s, compute_s)
     starts = _starts(collectives, mesh)
@@ -150,9 +157,9 @@ def _communication_s(
 
 
 def _starts(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int]:
-    """For each collective, the number of the first that starts with it.
+    """For each collective, the number of the first one that starts with it.
 
-    Compilers combine collectives of one group, kind and axes; on GPUs up to a limit on the bytes that they write.
+    XLA combines collectives of one group, kind and axes; on GPUs up to `GPU_COMBINED_BYTES`.
     """
     combined, most_bytes = combined_kinds(mesh), GPU_COMBINED_BYTES if is_gpu(mesh.device) else math.inf
     starts: list[int] = []
@@ -173,8 +180,8 @@ def _starts(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int
 def _exposed(collectives: Sequence[Communication], starts: Sequence[int]) -> set[int]:
     """The starts that no work hides.
 
-    Collectives that start together wait for the last: no work is left beside them if none is beside one of them. Nor is
-    any beside a collective that waits for such a start, as gathers of new weights wait for sums of gradients.
+    Collectives that start together wait for the last one, so all are exposed if one is, and also each collective that
+    waits for them: gathers of new weights wait for sums of gradients.
     """
     exposed = {start for start, one in zip(starts, collectives, strict=True) if not one.can_hide}
     late = sum(1 << i for i, start in enumerate(starts) if start in exposed)

@@ -1,8 +1,8 @@
-"""The pieces of a step, staged and solved as a joint search asks for their costs.
+"""A step in sublayers and a space in, the cost of each sublayer out, solved when the joint search needs it.
 
-For each number of micro-batches and rematerialisation there is one staged step, and one solver for each distinct piece
-of it on each submesh. All of them together are many times the step, so only the last ones are kept. The whole step is
-staged once. Later it is staged without most of its repeated pieces (`short_step`), if that gives the same problems.
+For each number of micro-batches and rematerialisation there is one staged step, with one solver for each distinct
+sublayer on each submesh. They take much memory, so only the last ones are kept. The first staging is of the whole step,
+later ones of the short step (`short_step`) if it has the same problems.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
 
-#: Bytes of the staged steps, and of the solvers of pieces, that a search keeps.
+#: Most bytes of the staged steps, and of the solvers of sublayers, that a search keeps.
 _MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayerSearch:
-    """The step and the space of a search. All solvers share the `strategy_cache`."""
-
     traced: TracedStep
     layer_of_group: Sequence[int]
     cluster: ClusterSpec
@@ -44,24 +42,22 @@ class SublayerSearch:
 
 
 class SublayerSolver:
-    """Solves a piece when its cost is first asked for.
+    """Solves a sublayer at the first request for its cost.
 
     Attributes:
-        layer_of_sublayer: the layer of each piece.
-        border_bytes: see `border_bytes`, in the step as it was staged first; empty before that.
-        short: the step without most of its repeated pieces, or why it is not used; None before it is asked for.
+        border_bytes: see `stage_cost.border_bytes`, for the first staging; empty before that.
+        short: the short step, or why it is not used; `None` before the second staging.
     """
 
     def __init__(self, search: SublayerSearch, columns: Columns, known: dict[str, SublayerCost]) -> None:
-        """`known`: costs of pieces from other searches, to which this one adds."""
         self._search, self._columns, self._known = search, columns, known
         sublayer_of_group, self.layer_of_sublayer = sublayers_of(search.traced, search.layer_of_group)
         self._whole = whole_step(search.traced, sublayer_of_group)
         self.border_bytes: tuple[float, ...] = ()
         self.short: SublayeredStep | NotShortened | None = None
 
-        self._first: tuple[int, Remat] | None = None  # as which the whole step was staged
-        self._steps: dict[tuple[bool, Remat], TracedStep] = {}  # the short step, or the whole one
+        self._first: tuple[int, Remat] | None = None  # number of micro-batches and remat of the first staging
+        self._steps: dict[tuple[bool, Remat], TracedStep] = {}  # by whether the step is whole
         self._kinds: dict[tuple[int, Remat], tuple[int, ...]] = {}
         self._solved: dict[tuple[int, int, int], SublayerCost] = {}
         self._staged: Recent[SublayerCosts] = Recent(_MOST_STAGED_BYTES, lambda costs: costs.n_bytes)
@@ -76,18 +72,17 @@ class SublayerSolver:
         return len(self._solved)
 
     def kinds(self, n: int, remat: Remat) -> tuple[int, ...]:
-        """For each piece, the first like it. Raises TraceError if the step cannot be split into `n` micro-batches."""
-        # Remembered when the staged step is gone.
+        """For each sublayer, the first one like it. Raises TraceError if the step has no `n` micro-batches."""
         if (n, remat) not in self._kinds:
             self._kinds[n, remat] = self._sublayers(n, remat).kind
         return self._kinds[n, remat]
 
     def unlimited_cost(self, n: int, remat: Remat, sublayer: int, candidate: Candidate) -> SublayerCost:
-        """The least cost of a piece on a submesh of any memory. It does not count as solved."""
+        """The least cost of a sublayer on a submesh with unlimited memory. It does not count in `n_solved`."""
         return self._sublayers(n, remat).cost(sublayer, candidate, None, 0.0, limited=False)
 
     def cost(self, n: int, sublayer: int, c: int) -> SublayerCost:
-        """The cost of a piece in column `c`, within the memory of its devices. Pieces that are alike share one cost."""
+        """The cost of a sublayer in column `c`, within the memory of its devices."""
         column = self._columns[c]
         kind = self.kinds(n, column.remat)[sublayer]
         key = (n, kind, c)
@@ -95,7 +90,7 @@ class SublayerSolver:
             free = self._columns.at_price(column, 0)
             fastest = None if c == free else self.cost(n, sublayer, free)
 
-            # What does not fit at all does not fit at any price of memory.
+            # A sublayer that does not fit without a price fits at no price.
             if fastest is not None and math.isinf(fastest.seconds):
                 self._solved[key] = fastest
             else:
@@ -110,9 +105,7 @@ class SublayerSolver:
         return self._staged.get_or_make((n, remat), lambda: self._staged_sublayers(n, remat))
 
     def _staged_sublayers(self, n: int, remat: Remat) -> SublayerCosts:
-        """The pieces of the whole step at the first call and for its arguments; the pieces of the short step for all
-        others.
-        """
+        """The whole step for the arguments of the first call, else the short step."""
         if self._first is None:
             sublayers = self._costs_of(self._whole, n, remat)
             self._first, self.border_bytes = (n, remat), tuple(border_bytes(sublayers.staged))
@@ -126,12 +119,12 @@ class SublayerSolver:
             try:
                 return self._costs_of(self.short, n, remat)
             except TraceError as error:
-                # If the whole step cannot be split either, its error is the one that speaks of the user's step.
+                # If the whole step cannot be split either, its error names values of the user's step.
                 self.short = NotShortened(str(error))
         return self._costs_of(self._whole, n, remat)
 
     def _shortened(self, n: int, remat: Remat) -> SublayeredStep | NotShortened:
-        """The short step, if it has the problems of the whole one when both are staged for `n` and `remat`."""
+        """The short step, if it has the problems of the whole step when both are staged for `n` and `remat`."""
         sublayers = self._sublayers(n, remat)
         short = shortened(
             StagedSublayers(
@@ -147,7 +140,7 @@ class SublayerSolver:
             return NotShortened(str(error))
         for place, sublayer in short.kept.items():
             if found.digests[place] != sublayers.digests[sublayer]:
-                return NotShortened(f"Piece {sublayer} is another problem in the short step.")
+                return NotShortened(f"Sublayer {sublayer} is another problem in the short step.")
         return short
 
     def _costs_of(self, sublayered: SublayeredStep, n: int, remat: Remat) -> SublayerCosts:

@@ -1,6 +1,10 @@
-"""The space of a search: submeshes of a cluster, their logical shapes and starts, and the columns of cost tables.
+"""A cluster and the user's stage options in, the space of a search out.
 
-A column is a submesh with a rematerialisation and a price of memory: one way in which a stage may use the submesh.
+Terms of the search:
+
+    submesh     (hosts, devices per host), such as (1, 4)
+    candidate   a submesh with a logical shape, such as (2, 2)
+    column      a candidate with a rematerialisation and a price of memory: one way for a stage to use the submesh
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from minialpa.cluster import ClusterSpec, DeviceSpec
 from minialpa.inter.search.stage_kernels import Bools, Floats, Ints
 from minialpa.options import AutoShardingOption, AutoStageOption, PhysicalSpace, Remat
 
-#: Prices of memory under which pieces are solved: the worth of keeping no value, in step times of the piece.
+#: Prices of memory: the price of keeping all values of a sublayer, as a multiple of its seconds per step.
 MEMORY_PRICES = (0.0, 0.1, 1.0)
-#: A search looks at so many logical shapes of a submesh at once.
+#: A search opens all logical shapes of a submesh at once if there are at most so many.
 _FEW_VIEWS = 3
-#: A plan on all devices has to be faster than one on no device by this fraction of its time.
+#: Fraction of its time by which a stage on all devices has to be faster than a stage on few devices.
 _PER_DEVICE = 1e-3
 
 Seconds = TypeVar("Seconds", float, Floats)
@@ -29,7 +33,7 @@ Seconds = TypeVar("Seconds", float, Floats)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A submesh of (hosts, devices per host) viewed as a logical shape. device: None if all hosts have the same."""
+    """A submesh, viewed as a logical shape. device: `None` if all hosts of the cluster have the same."""
 
     submesh: tuple[int, int]
     logical_shape: tuple[int, ...]
@@ -41,7 +45,7 @@ class Candidate:
 
 
 def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]:
-    """Submeshes within a host by the option's rule, then whole hosts alike; each with its logical shapes."""
+    """Each submesh, part of a host or whole hosts, that `option` allows, with each of its logical shapes."""
     out = []
     for device, n_hosts in _longest_runs(cluster).items():
         out += [
@@ -53,7 +57,7 @@ def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]
 
 
 def _submeshes(space: PhysicalSpace, hosts: int, per_host: int) -> list[tuple[int, int]]:
-    """Submeshes (hosts, devices per host) of `space` on so many hosts in a row."""
+    """Submeshes (hosts, devices per host) of `space` on `hosts` equal hosts in a row."""
     if isinstance(space, str):
         return [(1, n) for n in _counts(per_host, space)] + [(h, per_host) for h in _counts(hosts, space) if h > 1]
     return [(h, n) for h, n in dict.fromkeys(space) if (n <= per_host if h == 1 else n == per_host and h <= hosts)]
@@ -73,10 +77,10 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
 
 
 def first_views(choices: Sequence[Candidate], per_host: int, n_examples: int) -> Bools:
-    """[m]: whether a search looks at candidate m before it knows which submeshes are good.
+    """[m]: whether candidate m is open at first.
 
-    A submesh with many logical shapes is first seen as one axis, with its hosts on axis 0, and with as many devices on
-    axis 0 as parts of a micro-batch of `n_examples`.
+    A submesh with many logical shapes starts with one axis, with its hosts on axis 0, and with gcd(devices,
+    n_examples) devices on axis 0, for a micro-batch of `n_examples`.
     """
     shapes: dict[tuple[tuple[int, int], DeviceSpec | None], list[int]] = {}
     for m, choice in enumerate(choices):
@@ -93,7 +97,7 @@ def first_views(choices: Sequence[Candidate], per_host: int, n_examples: int) ->
 
 
 def may_start(cluster: ClusterSpec, choices: list[Candidate]) -> Bools:
-    """[m, p]: candidate m fits in one host, or is whole hosts, from device p on, and the hosts have its device."""
+    """[m, p]: from device p on, candidate m is part of a host or whole hosts, and the hosts have its device."""
     per_host = cluster.devices_per_host
     out = np.zeros((len(choices), cluster.n_devices), np.bool_)
     for m, choice in enumerate(choices):
@@ -116,7 +120,7 @@ def skip_to(cluster: ClusterSpec) -> Ints:
 
 
 def transfer_seconds(cluster: ClusterSpec, border_bytes: Floats) -> Floats:
-    """[j, p]: seconds of the bytes that cross border j, both directions, to a stage that starts at device p."""
+    """[j, p]: seconds of the bytes that cross border j, in both directions, for a stage that starts at device p."""
     starts = np.arange(cluster.n_devices) % cluster.devices_per_host == 0
     links = [cluster.link(same_host=not crosses) for crosses in starts]
     alpha, beta = np.array([link.alpha_s for link in links]), np.array([link.beta_s_per_byte for link in links])
@@ -130,7 +134,7 @@ def preferred_seconds(seconds: Seconds, share: Seconds) -> Seconds:
 
 
 def _longest_runs(cluster: ClusterSpec) -> dict[DeviceSpec, int]:
-    """For each kind of device, the most hosts in a row that have it."""
+    """For each kind of device, the most hosts in a row with it."""
     longest: dict[DeviceSpec, int] = {}
     for device, hosts in itertools.groupby(cluster.device_of(h) for h in range(cluster.num_hosts)):
         longest[device] = max(longest.get(device, 0), len(list(hosts)))
@@ -148,7 +152,7 @@ def _counts(n: int, space: str) -> list[int]:
 class Space:
     """The choices of a search.
 
-    remats: the same in all layers of a stage.
+    remats: of all layers of a stage.
     tolerance: fraction of the step time by which a pipeline may be slower than the fastest.
     """
 
@@ -162,7 +166,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Numbers in `Space.candidates` and `MEMORY_PRICES`, and a rematerialisation."""
+    """candidate, price: indices in `Space.candidates` and `MEMORY_PRICES`."""
 
     candidate: int
     remat: Remat
@@ -171,11 +175,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Columns:
-    """All columns of a space, by their numbers in the cost tables: prices change fastest, then rematerialisation.
+    """All columns of a space, by their numbers in the cost tables: prices vary fastest, then rematerialisation.
 
-    memory_bytes: the memory limit per device of each column; inf without one.
-    may_start: [column, device]: whether the submesh may begin at that device of the cluster.
-    submesh_of: the number of the submesh of each column.
+    Attributes:
+        n_devices: [column].
+        memory_bytes: [column], limit per device; inf without a limit.
+        may_start: [column, device], whether the submesh may start at that device of the cluster.
+        submesh_of: [column], number of the submesh.
     """
 
     columns: tuple[Column, ...]
@@ -192,15 +198,12 @@ class Columns:
         return self.columns[number]
 
     def at_price(self, column: Column, price: int) -> int:
-        """The number of `column` at another price of memory."""
         return self.number[replace(column, price=price)]
 
     def is_of(self, candidates: Bools) -> Bools:
-        """[column]: whether it is of one of these candidates."""
         return candidates[[column.candidate for column in self.columns]]
 
     def on_same_submesh(self, column: int) -> Ints:
-        """The numbers of the columns on the submesh of `column`."""
         return np.flatnonzero(self.submesh_of == self.submesh_of[column])
 
 
@@ -212,7 +215,6 @@ def columns_of(space: Space, cluster: ClusterSpec, option: AutoShardingOption) -
         for price in range(len(MEMORY_PRICES))
     )
 
-    # Hosts may have devices of different kinds, with different memory.
     devices = [space.candidates[column.candidate].device or cluster.device for column in columns]
     starts = may_start(cluster, list(space.candidates))
     submeshes = [(candidate.submesh, candidate.device) for candidate in space.candidates]

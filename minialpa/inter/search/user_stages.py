@@ -1,4 +1,4 @@
-"""Stages that the user gives, uniform or by hand, placed on the devices of a cluster."""
+"""Stages in the user's options, uniform or by hand, in; stages with layers, submesh and first device out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minialpa.plan import StagePlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecidedStage:
-    """A stage whose mesh is not solved yet. It has no layers in a step without layers."""
+    """A stage before its shardings are solved. layers: empty in a step without layers."""
 
     layers: tuple[int, ...]
     candidate: Candidate
@@ -25,14 +25,14 @@ class DecidedStage:
 
 
 def as_planned(stage: StagePlan, cluster: ClusterSpec, layers: tuple[int, ...]) -> DecidedStage:
-    """The stage of a plan on `cluster`, with other layers."""
+    """The stage of a plan, with `layers` instead of its own."""
     device = cluster.device_of(stage.first_device // cluster.devices_per_host) if cluster.host_devices else None
     candidate = Candidate(stage.submesh, stage.logical_shape, device)
     return DecidedStage(layers, candidate, stage.option, stage.first_device)
 
 
 def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> list[DecidedStage]:
-    """The stages of the options, equal ones by default. Raises ShardingError if they do not fit on the cluster."""
+    """The stages of the options; uniform stages by default. Raises ShardingError if they do not fit on the cluster."""
     match options.stages:
         case ManualStageOption() as manual:
             return _manual(manual, cluster, options.sharding, n_layers)
@@ -56,32 +56,35 @@ def _uniform(
     candidate = Candidate(submesh, tuple(option.submesh_logical_shape or (submesh[0] * submesh[1],)))
     chosen = option.submesh_autosharding_option or sharding
 
-    # Stage k has every n_stages-th chunk, from chunk k on.
+    # Stage k has the chunks k, n_stages + k, ...
     bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
     chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
     return placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
 
 
 def _check_uniform(option: UniformStageOption, n_stages: int, n_devices: int, n_layers: int) -> None:
-    """Raise ShardingError for numbers of stages and chunks that the layers or devices cannot have."""
     if n_stages * option.num_chunks > n_layers:
         each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
         raise ShardingError(
-            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Ask for as many, with "
-            f"`layer_option=AutoLayerOption(layer_num={n_stages * option.num_chunks})`, or mark more boundaries."
+            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Set "
+            f"`layer_option=AutoLayerOption(layer_num={n_stages * option.num_chunks})`, or mark more layer boundaries."
         )
     if option.submesh_physical_shape is None and n_devices % n_stages:
-        raise ShardingError(f"{n_devices} devices cannot be divided equally among {n_stages} stages.")
+        raise ShardingError(
+            f"{n_devices} devices cannot be divided equally among {n_stages} stages. Set `num_stages` to a divisor, or "
+            "set `submesh_physical_shape`."
+        )
 
 
 def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
-    """(hosts, devices per host) of `n_devices` devices in a row: part of a host or whole hosts, else ShardingError."""
+    """The submesh of `n_devices` adjacent devices. Raises ShardingError unless it is part of a host or whole hosts."""
     per_host = cluster.devices_per_host
     if n_devices <= per_host:
         return (1, n_devices)
     if n_devices % per_host:
         raise ShardingError(
-            f"A submesh of {n_devices} devices is more than one host and not a whole number of hosts of {per_host}."
+            f"A submesh of {n_devices} devices is larger than a host of {per_host} devices, and not whole hosts. Use a "
+            "multiple, or fewer devices."
         )
     return (n_devices // per_host, per_host)
 
@@ -97,11 +100,11 @@ def _manual(
     shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
     if not len(layers) == len(shapes) == len(logical) == len(dicts):
         raise ShardingError(
-            f"A manual stage option needs one submesh, logical shape and option dict for each of its {len(layers)} "
+            f"`ManualStageOption` needs one submesh, logical shape and option dict for each of its {len(layers)} "
             f"stages; got {len(shapes)}, {len(logical)} and {len(dicts)}."
         )
 
-    # The options of a stage are the step's, with the fields that the user gives for it.
+    # The fields of a stage's dict replace the options of the step.
     parts = [
         (ids, Candidate((submesh[0], submesh[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
         for ids, submesh, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
@@ -110,30 +113,32 @@ def _manual(
 
 
 def _check_layers(layers: Sequence[tuple[int, ...]], n_layers: int) -> None:
-    """Raise ShardingError unless stages have all layers, each rising, in the order of their first layers."""
+    """Raise ShardingError unless the stages have each layer once, ascending, and are in order of their first layers."""
     starts = [ids[:1] for ids in layers]
-    get_or_make = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
-    if not get_or_make or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
+    is_partition = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
+    if not is_partition or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
         raise ShardingError(
             f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
         )
 
 
 def _check_names(dicts: Sequence[dict[str, Any]]) -> None:
-    """Raise ShardingError for a field that `AutoShardingOption` does not have."""
     known = {field.name for field in dataclasses.fields(AutoShardingOption)}
     unknown = sorted({str(name) for fields in dicts for name in fields} - known)
     if unknown:
         raise ShardingError(
             f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which "
-            f"`AutoShardingOption` has not. It has {', '.join(f'`{name}`' for name in sorted(known))}."
+            f"`AutoShardingOption` does not have. Its fields: {', '.join(f'`{name}`' for name in sorted(known))}."
         )
 
 
 def placed_stages(
     parts: Sequence[tuple[tuple[int, ...], Candidate, AutoShardingOption]], cluster: ClusterSpec
 ) -> list[DecidedStage]:
-    """Stages on the devices of the cluster in order, each at the end of the one before or on the next host."""
+    """Stages on the devices of the cluster in order: each starts after the last one, or at the next host.
+
+    Raises ShardingError if they do not fit.
+    """
     needed = sum(candidate.n_devices for _, candidate, _ in parts)
     if needed > cluster.n_devices:
         raise ShardingError(
@@ -143,15 +148,15 @@ def placed_stages(
     per_host, at = cluster.devices_per_host, 0
     stages = []
     for k, (layers, candidate, option) in enumerate(parts):
-        # A stage that does not fit in the rest of a host begins on the next one.
+        # A stage that does not fit in the rest of a host starts on the next host.
         hosts, n = candidate.submesh
         if (hosts > 1 or at % per_host + n > per_host) and at % per_host:
             at += per_host - at % per_host
         is_part = n <= per_host if hosts == 1 else n == per_host
         if not is_part or at + candidate.n_devices > cluster.n_devices:
             raise ShardingError(
-                f"There is no room for stage {k} on a submesh of {hosts} x {n} devices from device {at} on: stages "
-                f"lie inside hosts of {per_host} devices or are whole hosts, in order. Use submeshes that fill hosts."
+                f"Stage {k} on a submesh of {hosts} x {n} devices does not fit from device {at} on: a stage is part of "
+                f"a host of {per_host} devices or whole hosts, in order. Use submeshes that fill hosts."
             )
 
         device = cluster.device_of(at // per_host) if cluster.host_devices else None

@@ -1,5 +1,5 @@
-"""Staging: divides a step among its stages, into the tasks of every mesh and the equations to shard there.
+"""Staging: a step, its chunks and meshes in; the tasks of each mesh and their sharding problems out; see README.md.
 
-Plans are also bound to their step here, and verified. Imports: `inter.microbatch`, `inter.layers`, `inter.schedule` and
+Plans are bound to their step and verified here. Imports: `inter.microbatch`, `inter.layers`, `inter.schedule` and
 `intra`.
 """

@@ -1,11 +1,10 @@
-"""Totals of micro-batches: the program of a pass in, the same program with additions to totals out.
+"""Accumulators: the program of a pass in, the same program with additions to accumulators out.
 
-A pass of one micro-batch leaves gradients, which are added to the gradients of the others. On GPUs the pass adds them
-itself:
+The gradients of a micro-batch are added to the gradients of the others. On GPUs the pass itself adds them:
 
-    (*inputs, *totals) -> (*results, *totals)        each total is donated, so that it is written in place
+    (*inputs, *accumulators) -> (*results, *accumulators)        accumulators are donated and written in place
 
-so no gradient of a micro-batch stays beside its total, and no other program reads and writes all of them.
+So a micro-batch's gradient needs no memory beside its accumulator, and no other program reads and writes all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from minialpa.tracing.new_equations import EquationMaker
 
 
 def added_inside(staged: StagedStep, task: Task) -> tuple[Accumulator, ...]:
-    """The totals to which a task can add: the sums over micro-batches of its results."""
+    """The accumulators to which a task can add: the sums over micro-batches of its results."""
     split = staged.split
     if not task.per_micro_batch or split.n_micro_batches == 1:
         return ()
@@ -42,9 +41,9 @@ def only_added(staged: StagedStep, added: Sequence[Accumulator]) -> set[Var]:
 
 
 def with_accumulators(program: ShardedEquations, staged: StagedStep, task: Task) -> ShardedEquations:
-    """The program of `task`, with additions to its totals if it has any.
+    """The program of `task`, with additions to its accumulators.
 
-    Its arguments end with the totals so far, and its results with the new ones.
+    Arguments end with the accumulators, and results with their new values.
     """
     added = added_inside(staged, task)
     if not added:
@@ -56,11 +55,9 @@ def with_accumulators(program: ShardedEquations, staged: StagedStep, task: Task)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Added:
-    """A program that adds to totals, whose results are still those of the pass.
+    """A program that adds to accumulators and returns the results of the pass. Its arguments end with the accumulators.
 
-    Attributes:
-        program: the program; its arguments end with the totals so far.
-        accumulators: for each total so far, the variable of the new one.
+    accumulators: for each accumulator, the variable of its new value.
     """
 
     program: ShardedEquations
@@ -68,7 +65,6 @@ class Added:
 
 
 def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
-    """`program`, followed by additions of its values to totals."""
     eqns, accumulators = list(program.eqns), dict[Var, Atom]()
     specs, equations, maker = dict(program.specs), dict(program.equations), EquationMaker()
     adds: dict[Var, JaxprEqn] = {}
@@ -95,7 +91,7 @@ def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
 def with_results(
     program: ShardedEquations, left: Sequence[tuple[Atom, Spec]], dropped: Collection[Var]
 ) -> ShardedEquations:
-    """`program` without the results `dropped`, and with the further results `left`, each in its spec."""
+    """`program` without the results `dropped`, and with the further results `left`, each with its spec."""
     results = [(v, s) for v, s in zip(program.outvars, program.out_specs, strict=True) if v not in dropped]
     outvars, out_specs = zip(*results, *left, strict=True) if results or left else ((), ())
     return dataclasses.replace(program, outvars=outvars, out_specs=out_specs)
@@ -106,6 +102,6 @@ def adding(accumulator: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def bytes_of_accumulators(program: ShardedEquations, accumulators: Sequence[Var]) -> float:
-    """Per device."""
+    """Bytes per device."""
     n_of, shape = program.repeats.n_variables, program.mesh.shape
     return sum(n_of(v) * bytes_of(v) / program.specs[v].n_shards(shape) for v in accumulators)

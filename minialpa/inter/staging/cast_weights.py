@@ -1,12 +1,12 @@
 """Weights are cast once per step: a split step in; the same step, whose loops read weights in narrower types, out.
 
-A step in mixed precision keeps weights in float32 and casts them at each reader: in each pass of each micro-batch. Here
-the casts run before the first loop, and the loops read their results. These take memory for the whole step. But they
-can be gathered, once and in the narrower type, while the weights themselves stay sharded.
+Mixed precision keeps weights in float32 and casts them at each reader: in each pass of each micro-batch. Here the casts
+run before the first loop, and the loops read the results. The results take memory for the whole step, but can be
+gathered once, in the narrower type, while the weights stay sharded.
 
 A cast may follow a barrier of rematerialisation, or be inside a scan over layers, which casts a slice of the weight in
-each iteration. The barrier and the scan then take the narrower array. But weights that only products and lookups read
-bypass barriers: these wait for their other operands, and on GPUs a barrier may write each array once more.
+each iteration. The barrier and the scan then take the narrower array. Weights that only products and lookups read
+bypass the barrier, as in `inter.layers.remat`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ _Narrow = Mapping[Var, Var]
 
 
 def casts_weights(split: SplitStep) -> bool:
-    """Whether casting weights once changes the step."""
     return with_weights_cast_once(split) is not split
 
 
 def with_weights_cast_once(split: SplitStep) -> SplitStep:
-    """`split`, in which no loop casts a weight to a narrower type; the same object if none does."""
+    """`split` with loops that cast no weight to a narrower type; the same object if its loops cast no weight."""
     weights = {v for v in set(split.inputs) - split.traced.examples if is_inexact(v)}
     in_loops = [op.eqn for op in split.ops if is_loop(op.segment)]
     left = {*split.results, *(value for value, _ in split.combined)}
@@ -74,7 +73,7 @@ def with_weights_cast_once(split: SplitStep) -> SplitStep:
 class _Casts:
     """The casts before the first loop.
 
-    A cast is sharded like the weight. So a copy follows, whose spec in the loops the planner chooses.
+    A cast is sharded like its weight. A copy follows, whose spec in the loops the planner chooses.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,6 @@ class _Casts:
         self._copies: dict[tuple[Var, np.dtype[Any]], Var] = {}
 
     def of(self, weight: Var, dtype: np.dtype[Any], reader: Op) -> Var:
-        """The weight in another type, before the loops. reader: the operation that reads it."""
         if (weight, dtype) not in self._copies:
             cast, (narrow,) = equations_for(lambda x: lax.convert_element_type(x, dtype), weight)
             assert not is_literal(narrow)
@@ -97,12 +95,7 @@ class _Casts:
 
 @dataclass(frozen=True)
 class _Equations:
-    """Equations that run together: of the loops or of the body of a scan.
-
-    Attributes:
-        eqns: in order.
-        left: values that others read, too.
-    """
+    """The equations of the loops or of the body of a scan. left: values with other readers."""
 
     eqns: Sequence[JaxprEqn]
     left: AbstractSet[Var]
@@ -119,7 +112,6 @@ class _Equations:
         return found
 
     def _type_read(self, eqn: JaxprEqn, k: int) -> np.dtype[Any] | None:
-        """The type in which an equation can have operand `k`, if that is a narrower one."""
         if self._narrows(eqn):
             dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
             return dtype
@@ -139,7 +131,7 @@ class _Equations:
         return is_float and is_plain and after.dtype.itemsize < before.dtype.itemsize
 
     def type_of(self, var: Var) -> np.dtype[Any] | None:
-        """The narrower type in which all readers of a value can have it."""
+        """The narrower type in which all readers of a value can read it, or None."""
         types = {self._type_read(eqn, k) for eqn, k in self._readers.get(var, ())}
         return types.pop() if len(types) == 1 and var not in self.left else None
 
@@ -170,7 +162,7 @@ class _Equations:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """The body of the scan `eqn`, with calls written out; `carries`: the numbers of its operands that are carries."""
+    """The body of the scan `eqn`, with inlined calls. carries: the numbers of the operands that are carries."""
 
     eqn: JaxprEqn
     flat: Block
@@ -182,15 +174,13 @@ class _Body:
 
 
 class _Rewriting:
-    """Rewrites equations, in order, for operands in narrower types."""
-
     def __init__(self, equations: _Equations) -> None:
         self._equations = equations
-        self._narrow: dict[Var, Var] = {}  # of results of barriers
-        self._names: dict[Var, Var] = {}  # of the results of casts that are gone
+        self._narrow: dict[Var, Var] = {}  # result of a barrier -> narrower result
+        self._names: dict[Var, Var] = {}  # result of a removed cast -> narrower operand
 
     def rewritten(self, eqn: JaxprEqn, given: _Narrow) -> list[JaxprEqn]:
-        """Equations that do the same as `eqn`; none if it is a cast. given: its operands in narrower types."""
+        """Equations with the results of `eqn` from the operands in narrower types `given`; empty for a cast."""
         narrow = {**given, **{v: self._narrow[v] for v in eqn.invars if not is_literal(v) and v in self._narrow}}
         if not narrow:
             return [reading(eqn, self._names)]
@@ -204,7 +194,7 @@ class _Rewriting:
         return []
 
     def _barrier(self, eqn: JaxprEqn, narrow: _Narrow) -> list[JaxprEqn]:
-        """The barrier before narrower arrays, if any are left; all readers of its results read them narrow."""
+        """The barrier on narrower arrays, if any arrays are left; all readers of its results read them narrow."""
         passed: list[tuple[Atom, Var]] = []
         for atom, result in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(atom) or atom not in narrow:
@@ -221,7 +211,7 @@ class _Rewriting:
 
 
 def _scan_of(body: _Body, narrow: _Narrow) -> JaxprEqn:
-    """The scan of `body` that takes the operands in `narrow` in their narrower types, without their casts."""
+    """The scan of `body` with the operands `narrow` in their narrower types, and without their casts."""
     given = {
         inner: fresh_var(changed_aval(aval_of(inner), dtype=aval_of(narrow[outer]).dtype))
         for outer, inner in zip(body.eqn.invars, body.flat.invars, strict=True)

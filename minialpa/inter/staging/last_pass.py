@@ -1,13 +1,13 @@
 """Last passes: the programs of a mesh in, the same programs with the sums of gradients in the last pass of a loop out.
 
-Totals over micro-batches are partial sums. The update would sum them over devices, with no work to hide these sums. The
-pass of the last micro-batch completes one total after the other. So on GPUs it sums them, too, while it computes:
+Accumulators are partial sums over devices. If the update summed them, no work would hide the collectives. The pass of
+the last micro-batch completes one accumulator after the other, so on GPUs it sums them, too, while it computes:
 
-    pass            (*inputs, *totals) -> (*results, *totals)             of all micro-batches but the last
-    last pass       (*inputs, *totals) -> (*results, *totals, *sums)      fewer totals, without the summed ones
-    update          (*inputs, *sums)   -> results                         without the equations that sum
+    pass            (*inputs, *accumulators) -> (*results, *accumulators)             all micro-batches but the last
+    last pass       (*inputs, *accumulators) -> (*results, *accumulators, *sums)      without summed accumulators
+    update          (*inputs, *sums)         -> results                               without the equations that sum
 
-The gradients of layers in a scan are complete when the scan ends. There the sums move into the scan, see
+The gradients of layers in a scan are complete when the scan ends, so their sums move into the scan, see
 `sums_in_scans.py`.
 """
 
@@ -37,10 +37,13 @@ from minialpa.ir.equations import is_gradient_marker, operand_vars
 
 @dataclass(frozen=True, slots=True)
 class LastPass:
-    """The program of the last run of a task in its loop, with the arguments of the other runs. Its results end with
-    `accumulators`, which the update sums, then `sums`, totals that are summed over devices.
+    """The last run of a task in its loop, with the arguments of the other runs.
 
-    loops: for each scan that sums totals, the scan of the other passes.
+    Attributes:
+        program: its results end with `accumulators`, then `sums`.
+        accumulators: the accumulators that the update sums.
+        sums: the accumulators that this pass has summed over devices.
+        loops: for each scan that sums accumulators, the scan of the other passes.
     """
 
     program: ShardedEquations
@@ -49,16 +52,16 @@ class LastPass:
     loops: dict[JaxprEqn, JaxprEqn]
 
     def collectives(self) -> tuple[Communication, ...]:
-        """The collectives of the last pass, in the loops of the other passes."""
         return _in_loops(collectives_of(self.program), self.loops)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProgram:
-    """A task and its program, which may have further arguments: the totals that it adds to.
+    """A task and its program, whose further arguments are the accumulators.
 
-    last: of the last run in the loop; None if it is like the others.
-    loops: for each scan of `program` that sums gradients, the scan of the task.
+    Attributes:
+        last: the last run in the loop; None if it is like the others.
+        loops: for each scan of `program` that sums gradients, the scan of the task.
     """
 
     task: Task
@@ -81,19 +84,19 @@ class TaskProgram:
 
     @property
     def summed_before(self) -> tuple[Var, ...]:
-        """Totals that the task reads, but not its program, which reads the sums from a last pass."""
+        """Accumulators that the task reads and its program does not: the program reads the sums of a last pass."""
         read = set(self.program.invars)
         return tuple(v for v in self.task.invars if v not in read)
 
 
 def _in_loops(found: Sequence[Communication], loops: Mapping[JaxprEqn, JaxprEqn]) -> tuple[Communication, ...]:
-    """The collectives `found`, all that they stand for, in `loops`."""
+    """The collectives `found`, in `loops`. A collective that stands for n collectives is listed n times."""
     if loops:
         found = [one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found]
     if all(one.n == 1 for one in found):
         return tuple(found)
 
-    # A collective that waits for another waits for all that the other stands for.
+    # A collective waits for all collectives for which its predecessor stands.
     starts = list(itertools.accumulate((one.n for one in found), initial=0))
     bits = [((1 << one.n) - 1) << start for one, start in zip(found, starts, strict=False)]
     repeated: list[Communication] = []
@@ -104,9 +107,9 @@ def _in_loops(found: Sequence[Communication], loops: Mapping[JaxprEqn, JaxprEqn]
 
 
 def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
-    """Programs of the tasks of one mesh, which hide sums of gradients behind their work.
+    """Programs of the tasks of one mesh, which sum gradients over devices while they compute.
 
-    plain: the tasks in order, with programs that add to no totals.
+    plain: the tasks in order, with programs without accumulators.
     """
     if staged.split.n_micro_batches > 1:
         return _with_last_passes(staged, plain)
@@ -115,7 +118,6 @@ def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqua
 
 
 def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
-    """Programs that add to totals, and whose last passes sum the totals that they can hide."""
     updates = [task for task, _ in plain if task.kind == "update"]
     last: dict[Task, LastPass] = {}
     moved: dict[Var, JaxprEqn] = {}
@@ -133,9 +135,9 @@ def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqu
 
 
 def _sums_of(staged: StagedStep, task: Task, updates: Sequence[Task]) -> dict[Var, JaxprEqn]:
-    """For totals of `task`, the equation of an update on the same mesh that sums each of them over devices.
+    """For accumulators of `task`, the equation of an update on the same mesh that sums each of them over devices.
 
-    Without totals that any other equation reads, and without sums that other meshes read or the step returns.
+    Leaves out accumulators with any other reader, and sums that other meshes read or the step returns.
     """
     accumulators = {one.complete for one in added_inside(staged, task)}
     n_tasks = Counter(v for other in staged.tasks for v in other.invars)
@@ -160,7 +162,7 @@ def _markers(update: Task) -> Iterator[tuple[Var, JaxprEqn]]:
 def _last_pass(
     staged: StagedStep, task: Task, program: ShardedEquations, sums: Mapping[Var, JaxprEqn]
 ) -> LastPass | None:
-    """The last pass of `task` that makes `sums`; None if it has no work to hide them."""
+    """The last pass of `task` that computes `sums`; None if it has no work to hide them."""
     if not sums:
         return None
     added = added_inside(staged, task)
@@ -168,7 +170,7 @@ def _last_pass(
     in_scans = {one.complete for one in added if one.loop in scanned.summed}
     made = added_up(scanned.program, [one for one in added if one.complete not in in_scans])
 
-    # Totals that scans have not summed are summed after the pass, beside other work.
+    # Accumulators that scans have not summed are summed after the pass, beside other work.
     eqns, equations, specs = list(made.program.eqns), dict(made.program.equations), dict(made.program.specs)
     for accumulator, eqn in sums.items():
         if accumulator not in in_scans:
@@ -196,7 +198,6 @@ def _last_pass(
 
 
 def _without(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> ShardedEquations:
-    """A program of an update without the equations of last passes: it takes their results."""
     gone = set(moved.values())
     eqns = tuple(eqn for eqn in program.eqns if eqn not in gone)
     if len(eqns) == len(program.eqns):

@@ -1,6 +1,6 @@
-"""The meshes and specs of argument and result leaves in a plan.
+"""Leaf placement: a staged step and its specs in, the meshes and specs of argument and result leaves of a plan out.
 
-A step may have several parts of a leaf, each a block of rows; a plan lists the leaf once, with all of its parts.
+A step may have several parts of a leaf, each a block of rows; a plan lists the leaf once, with all parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minialpa.tracing.trace import LeafPart, TracedStep
 
 
 def merged_values(values: Sequence[PlacedValue], parts: Sequence[LeafPart]) -> tuple[PlacedValue, ...]:
-    """One value for each leaf, from one for each part; without `parts`, the values are the leaves."""
+    """One value for each leaf, from one value for each part; without `parts`, the values are the leaves."""
     if not parts:
         return tuple(values)
 
@@ -63,7 +63,6 @@ def _part(value: PlacedValue, part: LeafPart) -> PlacedValue:
 
 
 def leaf_blocks(traced: TracedStep) -> LeafBlocks:
-    """The leaves of a step that are cut into blocks of rows, by its parts."""
     return LeafBlocks(_blocks(traced.in_parts), _blocks(traced.out_parts))
 
 
@@ -75,7 +74,6 @@ def _blocks(parts: Sequence[LeafPart]) -> tuple[BlockRows | None, ...]:
 
 
 def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
-    """A value with its spec on each mesh; replicated if the spec is not known."""
     replicated = Spec.replicated(len(shape_of(atom)))
     return PlacedValue(
         path=path,
@@ -87,7 +85,7 @@ def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedVa
 
 
 def placed_inputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:
-    """Argument leaves. `specs`: of the variables of each mesh."""
+    """Argument leaves. specs: of the variables of each mesh."""
     traced = staged.split.traced
     micro_of = dict(staged.split.micro_inputs)
     meshes_of_argument = staged.input_meshes[len(traced.flat.constvars) :]
@@ -103,9 +101,9 @@ def placed_inputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tu
 
 
 def placed_outputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:
-    """Result leaves. `specs`: of the results of the step at the end, on each mesh.
+    """Result leaves. specs: of the results of the step at the end, on each mesh.
 
-    A replacement of a donated argument has the spec of that argument, so that the next call needs no resharding.
+    A replacement of a donated argument has its spec, so the next call needs no resharding.
     """
     split = staged.split
     placed = []

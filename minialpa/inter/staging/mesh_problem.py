@@ -1,4 +1,4 @@
-"""The sharding problem of one mesh, the programs of its tasks once it is solved, and the collectives of these."""
+"""A staged step and a mesh in, the sharding problem of the mesh out; its solution in, the programs of its tasks out."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     split = staged.split
     tasks = staged.tasks_of(mesh)
     times = _times(staged, tasks)
-    # Where the whole step is one task, the update is a part of that task.
+    # If the whole step is one task, the update is a part of that task.
     updates = {op.eqn for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
 
     made = {v for eqn, _ in times for v in eqn.outvars}
-    total_of = {value: accumulator for value, accumulator in split.combined if value in made}
-    made.update(total_of.values())
+    accumulator_of = {value: accumulator for value, accumulator in split.combined if value in made}
+    made.update(accumulator_of.values())
     inputs = tuple((v, role) for v, role in _inputs(staged, tasks, mesh) if v not in made)
     known = made | {v for v, _ in inputs}
 
@@ -42,7 +42,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
         in_update=tuple(eqn in updates for eqn, _ in times),
         inputs=inputs,
         aliases=_aliases(staged, mesh, made),
-        equal=total_of,
+        equal=accumulator_of,
         added=frozenset(a.loop for a in split.accumulators if a.reduction == "sum" and a.loop in made),
         batch_dims=split.batch_dims,
         not_partial=_not_partial(staged, mesh),
@@ -57,7 +57,6 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
 
 
 def _times(staged: StagedStep, tasks: Sequence[Task]) -> list[tuple[JaxprEqn, int]]:
-    """Each equation of `tasks`, and its runs in a step, by the first task that has it."""
     found: dict[JaxprEqn, tuple[JaxprEqn, int]] = {}
     for task in tasks:
         n_runs = staged.split.n_micro_batches if task.per_micro_batch else 1
@@ -67,7 +66,6 @@ def _times(staged: StagedStep, tasks: Sequence[Task]) -> list[tuple[JaxprEqn, in
 
 
 def _aliases(staged: StagedStep, mesh: int, made: AbstractSet[Var]) -> tuple[tuple[Var, Var], ...]:
-    """Arguments on this mesh and their replacements, which take over the shardings. `made`: variables of the mesh."""
     traced = staged.split.traced
     meshes_of_argument = staged.input_meshes[len(traced.flat.constvars) :]
     return tuple(
@@ -78,15 +76,14 @@ def _aliases(staged: StagedStep, mesh: int, made: AbstractSet[Var]) -> tuple[tup
 
 
 def _input_paths(staged: StagedStep) -> dict[Var, str]:
-    """Names of arguments, and of the rows of arguments that a micro-batch reads."""
     traced = staged.split.traced
     paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
     return {**paths, **{micro: paths[full] for full, micro in staged.split.micro_inputs}}
 
 
 def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
-    """Variables that may not be left as partial sums: results of the step, values that other meshes read, and values
-    that micro-batches combine other than by a sum.
+    """Variables that may not stay partial sums: the step returns them, other meshes read them, or micro-batches combine
+    them by anything but a sum.
     """
     split = staged.split
     complete = set(split.results)
@@ -102,7 +99,6 @@ def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
 
 
 def _inputs(staged: StagedStep, tasks: Sequence[Task], mesh: int) -> list[tuple[Var, Role]]:
-    """Inputs of the step on this mesh in order, then values from other meshes."""
     in_loop = _read_in_loops(staged, tasks)
     batch = staged.split.traced.examples.union(micro for _, micro in staged.split.micro_inputs)
 
@@ -141,9 +137,10 @@ def task_programs(
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> list[TaskProgram]:
-    """The tasks of a mesh, in order, with their programs. specs, equations: of the variables and equations of the mesh.
+    """The tasks of a mesh, in order, with their programs.
 
-    results: specs in which the results of the step are left on the mesh at the end.
+    specs, equations: the specs of the variables and equations of the mesh.
+    results: specs of the results of the step on the mesh at the end.
     """
     tasks = staged.tasks_of(mesh)
     plain = [(task, with_narrow_moves(task_program(staged, task, specs, equations, view, results))) for task in tasks]
@@ -166,10 +163,11 @@ def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCollectives:
-    """The collectives of a task, each with its number in one run. accumulator_bytes: per device, of the totals that it adds
-    to.
+    """The collectives of each run of a task.
 
-    last: the collectives of the last run in its loop; None if it is like the others.
+    Attributes:
+        accumulator_bytes: per device, of the accumulators to which the task adds.
+        last: the collectives of the last run in its loop; None if it is like the others.
     """
 
     task: Task
@@ -180,11 +178,13 @@ class TaskCollectives:
 
 @dataclass(frozen=True, slots=True)
 class ShardedView:
-    """The logical mesh of a stage, and its collectives: kinds that may not reshard, and kinds of sums that start
-    together.
+    """The logical mesh of a stage and the rules for its collectives.
 
-    adds_to_accumulators: whether passes add their values to totals (`accumulators.py`) and sum gradients beside their work
-    (`last_pass.py`).
+    Attributes:
+        forbidden: kinds of collectives that may not reshard.
+        combined: kinds of sums over devices that start together.
+        adds_to_accumulators: whether passes add to accumulators (`accumulators.py`) and sum gradients while they
+            compute (`last_pass.py`): on GPUs.
     """
 
     mesh: LogicalMesh
@@ -194,7 +194,6 @@ class ShardedView:
 
     @staticmethod
     def of(mesh: LogicalMesh, option: AutoShardingOption) -> ShardedView:
-        """The view under `option`."""
         combined = combined_sums(mesh, option)
         return ShardedView(mesh, option.forbidden_collectives, combined, adds_to_accumulators=is_gpu(mesh.device))
 
@@ -207,8 +206,8 @@ def task_program(
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> ShardedEquations:
-    """The equations of a task with their specs, without totals. specs, equations, results: see `task_programs`."""
-    # A result that another task reads keeps its spec, and is resharded when the step ends.
+    """The equations of a task with their specs, without accumulators. Arguments are as in `task_programs`."""
+    # A result that another task reads is resharded only when the step ends.
     is_last = task.kind == "update" or (task.kind == "step" and staged.split.n_micro_batches == 1)
     read = {v for other in staged.tasks for v in other.invars}
     final = {v: spec for v, spec in results.items() if is_last and v not in read}

@@ -1,20 +1,21 @@
-"""Where the equations of a step run: positions of loop equations, meshes and levels of the equations between loops.
+"""Placement: a split step and the mesh of each chunk in, the position, or mesh and level, of each equation out.
 
-Positions 0..S-1 are the forward passes of the S chunks, S..2S-1 their backward passes in reverse, so position p is
-chunk p or 2S-1-p. A chunk is a run of layers that a stage executes at once; most stages have one chunk. In a loop:
+A chunk is a run of layers that a stage executes at once; most stages have one chunk. With S chunks, positions 0..S-1 of
+a loop are the forward passes, and S..2S-1 the backward passes in reverse, so position p is chunk p or 2S-1-p. In a
+loop:
 
 1. A cheap equation that depends on no example floats: each task that reads it has a copy     -> _floating_equations
-2. A tagged equation goes to the position of its layer, or after it, where its operands are   -> _position_by_operands
+2. A tagged equation goes to the first position, from its layer's on, that has its operands   -> _position_by_operands
 3. A backward equation without a tag goes to the first backward pass whose chunk holds its residuals
                                                                                               -> _residual_position
 4. An equation whose operands have no position goes to its first reader                       -> with_first_readers
 
 A *home* of a variable is a mesh that makes it; of an input of the step, a mesh whose loops read it. Between loops:
 
-1. An equation runs on a home of its largest operand: an update follows its gradient              -> _meshes_by_operands
-2. What reads inputs of the step alone (step counters, learning rates) runs on every mesh that reads it
-                                                                                                  -> _meshes_by_readers
-3. Tasks of level l + 1 wait for results of level l from other meshes                             -> _by_level
+1. An equation runs on a home of its largest operand: an update follows its gradient          -> _meshes_by_operands
+2. An equation on inputs of the step alone (step counters, learning rates) runs on every mesh that reads its results
+                                                                                              -> _meshes_by_readers
+3. Tasks of level l + 1 wait for results of level l from other meshes                         -> _by_level
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _Meshes = Mapping[Var, set[int]]
 class ChunkedStep:
     """A split step and the mesh of each chunk of its pipeline; one chunk without a pipeline.
 
-    labels: for each traced equation, the position of its layer; None for one that autodiff left untagged.
+    labels: for each traced equation, the position of its layer; None for an equation that autodiff left untagged.
     """
 
     split: SplitStep
@@ -66,10 +67,9 @@ class ChunkedStep:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlacement:
-    """The equations at each position of a loop, in the order of the split step, with copies of floating ones.
+    """The equations of a loop by position, with copies of floating equations.
 
-    position_of: the position at which each variable of the loop is made, except in floating equations.
-    floating: variables of the equations of which every reader has a copy.
+    position_of: the position that makes each variable, except `floating` variables, of which every reader has a copy.
     """
 
     eqns: Mapping[int, Sequence[JaxprEqn]]
@@ -85,9 +85,9 @@ def place_loops(step: ChunkedStep) -> dict[int, LoopPlacement]:
 
 @dataclass(slots=True)
 class _Seen:
-    """Positions at which variables of this loop and of earlier loops are made; updated equation by equation.
+    """The positions that make variables of this loop and of earlier loops.
 
-    forward_readers: chunks whose forward passes read a variable, in this loop or an earlier one.
+    forward_readers: chunks whose forward passes read a variable, in this loop or an earlier loop.
     """
 
     position_of: dict[Var, int] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def _place_loop(step: ChunkedStep, segment: int, seen: _Seen) -> LoopPlacement:
 def _floating_equations(split: SplitStep, segment: int) -> dict[Var, JaxprEqn]:
     """The cheap equations of a loop that depend on no example, by their results.
 
-    Values that are read outside the loop do not float, since one task has to own them.
+    Values with readers outside the loop do not float, since exactly one task has to make them.
     """
     owned = {value for value, _ in split.combined} | set(split.results)
     owned.update(v for op in split.ops if op.segment != segment for v in operand_vars(op.eqn))
@@ -138,14 +138,12 @@ def _floating_equations(split: SplitStep, segment: int) -> dict[Var, JaxprEqn]:
 
 
 def _examples(split: SplitStep) -> set[Var]:
-    """The variables through which a loop reads the batch."""
     if split.n_micro_batches > 1:
         return {micro for _, micro in split.micro_inputs}
     return set(split.traced.examples)
 
 
 def _place_by_operands(step: ChunkedStep, op: Op, seen: _Seen) -> int | None:
-    """`_position_by_operands`, noted in `seen`."""
     position = _position_by_operands(step, op, seen)
     if position is None:
         return None
@@ -158,7 +156,7 @@ def _place_by_operands(step: ChunkedStep, op: Op, seen: _Seen) -> int | None:
 
 
 def _position_by_operands(step: ChunkedStep, op: Op, seen: _Seen) -> int | None:
-    """The first position, from its layer's on, where the operands are at hand; None if neither has a position."""
+    """The first position, from its layer's on, that has the operands; None without a layer and placed operands."""
     operands_at = [seen.position_of[v] for v in operand_vars(op.eqn) if v in seen.position_of]
     label = step.label_of(op)
     if label is None and op.origin.direction == "backward":
@@ -181,10 +179,9 @@ def _residual_position(step: ChunkedStep, eqn: JaxprEqn, at_least: int, seen: _S
 
 
 def with_first_readers(eqns: Sequence[JaxprEqn], positions: Sequence[int | None]) -> list[int]:
-    """`positions`, in which None becomes the position of the first reader; 0 without a reader."""
+    """`positions`, with the position of the first reader for None; 0 without a reader."""
     filled: list[int] = []
     first_reader: dict[Var, int] = {}
-    # Backwards, since the readers of an equation may depend on their own readers.
     for eqn, known in zip(reversed(eqns), reversed(positions), strict=True):
         read_at = [first_reader[v] for v in eqn.outvars if v in first_reader]
         position = min(read_at, default=0) if known is None else known
@@ -197,7 +194,7 @@ def with_first_readers(eqns: Sequence[JaxprEqn], positions: Sequence[int | None]
 def _with_floating(
     eqns: Sequence[JaxprEqn], floating: Mapping[Var, JaxprEqn], order: Mapping[JaxprEqn, int]
 ) -> list[JaxprEqn]:
-    """`eqns` and the floating equations that they depend on, sorted by `order`: the number of each equation."""
+    """`eqns` and the floating equations on which they depend. order: the place of each equation."""
     needed: dict[JaxprEqn, None] = {}  # in an order that repeats
     unvisited = [v for eqn in eqns for v in operand_vars(eqn)]
     while unvisited:
@@ -212,7 +209,7 @@ def _with_floating(
 
 
 def place_updates(step: ChunkedStep, loops: Mapping[int, LoopPlacement]) -> dict[int, ByLevel]:
-    """The placement of each segment after a loop, by its number. `loops`: the same for the loops."""
+    """The placement of each segment after a loop, by number. loops: the placement of the loops."""
     split, inputs = step.split, frozenset(step.split.inputs)
     homes: dict[Var, set[int]] = defaultdict(set)
     updates: dict[int, ByLevel] = {}
@@ -232,7 +229,6 @@ def place_updates(step: ChunkedStep, loops: Mapping[int, LoopPlacement]) -> dict
 
 
 def _note_homes(homes: dict[Var, set[int]], step: ChunkedStep, loop: LoopPlacement, inputs: frozenset[Var]) -> None:
-    """Add to `homes` the inputs that a loop reads, its variables, and its totals."""
     for position, eqns in loop.eqns.items():
         for eqn in eqns:
             for v in operand_vars(eqn):
@@ -247,7 +243,7 @@ def _note_homes(homes: dict[Var, set[int]], step: ChunkedStep, loop: LoopPlaceme
 
 
 def _meshes_by_operands(eqns: Sequence[JaxprEqn], homes: _Meshes, inputs: frozenset[Var]) -> list[set[int]]:
-    """For each equation the first home of its largest operand; empty if no operand has one, or all are inputs."""
+    """For each equation, the first home of its largest operand; empty if operands have no home or are all inputs."""
     known = dict(homes)
     meshes: list[set[int]] = []
     for eqn in eqns:
@@ -276,10 +272,9 @@ def _later_readers(step: ChunkedStep, segment: int, homes: _Meshes) -> dict[Var,
 
 
 def _meshes_by_readers(eqns: Sequence[JaxprEqn], meshes: Sequence[set[int]], later_readers: _Meshes) -> list[set[int]]:
-    """`meshes`, in which an empty set becomes the meshes of all readers; mesh 0 without a reader."""
+    """`meshes`, with the meshes of all readers for an empty set; mesh 0 without a reader."""
     required = defaultdict(set, {v: set(readers) for v, readers in later_readers.items()})
     filled: list[set[int]] = []
-    # Backwards, since the readers of an equation may depend on their own readers.
     for eqn, known in zip(reversed(eqns), reversed(meshes), strict=True):
         where = known or set[int]().union(*(required[v] for v in eqn.outvars)) or {0}
         filled.append(where)
@@ -301,7 +296,7 @@ def _by_level(eqns: Sequence[JaxprEqn], meshes: Sequence[set[int]]) -> ByLevel:
 
 
 def _level_of_operand(levels: Mapping[int, int], mesh: int) -> int:
-    """The first level at which `mesh` can read a variable that other meshes, or itself, make at `levels`."""
+    """The first level at which `mesh` can read a variable. levels: by mesh that makes it."""
     if mesh in levels:
         return levels[mesh]
     return min(levels.values()) + 1 if levels else 0

@@ -1,4 +1,4 @@
-"""A plan, and a step that may be another one: their differences, and options that repeat the decisions of the plan."""
+"""Stale plans: a plan and a step in; their differences, or options that repeat the decisions of the plan, out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from minialpa.plan import Plan
 from minialpa.tracing.fingerprint import first_change
 from minialpa.tracing.trace import TracedStep
 
-#: Differences that a message names; it counts the others.
+#: Differences that a message lists; it counts the others.
 _MOST_NAMED = 3
 _CONVERSION = "convert_element_type"
 _ABOUT_WEAK_TYPES = (
-    " (so one of {} may be weakly typed, as Python numbers and what a step makes of them are, in one of the two and an "
+    " (so one of {} may be weakly typed, as Python numbers and values computed from them are, in one of the two and an "
     "array of a fixed dtype in the other)"
 )
 
@@ -29,7 +29,7 @@ def options_of(plan: Plan) -> PlanOptions:
         n_micro_batches=plan.n_micro_batches,
         schedule=plan.schedule,
         sharding=first.option,
-        keep_rows=plan.keeps_rows,
+        keep_activations=plan.keeps_activations,
         cast_once=plan.casts_once,
     )
     # Without layers there is one stage, and no choice of layers to repeat.
@@ -49,9 +49,9 @@ def options_of(plan: Plan) -> PlanOptions:
 
 
 def logical_mesh_of(plan: Plan) -> LogicalMesh | None:
-    """The LogicalMesh that a user gave in place of a cluster; None if the plan's links are those of its cluster.
+    """The `LogicalMesh` that the user passed in place of a cluster, or None if the plan has the links of its cluster.
 
-    A mesh without a device has no seconds of compute, which identifies it.
+    A mesh without a device is recognised by a compute time of 0 s.
     """
     stage = plan.stages[0]
     mesh = plan.cluster.logical_mesh(stage.submesh, stage.logical_shape)
@@ -62,20 +62,20 @@ def logical_mesh_of(plan: Plan) -> LogicalMesh | None:
 
 
 def difference(traced: TracedStep, plan: Plan) -> str | None:
-    """The difference of a step from the step of `plan`, in a sentence; None if they are equal."""
+    """The difference of a step from the step of `plan`, as a sentence; None if they are equal."""
     if traced.fingerprint == plan.fingerprint:
         return None
     return _argument_difference(traced, plan) or "the step itself has changed: " + _step_difference(traced, plan)
 
 
 class StalePlanError(VerifyError):
-    """A plan was made for another step or other shapes. difference: between the two."""
+    """A plan was made for another step or other shapes."""
 
     def __init__(self, difference: str) -> None:
         super().__init__(
-            f"The plan does not fit this call: {difference}. `plan.fingerprint` is that of the step that it was made "
-            'for. Call it as the plan was made, plan again, or pass `on_stale="replan"` to `parallelize`, which keeps '
-            "the stages of the plan and solves the shardings again."
+            f"The plan does not fit this call: {difference}. `plan.fingerprint` belongs to the step of the plan. "
+            'Call the planned step with the planned shapes, make a new plan, or pass `on_stale="replan"` to '
+            "`parallelize`, which keeps the stages of the plan and solves only the shardings anew."
         )
         self.difference = difference
 
@@ -93,7 +93,7 @@ def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:
     differences: list[str] = []
     for path, type_ in now.items():
         if path not in planned:
-            differences.append(f"argument `{path}` is {type_} and the plan knows of none")
+            differences.append(f"argument `{path}` is {type_} and the plan has no such argument")
         elif type_ != planned[path]:
             differences.append(f"argument `{path}` is {type_} and the plan was made for {planned[path]}")
     differences.extend(
@@ -103,7 +103,6 @@ def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:
 
 
 def _listed(differences: Sequence[str], separator: str) -> str:
-    """The first differences, and the number of others."""
     more = len(differences) - _MOST_NAMED
     named = separator.join(differences[:_MOST_NAMED])
     return f"{named}{separator}and {more} more" if more > 0 else named
@@ -114,7 +113,6 @@ def _type(dtype: str, shape: Sequence[int]) -> str:
 
 
 def _step_difference(traced: TracedStep, plan: Plan) -> str:
-    """The differences of the operations of a step from the plan's: their numbers, and the first place."""
     now, was = dict(traced.fingerprint.primitives), dict(plan.fingerprint.primitives)
     counts = [
         f"{now.get(name, 0)} `{name}` where the plan has {was.get(name, 0)}"

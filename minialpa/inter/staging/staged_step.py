@@ -1,7 +1,7 @@
-"""From a plan's decisions to placed equations: the staged step of a traced step and its stages.
+"""From decisions to tasks: a traced step and the decisions of a plan in, the staged step out.
 
-Used twice: by the planner, which then solves each mesh, and to realise a plan, whose specs are bound to the same
-equations. Tracing and splitting are deterministic, so numbers of equations tie them together.
+The planner stages a step and then solves each mesh. `realise` stages the step of a finished plan, whose specs are then
+bound to the same equations. Tracing and splitting are deterministic, so equation numbers connect the two.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ def stage_step(
     chunk_of_group: Sequence[int],
     mesh_of_chunk: Sequence[int],
     *,
-    keep_rows: bool = False,
+    keep_activations: bool = False,
     cast_once: bool = False,
 ) -> StagedStep:
     """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty.
 
-    keep_rows: see `split_micro_batches`. cast_once: see `with_weights_cast_once`, which is for several micro-batches.
+    keep_activations: see `split_micro_batches`.
+    cast_once: see `with_weights_cast_once`; has an effect with several micro-batches.
     """
     groups = chunk_of_group or [0] * traced.n_groups
     n_chunks = len(mesh_of_chunk)
 
-    # Sums of different chunks stay apart, so the split has to know the chunk of each equation.
+    # Partial sums of different chunks are added after the loop, so the split needs the chunk of each equation.
     chunk_of = None
     if n_chunks > 1:
         positions = traced_positions(traced, groups, n_chunks)
         chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
 
-    split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_rows=keep_rows)
+    split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_activations=keep_activations)
     if cast_once and n_micro_batches > 1:
         split = with_weights_cast_once(split)
     return stage_split(_shared(split, by_direction=n_chunks > 1), groups, mesh_of_chunk)
@@ -78,7 +79,7 @@ def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
 
 
 def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec], tuple[EquationSpecs, ...]]:
-    """Specs of a mesh's variables and equations, from the stage of a plan that was verified for them."""
+    """Specs of a mesh's variables and equations, from the stage of a verified plan."""
     specs = {var: spec for (var, _), spec in zip(problem.inputs, stage.input_specs, strict=True)}
     for eqn, chosen in zip(problem.eqns, stage.equation_specs, strict=True):
         specs.update(zip(eqn.outvars, chosen.results, strict=True))
@@ -87,7 +88,6 @@ def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec
 
 
 def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
-    """The specs in which the results of a step are left on a mesh."""
     outputs = values_of_parts(plan.outputs, staged.split.traced.out_parts)
     return {
         atom: spec
@@ -99,9 +99,7 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RealisedStep:
-    """A traced step as the decisions of a plan make it: with scans cut, then with rematerialisation, then as tasks on
-    meshes.
-    """
+    """A traced step with cut scans, then with rematerialisation, then as tasks on meshes."""
 
     cut: TracedStep
     rematerialised: TracedStep
@@ -124,7 +122,12 @@ def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
     with blamed("n_micro_batches", plan.n_micro_batches):
         groups = chunks.of_group(plan.layer_of_group)
         staged = stage_step(
-            step, plan.n_micro_batches, groups, chunks.stage_of, keep_rows=plan.keeps_rows, cast_once=plan.casts_once
+            step,
+            plan.n_micro_batches,
+            groups,
+            chunks.stage_of,
+            keep_activations=plan.keeps_activations,
+            cast_once=plan.casts_once,
         )
     return RealisedStep(cut=cut, rematerialised=step, staged=staged)
 

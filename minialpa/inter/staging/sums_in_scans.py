@@ -1,13 +1,13 @@
 """Sums inside of scans: a program in, the same program whose scans sum the gradients of their layers out.
 
-A scan over layers stacks their gradients, so all of them are complete only when it ends. With one micro-batch, and in
-the last pass over several, with a row t of the total for each layer,
+A scan over layers stacks their gradients, so all of them are complete only when it ends. In a last pass, or with one
+micro-batch, with a row t of the accumulator for each layer,
 
     for each layer:  g = gradient          becomes          for each layer:
     sum(t + g) over devices                                     g = sum(t + gradient) over devices
 
-so the work of the next layer hides the sums of a layer. A row is added and summed like the whole array: only scans that
-are planned as loops qualify, and sums that do not split the dimension of the layers.
+so the work of the next layer hides the sums of a layer. This needs scans that are planned as loops, and sums that do
+not split the dimension of the layers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from minialpa.tracing.new_equations import equations_for
 class SummedInScans:
     """A program whose scans sum the stacked gradients `summed` before they stack them.
 
-    loops: for each scan with sums, the scan that it replaces.
+    `loops` has, for each scan with sums, the scan that it replaces.
     """
 
     program: ShardedEquations
@@ -56,9 +56,9 @@ class SummedInScans:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The stacked result `value` of a scan, and its sum over devices, after it is added to `accumulator`, if there is one.
+    """The sum over devices of the stacked result `value` of a scan, added to `accumulator` if not None.
 
-    spec: of the value and the total. specs: of the identity whose result is the sum.
+    `spec` is of the value and the accumulator, `specs` of the identity whose result is the sum.
     """
 
     value: Var
@@ -71,9 +71,10 @@ class _Sum:
 def sum_accumulators_in_scans(
     program: ShardedEquations, added: Sequence[Accumulator], markers: Mapping[Var, JaxprEqn]
 ) -> SummedInScans:
-    """`program`, whose scans add to totals and sum these, if they can.
+    """`program`, whose scans add to accumulators and sum these, if they can.
 
-    added: the totals, with their values in the program. markers: for totals, the equation that sums each of them.
+    added: the accumulators, with their values in the program.
+    markers: for accumulators, the equation that sums each of them.
     """
     sums = [
         _Sum(one.loop, one.complete, marker.outvars[0], program.specs[one.loop], program.equations[marker])
@@ -84,7 +85,7 @@ def sum_accumulators_in_scans(
 
 
 def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
-    """`program`, whose scans sum the gradients that it sums itself, if they can."""
+    """`program`, whose scans sum the gradients that the program itself sums, if they can."""
     sums = [
         _Sum(value, None, result, program.specs[value], _picked(program.equations[eqn], [k]))
         for eqn in program.eqns
@@ -111,14 +112,13 @@ def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
 
 
 def _picked(specs: EquationSpecs, numbers: Sequence[int]) -> EquationSpecs:
-    """The specs of some operands of an identity, and of their results."""
     parts = (specs.operands, specs.made, specs.results)
     operands, made, results = (tuple(part[k] for k in numbers) for part in parts)
     return EquationSpecs(operands, made, results)
 
 
 def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans:
-    # One reader: the marker, or the program's results, for the total.
+    # The one reader is the marker or, for an accumulator, the program's results.
     reads = Counter(v for eqn in program.eqns for v in operand_vars(eqn))
     reads.update(v for v in program.outvars if not is_literal(v))
     possible = {one.value: one for one in sums if reads[one.value] == 1 and _sums_rows(one)}
@@ -142,19 +142,19 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
 
 
 def _sums_rows(one: _Sum) -> bool:
-    """Whether it is a sum over devices that leaves the dimension of the layers whole. A scalar has none."""
+    """Whether the sum over devices leaves the dimension of the layers whole. A scalar has no such dimension."""
     specs = (one.spec, *one.specs.operands, *one.specs.made, *one.specs.results)
     is_sum = bool(one.spec.partial) and not one.specs.results[0].partial
     return is_sum and all(spec.dims and not spec.dims[0] for spec in specs)
 
 
 def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tuple[JaxprEqn, EquationSpecs] | None:
-    """A scan with the results of `sums`, with its specs; None if its body would not have the same equations."""
+    """A scan with the results of `sums`, and its specs; None if its body would not have the same equations."""
     accumulators = [(one.accumulator, one.spec) for one in sums if one.accumulator is not None]
     operands = [*eqn.invars, *(accumulator for accumulator, _ in accumulators)]
     specs = [*chosen.operands, *(spec for _, spec in accumulators)]
 
-    # Stand-ins for operands, as one array may be several of them.
+    # Stand-ins, since one array may be several operands.
     stand_ins = [fresh_var(aval_of(atom)) for atom in operands]
     eqns, results = equations_for(lambda *arrays: _scan(eqn, sums, arrays), *stand_ins)
     body, new = scan_body(eqn), eqns[0]
@@ -163,7 +163,7 @@ def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tu
     if inner is None or set(results) != set(new.outvars):
         return None
 
-    # Operands and results by their stand-ins: jax may have put them in another order. Literals are scalars.
+    # Operands and results by stand-in, since jax may reorder them. Literals are scalars.
     read = dict(zip(stand_ins, zip(operands, specs, strict=True), strict=True))
     left = dict(zip(results, _left(eqn, chosen, sums), strict=True))
     scalar = Spec.replicated(0)
@@ -176,13 +176,11 @@ def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tu
 
 
 def _left(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> list[tuple[Var, Spec]]:
-    """The results of a scan with sums in place of the summed values, and their specs."""
     summed = {one.value: (one.result, one.specs.results[0]) for one in sums}
     return [summed.get(v, (v, spec)) for v, spec in zip(eqn.outvars, chosen.results, strict=True)]
 
 
 def _scan(eqn: JaxprEqn, sums: Sequence[_Sum], arrays: Sequence[Any]) -> list[Any]:
-    """The scan on these operands and totals; its stacked results in `sums` are added to their totals, and marked."""
     closed, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
     flat = flat_body(closed.jaxpr, tuple(closed.consts))
     n_lead, n_operands = n_consts + n_carry, len(eqn.invars)

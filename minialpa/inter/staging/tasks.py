@@ -1,7 +1,7 @@
-"""Tasks: the equations of a split step, grouped by when and on which mesh they run.
+"""Tasks: a split step and the chunk of each forward group in, the equations of each mesh by task out (`StagedStep`).
 
-`place_loops` and `place_updates` place each equation; here they become tasks, and the inputs and results of the step
-get their meshes. Prologues are copied to every mesh that reads them.
+`placement` places each equation of loops and updates. Here equations become tasks, inputs and results of the step get
+their meshes, and prologues are copied to every mesh that reads them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class Task:
         kind: `step` is forward and backward in one, for a single stage; `update` runs after a loop.
         segment: see `SplitStep`.
         chunk: of a forward or backward task, counted over the pipeline; 0 for other tasks.
-        level: order among the updates of a mesh in a segment; tasks of level l + 1 wait for other meshes' results of
-            level l.
-        invars: variables that are read from inputs or other tasks.
-        outvars: variables that are left for other tasks or as results.
+        level: order among the updates of a mesh in a segment; level l + 1 waits for results of level l from other
+            meshes.
+        invars, outvars: variables from inputs or other tasks, and for other tasks or results of the step.
     """
 
     kind: TaskKind
@@ -70,7 +69,7 @@ class StagedStep:
         mesh_of_chunk: the mesh of each chunk of the pipeline; one chunk without a pipeline.
         input_meshes: for each input (constants first, then arguments), the meshes that read the full-batch array.
         output_meshes: for each result, the mesh that holds it at the end; for the replacement of a donated input, the
-            first one that reads that input.
+            first mesh that reads that input.
         repeats: the equations that stand for several, in a short step.
     """
 
@@ -89,7 +88,6 @@ class StagedStep:
         return [task for task in self.tasks if task.mesh == mesh]
 
     def trains(self, loop: int) -> bool:
-        """Whether a loop has backward passes."""
         return any(task.kind == "backward" and task.loop == loop for task in self.tasks)
 
     @property
@@ -98,12 +96,12 @@ class StagedStep:
 
     @property
     def live_on_entry(self) -> frozenset[Var]:
-        """The values that are known before the first loop: the inputs, and results of prologues."""
+        """The values before the first loop: inputs and results of prologues."""
         return frozenset((*self.inputs, *(v for task in self.tasks if task.kind == "prologue" for v in task.outvars)))
 
 
 def traced_positions(step: TracedStep, chunk_of_group: Sequence[int], n_chunks: int) -> list[int | None]:
-    """Position of each traced equation that has a forward group, else None."""
+    """The position (see `placement`) of each traced equation with a forward group, else None."""
     positions: list[int | None] = []
     for origin in step.origins:
         if origin.group is None:
@@ -115,7 +113,7 @@ def traced_positions(step: TracedStep, chunk_of_group: Sequence[int], n_chunks: 
 
 
 def stage_split(split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int]) -> StagedStep:
-    """Place every operation of `split`; `chunk_of_group[g]` is the chunk of forward group g (see `Origin`)."""
+    """Place every operation of `split`. chunk_of_group: the chunk of each forward group."""
     if len(mesh_of_chunk) == 1 and split.n_micro_batches == 1:
         return _one_task(split)
     labels = traced_positions(split.traced, chunk_of_group, len(mesh_of_chunk))
@@ -128,7 +126,6 @@ def stage_split(split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: 
 
 
 def _one_task(split: SplitStep) -> StagedStep:
-    """Everything in one program: no pipeline and no micro-batches."""
     eqns = tuple(op.eqn for op in split.ops)
     results = set(split.results)
     read = {v for eqn in eqns for v in operand_vars(eqn)}
@@ -155,7 +152,7 @@ def _one_task(split: SplitStep) -> StagedStep:
 
 
 class _TaskKey(NamedTuple):
-    """Identity of a task, and its place among tasks. order: position in a loop, or level between loops."""
+    """Identity and order of a task. order: position in a loop, or level between loops."""
 
     segment: int
     order: int
@@ -164,11 +161,9 @@ class _TaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Where the equations of a step run.
+    """The equations of each task, in order.
 
-    Attributes:
-        eqns: of each task, in order.
-        floating: variables that each task of a loop computes for itself if it reads them, see `LoopPlacement`.
+    floating: variables that each task of a loop computes for itself if it reads them.
     """
 
     eqns: Mapping[_TaskKey, Sequence[JaxprEqn]]
@@ -187,9 +182,7 @@ def _placement(step: ChunkedStep) -> _Placement:
 
 
 def _prologues(split: SplitStep, placed: Mapping[_TaskKey, Sequence[JaxprEqn]]) -> dict[_TaskKey, list[JaxprEqn]]:
-    """The equations before the loops, on each mesh that reads them; results of the step on mesh 0. `placed`: the
-    rest.
-    """
+    """The equations before the loops, on each mesh that reads them; results of the step on mesh 0."""
     prologue = [op.eqn for op in split.in_segment(PROLOGUE)]
     if not prologue:
         return {}
@@ -253,14 +246,13 @@ def _kind(step: ChunkedStep, key: _TaskKey) -> TaskKind:
 def _input_and_output_meshes(
     split: SplitStep, tasks: Sequence[Task]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """`input_meshes` and `output_meshes` of `StagedStep`."""
     makers, readers = _makers(split, tasks), _readers(tasks)
     outputs: list[tuple[int, ...]] = []
     for atom, replaced in zip(split.outvars, split.traced.layouts, strict=True):
         home = _first_home(atom, makers, readers)
         if replaced is not None:
             argument = split.traced.flat.invars[replaced]
-            # An argument without a reader lives where its replacement is made: the next call gets it from there.
+            # An argument without a reader is on the mesh of its replacement, which the next call passes back.
             if is_literal(atom):
                 readers[argument].add(0)
             elif not readers[argument]:
@@ -277,7 +269,6 @@ def _input_and_output_meshes(
 
 
 def _makers(split: SplitStep, tasks: Sequence[Task]) -> dict[Var, set[int]]:
-    """Meshes that make each variable; the meshes of micro-batches' values make their totals."""
     makers: dict[Var, set[int]] = defaultdict(set)
     for task in tasks:
         for v in task.outvars:
@@ -296,7 +287,6 @@ def _readers(tasks: Sequence[Task]) -> dict[Var, set[int]]:
 
 
 def _first_home(atom: Atom, makers: Mapping[Var, set[int]], readers: Mapping[Var, set[int]]) -> tuple[int, ...]:
-    """The first mesh that makes a result, or that reads it if it is an input; empty if there is none."""
     if is_literal(atom):
         return ()
     return tuple(sorted(makers.get(atom) or readers.get(atom) or ()))[:1]
@@ -309,8 +299,8 @@ def _unique(variables: Iterable[Var]) -> tuple[Var, ...]:
 def _paired(split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
     """Inputs and outputs of a task; first the arguments that it replaces and their replacements, in the same order.
 
-    `jax.jit` lets the first output of a shape take over the first donated input of that shape, and so on. XLA copies an
-    array that is not paired with its own replacement.
+    `jax.jit` gives the first donated input of a shape to the first output of that shape, and so on. XLA copies an array
+    that is not paired with its own replacement.
     """
     arguments = split.traced.flat.invars
     read, made = set(invars), set(outvars)
@@ -338,7 +328,7 @@ def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:
 
 
 def planned_transfers(staged: StagedStep) -> tuple[PlannedTransfer, ...]:
-    """Bytes that passes send to passes of other meshes. A mesh gets a value once, for its first reader."""
+    """Bytes between passes of different meshes. A mesh gets a value once, for its first reader."""
     maker = {(v, task.mesh): task for task in staged.tasks for v in task.outvars}
     loop_of = {v: task.loop for task in staged.tasks for v in task.outvars}
     loop_of.update({accumulator: loop_of[value] for value, accumulator in staged.split.combined if value in loop_of})
@@ -346,7 +336,7 @@ def planned_transfers(staged: StagedStep) -> tuple[PlannedTransfer, ...]:
     n_bytes: dict[tuple[PassName, PassName], float] = defaultdict(float)
     for (v, mesh), readers in remote_readers(staged).items():
         task = maker.get((v, mesh))
-        # No task makes a total: it is sent after the loop, like results of its mesh's first update.
+        # A combined value has no task: it is sent after the loop, like results of its mesh's first update.
         source = _pass_of(task) if task else PassName("update", mesh, loop_of[v])
         for reader in sorted(readers):
             # Tasks are in the order of one micro-batch, so this is the first that needs the value.

@@ -1,8 +1,8 @@
-"""The verifier of a plan against its step, before the step is split and before programs are made.
+"""A plan and its staged step in; a `VerifyError` with the name of a field, or no result, out.
 
-`plan.verify` checks a plan by itself, and `replan.check_fits` that it was made for this step. Files can be edited, so
-decisions are checked here, and their consequences (where arguments and results live, which passes its stages have) are
-derived and compared. Predicted seconds and bytes decide nothing and are not checked.
+`plan.verify` checks a plan by itself, and `replan.check_fits` that it was made for this step. Plan files can be edited,
+so decisions are checked here, and their consequences (meshes of arguments and results, passes of stages) are derived
+and compared. Predicted seconds and bytes have no effect and are not checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def verify_decisions(traced: TracedStep, plan: Plan) -> None:
     """Raise VerifyError, with the name of the field, unless
 
     - the number of micro-batches divides the examples;
-    - there is such a schedule, and it can run the layers of the stages.
+    - the schedule exists, and can run the layers of the stages.
     """
     n, n_examples = plan.n_micro_batches, traced.batch_size or 1
     require(n_examples % n == 0, "n_micro_batches", n, f"a divisor of the {n_examples} examples of a batch")
@@ -60,13 +60,13 @@ def blamed(where: str, found: Any) -> Iterator[None]:
 def verify_staged(staged: StagedStep, problems: Sequence[MeshEquations], plan: Plan) -> None:
     """Raise VerifyError, with the name of the field, unless
 
-    - stages have the passes of the step, and the schedule runs them all; - the specs of each stage are right, see
-    `verify_specs`; - arguments and results live where the stages have them, in specs that their meshes can turn them
-    into.
+    - stages have the passes of the step, and the schedule runs them all;
+    - the specs of each stage are right, see `verify_specs`;
+    - arguments and results are on the meshes of their stages, in specs that can be reached by allowed resharding.
     """
     require(len(plan.stages) == len(problems), "stages", f"a list of {len(plan.stages)}", f"{len(problems)} stages")
 
-    # Specs of arguments and results are compared with their stages, so these come first.
+    # Stages first: specs of arguments and results are compared with them.
     known: list[dict[Var, Spec]] = []
     for k, (problem, stage) in enumerate(zip(problems, plan.stages, strict=True)):
         _verify_passes(staged, plan, k)
@@ -85,38 +85,38 @@ def verify_staged(staged: StagedStep, problems: Sequence[MeshEquations], plan: P
 
 def _verify_passes(staged: StagedStep, plan: Plan, mesh: int) -> None:
     stage, n_loops = plan.stages[mesh], staged.split.n_loops
-    between = f"one number behind each of {n_loops} loops but the last"
+    between = f"one number for each of {n_loops} loops except the last"
     require(len(stage.between_s) == n_loops - 1, f"stages[{mesh}].between_s", stage.between_s, between)
 
     passes = [(one.kind, one.chunk, one.loop) for one in stage.passes]
     tasks = [(task.kind, task.chunk, task.loop) for task in staged.tasks_of(mesh) if task.per_micro_batch]
     require(passes == tasks, f"stages[{mesh}].passes", passes, f"the kinds, chunks and loops {tasks}")
 
-    # The schedule for inference has no backward passes, and would leave the tasks' out.
+    # The schedule for inference would leave out the backward passes of the tasks.
     trains = any(kind == "backward" for kind, _, _ in tasks)
     runs = not trains or plan.schedule != "inference"
-    require(runs, "schedule", plan.schedule, "one with backward passes, as the step computes gradients")
+    require(runs, "schedule", plan.schedule, "a schedule with backward passes, because the step computes gradients")
 
 
 def _verify_inputs(found: Sequence[PlacedValue], expected: Sequence[PlacedValue]) -> None:
     _verify_homes("inputs", found, expected)
     for i, (value, required) in enumerate(zip(found, expected, strict=True)):
         for j, (spec, used) in enumerate(zip(value.specs, required.specs, strict=True)):
-            as_read = f"{used}, as stage {value.mesh_ids[j]} has it"
+            as_read = f"{used}, the spec in stage {value.mesh_ids[j]}"
             require(spec == used, f"inputs[{i}].specs[{j}]", spec, as_read)
 
 
 def _verify_homes(name: str, found: Sequence[PlacedValue], expected: Sequence[PlacedValue]) -> None:
-    """Check everything but specs and paths: a step may have other names for its arguments."""
+    """Check all fields except specs and paths: a step may have other names for its arguments."""
     require(len(found) == len(expected), name, f"a list of {len(found)}", f"the {len(expected)} of the step")
     for i, (value, required) in enumerate(zip(found, expected, strict=True)):
         for field in ("shape", "dtype", "mesh_ids", "rows"):
             now, then = getattr(value, field), getattr(required, field)
-            require(now == then, f"{name}[{i}].{field}", now, f"{then}, by the step and its stages")
+            require(now == then, f"{name}[{i}].{field}", now, f"{then}, as derived from the step and its stages")
 
 
 def _verify_outputs(staged: StagedStep, plan: Plan, known: Sequence[Mapping[Var, Spec]]) -> None:
-    # A step may leave a result in another spec than the one in which it was made, if its mesh can reshard it.
+    # The spec of a result at the end may differ from its spec in the stage, if the mesh can reshard.
     _verify_homes("outputs", plan.outputs, placed_outputs(staged, [{}] * len(known)))
     for number, atom in enumerate(staged.split.outvars):
         part = staged.split.traced.result(number)

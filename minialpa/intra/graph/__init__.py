@@ -1,4 +1,1 @@
-"""The sharding problem of one mesh as a cost graph of its equations and options, and the specs of a solution.
-
-Imports: `intra.strategies`, `intra.solver`, and `rules`.
-"""
+"""The equations of one mesh and the options of the user go in; the cheapest specs of all values come out."""

@@ -1,4 +1,4 @@
-"""The cost graph of one mesh: the costs of collector.py under a memory limit; and the specs of its solution."""
+"""A `MeshEquations` goes in; a cost graph for each memory limit comes out, and the specs of a solution of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from minialpa.intra.solver.cost_graph import FORBIDDEN
 from minialpa.intra.solver.solve import CostGraph, Edge, GraphSolution
 from minialpa.support.identity import ById
 
-#: Bytes of the strategies, choices and records of one equation, about, as measured.
+#: Bytes of the strategies, choices and records of one equation, as measured.
 _EQUATION_BYTES = 3000
 
 
 class GraphBuilder(CollectedCosts):
-    """Makes the cost graphs of a problem, one for each memory limit, and reads their solutions."""
+    """Adds a memory limit to the collected costs (`graph`), and turns a solution into specs (`read`)."""
 
     @property
     def n_bytes(self) -> float:
@@ -31,13 +31,13 @@ class GraphBuilder(CollectedCosts):
 
     @property
     def least_compute_s(self) -> float:
-        """The least compute of a step under any shardings, in seconds."""
+        """Seconds of compute per step, if each equation has its cheapest strategy."""
         return sum(n * one.least_compute_s for n, one in zip(self.problem.times, self.records, strict=True))
 
     def graph(self, limit: MemoryLimit | None = None, kept: Sequence[Usage] = (), byte_s: float = 0.0) -> CostGraph:
         """The cost graph, in which each byte per device of `kept` costs `byte_s` seconds.
 
-        Raises InfeasibleError if no strategies can keep `limit`.
+        Raises InfeasibleError if the smallest shardings of all values exceed `limit`.
         """
         node_costs = list(self.costs.nodes)
         if byte_s:
@@ -49,7 +49,7 @@ class GraphBuilder(CollectedCosts):
         if limit is None:
             return CostGraph(node_costs=tuple(node_costs), edges=edges)
 
-        # Parameters and optimizer state stay for the whole step; the limit has the intervals of all else.
+        # Parameters and optimizer state stay for the whole step.
         n_times = limit.n_times
         n_of, inputs = self.problem.repeats.n_variables, self.problem.inputs
         stays = [Usage(var, n_of(var), 0, n_times) for var, role in inputs if role in ("parameter", "state")]
@@ -63,7 +63,7 @@ class GraphBuilder(CollectedCosts):
         return demands_of(usages, self.choices, self.mesh.shape, self._as_read)
 
     def _as_read(self, var: Var, reader: Var) -> Choice | None:
-        """The choice of the spec in which the equation whose first result is `reader` reads `var`."""
+        """The spec choice of `var` as an operand of the equation whose first result is `reader`."""
         i = self._made_by[reader]
         k = self.problem.eqns[i].invars.index(var)
         record = self.records[i]
@@ -85,7 +85,7 @@ class GraphBuilder(CollectedCosts):
         specs = {var: choice.read(picks) for var, choice in self.choices.items()}
         results = {var: self.final.get(var, self.choices[var]).read(picks) for var, _ in self.problem.results}
 
-        # Equations that are sharded alike share a record, and then also its specs.
+        # Equations share records.
         read = {record: record.value.read(picks) for record in set(map(ById, self.records))}
         return MeshSharding(
             specs=specs,

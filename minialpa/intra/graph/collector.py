@@ -1,8 +1,11 @@
-"""Collects the nodes and edges of one mesh, with their costs and the specs that the nodes decide.
+"""A `MeshEquations` goes in; nodes and edges with costs come out, and the spec choices that the nodes decide.
 
-Every input and most equations are nodes, whose strategies are specs; others follow a node (plain_equations.py). An edge
-holds the seconds of resharding a value from the spec of its maker to the spec of a reader. Each cost is multiplied by
-how often per step it is paid.
+Inputs and most equations are nodes; other equations follow a node (plain_equations.py). An edge has the seconds of
+resharding a value from the spec of its maker to the spec of a reader. All costs are multiplied by the runs per step.
+
+    x: input          node 0: R, S0
+    h = x @ w         node 1, with its seconds; edge (0, 1): resharding of x
+    y = tanh(h)       follows node 1: adds its seconds to the same node
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ from minialpa.options import AutoShardingOption
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.sharding import Spec, specs_of
 
-#: Bytes per second of the memory of a device without a description.
+#: Memory bandwidth of a device without a description, in bytes per second.
 _DEFAULT_BANDWIDTH = 1e12
-#: Weight of the bytes of an input that stays on the mesh between steps: it takes no time, so its size only breaks ties.
+#: Weight of the bytes of an input that stays on the mesh between steps: they take no time and only break ties.
 _KEPT_INPUT_WEIGHT = 1e-3
 
 
@@ -43,9 +46,8 @@ class _ReaderNode(NamedTuple):
     """A node that reads `var`.
 
     Attributes:
-        node: None for a reader with one strategy.
-        required: the spec in which each strategy wants the variable.
-        times: how often per step the variable is resharded; a fraction for one of several that are read in turn.
+        required: the spec of `var` that each strategy of `node` requires.
+        times: reshardings of `var` per step; a fraction of the runs if several variables are read in turn.
     """
 
     var: Var
@@ -55,14 +57,14 @@ class _ReaderNode(NamedTuple):
 
 
 class CollectedCosts:
-    """Nodes, edges and choices of `problem`: first for its inputs, then for its equations and results.
+    """Nodes, edges and choices of `problem`; `__init__` collects inputs, then equations, then results.
 
     Attributes:
-        choices: for each variable, also inside loops, the choice of its spec.
-        final: the choice of the spec of each result that is resharded at the end.
-        records: the record of each equation; equations that are sharded alike share it.
-        folding: the equations and inputs that are sharded alike; None if each is decided on its own.
-        inputs_s: most seconds of inputs, which break ties: no device waits for them.
+        choices: the spec choice of each variable, also inside loops.
+        final: the spec choice of each result that is resharded at the end.
+        records: the record of each equation; equations that are sharded alike share one.
+        folding: the equations and inputs that are sharded alike, or None.
+        inputs_s: most seconds of the inputs, which only break ties: no device waits for them.
     """
 
     def __init__(
@@ -79,13 +81,12 @@ class CollectedCosts:
         """Raises InfeasibleError if an option cannot be kept on `mesh`.
 
         Args:
-            cache: shared with other problems.
-            counted: how many sums of gradients start as one, in a solution; None without a solution.
+            counted: how many sums of gradients start together, in an earlier solution.
             forbidden_s: see `reshard_table`.
-            hidden_price: price of the collectives that work can hide, as a part of their seconds.
+            hidden_price: price of collectives that work can hide, as a part of their seconds.
         """
         self.problem, self.mesh, self._cache = problem, mesh, cache or StrategyCache()
-        self._plans_loops = option.enable_auto_sharding  # otherwise all is replicated, inside loops, too
+        self._plans_loops = option.enable_auto_sharding  # otherwise all values are replicated
 
         facts = facts_of(problem.eqns, plans_loops=self._plans_loops)
         self._constraints = OptionConstraints(problem, mesh, option)
@@ -135,7 +136,6 @@ class CollectedCosts:
                 self.choices[var] = self.choices[leader]
 
     def _add_input(self, var: Var, role: Role, count: int) -> None:
-        """Add the node of `count` inputs that are sharded alike."""
         specs = self._cache.same(self._constraints.input_specs(var, role))
         is_passing = role in ("batch", "received")
         if len(specs) == 1 and is_passing:
@@ -150,7 +150,7 @@ class CollectedCosts:
         self.choices[var] = Choice(node, specs)
 
     def _add_results(self) -> None:
-        """Results end in a spec that the user fixes, in the spec of the donated input they replace, or as made."""
+        """A result ends in the spec that the user fixes, in the spec of the donated input, or as made."""
         replaced = {target: source for source, target in self.problem.aliases}
         for var, path in self.problem.results:
             fixed = self._constraints.fixed(var, path)
@@ -172,7 +172,6 @@ class CollectedCosts:
             self._add_edge(reader)
 
     def _record(self, i: int) -> AnyRecord:
-        """The record of equation `i`; equations that are sharded alike share the record of the first."""
         eqn, times, in_update = self.problem.eqns[i], self.problem.times[i], self.problem.in_update[i]
         folding = self.folding
         if folding is None:
@@ -215,7 +214,7 @@ class CollectedCosts:
                 self.costs.nodes[choice.node] += self._adding_s[var] / n_shards
 
     def _connect(self, occurrence: Occurrence, k: int, node: int | None, required: tuple[Spec, ...]) -> None:
-        """Add an edge to operand `k`, and to the variables in its place in equations that are sharded alike."""
+        """Add an edge to operand `k`, or to all variables in its place in equations that are sharded alike."""
         eqn, times, _, varied = occurrence
         operand = eqn.invars[k]
         if k in varied:
@@ -225,7 +224,7 @@ class CollectedCosts:
             self._add_edge(_ReaderNode(operand, node, required, times))
 
     def _add_edge(self, reader: _ReaderNode) -> None:
-        """Raises InfeasibleError if neither end has a choice and the options forbid the resharding."""
+        """Raises InfeasibleError if the options forbid the resharding between two single strategies."""
         var, node, required, times = reader
         made = self.choices[var]
         seconds = self._prices.of((var,)).reshard_s(shape_of(var), bytes_of(var), made.specs, required)
@@ -254,7 +253,7 @@ class CollectedCosts:
         if k not in occurrence.varied and not is_complete:
             return came
 
-        # With a node of its own, the result can have another spec.
+        # A new node, for a result with another spec.
         specs = came.specs
         if is_complete and all(spec.partial for spec in specs):
             specs = _replicated(operand).specs
@@ -269,11 +268,10 @@ class CollectedCosts:
     # ---- loops ----------------------------------------------------------------------------------------------------
 
     def _add_loop(self, occurrence: Occurrence, scan: ScanBody) -> LoopRecord:
-        """Add the body as equations that run in each iteration; all iterations are sharded alike."""
         self.choices.update((var, _replicated(var)) for var in scan.flat.constvars)
         self._constraints.enter_loop(occurrence.eqn, scan)
 
-        # Partial sums of an iteration would stay partial sums in the stacked result.
+        # A partial sum of an iteration would stay a partial sum in the stacked result.
         stacked = zip(occurrence.eqn.outvars[scan.n_carry :], scan.flat.outvars[scan.n_carry :], strict=True)
         complete = {v for out, v in stacked if out in self._not_partial and not is_literal(v)} - self._not_partial
         self._not_partial |= complete
@@ -284,7 +282,7 @@ class CollectedCosts:
             self._add_equation(Occurrence(eqn, inner_times, occurrence.in_update, {})) for eqn in scan.flat.eqns
         )
         results = tuple(self._loop_result(scan, r, operands, inner_times) for r in range(len(scan.flat.outvars)))
-        self._not_partial -= complete  # another loop with this body may leave partial sums
+        self._not_partial -= complete  # another loop may share this body
 
         record = LoopRecord(scan, operands, results, body)
         self._set_results(occurrence.eqn, results)
@@ -293,7 +291,7 @@ class CollectedCosts:
     def _add_loop_operand(self, occurrence: Occurrence, scan: ScanBody, k: int) -> Choice:
         inner = scan.flat.invars[k]
         is_carry = scan.n_consts <= k < scan.n_lead
-        # Partial sums in a carry are summed over devices once, after the loop.
+        # A partial sum in a carry is summed over devices once, after the loop.
         candidates = partial_specs_of if is_carry and is_inexact(inner) else specs_of
         specs = self._constraints.carry_specs(inner, candidates(shape_of(inner), self.mesh.shape))
         specs = self._cache.same(specs[:1] if is_extended(aval_of(inner).dtype) else specs)
@@ -305,7 +303,6 @@ class CollectedCosts:
         return operand
 
     def _loop_result(self, scan: ScanBody, r: int, operands: Sequence[Choice], inner_times: int) -> Choice:
-        """Result `r` of a scan; each iteration ends with carries in the specs in which they entered."""
         inner = scan.flat.outvars[r]
         if r < scan.n_carry:
             carry = operands[scan.n_consts + r]
@@ -319,7 +316,7 @@ class CollectedCosts:
 
 
 def _adding_s(problem: MeshEquations, mesh: LogicalMesh) -> dict[Var, float]:
-    """Seconds per step of adding each value to its total, if it is not sharded. Programs for GPUs add in each pass."""
+    """Seconds per step of adding each value, replicated, to its accumulator. Programs for GPUs add in each pass."""
     if not is_gpu(mesh.device) or not problem.added:
         return {}
     times = {v: n for eqn, n in zip(problem.eqns, problem.times, strict=True) for v in eqn.outvars}
@@ -329,7 +326,7 @@ def _adding_s(problem: MeshEquations, mesh: LogicalMesh) -> dict[Var, float]:
 def _hidden(problem: MeshEquations) -> frozenset[Var]:
     weights = [var for var, role in problem.inputs if role in ("parameter", "state")]
     found = set(hidden_values(problem.eqns, [var for var, _ in problem.inputs], weights, ()))
-    found.update(problem.equal.values())  # the last pass sums them beside its work
+    found.update(problem.equal.values())  # the last pass sums accumulators beside its work
     for scan in loop_scans(problem.eqns):
         found |= hidden_values(
             scan.flat.eqns, scan.flat.invars, scan.live_on_entry, scan.required_outputs, in_loop=True
@@ -338,7 +335,7 @@ def _hidden(problem: MeshEquations) -> frozenset[Var]:
 
 
 def _stacked(problem: MeshEquations) -> frozenset[Var]:
-    """Stacked results of planned loops, such as gradients of layers, and their totals over micro-batches."""
+    """Stacked results of planned loops, such as gradients of layers, and their accumulators."""
     scans = ((eqn, scan_body(eqn)) for eqn in problem.eqns)
     found = [v for eqn, scan in scans if scan is not None for v in eqn.outvars[scan.n_carry :]]
     return frozenset(found) | {problem.equal[v] for v in found if v in problem.equal}

@@ -1,6 +1,6 @@
-"""Shardings that the user fixes: `jax.lax.with_sharding_constraint` in the model, and specs by path in the options.
+"""A PartitionSpec of the user goes in; a `Constraint`, the specs that an array may have, comes out.
 
-Both give a PartitionSpec over named axes, which becomes a `Constraint`: the specs that an array may have.
+PartitionSpecs come from `jax.lax.with_sharding_constraint` in the model and from `AutoShardingOption.fixed_specs`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from minialpa.sharding import AXIS_NAMES, Spec
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """An array has `spec`, but any sharding in the dimensions `free`."""
+    """The array has `spec`, or another sharding in the dimensions `free`."""
 
     spec: Spec
     free: frozenset[int] = frozenset()
 
     def allows(self, spec: Spec) -> bool:
-        """Whether an array may have `spec`, which has no partial sums."""
         pairs = enumerate(zip(spec.dims, self.spec.dims, strict=True))
-        return not spec.partial and all(dim in self.free or own == required for dim, (own, required) in pairs)
+        return not spec.partial and all(dim in self.free or axes == required for dim, (axes, required) in pairs)
 
 
 def constraint_of_path(
@@ -43,12 +42,12 @@ def constraint_of_path(
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether `path` is `pattern`, in which `*` stands for any text."""
+    """Whether `pattern`, in which `*` stands for any text, matches all of `path`."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), path, re.DOTALL) is not None
 
 
 def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int, ...] | None:
-    """The logical shape of the first mesh of `n_devices` in a `with_sharding_constraint`, or None."""
+    """The shape, without 1s, of the first mesh of `n_devices` in a `with_sharding_constraint`; None without one."""
     for eqn in filter(is_constraint, eqns):
         sharding = eqn.params["sharding"]
         lengths = sharding.mesh.shape.values() if isinstance(sharding, NamedSharding) else ()
@@ -59,17 +58,16 @@ def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int,
 
 
 def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: AutoShardingOption) -> Constraint:
-    """The constraint of a `with_sharding_constraint`. On one device, every constraint holds.
+    """The constraint of a `with_sharding_constraint`; raises InfeasibleError if the logical mesh cannot fulfil it.
 
-    The names of the option, or else the lengths, tell which axis of the logical mesh an axis is. Raises InfeasibleError
-    if the constraint cannot hold on the logical mesh.
+    Axes of the user's mesh match axes of the logical mesh by `AutoShardingOption.axis_names`, else by length.
     """
     if math.prod(mesh_shape) == 1:
         return Constraint(Spec(((),) * len(shape_of(eqn.invars[0]))))
     sharding = eqn.params["sharding"]
     where = f"`with_sharding_constraint` at {source_line(eqn)}"
     if not isinstance(sharding, NamedSharding):
-        raise InfeasibleError(f"{where} has a {type(sharding).__name__}. Use a NamedSharding, or a PartitionSpec.")
+        raise InfeasibleError(f"{where} has a {type(sharding).__name__}; use a NamedSharding or a PartitionSpec.")
     try:
         names = option.names_on(mesh_shape) if option.axis_names else ()
         if names and set(names) <= set(sharding.mesh.axis_names):
@@ -83,18 +81,17 @@ def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: A
 
 
 def _numbered(names: Sequence[str], others: Iterable[str]) -> dict[str, int | None]:
-    """The number of each axis of a mesh by name; None for names of other meshes."""
     return {**dict.fromkeys(others), **{name: axis for axis, name in enumerate(names)}}
 
 
 def _axis_numbers(sizes: Mapping[str, int], mesh_shape: Sequence[int], where: str) -> dict[str, int | None]:
-    """For each named axis, an axis of the logical mesh with its length; None for axes of length 1."""
+    """For each named axis, a logical axis of the same length; None for length 1."""
     named = [(name, length) for name, length in sizes.items() if length > 1]
     left = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
     if sorted(length for _, length in named) != sorted(length for _, length in left):
         raise ShardingError(
             f"{where} is for a mesh of {dict(sizes)} and is planned for a logical mesh of {tuple(mesh_shape)}. Use a "
-            "mesh of the same shape, or ask for that logical shape."
+            "mesh of this shape in the constraint, or set `logical_shape`."
         )
     numbers: dict[str, int | None] = dict.fromkeys(sizes)
     for name, length in named:
@@ -111,13 +108,11 @@ def _constraint(
     mesh_shape: tuple[int, ...],
     where: str,
 ) -> Constraint:
-    """`axes`: the mesh axis of each name. `where`: the place, for errors."""
     if len(partition) > len(shape):
         raise ShardingError(f"{where} has {len(partition)} entries for an array of shape {shape}.")
 
     dims: list[tuple[int, ...]] = []
     free: set[int] = set()
-    # A partition may leave out trailing dimensions, which are not split.
     for dim, entry in enumerate((*partition, *(None,) * (len(shape) - len(partition)))):
         if entry is PartitionSpec.UNCONSTRAINED:
             free.add(dim)
@@ -125,7 +120,7 @@ def _constraint(
         numbers = _axes_of_entry(names, axes, mesh_shape, where)
         if shape[dim] % math.prod(mesh_shape[axis] for axis in numbers):
             raise ShardingError(
-                f"{where} splits dimension {dim} of shape {shape} over {names}, which does not divide it. Choose "
+                f"{where} splits dimension {dim} of shape {shape} over {names}, which does not divide it. Split "
                 "another dimension, or pad the array."
             )
         dims.append(numbers)
@@ -138,7 +133,7 @@ def _axes_of_entry(
     unknown = [name for name in names if name not in axes]
     if unknown:
         raise ShardingError(
-            f"{where} names the axes {unknown}; the mesh has {', '.join(axes)}. Other names are given by "
+            f"{where} names the axes {unknown}; the mesh has {', '.join(axes)}. Set other names with "
             "`AutoShardingOption(axis_names=...)`."
         )
 

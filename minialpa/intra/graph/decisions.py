@@ -1,6 +1,6 @@
-"""The nodes of a cost graph: their costs, and the specs that a solution decides.
+"""A strategy number for each node (`picks`) goes in; specs of variables and equations come out.
 
-`picks` has the number of a strategy for each node. All costs are seconds per step.
+Example: `Choice(3, (S0, R))` is a variable with spec S0 if picks[3] == 0, and R if picks[3] == 1.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from minialpa.sharding import EquationSpecs, Spec
 
 
 def _strategy(node: int | None, picks: Sequence[int]) -> int:
-    """The strategy of `node`; None stands for one strategy."""
     return 0 if node is None else picks[node]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The spec of a variable under each strategy of `node`; one spec if `node` is None."""
+    """The spec of a variable under each strategy of `node`; a single spec if `node` is None."""
 
     node: int | None
     specs: tuple[Spec, ...]
@@ -34,7 +33,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The strategy of an equation under each strategy of `node`; one strategy if `node` is None."""
+    """An equation with a strategy per strategy of `node`; a single strategy if `node` is None."""
 
     node: int | None
     strategies: StrategySet
@@ -52,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """An equation that passes arrays on in their specs."""
+    """An optimization barrier, which passes arrays on in their specs."""
 
     arrays: tuple[Choice, ...]
 
@@ -70,7 +69,7 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True)
 class LoopRecord:
-    """A scan that is planned as a loop; `body` has the record of each equation of an iteration."""
+    """A scan that is planned as a loop, with a record per equation of `body`."""
 
     scan: ScanBody
     operands: tuple[Choice, ...]
@@ -95,11 +94,11 @@ AnyRecord = Record | PassRecord | LoopRecord
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostTable:
-    """Costs that add up as equations, inputs and readers are added.
+    """The costs of a growing cost graph, in seconds per step.
 
     Attributes:
-        nodes: for each node, the cost of each of its strategies; inf for a strategy that is forbidden.
-        edges: for each pair (a, b) of nodes with a < b, the cost [strategy of a, strategy of b].
+        nodes: [node][strategy]; inf for a forbidden strategy.
+        edges: for each pair (a, b) of nodes with a < b, [strategy of a, strategy of b].
     """
 
     nodes: list[NDArray[np.float64]] = field(default_factory=list)
@@ -114,13 +113,12 @@ class CostTable:
         return len(self.nodes) - 1
 
     def forbid(self, node: int, strategies: Sequence[bool]) -> None:
-        """Rule out the strategies of `node` that are True in the mask `strategies`."""
         self.nodes[node][strategies] = np.inf
 
     def add_edge(self, made: int | None, reader: int | None, cost: NDArray[np.float64]) -> None:
-        """Add `cost[i, j]`, paid when `made` takes strategy i and `reader` strategy j.
+        """Add `cost[i, j]`, paid if node `made` takes strategy i and node `reader` strategy j.
 
-        An end that is None has one strategy; at least one end is a node.
+        None stands for an end with a single strategy; at least one end is a node.
         """
         if made is None or reader is None:
             node = made if reader is None else reader

@@ -1,8 +1,8 @@
-"""Repeated layers of a short step: which equations and inputs of a mesh are sharded alike.
+"""Pairs of equal equations in repeated layers go in; the equations and inputs that are sharded alike come out.
 
-A short step (`ir/repeats.py`) tells which equations of its model unit are equations of the unit before it. If these
-also have the same kind, they are decided once: they share a node of the cost graph, whose cost counts for both. Its
-edges lead to the nodes of its operands in either unit. Inputs are alike if such equations read them.
+A short step (`ir/repeats.py`) has the pairs: an equation of its model unit, and the same equation of the unit before.
+If both have the same kind, they share one node of the cost graph, whose cost counts for both. Edges lead to the nodes
+of the operands in either unit. Inputs are alike if such equations read them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.ir.equations import is_literal
 
-#: For some operands of an equation, several variables, each with its part.
+#: For some operands of an equation: the variables in this place, each with the fraction of the runs that read it.
 Varied = Mapping[int, tuple[tuple[Var, float], ...]]
 
 
@@ -24,11 +24,10 @@ class Folding:
     """Equations and inputs that are alike.
 
     Attributes:
-        leaders: for each equation, the first equation that is like it; often itself.
-        times: for each leader, how often per step the equations that are like it run.
-        inputs: for each input, the first input that is like it.
-        varied: for leaders: by operand, if the equations like the leader read different variables, these variables,
-            each with the fraction of the equations that read it.
+        leaders: for each equation, the number of the first one that is sharded alike, often itself.
+        times: runs per step of all equations of each leader.
+        inputs: for each input, the first one that is sharded alike.
+        varied: for each leader, the operands in which its equations read different variables.
     """
 
     leaders: tuple[int, ...]
@@ -45,10 +44,11 @@ def fold(
     kind_of_input: Callable[[Var], Hashable],
     times: Sequence[int],
 ) -> Folding:
-    """The folding of pairs of equations that are known to be `alike`, by their numbers, and of their inputs.
+    """The folding of the pairs `alike` (numbers of equations), and of their inputs.
 
-    times: how often per step each equation runs. Equations of one `kind` have the same strategies if their operands
-    have the same specs. Inputs of one `kind_of_input` may have the same specs.
+    Args:
+        kind: of equation i. Equations of one kind have equal strategies if their operands have equal specs.
+        kind_of_input: inputs of one kind may have the same specs.
     """
     leaders = list(range(len(eqns)))
     place = {v: k for k, v in enumerate(inputs)}
@@ -76,7 +76,7 @@ def _folding(
 def _varied(
     eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var], times: Sequence[int]
 ) -> dict[int, Varied]:
-    """`Folding.varied`; of variables that are alike, the first stands for all."""
+    """`Folding.varied`; the first of several alike variables stands for all."""
     leader_of: dict[Var, Var] = dict(inputs)
     read: dict[int, list[Counter[Var]]] = {}
     for eqn, leader, n in zip(eqns, leaders, times, strict=True):

@@ -1,10 +1,9 @@
-"""The memory limit of a cost graph: the bytes of each variable under each strategy, and when it is in memory.
+"""The variables in memory over time go in (`Usage`); the usage terms of a cost graph come out (`terms_of`).
 
     at every time t:   sum_{d live at t} bytes_d[s_node(d)] <= limit
 
-A `Usage` is a variable in memory; a `Demand` adds the node that decides its sharding, and the bytes under each strategy
-of that node. Demands that are tiny beside the limit count at their largest and for the whole time, to keep the number
-of terms small.
+A `Demand` d is a usage with the node that decides its sharding. Example: a float32[1024] on 4 devices takes 4096 bytes
+per device under a replicated strategy, and 1024 bytes under a strategy that splits it.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from minialpa.ir.equations import bytes_of, dtype_name, shape_of
 from minialpa.sharding import Spec
 from minialpa.support.identity import ById
 
-#: Fraction of the memory limit below which a demand is counted at its largest.
+#: Demands below this fraction of the limit count at their largest and for the whole time, which keeps the terms few.
 _TINY = 1e-4
-#: How many tensors an error lists.
 _N_LISTED = 5
 
 
@@ -34,9 +32,10 @@ _N_LISTED = 5
 class Usage:
     """`n_copies` of `var` are in memory at the times start, ..., end - 1.
 
-    copy_of: a variable that has these bytes already, all copies stacked, if it has the same sharding.
-    reader: the first result of an equation: `var` is in memory in the spec in which that equation reads it.
-    if_gathered: counts only if it is in fewer shards than it could be, so that it has been gathered.
+    Attributes:
+        copy_of: a variable that has these bytes already, with all copies stacked, if the shardings are equal.
+        reader: the first result of an equation; `var` is in memory in the spec in which this equation reads it.
+        if_gathered: whether the usage counts only for values in fewer shards than possible, as after an all-gather.
     """
 
     var: Var
@@ -50,12 +49,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The memory of a mesh.
-
-    Attributes:
-        limit_bytes: bytes per device.
-        usages: of all but parameters and state.
-    """
+    """`limit_bytes` is per device; `usages` are of all variables except parameters and optimizer state."""
 
     limit_bytes: float
     usages: tuple[Usage, ...] = ()
@@ -68,11 +62,9 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Bytes that a variable takes on each device at the times start, ..., end - 1.
+    """Bytes per device of a variable at the times start, ..., end - 1.
 
-    Attributes:
-        node: the node whose strategy decides the sharding; None if there is only one sharding.
-        n_bytes: under each strategy of `node`; one entry for None.
+    n_bytes: [strategy of `node`], which decides the sharding; one entry without a node.
     """
 
     var: Var
@@ -88,11 +80,8 @@ def demands_of(
     mesh_shape: tuple[int, ...],
     as_read: Callable[[Var, Var], Choice | None] = lambda var, reader: None,
 ) -> list[Demand]:
-    """The demands of the usages whose variables are in `choices`.
-
-    as_read: (variable, first result of an equation) gives the choice of the spec in which the equation reads it.
-    """
-    shards_by_specs: dict[ById[tuple[Spec, ...]], NDArray[np.int64]] = {}  # many choices share their specs
+    """The demands of the usages with variables in `choices`. as_read: the spec choice for `Usage.reader`."""
+    shards_by_specs: dict[ById[tuple[Spec, ...]], NDArray[np.int64]] = {}
     demands = []
 
     for usage in usages:
@@ -125,11 +114,10 @@ def _most_shards(choice: Choice, mesh_shape: tuple[int, ...]) -> int:
 
 
 def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[NodeUsage, ...]:
-    """The usages of `demands` in whole bytes, one for each node and interval; empty if all fit at their largest."""
+    """`demands` as usages in whole bytes, one per node and interval; empty if all fit at their largest."""
     if _peak(demands, _largest, n_times)[0] <= limit_bytes:
         return ()
 
-    # Only nodes have terms, so demands with one sharding count as tiny ones.
     large: list[Demand] = []
     tiny: list[Demand] = []
     for demand in demands:
@@ -142,20 +130,17 @@ def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tup
         assert demand.node is not None
         key = (demand.node, demand.start, demand.end)
         by_node[key] = by_node[key] + demand.n_bytes if key in by_node else demand.n_bytes
-    # Rounded up: elements of less than a byte may end inside of one.
+    # Rounded up: arrays of elements below a byte may end inside a byte.
     terms = [(node, (start, end), np.ceil(n_bytes).astype(np.int64)) for (node, start, end), n_bytes in by_node.items()]
 
-    # Every term needs a node; the rest is the same under all strategies of any of them.
+    # A term needs a node; any node will do, as the rest is equal under all strategies.
     if large and rest:
         terms.append((terms[0][0], (0, n_times), np.full(len(terms[0][2]), math.ceil(rest))))
     return tuple(terms)
 
 
 def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable[[Demand], NDArray[np.bool_]]) -> None:
-    """Raise InfeasibleError, with the largest tensors, if the demands do not fit even at their smallest.
-
-    `allowed` gives a mask of the strategies that a solution may take.
-    """
+    """Raise InfeasibleError, with the largest tensors, if the smallest allowed demands exceed the limit."""
 
     def least(demand: Demand) -> float:
         return float(demand.n_bytes[allowed(demand)].min(initial=demand.n_bytes.max()))
@@ -175,8 +160,8 @@ def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable
     )
 
     raise InfeasibleError(
-        f"It needs at least {n_bytes:,.0f} bytes per device and the limit is {limit.limit_bytes:,.0f}. Allow more "
-        "devices or micro-batches, or raise `memory_limit_bytes`. The largest tensors, each as small as it gets:"
+        f"The program needs at least {n_bytes:,.0f} bytes per device and the limit is {limit.limit_bytes:,.0f}. Use "
+        "more devices or micro-batches, or raise `memory_limit_bytes`. The largest tensors, in their smallest shards:"
         f"{listed}"
     )
 

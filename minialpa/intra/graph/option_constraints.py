@@ -1,4 +1,4 @@
-"""Constraints of the user's options: the specs that inputs may have, and the factors that equations split."""
+"""The options of the user go in; the allowed specs of inputs and the required splits of equations come out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Required:
     """Constraints on one equation.
 
     Attributes:
-        axes: for some mesh axes, the factor that the axis must split; None if it must split no factor.
+        axes: for some mesh axes, the factor that the axis must split, or None.
         kept: factors that no other axis may split.
     """
 
@@ -42,8 +42,7 @@ class UnevenBatchError(InfeasibleError):
 class OptionConstraints:
     """Constraints of `option` on the shardings of `problem` on `mesh`.
 
-    Attributes:
-        example_dims: the dimension of the examples of each variable that has one; `enter_loop` adds those inside.
+    example_dims: the dimension of the examples of each variable with examples; `enter_loop` adds variables of loops.
     """
 
     def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
@@ -85,7 +84,7 @@ class OptionConstraints:
         return Spec(tuple(dims))
 
     def _kept_specs(self, role: Role, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        """The `specs`, first the replicated one, that a parameter or optimizer state may have."""
+        """The `specs` that a parameter or optimizer state may have; specs[0] is replicated."""
         option = self.option
         if role == "state" and option.sharded_update:
             return self.most_split(specs)
@@ -124,15 +123,15 @@ class OptionConstraints:
     # ---- loops and equations --------------------------------------------------------------------------------------
 
     def enter_loop(self, eqn: JaxprEqn, scan: ScanBody) -> None:
-        """Let `example_dims` hold for the variables inside the loop `eqn`, whose body is `scan`."""
+        """Set `example_dims` of the variables inside the loop `eqn`, whose body is `scan`."""
         inside = examples_inside(eqn, scan, self.example_dims)
-        # Another loop with this body may have split other examples.
+        # Left by another loop with this body.
         for var in (*scan.flat.invars, *(var for inner in scan.flat.eqns for var in inner.outvars)):
             self.example_dims.pop(var, None)
         self.example_dims.update(inside)
 
     def carry_specs(self, var: Var, specs: Iterable[Spec]) -> tuple[Spec, ...]:
-        """The `specs` that split the examples of `var`, an operand of a loop, as required; else all that do not."""
+        """The `specs` that split the examples of a loop operand as required; else the specs that do not."""
         dim, axes = self.example_dims.get(var), self.batch_axes
         if dim is None or axes is None:
             return tuple(specs)
@@ -142,7 +141,7 @@ class OptionConstraints:
         return allowed or tuple(spec for spec in known if not spec.dims[dim]) or known[:1]
 
     def required(self, eqn: JaxprEqn, factors: Factors, in_update: bool, reads_arrays: bool) -> Required:
-        """The constraints on an equation; `reads_arrays`: whether an operand may be split at all."""
+        """The constraints on an equation. reads_arrays: whether any operand may be split."""
         axes = self.batch_axes
         if axes is None:
             return Required()
@@ -151,10 +150,9 @@ class OptionConstraints:
         for k, operand in enumerate(eqn.invars):
             dim = None if is_literal(operand) else self.example_dims.get(operand)
             if dim is not None:
-                # The first operand with examples decides; if these cannot be split there, they stay whole.
                 return Required(dict.fromkeys(axes, self._factor_to_split(factors, k, dim, axes)), kept)
 
-        # Without examples, data parallelism replicates the work; ZeRO still shards its part of the update.
+        # Without examples, data parallelism replicates the work, but ZeRO shards its update.
         free = not self.option.data_parallel or (in_update and self.option.sharded_update)
         return Required(dict.fromkeys(axes, None) if reads_arrays and not free else {}, kept)
 
@@ -165,7 +163,6 @@ class OptionConstraints:
         return None
 
     def _factors_of_examples(self, eqn: JaxprEqn, factors: Factors) -> frozenset[int]:
-        """Factors of the dimension of the examples, of any operand or result."""
         arrays = (*zip(eqn.invars, factors.operands, strict=True), *zip(eqn.outvars, factors.results, strict=True))
         found = set[int]()
         for atom, dims in arrays:
@@ -177,16 +174,16 @@ class OptionConstraints:
 
 
 def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The mesh axes that must split the examples, while no others may; None if the options leave that open.
+    """The mesh axes that must split the examples, and no others; None without such an option.
 
-    Raises InfeasibleError, so that planning continues with meshes that suit the options.
+    Raises InfeasibleError if the options do not suit the mesh: planning continues with other meshes.
     """
     live = tuple(axis for axis, n_devices in enumerate(mesh_shape) if n_devices > 1)
     forced = option.force_batch_dim_to_mesh_dim
     if forced is not None and live and forced >= len(mesh_shape):
         raise InfeasibleError(
             f"`force_batch_dim_to_mesh_dim={forced}` names no axis of a logical mesh of {mesh_shape}. Use a number "
-            f"below {len(mesh_shape)}, or ask for a logical mesh of two axes."
+            f"below {len(mesh_shape)}, or set `logical_shape` with two axes."
         )
     if option.data_parallel and forced is not None and live not in ((), (forced,)):
         raise InfeasibleError(
@@ -200,12 +197,12 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
 
 
 def _is_raw_key(var: Var) -> bool:
-    """Whether this may be a random key of the old style, which cannot be split."""
+    """Whether `var` may be an old-style random key, which cannot be split."""
     return shape_of(var) == (2,) and aval_of(var).dtype == np.uint32
 
 
 def _batch_option(option: AutoShardingOption) -> str:
-    """The option that decides how examples are split, and its method if there is one."""
+    """The option that splits the examples, with its method, such as `DataParallel`, if there is one."""
     names = ("force_zero_stage_3", "force_data_parallel", "force_batch_dim_to_mesh_dim")
     # The number of a mesh axis may be 0, which is equal to False.
     given = [name for name in names if getattr(option, name) is not None and getattr(option, name) is not False]
@@ -217,21 +214,21 @@ def _batch_option(option: AutoShardingOption) -> str:
 
 
 def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, required: Spec, ends: str = "") -> str:
-    """Why an array cannot be resharded from `made` to `required`; `ends` names the operations that make and read it."""
+    """Why `var` cannot be resharded from `made` to `required`. ends: text that names its maker and its reader."""
     names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
     forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
     others = [f"`{name}`" for name in option.set_names if name not in names.values()]
     advice = f", or one of {', '.join(others)}" if others else ""
     return (
         f"{forbidden} cannot be kept: {dtype_name(var)}{list(shape_of(var))}{ends} is made in `{made}` and read in "
-        f"`{required}`. Leave that option out{advice}."
+        f"`{required}`. Leave out this option{advice}."
     )
 
 
 def fold_problem(
     problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], cache: StrategyCache
 ) -> Folding | None:
-    """The folding of a short step; None for a whole one."""
+    """The folding of a short step (`ir/repeats.py`); None for a whole step."""
     if not problem.repeats.alike:
         return None
 

@@ -1,8 +1,12 @@
-"""Equations that follow the node of their operands, and equations with a node of their own; the costs of both.
+"""An equation and the choices of its operands go in; its strategies come out, and its costs are added to a node.
 
-An equation whose operands all come from one node *follows* it: it has the strategies of that node, which its cost is
-added to. In the update, elementwise equations follow the first optimizer value that they read, so each parameter has a
-handful of nodes. All other equations get a node of their own.
+An equation whose operands all come from one node *follows* this node: it has one strategy per strategy of the node. In
+the update, elementwise equations follow the first optimizer value that they read, so each parameter has a handful of
+nodes.
+
+    h = x @ w       new node: strategies of a product
+    y = tanh(h)     follows the node of h
+    z = y + b       new node: y and b come from two nodes
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ from minialpa.sharding import Spec
 
 
 class Occurrence(NamedTuple):
-    """An equation, and all others that are sharded like it.
+    """An equation, and all equations that are sharded like it.
 
     Attributes:
-        times: how often per step all of them run.
-        varied: operands for which they read different variables.
+        times: runs per step, of all of them.
+        varied: the operands in which they read different variables.
     """
 
     eqn: JaxprEqn
@@ -48,7 +52,7 @@ class Occurrence(NamedTuple):
 
 
 class PlainEquations:
-    """Adds the nodes of equations to `costs`, by the `choices` of their operands."""
+    """Adds equations to `costs`, by the `choices` of their operands."""
 
     def __init__(
         self,
@@ -66,19 +70,20 @@ class PlainEquations:
         hidden: frozenset[Var] = frozenset(),
         hidden_price: float = 1.0,
     ) -> None:
-        """`stacked`: stacked results of loops. A loop can sum a gradient row by row, unless its sum splits the rows.
+        """See `CollectedCosts`.
 
-        hidden: variables whose collectives cost the part `hidden_price` of their seconds.
+        stacked: stacked results of loops. A loop can sum a gradient slice by slice, unless the sum splits dimension 0.
+        hidden: variables whose collectives cost `hidden_price` times their seconds.
         """
         self._stacked, self._hidden, self._hidden_price = stacked, hidden, hidden_price
         self._mesh, self._option = mesh, option
         self._costs, self._choices, self._not_partial = costs, choices, not_partial
         self._constraints, self._facts, self._cache, self._prices = constraints, facts, cache, prices
         self._optimizer_nodes: set[int] = set()
-        self._sums: set[Var] = set()  # reductions that follow their operand, and what follows them
+        self._sums: set[Var] = set()  # sums that follow their operand, and results that follow these
 
     def record(self, occurrence: Occurrence) -> Record:
-        """The strategies of an equation; adds their costs to its node or to the node that it follows."""
+        """The strategies of an equation; adds their costs to a new node or to the node to follow."""
         eqn, varied = occurrence.eqn, occurrence.varied
         kind = self._cache.kind_of(eqn)
         chosen = self._chosen_operands(eqn)
@@ -87,7 +92,7 @@ class PlainEquations:
 
         if self._reads_one_node(occurrence, chosen) and not _has_own_strategies(eqn, kind.factors):
             is_sum = self._is_sum(eqn, kind.factors)
-            # Edges price a sum once for each reader, unless a node of its own can finish it once for all.
+            # Edges price a pending sum once per reader; a new node can finish it once for all readers.
             if not is_sum or not any(map(self._facts.is_shared, eqn.outvars)):
                 self._sums.update(eqn.outvars if is_sum else ())
                 return self._follow(occurrence, kind, chosen)
@@ -99,7 +104,7 @@ class PlainEquations:
         return self._decide(occurrence, kind)
 
     def note_alike(self, eqn: JaxprEqn, leader: JaxprEqn) -> None:
-        """Let the results of `eqn` count as sums where the results of `leader`, which it is sharded like, do."""
+        """Let the results of `eqn` count as sums if the results of `leader`, sharded alike, do."""
         results = zip(eqn.outvars, leader.outvars, strict=True)
         self._sums.update(var for var, of_leader in results if of_leader in self._sums)
 
@@ -119,11 +124,10 @@ class PlainEquations:
         return len(sources) == 1 and None not in sources
 
     def _is_sum(self, eqn: JaxprEqn, factors: Factors) -> bool:
-        """Whether an equation sums over a dimension, or reads a sum that follows its operand."""
         return "sum" in factors.reductions.values() or any(var in self._sums for var in operand_vars(eqn))
 
     def _optimizer_operands(self, eqn: JaxprEqn, factors: Factors, chosen: Sequence[int]) -> list[int]:
-        """Operands from the first optimizer node that an elementwise equation can follow; empty without one."""
+        """The operands from the first optimizer node that an elementwise equation can follow."""
         if not _is_elementwise(factors):
             return []
         for k in chosen:
@@ -133,7 +137,6 @@ class PlainEquations:
         return []
 
     def _seconds(self, eqn: JaxprEqn, strategies: StrategySet) -> NDArray[np.float64]:
-        """Prices of one run of an equation."""
         if not self._hidden.issuperset(eqn.outvars):
             return strategies.seconds
         return strategies.compute_s + self._hidden_price * strategies.communication_s
@@ -141,7 +144,7 @@ class PlainEquations:
     # ---- strategies that are given ----------------------------------------------------------------------------------
 
     def _only_strategy(self, eqn: JaxprEqn, kind: StrategyKey, *, is_given: bool) -> Record:
-        """The record of an equation with one strategy: the operands' if `is_given`, else without any split."""
+        """A single strategy, with the specs of the operands if `is_given`, else replicated."""
         given: dict[int, tuple[Spec, ...]] = {}
         if is_given:
             known = {k: self._choice(atom).specs for k, atom in enumerate(eqn.invars) if not is_literal(atom)}
@@ -178,13 +181,13 @@ class PlainEquations:
                 [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
             )
         elif is_optimizer and self._option.sharded_update:
-            # Also for gradients: an optimizer works on as many parts as there are devices.
+            # As many shards as possible, also for gradients.
             parts = set(self._constraints.most_split([spec for spec in strategies.results[0] if not spec.partial]))
             strategies = strategies.select([s for s, spec in enumerate(strategies.results[0]) if spec in parts])
 
         seconds = occurrence.times * self._seconds(eqn, strategies)
         if is_gradient_marker(eqn):
-            # Of equal sums, one that a loop can make row by row is best: the others cost a start more.
+            # A sum that a loop can make slice by slice is best: the others cost one more start.
             for v, specs in zip(eqn.invars, strategies.results, strict=True):
                 if not is_literal(v) and v in self._stacked:
                     seconds = seconds + max(self._mesh.alpha) * np.array([bool(spec.dims[0]) for spec in specs])
@@ -206,7 +209,7 @@ class PlainEquations:
         return strategies.enumerate(eqn, kind, required.axes, pending, scatter=scatter, kept=required.kept)
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
-        """For each mesh axis, how many operands may be partial sums that can pass."""
+        """For each mesh axis, the number of operands that may be partial sums and pass."""
         counts: dict[int, int] = {}
         for var in {eqn.invars[k] for k in factors.linear_operands if not is_literal(eqn.invars[k])}:
             for axis in {axis for spec in self._choice(var).specs for axis in spec.partial}:
@@ -218,12 +221,11 @@ class PlainEquations:
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
-    """Whether an equation passes several arrays on, each with its sharding."""
     return eqn.primitive.name == "optimization_barrier"
 
 
 def _is_identity(eqn: JaxprEqn) -> bool:
-    """Whether an equation only exists so that its result can have another sharding than its operand."""
+    """Whether an equation exists only to give its result another sharding than its operand."""
     return is_gradient_marker(eqn) or is_shared_copy(eqn)
 
 
@@ -232,12 +234,11 @@ def _makes_array(eqn: JaxprEqn) -> bool:
 
 
 def _has_own_strategies(eqn: JaxprEqn, factors: Factors) -> bool:
-    """Whether an equation has a node of its own even if all operands come from one node."""
     return is_contraction(eqn) or is_kernel(eqn) or _widens(factors) or _is_identity(eqn) or is_constraint(eqn)
 
 
 def _widens(factors: Factors) -> bool:
-    """Whether the results have dimensions that no operand has, as a broadcast; these may be split freely."""
+    """Whether the results have splittable dimensions that no operand has, as in a broadcast."""
     read = {factor for dims in factors.operands for dim in dims for factor in dim}
     made = (factor for dims in factors.results for dim in dims for factor in dim)
     return any(f not in read and factors.sizes[f] > 1 and f not in factors.blocked for f in made)

@@ -1,4 +1,4 @@
-"""Prices of one mesh, by the sums that start together, and the facts about its variables that they depend on."""
+"""The equations of a mesh go in; strategies and resharding prices come out, by the sums that start together."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from minialpa.options import AutoShardingOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableFacts:
-    """Facts about all variables of a mesh.
+    """Facts about all variables of a mesh, also inside planned loops.
 
     Attributes:
-        with_gradients: the variables whose sums start with the gradients.
-        n_together: for each variable whose sum starts together with others, how many these are, itself included.
-        n_readers: for each variable that is read, how many operands read it.
+        with_gradients: variables whose sums start with the sums of gradients.
+        n_together: for each variable whose sum starts with others, the size of this group.
+        n_readers: for each variable, the number of operands that read it.
     """
 
     with_gradients: Set[Var]
@@ -55,7 +55,7 @@ def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
 
 
 def loop_scans(eqns: Sequence[JaxprEqn]) -> Iterator[ScanBody]:
-    """Each planned loop, loops inside loops included. Scans with one body share its variables, which count once."""
+    """Each planned loop, also inside loops. Scans with the same body share its variables and appear once."""
     seen: set[Block] = set()
     pending = [eqns]
     while pending:
@@ -79,13 +79,14 @@ class MeshPrices:
         counted: StartCounts | None,
         forbidden_s: float,
     ) -> None:
-        """`counted`: starts of the sums of gradients; None: not counted. `forbidden_s`: see `reshard_table`."""
+        """counted: starts of the sums of gradients in an earlier solution. forbidden_s: see `reshard_table`."""
         self._mesh, self._forbidden, self._forbidden_s = mesh, option.forbidden_collectives, forbidden_s
         self._cache, self._facts, self._counted = cache, facts, counted
         self._kinds = combined_sums(mesh, option)
         self._by_sharing: dict[tuple[int, bool], MeshStrategies] = {}  # a mesh takes long to hash
 
     def of(self, made: Sequence[Var]) -> MeshStrategies:
+        """Strategies of the equation with results `made`, or resharding prices of these variables."""
         n_sums, is_counted = 1, False
         for var in made:
             n_sums = max(n_sums, self._facts.n_together.get(var, 1))

@@ -1,4 +1,4 @@
-"""The intra-operator problem of one mesh, and its solution: a spec for every value."""
+"""The sharding problem of one mesh (`MeshEquations`) and its solution, a spec for every value (`MeshSharding`)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from minialpa.ir.equations import is_literal, source_line
 from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.sharding import EquationSpecs, Spec
 
-#: How many paths a warning lists.
 _N_LISTED = 3
 Role = Literal["parameter", "state", "batch", "received"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshEquations:
-    """The equations of one mesh.
+    """The problem.
 
     Attributes:
-        times: how often per step each equation, and the equations that it stands for, run.
-        inputs: variables that come from outside, and their roles; only the update reads `state`.
-        aliases: pairs (input, result); the result takes the sharding of the input.
-        equal: for each accumulated value, the total that has the same spec.
-        added: the accumulated values that each micro-batch adds to their totals.
-        batch_dims: the dimension of the examples of each variable that has one.
-        not_partial: variables that may not be left as partial sums: they leave the mesh, or are combined over
-            micro-batches other than by a sum.
+        times: runs per step of each equation, and of the equations that it stands for.
+        inputs: variables from outside of the mesh, and their roles; only the update reads `state`.
+        aliases: pairs (argument, result): the result takes the spec of the donated argument.
+        equal: for each accumulated value, its accumulator, which has the same spec.
+        added: accumulated values that each micro-batch adds to the accumulator.
+        batch_dims: the dimension of the examples of each variable with examples.
+        not_partial: variables that may not be partial sums: they leave the mesh, or micro-batches do not sum them.
+        paths: names of inputs, such as `params['w']`.
         results: results of the step that this mesh makes, and their names.
         repeats: the equations that stand for several.
     """
@@ -51,18 +50,16 @@ class MeshEquations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSharding:
-    """A solution of the problem of one mesh.
+    """The solution.
 
     Attributes:
         specs: the spec in which each variable is made.
         results: the spec in which each result of the step is left.
-        equations: for each equation, the specs of what it reads and makes.
-        compute_s: seconds of each equation, each time it runs.
-        optimal: whether it is proven to be the cheapest, at the prices of the graph and with repeated layers alike.
+        compute_s: seconds per run of each equation.
+        optimal: whether it is proven the cheapest, at the prices of the graph and with repeated layers sharded alike.
         gap: (cost - lower bound) / cost.
         bound_s: lower bound on the seconds per step of compute and collectives, at the prices of the graph.
-        counted_bytes: most bytes per device at any time, as the memory limit counts them; 0 without a limit, or if all
-            shardings keep to it.
+        counted_bytes: peak bytes per device, as the memory limit counts; 0 without a limit, or if all shardings fit.
     """
 
     specs: dict[Var, Spec]
@@ -76,7 +73,7 @@ class MeshSharding:
 
 
 class GatheredState(NamedTuple):
-    """An equation of the update, and the paths of the optimizer state that it gathers."""
+    """An equation of the update, and the paths of the optimizer state that it gathers, as a warning."""
 
     eqn: JaxprEqn
     paths: tuple[str, ...]
@@ -85,17 +82,17 @@ class GatheredState(NamedTuple):
         others = ", ..." if len(self.paths) > _N_LISTED else ""
         listed = ", ".join(f"`{path}`" for path in self.paths[:_N_LISTED]) + others
         return (
-            f"`{self.eqn.primitive.name}` at {source_line(self.eqn)} gathers optimizer state that is stored in parts "
-            f"({listed}), since a mesh axis splits one dimension of the arrays of an operation. The numbers are right; "
-            "to keep the state in parts, take the update out of it (`jnp.where` on the results in place of `lax.cond`)."
+            f"`{self.eqn.primitive.name}` at {source_line(self.eqn)} gathers optimizer state that is stored in shards "
+            f"({listed}): a mesh axis splits only one dimension of the arrays of an operation. The results are right. "
+            "To keep the shards, take the update out of it (`jnp.where` on the results in place of `lax.cond`)."
         )
 
 
 def gathered_state(problem: MeshEquations, sharding: MeshSharding, mesh: LogicalMesh) -> list[GatheredState]:
-    """The equations that read optimizer state in fewer parts than it is stored in.
+    """The equations that read optimizer state in fewer shards than it is stored in.
 
-    A mesh axis splits one factor of an equation. So an update inside `lax.cond`, as in `optax.apply_if_finite`, which
-    reads the state of all parameters, gathers most of it.
+    A mesh axis splits one factor of an equation. So a `lax.cond` with the update (`optax.apply_if_finite`), which reads
+    the state of all parameters, gathers most of it.
     """
     state = {v for v, role in problem.inputs if role == "state"}
     out = []

@@ -1,4 +1,4 @@
-"""Finds the cheapest shardings of one mesh on one logical mesh, or the option that leaves none, and its operation."""
+"""A `MeshEquations` and a logical mesh go in; the cheapest shardings come out, or the option that rules all out."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from minialpa.ir.equations import bytes_of, is_literal, shape_of, source_line
 from minialpa.options import PLANNED_STEPS, AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
 
-#: Allowed relative gap under a memory limit: far below the errors of costs.
+#: Allowed relative gap under a memory limit: far below the errors of the costs.
 _GAP = 1e-3
-#: Seconds of a training run that a nominal second of work has to save. At 1, plans were up to 1.4 % slower.
+#: Seconds of training that a nominal second of the solver must save. With 1, plans were up to 1.4 % slower.
 _SAVED = 0.1
-#: Seconds of a forbidden collective: far more than any step, and few enough that sums with them keep the seconds of a
-#: step in float64.
+#: Seconds of a forbidden collective in `_why_infeasible`: far more than a step, without loss of its seconds in float64.
 _FORBIDDEN_S = 1e7
 
 
@@ -46,7 +45,7 @@ class MeshSolver:
         *,
         hidden_price: float = 1.0,
     ) -> None:
-        """`cache` is shared with other problems; `counted`, `hidden_price`: see `GraphBuilder`."""
+        """cache: shared with other problems. counted, hidden_price: see `CollectedCosts`."""
         self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
         self.hidden_price = hidden_price
         self.builder = GraphBuilder(problem, mesh, option, cache=self.cache, counted=counted, hidden_price=hidden_price)
@@ -54,9 +53,9 @@ class MeshSolver:
     def solve(
         self, limit: MemoryLimit | None, deadline: Deadline, kept: Sequence[Usage] = (), byte_s: float = 0.0
     ) -> MeshSharding:
-        """The sharding of all values with the least seconds per step. Raises InfeasibleError.
+        """The shardings of all values with the least seconds per step, within `limit`.
 
-        Each byte per device of `kept` costs `byte_s` seconds.
+        Each byte per device of `kept` costs `byte_s` seconds. Raises InfeasibleError.
         """
         graph, n_steps = self.builder.graph(limit, kept, byte_s), PLANNED_STEPS[self.option.planning_effort]
         gap = _GAP if math.isfinite(n_steps) else 0.0
@@ -64,7 +63,6 @@ class MeshSolver:
         return replace(self.builder.read(solution), counted_bytes=graph.peak_usage(solution.choices))
 
     def why_infeasible(self, time_limit_s: float) -> str | None:
-        """See `_why_infeasible`."""
         return _why_infeasible(self.problem, self.mesh, self.option, self.cache, time_limit_s)
 
     @property
@@ -76,7 +74,7 @@ class MeshSolver:
 
 
 class _Resharded(NamedTuple):
-    """An array, the spec in which it is made, and the spec in which `reader`, an operation or result, wants it."""
+    """An array, the spec in which it is made, and the spec that `reader`, an operation or result, requires."""
 
     var: Var
     made: Spec
@@ -87,10 +85,9 @@ class _Resharded(NamedTuple):
 def _why_infeasible(
     problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, cache: StrategyCache, time_limit_s: float
 ) -> str | None:
-    """Why forbidden collectives leave no sharding; None if there is another reason.
+    """A message with the first array that needs a forbidden collective; None for other reasons.
 
-    A second solve has a high price on these collectives, so that the solution has as few of them as possible. The
-    message names the first place that still needs one.
+    A second solve allows forbidden collectives at a high price, so its solution has as few as possible.
     """
     if not option.forbidden_collectives:
         return None
@@ -101,7 +98,6 @@ def _why_infeasible(
     except InfeasibleError:
         return None
 
-    # In order, so that the first place is named.
     makers = {var: eqn for eqn in _all_equations(problem.eqns) for var in eqn.outvars}
     for array in _resharded(problem, sharding):
         table = reshard_table(
@@ -124,16 +120,16 @@ def _resharded(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Resh
 def _resharded_in(
     eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]
 ) -> Iterator[_Resharded]:
-    for eqn, own in zip(eqns, chosen, strict=True):
-        for operand, required in zip(eqn.invars, own.operands, strict=True):
+    for eqn, of_eqn in zip(eqns, chosen, strict=True):
+        for operand, required in zip(eqn.invars, of_eqn.operands, strict=True):
             if not is_literal(operand):
                 yield _Resharded(operand, specs[operand], required, _name_of(eqn))
 
-        if own.body:
+        if of_eqn.body:
             body = scan_body(eqn)
             assert body is not None, eqn.primitive
-            inside, left = body_specs(body, own)
-            yield from _resharded_in(body.flat.eqns, own.body, inside)
+            inside, left = body_specs(body, of_eqn)
+            yield from _resharded_in(body.flat.eqns, of_eqn.body, inside)
             for atom, required in zip(body.flat.outvars, left, strict=True):
                 if not is_literal(atom):
                     yield _Resharded(atom, inside[atom], required, _name_of(eqn))

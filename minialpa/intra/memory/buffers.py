@@ -1,11 +1,11 @@
-"""When each buffer of a program is in use, and the bytes that hold them all.
+"""When each buffer of a program is in use, and the bytes that hold them all: kernels in, a timeline and `Packed` out.
 
-A buffer is in use from the kernel that writes it to the last one that reads it, both included, or until that last one
-takes the buffer over. Times are numbers of kernels.                                                     -> timeline_of
+A buffer is in use from the kernel that writes it to its last reader, both included, or until the last reader takes the
+buffer over. Times are numbers of kernels.                                                               -> timeline_of
 
-As in XLA for all kinds of devices, buffers that fit into the buffer of a result while it is free are placed there, from
-large to small. The others share one block. Each is placed at the smallest gap that it fits, beside the buffers in use
-at the same time; once from large to small and once from long to short, and the smaller block counts.    -> pack
+As in XLA, buffers that fit into the buffer of a result while it is free are placed there, from large to small. The
+others share one block: each takes the smallest gap beside the buffers in use at the same time. The order is from large
+to small, or from long to short; the smaller block counts.                                               -> pack
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 from minialpa.intra.memory.compiler import Kernel
 from minialpa.ir.repeats import Repeated, UnitPass
 
-#: Kernels of one pass of a layer are apart if so many others run between them. A pass has a time of its own if this
-#: part of its kernels is together.
+#: Kernels of one pass of a layer are apart if more than `_APART` others run between them. A pass has a span if more
+#: than this part of its kernels is together.
 _APART, _MOST_KERNELS = 6, 0.4
 
 # ---- times -----------------------------------------------------------------------------------------------------------
@@ -44,11 +44,10 @@ class BufferTimeline:
 
     Attributes:
         temporaries: values that are free before the end.
-        results: values in buffers of their own until the end.
+        results: values with separate buffers until the end.
         scratch: (time, bytes) of each buffer that a kernel needs only while it runs.
-        shared: for each value that takes over the buffer of an operand, the operand, whose time ends where the value's
-            starts.
-        copies: further buffers like the buffer of a value, and their number, see `copies_of`.
+        shared: value -> operand whose buffer the value takes over.
+        copies: (buffer, n): n further buffers like the buffer of a value, see `copies_of`.
     """
 
     n_times: int
@@ -67,8 +66,9 @@ def timeline_of(
     results: Sequence[int],
     pairs: Sequence[tuple[int, int]],
 ) -> BufferTimeline:
-    """The timeline of `kernels` in this order. sizes: bytes of values.
+    """The timeline of `kernels` in this order.
 
+    sizes: bytes of values.
     pairs: (i, o) where result o takes over the buffer of input i.
     """
     home = homes(kernels, inputs)
@@ -77,7 +77,7 @@ def timeline_of(
 
     start, end = _spans(kernels, home)
     shared = _shared(kernels, start, end, fixed=kept | set(home.values()), sizes=sizes)
-    # Until then the buffer has the operand.
+    # Before, the buffer has the operand.
     start.update((value, end[operand]) for value, operand in shared.items())
 
     n_times = len(kernels)
@@ -91,7 +91,7 @@ def timeline_of(
 
 
 def homes(kernels: Sequence[Kernel], inputs: Sequence[int] = ()) -> dict[int, int]:
-    """For values in the buffer of another value, the first value of the buffer. `inputs` are not written in place."""
+    """Value in the buffer of another value -> first value of the buffer. `inputs` are not written in place."""
     home: dict[int, int] = {}
     arguments = set(inputs)
     for kernel in kernels:
@@ -101,7 +101,7 @@ def homes(kernels: Sequence[Kernel], inputs: Sequence[int] = ()) -> dict[int, in
 
 
 def _spans(kernels: Sequence[Kernel], home: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """For each value with a buffer, the time at which it is written; for these and arguments, the end of their use."""
+    """Start and end of each value. Arguments have only an end."""
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     for time, kernel in enumerate(kernels):
@@ -121,10 +121,9 @@ def _shared(
     fixed: AbstractSet[int],
     sizes: Sequence[float],
 ) -> dict[int, int]:
-    """For each value that takes over the buffer of an operand, the operand.
+    """Value -> operand whose buffer the value takes over: read by the kernel for the last time, and of equal size.
 
-    The kernel may share the buffer, reads it for the last time, and writes as many bytes. The operand is not `fixed`:
-    the buffers of these hold results, have views or are changed in place.
+    fixed: values whose buffers hold results, have views or are changed in place.
     """
     shared: dict[int, int] = {}
     changed = {kernel.alias for kernel in kernels if kernel.in_place}
@@ -148,8 +147,9 @@ class Units:
     """Values of the model units of a short step, see `Repeats`.
 
     Attributes:
-        places: the place in a model unit of each value that an equation makes there.
-        moved: results of collectives. arguments: the arguments that stand for several.
+        places: value -> place of its equation in a model unit.
+        moved: results of collectives.
+        arguments: the arguments that stand for several.
     """
 
     places: Mapping[int, Repeated]
@@ -162,9 +162,9 @@ def copies_of(
 ) -> tuple[tuple[Buffer, int], ...]:
     """Buffers of the units that a model unit stands for, and their numbers, see `Repeats`.
 
-    A value that one pass of the unit leaves for another waits in all units at the same time: from the end of the first
-    pass of the model unit, which stands for the last unit, to the start of the second. So do values that wait for
-    kernels which the compiler runs long before the pass or long after it.
+    A value that one pass of a unit leaves for another pass waits in all units at the same time: from the end of the
+    first pass of the model unit, which stands for the last unit, to the start of the second. So do values that wait
+    for kernels far from their pass.
     """
     uses = _uses(kernels, inputs, units)
     spans = {one: span for one, found in uses.times.items() if (span := _span(found)) is not None}
@@ -187,7 +187,8 @@ class _Uses:
 
     Attributes:
         times: of the kernels of each pass.
-        of_value: of the kernels that make or read each value; unit_of: the last of their passes.
+        of_value: of the kernels that make or read each value.
+        unit_of: the last pass of these kernels.
         fetched: for collectives of arguments, the time.
     """
 
@@ -229,7 +230,7 @@ def _span(times: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _outside(spans: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The times from `start` to `end` that are in none of `spans`, which are in order."""
+    """The times from `start` to `end` outside of `spans`, which are in order."""
     for low, high in spans:
         if start < min(low, end):
             yield start, min(low, end)
@@ -253,8 +254,8 @@ class Packed:
     """The block of temporaries.
 
     Attributes:
-        values: the values in it when most bytes are in use.
-        scratch: bytes of the scratch buffers in it at that time.
+        values: values in it when most bytes are in use.
+        scratch: bytes of its scratch buffers at that time.
     """
 
     n_bytes: float
@@ -263,15 +264,15 @@ class Packed:
 
 
 def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int) -> Packed:
-    """The block that holds all temporaries. sizes: bytes of values."""
-    # Scratch is a temporary like others, of a value without a number in the program.
+    """sizes: bytes of values."""
+    # Scratch buffers and copies are temporaries of values without a number in the program.
     scratch = [Buffer(len(sizes) + i, time, time + 1) for i, (time, _) in enumerate(timeline.scratch)]
     all_sizes = [*sizes, *(n_bytes for _, n_bytes in timeline.scratch)]
     for copy, n in timeline.copies:
         scratch.append(Buffer(len(all_sizes), copy.start, copy.end))
         all_sizes.append(n * sizes[copy.value])
     aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in all_sizes]
-    left = _without_room(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
+    left = _without_space(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
     blocks = _blocks(timeline, left, aligned)
     by_size = sorted(blocks, key=lambda block: (-block.n_bytes, block.start - block.end))
     by_duration = sorted(blocks, key=lambda block: (block.start - block.end, -block.n_bytes))
@@ -285,21 +286,21 @@ def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int)
     )
 
 
-def _without_room(
+def _without_space(
     timeline: BufferTimeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
 ) -> list[Buffer]:
-    """The `temporaries` that find no place in the buffer of a result."""
-    room_bytes = np.array([aligned[own.value] for own in timeline.results])
-    # The times of use of each room, in order. A result keeps its room until the end.
-    spans = [[(own.start, own.end)] for own in timeline.results]
-    last_end = np.array([own.start for own in timeline.results])
+    """The `temporaries` without a place in the buffer of a result."""
+    result_bytes = np.array([aligned[buffer.value] for buffer in timeline.results])
+    # The times of use of each place, in order. A result keeps its place until the end.
+    spans = [[(buffer.start, buffer.end)] for buffer in timeline.results]
+    last_end = np.array([buffer.start for buffer in timeline.results])
 
     left: list[Buffer] = []
     for buffer in sorted(temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):
         span = (buffer.start, buffer.end)
-        for room in np.flatnonzero((room_bytes >= aligned[buffer.value]) & (last_end >= buffer.end)).tolist():
-            if _is_free(spans[room], span):
-                insort(spans[room], span)
+        for place in np.flatnonzero((result_bytes >= aligned[buffer.value]) & (last_end >= buffer.end)).tolist():
+            if _is_free(spans[place], span):
+                insort(spans[place], span)
                 break
         else:
             left.append(buffer)
@@ -307,7 +308,6 @@ def _without_room(
 
 
 def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
-    """Whether `span` overlaps none of `spans`, which are disjoint and in order."""
     start, end = span
     place = bisect(spans, (start, math.inf))
     if place < len(spans) and spans[place][0] < end:
@@ -316,7 +316,7 @@ def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
 
 
 def _blocks(timeline: BufferTimeline, left: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
-    """The buffers `left`; values that share a buffer are one block."""
+    """Values that share a buffer are one block."""
     first: dict[int, Buffer] = {}  # for each value, the first one in its buffer
     end: dict[int, int] = {}  # of each buffer, by its first value
     for buffer in sorted(left, key=lambda buffer: buffer.start):
@@ -342,7 +342,7 @@ def _height(blocks: Sequence[_Block]) -> float:
     """Bytes up to the highest end when blocks are placed in this order."""
     starts, ends, lows, highs = (np.zeros(len(blocks)) for _ in range(4))
     for i, block in enumerate(blocks):
-        # The blocks in use at the same time, from low to high, and the gap below each of them and above the last.
+        # Blocks in use at the same time, from low to high, and the gap below each and above the last.
         beside = np.flatnonzero((starts[:i] < block.end) & (block.start < ends[:i]))
         beside = beside[np.argsort(lows[beside])]
         tops = np.maximum.accumulate(np.concatenate([[0.0], highs[beside]]))

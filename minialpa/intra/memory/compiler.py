@@ -1,10 +1,6 @@
-"""The interface of a compiler in the memory model.
+"""The interface of a compiler in the memory model: equations of one device in, kernels in their order out.
 
-    values     arrays of the program of one device, by number                         -> Values
-    kernels    the compiled program, in the order in which it runs                    -> Kernel
-    compiler   the way from equations to kernels, and the rules for buffers           -> Compiler
-
-Liveness, donation and packing know compilers only by these.
+Liveness, donation and packing use compilers only by `ShardValues`, `Kernel` and `Compiler`.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ Shape = Sequence[int]
 
 
 class ShardValue(NamedTuple):
-    """The shard of an array on one device. A tuple, as programs have very many of them.
+    """The shard of an array on one device. A tuple, because programs have very many.
 
     maker: its equation, or a word such as "argument" or "all-gather".
     """
@@ -35,7 +31,6 @@ class ShardValue(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The line of the user's code that makes the value, or the word."""
         return self.maker if isinstance(self.maker, str) else source_line(self.maker)
 
 
@@ -65,7 +60,7 @@ class ShardValues:
         return self.value(_shard_bytes(atom, shape), shape, dtype_name(atom), maker)
 
     def literal(self, atom: Atom) -> int:
-        """A new value without bytes, as literals are part of the code."""
+        """A new value of 0 bytes, because literals are part of the code."""
         return self.value(0.0, shape_of(atom), dtype_name(atom), "constant")
 
     def like(self, v: int, maker: JaxprEqn | str) -> int:
@@ -83,12 +78,10 @@ def _shard_bytes(atom: Atom, shape: Shape) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One step of a compiled program.
+    """One step of a compiled program. It reads and writes values in memory.
 
     Attributes:
-        reads, writes: values in memory.
         alias: the value whose buffer has the result, for a view or a change `in_place`; else None.
-        in_place: whether it changes the buffer of `alias`.
         scratch: bytes of the buffers that it needs only while it runs.
         shares: the `reads` whose buffer the result may take over after their last read.
     """
@@ -106,18 +99,17 @@ class Compiler:
     """The rules of one compiler for the memory of its programs.
 
     Attributes:
-        waits_at_barriers: whether all that is in front of an optimization barrier runs before all that is after it.
-            Otherwise rematerialisation saves no memory inside one program.
+        waits_at_barriers: whether an optimization barrier orders the kernels before it and after it. If not,
+            rematerialisation saves no memory inside one program.
         drops_inner_barriers: whether barriers in loops, and in functions of a primitive, have no effect.
         alignment_bytes: buffers start at multiples of this.
-        address_bytes: of one entry in the table of addresses that a program with several results returns.
+        address_bytes: bytes of one entry in the table of addresses that a program with several results returns.
         reserve: most bytes beyond the model, as a part of the modelled bytes.
-        recorder: makes its recorders, each an empty program that extends `ShardValues`.
-        add_equation: (recorder, equation, values of its operands, shapes of its results on this device, bytes of the
-            buffers of its body if it is a loop or branch) adds the equation and gives the values of its results.
-        add_step: (recorder, value, step of a resharding, variable or literal of the value, shape of the mesh) adds the
-            step and gives the value after it.
-        kernels: (recorder, inputs, results) gives the kernels in order. Inputs and results are values.
+        recorder: makes an empty program, which extends `ShardValues`.
+        add_equation: (recorder, equation, operands, shapes of its results on this device, bytes of the buffers of its
+            body if it is a loop or branch) -> values of its results.
+        add_step: (recorder, value, step of a resharding, variable or literal of the value, shape of the mesh) -> value.
+        kernels: (recorder, inputs, results) -> kernels in order.
     """
 
     name: str

@@ -1,10 +1,9 @@
-"""Memory of one device: what a program of shards needs at its peak, by the liveness of its buffers.
+"""Memory of one device: a program of shards in, the bytes at its peak out, by the liveness of its buffers.
 
     peak = argument + output - alias + temp
 
-Arguments, results and aliases are sizes of shards. `temp` holds all else: the compiler makes kernels of the program
-(recording.py), which use buffers at certain times, and these are packed (buffers.py). `lifetimes` gives the times of
-variables for any shardings, for the memory limit of the planner.
+Arguments, results and aliases are sizes of shards. `temp` holds all other buffers: the compiler makes kernels
+(recording.py), which use buffers at certain times, and these are packed (buffers.py).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 from minialpa.ir.repeats import NO_REPEATS, Repeats
 
-#: How many tensors of the peak a `ProgramMemory` names.
+#: Length of `ProgramMemory.largest`.
 _N_LARGEST = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LargeTensor:
-    """A shard in memory at the peak; `source` is the line that makes it, or a word such as "argument"."""
+    """A shard in memory at the peak. source: the line that makes it, or a word such as "argument"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,7 +44,7 @@ class ProgramMemory:
     """Bytes of one program on one device.
 
     Attributes:
-        output_bytes: also of the table of addresses of results.
+        output_bytes: includes the table of addresses of results.
         alias_bytes: of the arguments whose buffers results take over.
         largest: the largest tensors in memory at the peak, largest first.
     """
@@ -66,8 +65,8 @@ class Lifetimes:
     """When the variables of a program are in memory.
 
     Attributes:
-        intervals: (variable, start, end, n): so many variables, or copies of them, are in memory at times start, ...,
-            end - 1. A variable may have several intervals; arguments have none.
+        intervals: (variable, start, end, n): n copies of the variable are in memory at times start, ..., end - 1. A
+            variable may have several intervals; arguments have no interval.
     """
 
     n_times: int
@@ -141,7 +140,10 @@ def lifetimes(
     compiler: Compiler,
     repeats: Repeats = NO_REPEATS,
 ) -> Lifetimes:
-    """When the variables of a program are in memory; `donated` are inputs and the outputs that replace them."""
+    """When the variables of a program are in memory, under any shardings; the planner limits memory by these times.
+
+    donated: inputs, and the outputs that replace them.
+    """
     waits = compiler.waits_at_barriers
     recording, env = record_equations(eqns, invars, outvars, compiler, waits_at_barriers=waits)
     pairs = [

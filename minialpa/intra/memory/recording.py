@@ -1,7 +1,6 @@
-"""Records programs for a compiler: a program of shards with its collectives, or equations on whole arrays.
+"""Records programs for a compiler: shards with their collectives, or equations on whole arrays, in; a `Recording` out.
 
-A `Recording` gives the timeline of the compiler's kernels. A loop or branch needs the buffers of its bodies while it
-runs, which are recorded in the same way.
+A loop or branch needs the buffers of its bodies while it runs. Bodies are recorded in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from minialpa.sharding import EquationSpecs
 from minialpa.tracing.flattening import flatten_calls
 
 _LOOPS = ("scan", "while", "cond")
-#: Primitives for which compilers see a function.
+#: Primitives that are functions to compilers.
 _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
     attention_p: attend,
     attention_gradient_p: differentiate,
@@ -43,7 +42,12 @@ _FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A program in the recorder of a compiler, with its arguments, and the values of these and of its results."""
+    """A program in the recorder of a compiler.
+
+    Attributes:
+        arguments: variables of the inputs.
+        inputs, results: their values.
+    """
 
     compiler: Compiler
     recorder: ShardValues
@@ -52,7 +56,7 @@ class Recording:
     results: Sequence[int]
 
     def timeline(self, pairs: Sequence[tuple[int, int]] = (), repeats: Repeats = NO_REPEATS) -> BufferTimeline:
-        """The timeline of its kernels. repeats: the equations that stand for several."""
+        """pairs: (i, o) where result o takes over the buffer of input i."""
         kernels = self.compiler.kernels(self.recorder, self.inputs, self.results)
         sizes = self.recorder.sizes
         timeline = timeline_of(kernels, sizes, inputs=self.inputs, results=self.results, pairs=pairs)
@@ -136,7 +140,6 @@ def _add_equations(
     compiler: Compiler,
     buffers_of: Callable[[tuple[Jaxpr, ...], Compiler], tuple[float, ...]],
 ) -> None:
-    """Add equations, and the values of their results to `env`. buffers_of: `_body_buffers`, or its cache."""
     for eqn in eqns:
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         if eqn.primitive in _FUNCTIONS:
@@ -189,7 +192,7 @@ def _body_buffers(bodies: Sequence[Jaxpr], compiler: Compiler) -> tuple[float, .
     for jaxpr in bodies:
         flat = flatten_calls(jaxpr, [None] * len(jaxpr.constvars))
         invars = (*flat.constvars, *flat.invars)
-        # Without barriers, under any compiler.
+        # No compiler waits at barriers here.
         recording, _ = record_equations(flat.eqns, invars, flat.outvars, compiler, waits_at_barriers=False)
         most = max(most, recording.temporaries(), key=sum)
     return most

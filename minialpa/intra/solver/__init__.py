@@ -1,5 +1,1 @@
-"""The solver: chooses one strategy for each node of a graph of costs, within a limit on their usage.
-
-It knows no shardings. cost_graph.py states the problem, solve.py lists the phases.
-Imports: `support`, `errors`.
-"""
+"""A graph of nodes with strategies and costs goes in; one strategy per node and a lower bound on the cost come out."""

@@ -1,11 +1,10 @@
-"""Bucket elimination (Dechter, 1999): exact min-plus elimination with tables over more than two nodes.
+"""A `Residual` goes in; its small connected components without usage terms come out decided, exactly.
 
-Elimination by pairs (elimination.py) stops at nodes with three neighbours and more. Here, eliminating node v replaces
-all tables over v by one over its neighbours:
-    T[neighbours] = min_s (sum of the tables over v, at v = s)                              -> _eliminate_in_order
-This decides connected components without usage rows for which a greedy order keeps all joint tables small. So small
-steps are planned without the half second of loading messages or HiGHS. Other components stay as they are, with edges
-between two nodes only.                                                                     -> _narrow_order
+Bucket elimination (Dechter, 1999) removes nodes with any number of neighbours, where elimination.py stops at two. It
+replaces all tables over node v by one table over its neighbours:
+    T[neighbours] = min_s (sum of the tables over v, at v = s)
+A component is decided if a greedy order keeps all tables small. So small steps are planned without the half second that
+loading the compiled loops or HiGHS takes.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from minialpa.intra.solver.residual import Residual
 
 #: Most entries of one joint table: 8 MB of float64.
 _MAX_TABLE = 1_000_000
-#: Most entries of all joint tables of one component together: about a second of NumPy.
+#: Most entries of all joint tables of one component: about a second of NumPy.
 _MAX_WORK = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """`table` has one axis for each node of `scope`; a scope is sorted by elimination order."""
+    """`table` has one axis per node of `scope`, which is in elimination order."""
 
     scope: tuple[int, ...]
     table: Floats
@@ -49,7 +48,7 @@ def components(residual: Residual) -> list[list[int]]:
             continue
         seen.add(first)
         component = [first]
-        for node in component:  # which grows meanwhile
+        for node in component:  # grows
             new = [neighbour for neighbour in residual.adjacent[node] if neighbour not in seen]
             seen.update(new)
             component += new
@@ -58,7 +57,7 @@ def components(residual: Residual) -> list[list[int]]:
 
 
 def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
-    """Greedy order, smallest joint table first; None if a table, or all of them together, are too large."""
+    """Greedy elimination order, smallest joint table first; None if tables are too large."""
     near = {v: set(residual.adjacent[v]) for v in component}
     heap = [(_joint_size(residual, v, near[v]), v) for v in component]
     heapq.heapify(heap)
@@ -67,7 +66,7 @@ def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
     work = 0
     while heap:
         size, node = heapq.heappop(heap)
-        # An old entry of a node whose neighbours have changed; the heap has a newer one.
+        # An outdated entry: the heap has a newer one.
         if node not in near or size != _joint_size(residual, node, near[node]):
             continue
 
@@ -76,7 +75,6 @@ def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
             return None
         order.append(node)
 
-        # The joint table joins all neighbours of the node to each other.
         clique = near.pop(node)
         for w in clique:
             near[w] = (near[w] | clique) - {node, w}
@@ -89,7 +87,7 @@ def _joint_size(residual: Residual, v: int, near: set[int]) -> int:
 
 
 def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
-    """Eliminate the nodes in this order. Each table is in the bucket of its first node in this order."""
+    # The bucket of a node has the tables of which it is the first node to go.
     place = {node: at for at, node in enumerate(order)}
     buckets = {node: [_Table((node,), residual.costs[node])] for node in order}
     for node in order:

@@ -1,10 +1,10 @@
-"""Deadlines in counted work, which is the same on any machine.
+"""Limits of a solve: deadlines in counted work, and the gap at which the solve may end.
 
     nominal seconds = operations / 1e9
 
-An operation takes about as long as to read an entry of a table and to add it up. Compiled loops count by the sizes of
-their arrays, reductions by the nodes that they visit, and HiGHS by its callbacks. So the same graph has the same answer
-on a busy machine. The clock of the processor is a last safety, far beyond.
+An operation is about one read of a table entry and one addition. Compiled loops count the sizes of their arrays,
+reductions visited nodes, and HiGHS callbacks. So a graph has the same answer on every machine, idle or busy. A limit on
+processor time, more than ten times as long, is the last safety.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ import math
 import time
 from dataclasses import dataclass, field
 
-#: Operations in a nominal second.
 OPERATIONS_PER_S = 1e9
-#: Nominal seconds of work that need not pay, as the rest of planning takes longer.
+#: Nominal seconds of work that `AllowedGap` does not count: the rest of planning takes longer.
 FREE_S = 2.0
-#: Nominal seconds, and calls, between two looks at the clock of the processor, which some systems read slowly.
+#: Nominal seconds, and calls, between two reads of the processor clock, which is slow on some systems.
 _LOOK_S, _CALLS_PER_LOOK = 0.01, 64
-#: Work ends after so many times its limit in seconds of the processor, and so many seconds more.
+#: Limit in processor seconds = _SAFETY * limit in nominal seconds + _SAFETY_S.
 _SAFETY, _SAFETY_S = 10.0, 60.0
 
 
 @dataclass(slots=True)
 class _Work:
-    """Work since `start`, a time of the processor."""
+    """The work counter that a deadline and its parts share."""
 
     start: float = field(default_factory=time.thread_time)
     seconds: float = 0.0
-    # Of the last look at the clock: seconds of the processor since `start`, work until then, and calls since then.
+    # Processor seconds and `seconds` at the last read of the clock, and calls since.
     _processor_s: float = 0.0
     _seen_s: float = 0.0
     _n_calls: int = 0
 
     def processor_s(self) -> float:
-        """Seconds of the processor since `start`, up to a little."""
+        """Processor seconds since `start`, at the last read of the clock."""
         self._n_calls += 1
         if self._n_calls >= _CALLS_PER_LOOK or self.seconds - self._seen_s >= _LOOK_S:
             self._processor_s = time.thread_time() - self.start
@@ -44,7 +43,7 @@ class _Work:
 
 
 class Deadline:
-    """The end of a solve, or of a part of it; a class because work is counted from call to call."""
+    """The end of a solve, after `limit_s` nominal seconds of work."""
 
     def __init__(self, limit_s: float) -> None:
         self._work, self._end_s = _Work(), limit_s
@@ -57,12 +56,12 @@ class Deadline:
 
     @property
     def spent_s(self) -> float:
-        """Nominal seconds of work so far, of all deadlines that count the same work."""
+        """Nominal seconds of work in all deadlines that share the counter."""
         return self._work.seconds
 
     @property
     def processor_left_s(self) -> float:
-        """Seconds of the processor after which it is over in any case."""
+        """Processor seconds until the last safety."""
         return self._safe_s - self._work.processor_s()
 
     @property
@@ -73,11 +72,10 @@ class Deadline:
         self._work.seconds += operations / OPERATIONS_PER_S
 
     def part(self, share: float) -> Deadline:
-        """A deadline after `share` of the seconds left."""
         return self.within(share * max(0.0, self.left_s))
 
     def within(self, seconds: float) -> Deadline:
-        """A deadline in so many seconds from now, which counts the same work."""
+        """A deadline in `seconds` from now, with the same counter."""
         part = Deadline.__new__(Deadline)
         part._work, part._end_s = self._work, self._work.seconds + seconds
         part._safe_s = min(self._safe_s, self._work.processor_s() + _SAFETY * seconds + _SAFETY_S)
@@ -85,23 +83,24 @@ class Deadline:
 
 
 class AllowedGap:
-    """How much more than the cheapest choices the answer of a solve may cost; a class because it grows with the work.
+    """The gap between cost and lower bound at which a solve may end; grows with the work.
 
-    It is a part of the cost, or the cost that the work so far would have had to save, if that is more. So a solve ends
-    when all that is left to gain is worth less than the work already done.
+        allowed gap = max(part * |cost|, cost_per_s * (nominal seconds of work - FREE_S))
+
+    So a solve ends when it can gain less than its work should have saved. Example: at cost_per_s = 0.1, after 12
+    nominal seconds, choices 1.0 above the bound are good enough.
     """
 
     def __init__(self, part: float = 0.0, cost_per_s: float = 0.0, deadline: Deadline | None = None) -> None:
-        """cost_per_s: what a nominal second of work has to save. deadline: counts the work, of earlier solves too."""
+        """deadline: its counter may include earlier solves."""
         self.part = part
         self._cost_per_s, self._deadline = cost_per_s, deadline
 
     def of(self, cost: float) -> float:
-        """The allowed gap of choices of this cost."""
         return max(self.part * abs(cost), self._cost_per_s * self._work_s)
 
     def gain_s(self, gap: float) -> float:
-        """Nominal seconds of more work that may be spent to close a gap."""
+        """Nominal seconds of work that closing `gap` still justifies; infinite without `cost_per_s`."""
         return max(FREE_S, gap / self._cost_per_s - self._work_s) if self._cost_per_s else math.inf
 
     @property
@@ -109,5 +108,4 @@ class AllowedGap:
         return max(0.0, self._deadline.spent_s - FREE_S) if self._deadline is not None else 0.0
 
 
-#: Only the cheapest choices will do.
 NO_GAP = AllowedGap()

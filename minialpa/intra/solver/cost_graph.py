@@ -1,14 +1,13 @@
-"""The problem of the solver: one strategy for each node, at the least cost, within a usage limit.
+"""The problem (`CostGraph`) and the answer (`GraphSolution`) of the solver: one strategy s_v for each node v.
 
     minimise   sum_v c_v[s_v] + sum_(a,b) E_ab[s_a, s_b]
     subject to sum_{v live at t} u_v[s_v] <= usage_limit   at every time t
 
-`CostGraph` holds c, E and u; `GraphSolution` holds s. A cost of `FORBIDDEN` or more rules a choice out. Usages and the
-limit are integers, so their sums do not round. This is the problem of the intra-operator parallelism contest (ASPLOS
-2025, github.com/google/iopddl).
+Costs of `FORBIDDEN` or more rule a choice out. Usages are integers, so their sums are exact. Source: the intra-operator
+parallelism contest (ASPLOS 2025, github.com/google/iopddl).
 
-Example: two nodes with costs (0, 1), an edge that costs 5 where they differ, usages (2, 1) at the same time and a limit
-of 3. The choices (0, 0) use 4, which is too much; (0, 1) cost 6; (1, 1) cost 2 and use 2, the optimum.
+Example: two nodes with costs (0, 1), an edge that costs 5 if their strategies differ, usages (2, 1) at the same time
+and a limit of 3. The choices (0, 0) use 4, too much; (0, 1) cost 6; (1, 1) cost 2 and use 2, the optimum.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ NodeUsage = tuple[int, tuple[int, int], Ints]
 
 #: Costs from here on mean "not allowed", by the convention of the contest.
 FORBIDDEN = 1e18
-#: All usages together stay below this: sums of them, and of them with the limit, fit in int64.
+#: The largest usages of all nodes sum to less than this, so that sums with the limit fit in int64.
 MOST_USAGE = 2**60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """A solution pays `cost[i, j]` when node `a` takes strategy i and node `b` strategy j."""
+    """`cost[i, j]` is paid if node `a` takes strategy i and node `b` strategy j."""
 
     a: int
     b: int
@@ -45,13 +44,13 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CostGraph:
-    """Nodes with strategies, and the cost and usage of each combination of strategies.
+    """The problem. Raises ShardingError for wrong shapes, NaN, or usages that are not integers of zero or more.
 
     Attributes:
-        node_costs: for each node, the cost of each of its strategies.
-        edges: costs of pairs of strategies. Parallel edges add up; an edge from a node to itself adds its diagonal.
-        usages: a node may have any number of them.
-        usage_limit: most usage at any time; None: not limited.
+        node_costs: for each node, the cost of each strategy.
+        edges: parallel edges add up; an edge from a node to itself adds its diagonal.
+        usages: any number per node.
+        usage_limit: most usage at any time; None for no limit.
     """
 
     node_costs: tuple[Floats, ...]
@@ -78,7 +77,7 @@ class CostGraph:
         return len(self.node_costs)
 
     def cost_of(self, choices: tuple[int, ...]) -> float:
-        """Objective of one strategy per node; np.inf where any part of it is forbidden."""
+        """The objective; infinite if any summand is forbidden."""
         nodes = [float(cost[i]) for cost, i in zip(self.node_costs, choices, strict=True)]
         edges = [float(edge.cost[choices[edge.a], choices[edge.b]]) for edge in self.edges]
         return sum(nodes) + sum(edges) if max(nodes + edges, default=0.0) < FORBIDDEN else np.inf
@@ -97,12 +96,7 @@ class CostGraph:
 
 @dataclass(frozen=True, slots=True)
 class GraphSolution:
-    """One strategy for each node.
-
-    Attributes:
-        lower_bound: no solution costs less.
-        optimal: whether `cost` is proven to be the least.
-    """
+    """One strategy for each node; no solution costs less than `lower_bound`."""
 
     choices: tuple[int, ...]
     cost: float
@@ -111,7 +105,7 @@ class GraphSolution:
 
     @property
     def gap(self) -> float:
-        """(cost - lower_bound) / |cost|: 0 is optimal. Infinite when the cost is 0 and the bound is not."""
+        """(cost - lower_bound) / |cost|; infinite if the cost is 0 and the bound is negative."""
         if self.cost <= self.lower_bound:
             return 0.0
         return (self.cost - self.lower_bound) / abs(self.cost) if self.cost else np.inf
@@ -140,7 +134,7 @@ def _checked_edge(number: int, edge: Edge, sizes: list[int]) -> Edge:
 
 
 def _checked_usages(usages: tuple[NodeUsage, ...], sizes: list[int]) -> tuple[NodeUsage, ...]:
-    """The `usages` that are ever live."""
+    """The usages that are ever live and positive, as int64."""
     checked: list[NodeUsage] = []
     for node, (start, end), values in usages:
         if not 0 <= node < len(sizes):

@@ -1,11 +1,8 @@
-"""The nodes that elimination leaves as flat arrays, for the compiled loops (trws.py, local_search.py).
+"""The undecided nodes of a `Residual` go in; a `Core` of flat arrays for the compiled loops comes out.
 
-As in a matrix in compressed sparse rows (CSR), the entries of all nodes follow each other in one array, and an array of
-offsets has the first entry of each node:
-    cost of strategy i at node v = cost[at[v] + i],   links of node v = links[v], ..., links[v + 1] - 1
-Messages visit the nodes in the order of the core: node k is `nodes[k]` of the residual.                  -> flatten
-
-A forbidden entry becomes `forbidden`, a cost above any allowed solution: sums stay finite.               -> _above_all
+As in a compressed sparse row (CSR) matrix, one array has the entries of all nodes, and offsets mark the first entry of
+each node. Example: nodes with costs (3, 4) and (5, 6, 7) are
+    at = [0, 2, 5],   cost = [3, 4, 5, 6, 7],   cost of strategy i of node v = cost[at[v] + i]
 """
 
 from __future__ import annotations
@@ -21,25 +18,25 @@ from minialpa.intra.solver.residual import Residual
 
 
 class Core(NamedTuple):
-    """A graph with nodes 0 to n - 1. A tuple, because numba knows these.
+    """A graph with nodes 0 to n - 1; a NamedTuple because numba compiles these.
 
-    A link is an edge in one of its two directions; a segment is a stretch of rows in which the usage of a node is
-    constant.
+    A link h is an edge in one of its two directions, from "here" to "there". A segment s is a range of usage rows in
+    which the usage of a node is constant.
 
     Attributes:
         at: strategy i of node v is entry at[v] + i of every array with an entry per strategy.
-        links: node v has the links links[v] to links[v + 1] - 1, one for each neighbour, in the order of neighbours.
-        middle: links of v from middle[v] on lead to later nodes.
-        other: the node at the end of a link.
-        back: the link in the other direction.
-        table_at: link h has its table at table_at[h], with a line for each strategy here and an entry in it for each
-            strategy there.
-        table: costs of the edges, once for each direction.
-        message_at: start of the message that comes in over link h, with an entry for each strategy of the receiver.
-        segments: node v has the segments segments[v] to segments[v + 1] - 1.
-        end: the row after the last one of a segment.
-        usage_at: strategy i uses usage[usage_at[s] + i] in each row of segment s.
-        room: for each row, the limit on the usage of all nodes together.
+        links: node v has links links[v] to links[v + 1] - 1, sorted by neighbour.
+        middle: the links of v from middle[v] on lead to later nodes.
+        other: other[h] is the node there.
+        back: back[h] is the link in the other direction.
+        table_at, table: table[table_at[h] + i * n_there + j] is the cost of strategies i here and j there.
+        message_at: start of the message that comes in over link h, with one entry per strategy here.
+        segments: node v has segments segments[v] to segments[v + 1] - 1.
+        start, end: segment s is the rows start[s] to end[s] - 1.
+        usage_at, usage: strategy i uses usage[usage_at[s] + i] in each row of segment s.
+        slack: for each row, the most usage of all nodes together, beyond `Residual.base`.
+        forbidden: finite cost of a forbidden entry, above any allowed solution.
+        widest: most strategies of a node.
     """
 
     at: Ints
@@ -56,7 +53,7 @@ class Core(NamedTuple):
     end: Ints
     usage_at: Ints
     usage: Ints
-    room: Ints
+    slack: Ints
     forbidden: float
     widest: int
 
@@ -66,7 +63,10 @@ class Core(NamedTuple):
 
 
 def flatten(residual: Residual, nodes: list[int]) -> Core:
-    """The core of `nodes` in this order; no edge may join them to other nodes of `residual`."""
+    """The core whose node k is `nodes[k]`; messages visit the nodes in this order.
+
+    No edge may join `nodes` to another node of `residual`.
+    """
     costs = [residual.costs[v] for v in nodes]
     sizes = [len(cost) for cost in costs]
     forbidden = _above_all(residual, nodes)
@@ -81,7 +81,6 @@ def flatten(residual: Residual, nodes: list[int]) -> Core:
 
 
 def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict[str, NDArray[Any]]:
-    """The fields of `Core` from `links` to `message_at`."""
     place = {v: k for k, v in enumerate(nodes)}
     neighbours = [sorted(place[w] for w in residual.adjacent[v]) for v in nodes]
     pairs = [(here, there) for here, near in enumerate(neighbours) for there in near]
@@ -102,7 +101,6 @@ def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict
 
 
 def _usage_fields(residual: Residual, nodes: list[int]) -> dict[str, NDArray[Any]]:
-    """The fields of `Core` from `segments` to `room`."""
     by_node = [_segments(residual, v) for v in nodes]
     segments = [segment for of_node in by_node for segment in of_node]
     return {
@@ -111,7 +109,7 @@ def _usage_fields(residual: Residual, nodes: list[int]) -> dict[str, NDArray[Any
         "end": np.array([end for _, end, _ in segments], np.int64),
         "usage_at": _offsets([len(by_strategy) for _, _, by_strategy in segments]),
         "usage": np.concatenate([residual.base[:0], *(usage for _, _, usage in segments)]),
-        "room": residual.limit - residual.base,
+        "slack": residual.limit - residual.base,
     }
 
 
@@ -120,15 +118,11 @@ def _finite(cost: Floats, forbidden: float) -> Floats:
 
 
 def _offsets(sizes: list[int]) -> Ints:
-    """The start of each array when arrays of `sizes` follow each other, and the end of the last."""
     return np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)))).astype(np.int64)
 
 
 def _above_all(residual: Residual, nodes: list[int]) -> float:
-    """A cost that makes any allowed solution cheaper than one with a forbidden entry.
-
-    Twice the sum of (largest - least allowed entry) over all tables, plus twice the largest absolute entry.
-    """
+    """`Core.forbidden`: 2 * (sum over all tables of (largest - least allowed entry) + largest absolute entry)."""
     tables = [residual.costs[v] for v in nodes]
     tables += [edge for v in nodes for w, edge in residual.adjacent[v].items() if v < w]
     allowed = [table[np.isfinite(table)] for table in tables]
@@ -138,12 +132,12 @@ def _above_all(residual: Residual, nodes: list[int]) -> float:
 
 
 def _segments(residual: Residual, v: int) -> list[tuple[int, int, Ints]]:
-    """(first row, row after the last, usage by strategy) of each segment of v."""
+    """(first row, row after the last, usage of each strategy) for each segment of v."""
     terms = residual.terms[v]
     if not terms:
         return []
 
-    # Terms may overlap: between two of their ends, the usage is the sum of the open ones.
+    # Terms may overlap.
     ends = np.unique(np.array(list(terms)).ravel())
     change = np.zeros((len(ends), len(residual.costs[v])), np.int64)
     for (first, end), usage in terms.items():

@@ -1,8 +1,8 @@
-"""Drops strategies of a node that another one dominates.
+"""Costs and usages of the strategies of one node go in; a mask without the dominated strategies comes out.
 
 Strategy B dominates strategy A if B uses no more and costs no more for any choices of the neighbours w:
-    c[B] - c[A] + sum_w max_j (E_w[B, j] - E_w[A, j]) <= 0                                           -> undominated
-This is dead-end elimination by the criterion of Goldstein (1994), with usages.
+    c[B] - c[A] + sum_w max_j (E_w[B, j] - E_w[A, j]) <= 0
+Source: dead-end elimination by the criterion of Goldstein (1994), with usages added.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import numpy as np
 from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
 from minialpa.support.loops import compiled
 
-#: Rounding error of the quick test, as a part of its summands: 4,500 float64 roundings of 2.2e-16.
+#: Relative rounding error of the quick test: 4,500 float64 roundings of 2.2e-16.
 _ROUNDING = 1e-12
-#: Calls that NumPy serves before machine code is loaded; small steps are planned with fewer.
+#: Calls per process that NumPy serves before machine code is loaded. Small steps need fewer.
 _MOST_CALLS = 3000
-#: Most strategies times entries of their edges in these calls.
+#: Most strategies times edge entries of a call that NumPy serves.
 _MOST_ENTRIES = 1_000_000
-#: Numbers the calls of this process.
 _calls = itertools.count()
 
 
 @cache
 def load() -> None:
+    """Compile or load the machine code, by a call without work."""
     _in_loops(np.zeros(1), np.zeros((0, 1), np.int64), np.zeros((1, 0)), np.zeros(1, np.int64))
 
 
 def undominated(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
-    """A mask of the strategies to keep; of strategies that dominate each other, it keeps the first.
+    """A mask of the strategies to keep. Of strategies that dominate each other, the first stays.
 
-    usage[t, i]: of strategy i in term t.
-    edges[i, ends[w] : ends[w + 1]]: costs of the edge to neighbour w.
+    usage: [t, i], of strategy i in term t.
+    edges: edges[i, ends[w] : ends[w + 1]] are the costs of the edge to neighbour w.
 
-    Machine code is ten times as fast as NumPy, and takes as long to load as some thousand calls. Both add the same
-    numbers in the same order, so they give the same answer.
+    Machine code is ten times as fast as NumPy but takes as long to load as some thousand calls. Both give the same
+    bits, as they add in the same order.
     """
     is_loaded = load.cache_info().currsize > 0
     if not is_loaded and next(_calls) < _MOST_CALLS and cost.size * edges.size < _MOST_ENTRIES:
@@ -48,12 +48,12 @@ def undominated(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
 
 
 def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
-    """`undominated` by NumPy. excess[a, b]: how much more strategy b costs than a."""
+    """`undominated` by NumPy; excess[a, b] is the cost of b minus the cost of a."""
     n_strategies, lines = len(cost), np.arange(len(cost))
     if n_strategies < 2:
         return np.ones(n_strategies, np.bool_)
 
-    # The quick test: where each neighbour chooses what suits A best.
+    # Quick test: each neighbour takes the strategy that is cheapest for A.
     excess, size = cost[None, :] - cost[:, None], np.abs(cost)
     parts = [edges[:, start:stop] for start, stop in itertools.pairwise(ends.tolist())]
     for part in parts:
@@ -65,16 +65,15 @@ def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
     pairs = (excess <= _ROUNDING * size[:, None]) & ~more
     np.fill_diagonal(pairs, False)
 
-    # The formula, for the remaining pairs: where each neighbour chooses what suits B worst.
+    # The formula.
     first, second = np.nonzero(pairs)
     worst = cost[second] - cost[first]
     for part in parts:
-        # inf - inf is NaN, which is never more: a choice that rules A out does not count.
+        # A choice of the neighbour that forbids A and B does not count: `fmax` ignores the NaN of inf - inf.
         worst += np.fmax.reduce(part[second] - part[first], axis=1, initial=-np.inf)
     dominates = np.zeros_like(pairs)
     dominates[first, second] = worst <= 0
 
-    # Backwards, as in the loops.
     stays = np.ones(n_strategies, np.bool_)
     for a in np.flatnonzero(dominates.any(axis=1))[::-1]:
         stays[a] = not (dominates[a] & stays).any()
@@ -86,27 +85,26 @@ def _in_loops(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
     n_strategies, n_edges = len(cost), len(ends) - 1
     least, at, size = _least_over_edges(cost, edges, ends)
 
-    # Backwards, so that of equal strategies the first stays.
+    # From the last to the first: of equal strategies, the first stays.
     stays = np.ones(n_strategies, np.bool_)
     for a in range(n_strategies - 1, -1, -1):
         for b in range(n_strategies):
             if b == a or not stays[b]:
                 continue
 
-            # A quick test that rules most pairs out: the excess where each neighbour chooses what suits A best.
+            # Quick test, which rules most pairs out.
             excess = cost[b] - cost[a]
             for w in range(n_edges):
                 excess += edges[b, at[a, w]] - least[a, w]
             if not excess <= _ROUNDING * size[a] or (usage[:, b] > usage[:, a]).any():
                 continue
 
-            # The formula: the excess where each neighbour chooses what suits B worst. Inline, since a function makes
-            # the loop slower by half.
+            # The formula. Inline: a call makes the loop 1.5 times as slow.
             excess = cost[b] - cost[a]
             for w in range(n_edges):
                 most = -np.inf
                 for j in range(ends[w], ends[w + 1]):
-                    # inf - inf is NaN, which is never more.
+                    # NaN (inf - inf) is never more.
                     more = edges[b, j] - edges[a, j]
                     if more > most:
                         most = more
@@ -119,7 +117,7 @@ def _in_loops(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
 
 @compiled
 def _least_over_edges(cost: Floats, edges: Floats, ends: Ints) -> tuple[Floats, Ints, Floats]:
-    """For each strategy: its least cost over each edge, the column with it, and the size of the numbers to add up."""
+    """For each strategy: least cost over each edge, its column, and the sum of absolute summands."""
     n_strategies, n_edges = len(cost), len(ends) - 1
     least, at, size = np.empty((n_strategies, n_edges)), np.empty((n_strategies, n_edges), np.int64), np.abs(cost)
 

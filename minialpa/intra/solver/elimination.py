@@ -1,12 +1,11 @@
-"""Exact reductions of a cost graph: the rest has the same optimum and is smaller, often empty.
+"""A `Residual` goes in; a smaller one with the same optimum comes out, often without nodes.
 
-    1. Arc consistency: drop a strategy that has no finite partner over some edge, or no room.       -> _usable
-    2. Dominance: drop strategy A if some B uses no more and never costs more (dominance.py).        -> _undominated
-    3. Merge a node into a neighbour whose strategy decides the node's.                              -> _merge_follower
-    4. Minimise out a node of degree 0, 1 or 2 that is in no usage row (min-plus elimination):
+    1. Arc consistency: drop a strategy without a finite partner over some edge, or above the limit.     -> _usable
+    2. Dominance: drop strategy A if some B uses no more and never costs more.                       -> _undominated
+    3. Merge a node into a neighbour whose strategy decides the strategy of the node.                -> _merge_follower
+    4. Minimise out a node without usage terms that has at most two neighbours a, b (min-plus elimination):
        T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                                -> _eliminate
-    5. Replace an edge with E[i, j] = f[i] + g[j] by node costs, which lowers degrees.     -> _fold_separable_edges
-Each eliminated node leaves an `Elimination`, and `Residual.choices` walks these backwards.
+    5. Replace an edge E[i, j] = f[i] + g[j] by node costs, which lowers degrees.          -> _fold_separable_edges
 
 Source: weighted constraint satisfaction and PBQP (Scholz and Eckstein, 2002).
 """
@@ -23,18 +22,18 @@ from minialpa.intra.solver.cost_graph import Bools, Floats
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows, room_for
 
-#: Operations of a visit to a node, about.
+#: Operations per visit of a node, about.
 _OPERATIONS = 2e5
-#: Most entries of the table that eliminating one node of degree 2 may build: 32 MB of float64.
+#: Most entries of the table over a node and its two neighbours: 32 MB of float64.
 _MAX_TABLE = 4_000_000
 
 
 def reduce_graph(residual: Residual, deadline: Deadline | None = None) -> None:
-    """Apply all reductions to `residual` until none helps, or until `deadline`.
+    """Apply all reductions in place until the graph stops changing, or until `deadline`.
 
-    Raises InfeasibleError when a node has no strategy left, or when the least usage of all nodes exceeds the limit.
+    Raises InfeasibleError if a node has no strategy left, or if the least usage of all nodes exceeds the limit.
     """
-    dirty = list(residual.alive)  # nodes to visit
+    dirty = list(residual.alive)
     deadline = deadline or Deadline(np.inf)
     while dirty and not deadline.is_over:
         _reduce_from(residual, dirty, deadline)
@@ -42,7 +41,7 @@ def reduce_graph(residual: Residual, deadline: Deadline | None = None) -> None:
 
 
 def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> None:
-    """Visit the `dirty` nodes, and nodes whose tables or neighbours change, smallest degree first."""
+    """Visit the `dirty` nodes and all nodes that a visit changes, smallest degree first."""
     waiting = set(dirty)
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
@@ -54,12 +53,12 @@ def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> No
             deadline.spend(_OPERATIONS)
             for changed in _visit(residual, node):
                 waiting.add(changed)
-                # Even if it waits already: its degree may be smaller now.
+                # Also if it waits already: its degree may be smaller.
                 heapq.heappush(heap, (len(residual.adjacent[changed]), changed))
 
 
 def _visit(residual: Residual, v: int) -> list[int]:
-    """Reduce around v; returns the nodes whose tables or neighbours changed, other than v."""
+    """Reduce around v; returns the other nodes whose tables or neighbours changed."""
     neighbours = list(residual.adjacent[v])
 
     usable = _usable(residual, v)
@@ -69,7 +68,7 @@ def _visit(residual: Residual, v: int) -> list[int]:
     if changed:
         keep(residual, v, usable)
 
-    # Before dominance, which takes longer.
+    # First, as dominance takes longer.
     if _can_eliminate(residual, v):
         _eliminate(residual, v)
         return neighbours
@@ -80,7 +79,6 @@ def _visit(residual: Residual, v: int) -> list[int]:
         keep(residual, v, undominated)
     changed |= _fold_separable_edges(residual, v)
 
-    # Fewer strategies make smaller tables, and fewer edges a lower degree.
     if _can_eliminate(residual, v):
         _eliminate(residual, v)
         return neighbours
@@ -98,9 +96,8 @@ def _usable(residual: Residual, v: int) -> Bools:
 
 
 def _undominated(residual: Residual, v: int) -> Bools:
-    """Formula 2: a mask of the strategies to keep."""
     cost, edges = residual.costs[v], list(residual.adjacent[v].values())
-    # Always in the same memory layout: numba compiles a function anew for each layout.
+    # One memory layout: numba compiles a function anew for each layout.
     return undominated(
         cost,
         np.array(list(residual.terms[v].values()), np.int64).reshape(-1, len(cost)),
@@ -110,10 +107,10 @@ def _undominated(residual: Residual, v: int) -> Bools:
 
 
 def _fold_separable_edges(residual: Residual, v: int) -> bool:
-    """Formula 5; whether there was such an edge. An edge of a node with a single strategy always is one."""
+    """Reduction 5; returns whether an edge went."""
     folded = False
     for w, cost in list(residual.adjacent[v].items()):
-        # A forbidden pair cannot be written as a sum, unless it forbids a strategy altogether.
+        # A forbidden pair is no sum of finite costs.
         if not np.isfinite(cost).all():
             continue
 
@@ -127,7 +124,7 @@ def _fold_separable_edges(residual: Residual, v: int) -> bool:
 
 
 def _merge_follower(residual: Residual, v: int) -> bool:
-    """Merge v, with its costs, edges and usages, into a neighbour that it follows; whether there is one."""
+    """Reduction 3; returns whether v follows a neighbour."""
     degree = len(residual.adjacent[v])
     leader = next((w for w, cost in residual.adjacent[v].items() if _follows(cost, degree)), None)
     if leader is None:
@@ -151,9 +148,9 @@ def _merge_follower(residual: Residual, v: int) -> bool:
 
 
 def _follows(cost: Floats, degree: int) -> bool:
-    """Whether the edge `cost` leaves v one strategy for each of the neighbour's, and merging makes no table larger.
+    """Whether each strategy of the neighbour leaves v one strategy, and merging makes no table larger.
 
-    Tables stay as small if both have as many strategies, or v has at most one other edge.
+    cost: [strategy of v, strategy of the neighbour].
     """
     single = bool((np.isfinite(cost).sum(axis=0) == 1).all())
     return single and (cost.shape[0] == cost.shape[1] or degree <= 2)
@@ -171,7 +168,7 @@ def _can_eliminate(residual: Residual, v: int) -> bool:
 
 def _eliminate(residual: Residual, v: int) -> None:
     scope = tuple(residual.adjacent[v])
-    # Axis 0 is the strategy of v; each neighbour adds an axis of its own at the end.
+    # Axis 0 is the strategy of v; each neighbour adds an axis.
     table = residual.costs[v]
     for w in scope:
         edge = residual.adjacent[v][w]

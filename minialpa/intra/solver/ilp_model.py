@@ -1,4 +1,4 @@
-"""The integer program for the core that elimination leaves, through PuLP to HiGHS.
+"""A `Residual` goes in; its best choices and a lower bound come out, from an integer program (PuLP and HiGHS).
 
     minimise   sum_v c_v . x_v + sum_(v,w) E_vw . y_vw
     subject to sum_i x_v[i] = 1                                             one strategy per node        -> _choose_one
@@ -7,11 +7,11 @@
                sum_(v in C) sum_(i: u_v[r, i] >= U_v) x_v[i] <= |C| - 1     cover C of row r             -> _Row.cover
     x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
 
-The marginals are the relaxation of Schlesinger (1976), the covers are from knapsacks (Balas, 1975).
+The marginals are the relaxation of Schlesinger (1976); the covers are cover inequalities of knapsacks (Balas, 1975).
 
-A usage row is added once a solution exceeds it. Solvers may exceed a row by a small fraction, so solutions are checked
-in integers. If one exceeds a row that the program has, some nodes C of it with usages U_v exceed the row by themselves:
-at most |C| - 1 of them may use that much. Components that neither an edge nor a row joins are solved one by one.
+A usage row enters the program when a solution, checked in integers, exceeds it. If HiGHS exceeds a row of the program
+by a small fraction, the nodes C with the largest usages U_v exceed it by themselves: at most |C| - 1 of them may use
+that much. Components without a common edge or row are solved one by one.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.cost_graph import Floats
 from minialpa.intra.solver.residual import Residual, check_base
 
-#: The largest coefficient of the scaled objective: solvers compare reduced costs with an absolute 1e-7.
+#: Largest coefficient of the scaled objective: HiGHS compares reduced costs with an absolute 1e-7.
 _LARGEST_COST = 1e4
-#: HiGHS stops at this gap of the scaled objective, its default.
+#: Least gap of the scaled objective at which HiGHS stops; its default.
 _LEAST_GAP = 1e-6
-#: Operations for each row and column, about, between two callbacks of HiGHS: 9 microseconds; 4 to 30 were measured in
-#: programs of 2,000 to 40,000 rows and columns.
+#: Operations per row and column between two callbacks of HiGHS: 9 us; measured 4 to 30 us, for 2,000 to 40,000 of both.
 _OF_LOOK = 9000.0
-#: Operations for each variable, about, of writing the program.
+#: Operations per variable of writing the program, about.
 _OF_WRITING = 20_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramSolution:
-    """The strategy of each node, by current place, or None if time ran out; no solution costs less than `bound`."""
+    """For each node, an index of `Residual.costs`, or None without time; and the lower bound."""
 
     choices: dict[int, int] | None
     bound: float
@@ -50,34 +49,34 @@ class ProgramSolution:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A usage row: the `usage` of each (node, strategy) of `places`, and the `room` for all, limit - base."""
+    """A usage row: the `usage` of each (node, strategy) of `places`; `slack` is limit - base."""
 
     places: tuple[tuple[int, int], ...]
     usage: tuple[int, ...]
-    room: int
+    slack: int
 
     def cover(self, choices: dict[int, int]) -> list[tuple[int, int]]:
-        """A cover of `choices`, which exceed the row: each (node, strategy) of the sum in the last formula.
+        """The (node, strategy) pairs of the last formula, for `choices` that exceed the row.
 
-        C are the nodes with the most usage, as few as exceed the row together.
+        C is the smallest set of nodes that exceeds the row, by largest usage.
         """
         used = {node: usage for (node, i), usage in zip(self.places, self.usage, strict=True) if choices[node] == i}
         total, least = 0, dict[int, int]()
         for node in sorted(used, key=lambda node: -used[node]):
             least[node], total = used[node], total + used[node]
-            if total > self.room:
+            if total > self.slack:
                 break
-        assert total > self.room, (total, self.room)
+        assert total > self.slack, (total, self.slack)
 
         pairs = zip(self.places, self.usage, strict=True)
         return [(node, i) for (node, i), usage in pairs if usage >= least.get(node, usage + 1)]
 
 
 def solve_program(residual: Residual, deadline: Deadline, allowed: float = 0.0) -> ProgramSolution:
-    """Solve the undecided nodes of `residual`. The bound is on the original graph.
+    """Choices for the undecided nodes of `residual`, and a lower bound on the cost of the original graph.
 
-    allowed: how much more than the cheapest solution the found one may cost.
-    Raises InfeasibleError.
+    allowed: largest absolute gap between the choices and the optimum.
+    Raises InfeasibleError if forbidden pairs and the limit leave no choices.
     """
     check_base(residual)
     independent = _independent(residual)
@@ -93,7 +92,7 @@ def solve_program(residual: Residual, deadline: Deadline, allowed: float = 0.0) 
 
 
 def _independent(residual: Residual) -> list[list[int]]:
-    """Connected components; all components with usage terms count as one, as rows may join them."""
+    """Connected components; components with usage terms count as one, as rows may join them."""
     apart, joined = [], []
     for component in components(residual):
         if any(residual.terms[v] for v in component):
@@ -104,7 +103,7 @@ def _independent(residual: Residual) -> list[list[int]]:
 
 
 def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline, allowed: float) -> ProgramSolution:
-    """Solve the program for `nodes` with more and more usage rows, until its solution exceeds none."""
+    """Solve for `nodes`, with more and more usage rows, until a solution keeps to all rows."""
     model = _Model(residual, nodes)
     deadline.spend(_OF_WRITING * model.problem.numVariables())
     while not deadline.is_over:
@@ -120,7 +119,7 @@ def _solve_part(residual: Residual, nodes: list[int], deadline: Deadline, allowe
 
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
-    """The worst row of each stretch of rows in which the choices exceed the limit."""
+    """The worst row of each range of neighbouring rows in which the choices exceed the limit."""
     change = np.zeros(len(residual.base) + 1, np.int64)
     for v, i in choices.items():
         for (first, end), usage in residual.terms[v].items():
@@ -144,10 +143,7 @@ def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
 
 
 class _Model:
-    """The program in PuLP; a class because rows and covers are added between solves.
-
-    `bound` is the best bound so far on the cost of its nodes.
-    """
+    """The program in PuLP, to which `limit_row` adds rows and covers. bound: the best lower bound so far."""
 
     def __init__(self, residual: Residual, nodes: list[int]) -> None:
         self.residual = residual
@@ -189,7 +185,7 @@ class _Model:
         self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(list(terms)), sense=sense, rhs=bound))
 
     def limit_row(self, r: int, choices: dict[int, int]) -> None:
-        """Add usage row `r`, which `choices` exceed; if the program has it already, a cover of `choices`."""
+        """Add usage row `r`, which `choices` exceed, or a cover of `choices` if the program has the row."""
         if r in self._rows:
             cover = self._rows[r].cover(choices)
             n_nodes = len({node for node, _ in cover})
@@ -197,22 +193,22 @@ class _Model:
             return
 
         row = self._rows[r] = _row(self.residual, self.x, r)
-        if row.room < 0 or not row.places:
+        if row.slack < 0 or not row.places:
             raise self._infeasible()
-        # Scaled to 1, as solvers compare rows with an absolute tolerance, too.
+        # Scaled to 1: HiGHS compares rows with an absolute tolerance.
         largest = max(row.usage)
         pairs = zip(row.places, row.usage, strict=True)
         terms = [(self.x[node][i], usage / largest) for (node, i), usage in pairs]
-        self._constrain(terms, pulp.LpConstraintLE, row.room / largest)
+        self._constrain(terms, pulp.LpConstraintLE, row.slack / largest)
 
     def _infeasible(self) -> InfeasibleError:
         return InfeasibleError(
             f"No choice for the {len(self.x)} nodes that are left satisfies both the forbidden pairs and the usage "
-            "limit. Raise `usage_limit`, or allow more pairs of strategies."
+            "limit. Raise the limit (`memory_limit_bytes`), or allow more pairs of strategies."
         )
 
     def solve(self, deadline: Deadline, allowed: float) -> dict[int, int] | None:
-        """The best choices found, or None; updates `bound` either way. allowed: see `solve_program`."""
+        """The best choices found, or None; updates `bound`. allowed: see `solve_program`."""
         bound = _run_highs(self.problem, deadline, allowed * self.scale) / self.scale
         if self.problem.status == pulp.LpStatusInfeasible:
             raise self._infeasible()
@@ -222,7 +218,7 @@ class _Model:
 
         choices = {node: int(np.argmax([one.varValue or 0.0 for one in x])) for node, x in self.x.items()}
         cost = _cost_of(self.residual, choices)
-        # The cost in exact numbers: the solver's bound has tolerances.
+        # The exact cost: the bound of HiGHS has tolerances.
         if self.problem.sol_status == pulp.LpSolutionOptimal and np.isfinite(cost):
             bound = cost if allowed == 0 else min(bound, cost)
         self.bound = max(self.bound, bound)
@@ -238,10 +234,10 @@ def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
 
 
 def _run_highs(problem: Any, deadline: Deadline, allowed: float) -> float:
-    """Solve up to `allowed` above the cheapest, and return the proven lower bound, both of the scaled objective.
+    """Solve up to the gap `allowed` and return the lower bound, both in units of the scaled objective.
 
-    HiGHS calls back at points of its search that depend on the program only. Each callback counts as work, so it stops
-    at the same point every time. Its own limit is on the clock.
+    Each callback of HiGHS counts as work. They depend only on the program, so the search stops at the same point every
+    time, unlike with the time limit of HiGHS.
     """
     import highspy
 
@@ -262,7 +258,7 @@ def _run_highs(problem: Any, deadline: Deadline, allowed: float) -> float:
 
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:
-            # The constructor calls this, and with output on, the first callback makes HiGHS print its version.
+            # Called by the constructor. With output on, the first callback prints the version.
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()
 

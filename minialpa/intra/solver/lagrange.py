@@ -1,22 +1,20 @@
-"""A lower bound and good choices for a core with usage rows: the core under prices is a graph without rows.
+"""A `Core` goes in; a lower bound and good choices within the usage limit come out.
 
-With prices p >= 0 on the usage rows (Lagrange multipliers), the messages of trws.py give a bound for every p:
-    L(p) = min_s (c(s) + p . usage(s)) - p . room
-The best prices come from a linear program over the choices x_k found so far, with excess e(x) = usage(x) - room:
+Under prices p >= 0 on the usage rows (Lagrange multipliers), the core is a graph without rows, for which the messages
+of trws.py prove a bound at every p:
+    L(p) = min_s (c(s) + p . usage(s)) - p . slack
+Example: 10 equal nodes, a limit of 15, two strategies: (cost 0, usage 2) and (cost 1, usage 1). At price 1, both
+cost 2 with the price, so L = 10 * 2 - 15 = 5. Five nodes of each kind reach this bound.
+
+The best prices come from a linear program over the choices x_k found so far, with excess e(x) = usage(x) - slack:
     max theta   subject to   theta <= c(x_k) + p . e(x_k) for each k,   p >= 0                            -> _Columns
 theta is never below the best bound (Kelley's cutting planes, 1960; the dual of Dantzig and Wolfe's columns, 1960).
-Messages under its prices, or prices between these and the best so far, prove a bound and give more choices, until both
-are within the allowed gap, or nothing changes. Few rows bind, so few choices are needed.       -> _raise_with_columns
-Without rows there are no prices, and messages settle.                                                     -> _settle
-Rounding and local search (local_search.py) turn priced costs into choices that keep to the limit.        -> _improve
-At the best price, two optima may be very different: one exceeds the limit, the other leaves much of it unused. To find
-choices between them, such as a chain of equal layers of which only some use less, a few nodes are forced to random
-strategies and the messages respond.                                                                       -> _probe
+Messages under these prices prove a bound and give more choices, until the gap is small or the bound stops rising. Few
+rows bind, so a few prices are enough.                                                          -> _raise_with_columns
 
-Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
-15. At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 nodes of each kind reach that bound.
-
-All limits count passes and rounds.
+Local search turns priced costs into choices within the limit.                                             -> _improve
+At the best price, one optimum may exceed the limit and another leave much of it unused. Probes find choices between
+them, in which only some of many equal layers use less: they force a few nodes to random strategies.       -> _probe
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_
 from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
 
-#: Rounding error of sums of float64, as a part of the largest possible sum.
+#: Rounding error of float64 sums, as a part of the largest possible sum.
 ROUNDING = 1e-12
-#: Operations of a linear program over choices, about.
+#: Operations per linear program, about.
 _OF_PROGRAM = 5e6
-#: Largest price in the linear program, in spreads of cost for the largest excess. Prices grow without end where no
-#: choice keeps to the limit.
+#: Largest price, in units of (spread of the costs) / (largest excess). Without choices within the limit, prices are
+#: otherwise unbounded.
 _HIGHEST_PRICE = 1000.0
 
 
@@ -47,9 +45,8 @@ class Bracket:
     """The optimum of a core is between `bound` and `cost`.
 
     Attributes:
-        choices: the best choices found; if none are allowed, the best of all by the order of `Incumbent`.
-        cost: their cost; infinite if they are not allowed.
-        bound: no allowed choices cost less.
+        choices: the best choices by the order of `Incumbent`.
+        cost: infinite if `choices` exceed the limit or have a forbidden pair.
         reduced: a solution with strategy i at node v costs at least bound + reduced[at[v] + i].
         prices: for each row, the price that gave the bound.
     """
@@ -66,27 +63,27 @@ def work_of_pass(core: Core) -> float:
 
 
 def work_of_tree(core: Core) -> float:
-    """Operations of a random tree of local search, about: 20 nodes, with edges of the average size, and their rows."""
+    """Operations per tree of local search: 20 nodes with average edges and rows."""
     n_rows = int((core.end - core.start).sum())
     return 20 * (2 * len(core.table) + n_rows) / core.n_nodes + 2000
 
 
 def _without_limit(core: Core) -> Core:
-    return core._replace(room=np.full_like(core.room, 2 * MOST_USAGE))
+    return core._replace(slack=np.full_like(core.slack, 2 * MOST_USAGE))
 
 
 class Incumbent:
-    """The best choices so far: allowed pairs before forbidden ones, then the least excess, then the least cost."""
+    """The best choices so far: without forbidden pairs first, then by least excess, then by least cost."""
 
     def __init__(self, core: Core, allowed: AllowedGap = NO_GAP, offset: float = 0.0) -> None:
-        """allowed: gap of choices of the whole graph, which cost `offset` more than those in its core."""
+        """allowed: for the whole graph, whose cost is the cost of the core plus `offset`."""
         self.core, self._allowed, self._offset = core, allowed, offset
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
         self.cost, self.excess = np.inf, math.inf
 
     def offer(self, choices: Ints) -> None:
         cost = cost_of(self.core, choices)
-        excess = int(np.max(usage_of(self.core, choices) - self.core.room, initial=0))
+        excess = int(np.max(usage_of(self.core, choices) - self.core.slack, initial=0))
         if (np.isinf(cost), excess, cost) < (np.isinf(self.cost), self.excess, self.cost):
             self.choices, self.cost, self.excess = choices.copy(), cost, excess
 
@@ -99,7 +96,6 @@ class Incumbent:
         return self.cost if self.excess == 0 else np.inf
 
     def gap_of(self, bound: float) -> float:
-        """The allowed gap above a bound, or the error of rounding if that is more."""
         return max(ROUNDING * self.core.forbidden, self._allowed.of(self._offset + bound))
 
     def is_within(self, bound: float) -> bool:
@@ -107,8 +103,6 @@ class Incumbent:
 
 
 class Passes:
-    """Messages under prices; a class because they live from pass to pass."""
-
     def __init__(self, core: Core, prices: Floats, deadline: Deadline) -> None:
         self.core, self.prices, self.deadline = core, prices, deadline
         self.messages = np.zeros(int(core.message_at[-1]))
@@ -120,7 +114,7 @@ class Passes:
         self.deadline.spend(work_of_pass(self.core))
         price_usage(self.core, self.prices, self.priced)
         bound = pass_messages(self.core, self.priced, self.messages, forward, self.reduced, self.choices)
-        return float(bound - self.prices @ self.core.room)
+        return float(bound - self.prices @ self.core.slack)
 
     def round(self, forward: bool, incumbent: Incumbent) -> None:
         choices = np.zeros_like(self.choices)
@@ -129,10 +123,7 @@ class Passes:
         incumbent.offer(choices)
 
     def improve(self, incumbent: Incumbent, bound: float, seed: int, options: SolverOptions) -> None:
-        """Rounding and local search after passes over noisy costs.
-
-        Where several optima cost the same, rounding mixes them. Noise makes one of them the cheapest.
-        """
+        """Rounding and local search after passes over noisy costs; without noise, rounding mixes equal optima."""
         core, choices = self.core, np.zeros_like(self.choices)
         noise = np.random.default_rng(seed).random(len(core.cost))
         noisy = self.priced + options.noise * abs(bound) / core.n_nodes * noise
@@ -147,7 +138,7 @@ class Passes:
 
 
 class _Columns:
-    """Choices of a core, and the prices that they suggest."""
+    """The linear program over the choices so far."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -155,21 +146,21 @@ class _Columns:
         self._excess: list[Ints] = []
 
     def add(self, choices: Ints) -> None:
-        """Add choices, unless they are forbidden. They may exceed the limit."""
+        """Add choices, which may exceed the limit, unless a pair is forbidden."""
         cost = cost_of(self.core, choices)
         if np.isfinite(cost):
             self._costs.append(cost)
-            self._excess.append(usage_of(self.core, choices) - self.core.room)
+            self._excess.append(usage_of(self.core, choices) - self.core.slack)
 
     def best_prices(self) -> tuple[Floats, float]:
-        """The prices of all rows, and theta, which no bound exceeds; inf without choices."""
-        from scipy.optimize import linprog  # takes long to import, and few graphs come here
+        """The price of each row, and theta, an upper bound on L(p); infinite without choices."""
+        from scipy.optimize import linprog  # slow to import, and few graphs need it
 
-        prices = np.zeros(len(self.core.room))
+        prices = np.zeros(len(self.core.slack))
         if not self._costs:
             return prices, np.inf
 
-        # In units of cost and of excess, as seconds and bytes are many orders apart.
+        # Scaled by spread and largest excess: seconds and bytes are many orders apart.
         costs, excess = np.array(self._costs), np.array(self._excess, np.float64)
         rows = np.flatnonzero((excess > 0).any(axis=0))
         least, spread = float(costs.min()), float(np.ptp(costs)) or 1.0
@@ -192,18 +183,17 @@ def bracket(
     core: Core, prices: Floats, deadline: Deadline, options: SolverOptions, allowed: AllowedGap = NO_GAP,
     offset: float = 0.0,
 ) -> Bracket:  # fmt: skip
-    """Bounds and choices for `core`, starting from `prices`. Makes a few passes even after `deadline`.
+    """Bound and choices for `core`, from `prices` of its rows. Makes a few passes even after `deadline`.
 
     allowed, offset: see `Incumbent`.
     """
     incumbent = Incumbent(core, allowed, offset)
     half = deadline.part(0.5)
-    if len(core.room):
+    if len(core.slack):
         passes = _raise_with_columns(core, prices, incumbent, half, options)
     else:
         passes = _settle(core, prices, incumbent, half, options)
 
-    # Near the best prices, each pass rounds to other choices.
     for _ in range(options.last_pairs if not deadline.is_over else 1):
         for forward in (True, False):
             bound = passes.run(forward)
@@ -213,7 +203,7 @@ def bracket(
     if incumbent.excess > 0:
         _round_under_high_prices(core, incumbent, deadline, options.price_levels)
 
-    # The pass back leaves the reduced costs that belong to the bound of the pass before it.
+    # The second pass leaves the reduced costs for the bound of the first.
     rounding = ROUNDING * core.forbidden
     bound = passes.run(True) - rounding
     passes.run(False)
@@ -231,7 +221,7 @@ def bracket(
 
 
 def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> Passes:
-    """Passes until the bound of a core without rows settles; returns the messages that proved the best bound."""
+    """Passes without rows until the bound settles; returns the messages of the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     equal = ROUNDING * core.forbidden
     best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
@@ -246,7 +236,6 @@ def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline
             passes.round(True, incumbent)
             if incumbent.is_within(best_bound):
                 break
-            # Messages that have settled stay so.
             if best_bound - bound_before <= equal:
                 passes.improve(incumbent, bound, k, options)
                 break
@@ -267,7 +256,7 @@ def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline
 def _raise_with_columns(
     core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions
 ) -> Passes:
-    """Passes under the prices of `_Columns`; returns prices and messages of the best bound."""
+    """Passes under the prices of `_Columns`; returns the passes of the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     columns = _Columns(core)
     equal = ROUNDING * core.forbidden
@@ -298,7 +287,7 @@ def _raise_with_columns(
 
 
 def _settled(passes: Passes, options: SolverOptions, little: float) -> float:
-    """The best bound of passes under unchanged prices, until it hardly rises."""
+    """The best bound under unchanged prices, once it rises by at most `little`."""
     best = -np.inf
     for k in range(options.most_price_pairs):
         bound = max(passes.run(True), passes.run(False))
@@ -309,7 +298,7 @@ def _settled(passes: Passes, options: SolverOptions, little: float) -> float:
 
 
 def _offer_columns(passes: Passes, columns: _Columns, incumbent: Incumbent, k: int, options: SolverOptions) -> None:
-    """Offer choices under the prices of `passes`, with and without the limit."""
+    """Offer choices under the prices of `passes`, rounded with and without the limit."""
     core, n_trees = passes.core, int(options.searched_part * passes.core.n_nodes) + 1
     free = _without_limit(core)
     for forward in (True, False):
@@ -323,7 +312,7 @@ def _offer_columns(passes: Passes, columns: _Columns, incumbent: Incumbent, k: i
             incumbent.offer(choices)
         passes.round(forward, incumbent)
 
-    # From the best choices under prices, and then without.
+    # From the best choices, under prices, then without.
     if k % options.prices_per_search == 1 % options.prices_per_search:
         choices = incumbent.choices.copy()
         for costs in (passes.priced, core.cost):
@@ -336,7 +325,7 @@ def _offer_columns(passes: Passes, columns: _Columns, incumbent: Incumbent, k: i
 def _offer_noisy_columns(
     passes: Passes, columns: _Columns, incumbent: Incumbent, bound: float, k: int, options: SolverOptions
 ) -> None:
-    """As `_offer_columns`, after passes over noisy costs; see `Passes.improve`."""
+    """`_offer_columns` under noise; see `Passes.improve`."""
     core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
     noise = np.random.default_rng(k).random(len(core.cost))
     noisy = passes.priced + options.noise * abs(bound) / core.n_nodes * noise
@@ -352,11 +341,11 @@ def _offer_noisy_columns(
 
 
 def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadline, n_levels: int) -> None:
-    """Round under one price on all rows, ten times higher each time, until choices keep to the limit."""
-    passes = Passes(core, np.zeros(len(core.room)), deadline)
+    """Round under ever higher prices, equal for all rows, until the choices keep to the limit."""
+    passes = Passes(core, np.zeros(len(core.slack)), deadline)
     for k in range(n_levels):
-        unit = float(core.usage.max(initial=0)) * len(core.room) or 1.0
-        passes.prices = np.full(len(core.room), core.forbidden / unit * 10.0 ** (k - n_levels // 2))
+        unit = float(core.usage.max(initial=0)) * len(core.slack) or 1.0
+        passes.prices = np.full(len(core.slack), core.forbidden / unit * 10.0 ** (k - n_levels // 2))
         for forward in (True, False):
             passes.run(forward)
             passes.round(not forward, incumbent)
@@ -367,7 +356,7 @@ def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadlin
 def _improve(
     core: Core, prices: Floats, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions
 ) -> None:
-    """Local search under full, half and no prices in turn; exceeded rows cost more each round."""
+    """Local search, with a higher price on exceeded rows in each round."""
     choices = incumbent.choices.copy()
     n_idle = 0
     for k in range(options.max_searches):
@@ -375,7 +364,7 @@ def _improve(
         weight = options.price_weights[k % len(options.price_weights)]
         priced = exceeded_rows_priced(core, weight * prices, choices, k)
 
-        # In portions, as compiled loops do not look at the clock.
+        # In portions: compiled loops do not check the deadline.
         for first in range(0, core.n_nodes, options.trees_per_look):
             if deadline.is_over:
                 return
@@ -390,15 +379,14 @@ def _improve(
 
 
 def exceeded_rows_priced(core: Core, prices: Floats, choices: Ints, k: int) -> Floats:
-    """Costs under `prices` and a price on the rows that `choices` exceed, four times higher for the next `k`."""
+    """Costs under `prices` and a price on rows that `choices` exceed, proportional to 4 ** k."""
     priced = np.empty_like(core.cost)
     penalty = core.forbidden / (float(core.usage.max(initial=0)) or 1.0) * 4.0 ** (k - 5)
-    price_usage(core, prices + penalty * (usage_of(core, choices) > core.room), priced)
+    price_usage(core, prices + penalty * (usage_of(core, choices) > core.slack), priced)
     return priced
 
 
 def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions) -> None:
-    """Rounding and local search after a few passes in which random nodes are held at random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
@@ -409,14 +397,13 @@ def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadlin
         before = incumbent.value
         deadline.spend(2 * options.probe_pairs * work_of_pass(core) + core.n_nodes * work_of_tree(core))
 
-        # Each probe starts from the messages of the bound.
         price_usage(core, passes.prices, priced)
         forced = _with_forced_nodes(core, priced, options.forced, rng)
         messages[:] = passes.messages
         exchange_messages(core, forced, messages, choices, options.probe_pairs)
         round_choices(core, forced, messages, True, choices)
 
-        # Without the force, first under prices, so that the forced nodes may go back.
+        # Without the force, so that forced nodes may go back.
         for costs in (priced, core.cost):
             improve_on_trees(core, costs, choices, core.n_nodes // 2 + 1, k)
             incumbent.offer(choices)

@@ -1,11 +1,10 @@
-"""Choices that keep to the usage limit: rounding of messages, and local search on trees. Compiled by numba.
+"""Costs and messages of a `Core` go in; choices within the usage limit come out. Compiled by numba.
 
-    1. Round: node after node takes the cheapest strategy that still fits, by the choices of earlier nodes and the
-       messages of later ones.                                                                    -> round_choices
-    2. Improve: grow a random tree of nodes, hold all others, and find the best strategies of the tree by dynamic
-       programming from the leaves up, among strategies that fit one by one. Keep them if they cost less and also fit
-       together.                                                                                  -> improve_on_trees
-Exceeded rows are not exceeded further, unless rounding finds no strategy that fits.
+    1. One node after the other takes the cheapest strategy that still fits, by the choices of visited nodes and the
+       messages of the others.                                                                    -> round_choices
+    2. Dynamic programming finds the best strategies of a random tree, among strategies that fit one by one, while all
+       other nodes stay. They are kept if they cost less and fit together.                        -> improve_on_trees
+No step exceeds a row further than before, unless rounding finds no strategy that fits.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from minialpa.intra.solver.cost_graph import MOST_USAGE, Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.support.loops import compiled
 
-#: Most nodes of a tree.
 LARGEST_TREE = 50
-#: Probability of leaving out a node that could join the tree, for variety.
+#: Probability that a node does not join the tree, for variety.
 _LEAVE_OUT = 0.2
-#: More than all nodes use together.
 _UNLIMITED = 2 * MOST_USAGE
 
 
 class Tree(NamedTuple):
-    """A tree of nodes, or a few of them, by places: each node comes after its parent.
+    """Buffers for one or a few trees. Place k has a node, after its parent.
 
     Attributes:
-        parent: the place of its parent; -1 for a root.
-        link: the link that leads from the parent to it.
-        place: for each node of the graph, its place; -1 for nodes outside of the tree.
-        cost: cost[k, i] is the cost of strategy i at place k with the best strategies below it.
-        best: best[k, i] is the best strategy at place k if its parent takes strategy i.
+        nodes: nodes[k] is the node at place k.
+        parent: parent[k] is the place of its parent; -1 for a root.
+        link: link[k] leads from the parent to it.
+        place: the inverse of `nodes`; -1 for nodes outside of the tree.
+        cost: cost[k, i] is the cost of strategy i with the best strategies below.
+        best: best[k, i] is the best strategy if the parent takes strategy i.
+        old, new: strategy at place k before and after the search.
     """
 
     nodes: Ints
@@ -49,7 +48,7 @@ class Tree(NamedTuple):
 
 @compiled
 def usage_of(core: Core, x: Ints) -> Ints:
-    used = np.zeros(len(core.room), np.int64)
+    used = np.zeros(len(core.slack), np.int64)
     for v in range(len(core.at) - 1):
         _use(core, used, v, x[v], 1)
     return used
@@ -57,12 +56,12 @@ def usage_of(core: Core, x: Ints) -> Ints:
 
 @compiled
 def cost_of(core: Core, x: Ints) -> float:
-    """Cost without prices; inf where something is forbidden."""
+    """Cost without prices; infinite for a forbidden entry."""
     total = 0.0
     for v in range(len(core.at) - 1):
         cost = core.cost[core.at[v] + x[v]]
         total += cost if cost < core.forbidden else np.inf
-        # Later neighbours only, so that each edge counts once.
+        # Later neighbours only: each edge counts once.
         for link in range(core.middle[v], core.links[v + 1]):
             w = core.other[link]
             cost = core.table[core.table_at[link] + x[v] * (core.at[w + 1] - core.at[w]) + x[w]]
@@ -72,9 +71,9 @@ def cost_of(core: Core, x: Ints) -> float:
 
 @compiled
 def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x: Ints) -> None:
-    """Formula 1, in node order or backwards. The choices exceed the limit where no strategy fits."""
+    """Step 1, in node order or backwards; writes `x`. Choices exceed the limit where no strategy fits."""
     n_nodes = len(core.at) - 1
-    used = np.zeros(len(core.room), np.int64)
+    used = np.zeros(len(core.slack), np.int64)
     ahead = np.empty(core.widest)
     for step in range(n_nodes):
         node = step if forward else n_nodes - 1 - step
@@ -82,7 +81,6 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
         for i in range(size):
             ahead[i] = priced[offset + i]
 
-        # Neighbours that have chosen count with the cost of the edge, the others with their message.
         for link in range(core.links[node], core.links[node + 1]):
             message, line = core.message_at[link], core.table_at[core.back[link]] + x[core.other[link]] * size
             visited = (link < core.middle[node]) == forward
@@ -96,17 +94,17 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
 
 @compiled
 def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: int) -> int:
-    """Formula 2 for `n_trees` trees, with changes to `x`. Returns how many trees changed."""
+    """Step 2 for `n_trees` trees; changes `x` and returns the number of changed trees."""
     np.random.seed(seed)
     n_nodes = len(core.at) - 1
 
-    tree = empty_tree(core)  # filled anew in each round
+    tree = empty_tree(core)
     used = usage_of(core, x)
     n_changed = 0
     for _ in range(n_trees):
         root = np.random.randint(n_nodes)
         count = grow(core, tree, 0, root, np.random.randint(1, LARGEST_TREE + 1))
-        own_costs(core, tree, count, priced, x)
+        node_costs(core, tree, count, priced, x)
         for k in range(count):
             forbid_full(core, used, tree.nodes[k], tree.old[k], tree.cost[k])
         descend(core, tree, count)
@@ -131,9 +129,9 @@ def empty_tree(core: Core) -> Tree:
 
 @compiled
 def grow(core: Core, tree: Tree, first: int, root: int, limit: int) -> int:
-    """Add a tree breadth first from place `first` on, up to place `limit`; returns the place after its last node.
+    """Add a tree, breadth first, at the places from `first` to `limit` - 1; returns the place after its last node.
 
-    It has no link to earlier nodes of `tree` and no cycle; `root` has to be free.
+    `root` must be outside of `tree`. The new tree has no cycle and no link to earlier trees.
     """
     tree.nodes[first], tree.parent[first], tree.place[root] = root, -1, first
     count, k = first + 1, first
@@ -141,7 +139,7 @@ def grow(core: Core, tree: Tree, first: int, root: int, limit: int) -> int:
         link_0 = core.links[tree.nodes[k]]
         degree = core.links[tree.nodes[k] + 1] - link_0
 
-        # The links of a node in turn, from a random one on, so that no neighbour always comes first.
+        # From a random link on.
         turn = np.random.randint(max(degree, 1))
         for step in range(degree):
             link = link_0 + (step + turn) % degree
@@ -160,7 +158,7 @@ def grow(core: Core, tree: Tree, first: int, root: int, limit: int) -> int:
 
 @compiled
 def n_joined(core: Core, tree: Tree, node: int) -> int:
-    """Neighbours of `node` in the tree, 2 for more: with two, it would close a cycle."""
+    """Neighbours of `node` in the tree, counted up to 2: with two, `node` would close a cycle."""
     joined = 0
     for link in range(core.links[node], core.links[node + 1]):
         joined += tree.place[core.other[link]] >= 0
@@ -170,8 +168,8 @@ def n_joined(core: Core, tree: Tree, node: int) -> int:
 
 
 @compiled
-def own_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> None:
-    """Write the strategies of the tree to `old`, and the cost of each strategy beside the rest of `x` to `cost`."""
+def node_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> None:
+    """Write `old`, and to `cost` the cost of each strategy, with the edges to nodes outside of the tree."""
     for k in range(count):
         node = tree.nodes[k]
         offset, size = core.at[node], core.at[node + 1] - core.at[node]
@@ -188,8 +186,8 @@ def own_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> No
 
 @compiled
 def descend(core: Core, tree: Tree, count: int) -> None:
-    """Write the best strategies to `new`, by dynamic programming; `cost` then includes all nodes below."""
-    # From the leaves up: for each strategy i of the parent, the best strategy j of its child.
+    """Write the best strategies to `new` by dynamic programming, and add the nodes below to `cost`."""
+    # From the leaves up: the best strategy j of a child for strategy i of its parent.
     for k in range(count - 1, 0, -1):
         if tree.parent[k] < 0:
             continue
@@ -206,7 +204,6 @@ def descend(core: Core, tree: Tree, count: int) -> None:
             tree.cost[tree.parent[k], i] += least
             line += size
 
-    # From the root down: the choice of the parent decides the child.
     for k in range(count):
         if tree.parent[k] < 0:
             root = tree.nodes[k]
@@ -217,14 +214,14 @@ def descend(core: Core, tree: Tree, count: int) -> None:
 
 @compiled
 def gain(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> float:
-    """Cost of `old` minus cost of `new`; a sum of small differences, for little rounding."""
+    """Cost of `old` minus cost of `new`; sums small differences, for little rounding."""
     total = 0.0
     for k in range(count):
         v, old, new = tree.nodes[k], tree.old[k], tree.new[k]
         size = core.at[v + 1] - core.at[v]
         total += priced[core.at[v] + old] - priced[core.at[v] + new]
 
-        # Edges inside the tree count once, at their later place.
+        # Edges of the tree count once, at their later place.
         for link in range(core.links[v], core.links[v + 1]):
             w = core.other[link]
             table = core.table_at[core.back[link]]
@@ -242,14 +239,13 @@ def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
     """Change `used` from `old` to `new`; if that exceeds a row with more usage, undo it and return False."""
     swap_usage(core, tree, count, used, 1)
 
-    # Only rows in which some node uses more: others may be exceeded, but no further than before.
     for k in range(count):
         node = tree.nodes[k]
         for segment in range(core.segments[node], core.segments[node + 1]):
             usage_at = core.usage_at[segment]
             if core.usage[usage_at + tree.new[k]] > core.usage[usage_at + tree.old[k]]:
                 for row in range(core.start[segment], core.end[segment]):
-                    if used[row] > core.room[row]:
+                    if used[row] > core.slack[row]:
                         swap_usage(core, tree, count, used, -1)
                         return False
     return True
@@ -257,7 +253,6 @@ def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
 
 @compiled
 def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> None:
-    """Change `used` from `old` to `new`; with sign -1, back."""
     for k in range(count):
         if tree.new[k] != tree.old[k]:
             _use(core, used, tree.nodes[k], tree.old[k], -sign)
@@ -266,7 +261,6 @@ def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> Non
 
 @compiled
 def _use(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
-    """Add the usage of strategy i of `node` to `used`; with sign -1, subtract it."""
     for segment in range(core.segments[node], core.segments[node + 1]):
         usage = sign * core.usage[core.usage_at[segment] + i]
         if usage != 0:
@@ -278,16 +272,16 @@ def _use(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
 def forbid_full(core: Core, used: Ints, node: int, i: int, cost: Floats) -> None:
     """Add `forbidden` to the `cost` of strategies of `node` that do not fit while all other nodes stay.
 
-    i: the strategy that the node leaves; -1 if it has none yet.
+    i: the strategy of `node` that `used` includes; -1 without one.
     """
     for segment in range(core.segments[node], core.segments[node + 1]):
         usage_at = core.usage_at[segment]
-        room = _UNLIMITED
+        slack = _UNLIMITED
         for row in range(core.start[segment], core.end[segment]):
-            room = min(room, core.room[row] - used[row])
-        room = max(room, 0) + (core.usage[usage_at + i] if i >= 0 else 0)
+            slack = min(slack, core.slack[row] - used[row])
+        slack = max(slack, 0) + (core.usage[usage_at + i] if i >= 0 else 0)
         for k in range(core.at[node + 1] - core.at[node]):
-            if core.usage[usage_at + k] > room:
+            if core.usage[usage_at + k] > slack:
                 cost[k] += core.forbidden
 
 

@@ -1,7 +1,7 @@
-"""The numbers that limit the solver's effort. None of them changes which solutions or bounds are right.
+"""Numbers that limit the effort of the solver; solutions and bounds are right at any values.
 
-A *pair* is one pass of messages forward and one back (trws.py), and an *entry* one number in the cost table of an edge.
-Numbers without a reason beside them come from trials; benchmarks/iopddl.py shows the effect of a change.
+A *pair* is one pass of messages forward and one back (trws.py). An *entry* is one number in the cost table of an edge.
+Numbers without a reason come from trials; benchmarks/iopddl.py shows the effect of a change.
 """
 
 from __future__ import annotations
@@ -13,53 +13,46 @@ from dataclasses import dataclass
 class SolverOptions:
     """All numbers, by the part of the solver that reads them.
 
+    `max_x` limits the number of x, and `x_pairs` the pairs of x. A search ends after `idle_x` without a gain.
+
     Phases (solve.py):
-        small_program_entries: up to so many entries, the integer program is as quick as messages, and phase 3 is left
-            out.
-        small_relaxation_entries: most entries for phase 2.
-        program_entries_per_s: most entries of the integer program for each second left; PuLP takes a few seconds of a
-            minute to write these.
-        max_rounds: rounds of phases 1 and 3.
-        worthwhile: part of the entries that a round has to remove for another one to follow.
-        reserved: part of the time that the program leaves to local search if there is no solution yet.
-        enough: within so many allowed gaps, only small programs are tried.
-        reductions_s: least seconds of reductions: without them, hardly an attempt avoids all forbidden pairs.
+        small_program_entries: up to this size, the integer program is as quick as messages and replaces phase 3.
+        small_relaxation_entries: largest size for phase 2.
+        program_entries_per_s: largest size of the integer program, per second left. Of a minute, PuLP takes a few
+            seconds to write this size.
+        max_rounds: of phases 1 and 3.
+        worthwhile: part of the entries that a round must remove for the next round to run.
+        reserved: part of the time kept for local search after the integer program, if there is no solution yet.
+        enough: within this many allowed gaps, only small integer programs run.
+        reductions_s: least seconds of reductions, without which most attempts have a forbidden pair.
 
-    The bound without usage rows (lagrange.py):
-        max_pairs: pairs in all.
+    Bound without usage rows (`_settle`):
         rounding_pairs: pairs between two roundings.
-        progress_pairs: pairs between two looks at progress.
-        least_progress: it ends when the gap shrinks by less than this part between two looks.
+        progress_pairs: pairs between two checks of progress.
+        least_progress: the passes end if the gap shrinks by less than this part between two checks.
 
-    The bound with usage rows (lagrange.py):
-        max_prices: prices in all.
-        most_price_pairs, least_price_pairs: pairs for each of them, in which messages settle.
-        little: a gain of this part of the allowed gap counts as none.
-        idle_prices: prices without a gain after which the ascent ends.
-        nearness: weight of the best prices so far in the next ones, as prices of few choices go to extremes.
-        prices_per_search: local search follows each of so many prices.
-        searched_part: trees of such a local search, as a part of the nodes.
+    Bound with usage rows (`_raise_with_columns`):
+        most_price_pairs, least_price_pairs: pairs per price vector, until the messages settle.
+        little: smallest gain that counts, as a part of the allowed gap.
+        nearness: weight of the best prices so far in the next prices: few choices suggest extreme prices.
+        prices_per_search: price vectors per local search.
+        searched_part: trees of this local search per node.
 
-    Rounding (lagrange.py):
-        noise: on costs, as a part of the mean cost of a node: little beside costs that differ, enough to make one of
-            many equal optima the cheapest.
-        noisy_pairs: pairs under noise.
-        last_pairs: pairs at the best prices, each with two roundings.
-        price_levels: prices for rounding if no choices keep to the limit yet, each ten times the one before; the middle
-            one makes the largest usage of all rows cost as much as a forbidden pair.
+    Rounding (`Passes.improve`, `bracket`, `_round_under_high_prices`):
+        noise: on costs, as a part of the mean cost of a node. It is small beside real differences and large enough to
+            make one of many equal optima the cheapest.
+        last_pairs: pairs at the best prices, with two roundings each.
+        price_levels: prices tried while no choices keep to the limit, each ten times the price before. At the middle
+            price, the largest usage in all rows costs as much as a forbidden pair.
 
-    Local search, in rounds of as many trees as nodes (lagrange.py):
+    Local search (`_improve`), in rounds of one tree per node:
         price_weights: factors on the prices, in turn.
-        max_searches: rounds in all.
-        idle_searches: rounds without gain after which it ends: each weight has had three.
-        trees_per_look: trees between two looks at the deadline.
+        idle_searches: three per weight.
+        trees_per_look: trees between two checks of the deadline.
 
-    Probes: rounding and local search with a few nodes forced (lagrange.py):
-        max_probes: probes in all.
-        max_probe_entries: probes times the entries of the core, in all, which bounds their time.
-        idle_probes: probes without gain after which probing ends.
-        forced: nodes forced in a probe.
-        probe_pairs: pairs in a probe, by which messages respond.
+    Probes (`_probe`):
+        max_probe_entries: probes times entries of the core, which bounds the time.
+        forced: nodes per probe that are forced to random strategies.
     """
 
     small_program_entries: int = 2_000

@@ -1,12 +1,11 @@
-"""Chooses one strategy per node of a cost graph, with a proof of optimality if there is time for one.
+"""A `CostGraph` goes in; the cheapest strategy of each node comes out, with a lower bound on the cost.
 
-`solve_graph` turns a `CostGraph` into a `GraphSolution`, in phases that end with the first proof:
-    1. Reduce the graph; the optimum stays the same (elimination.py, bucket.py).
-    2. Reduce it without usage rows; if the result keeps to the limit, it is optimal.          -> _try_without_rows
-    3. Find bounds by messages and prices, and choices by rounding and local search (lagrange.py).     -> _bracket
-       Drop the strategies that no better solution has, by their reduced costs, and repeat from 1.
-    4. Solve the rest, if it is small enough, as an integer program (ilp_model.py).                 -> _solve_rest
-`run_phases` and `Best` serve searches that continue from there.
+`solve_graph` runs these phases and ends at the first proof of optimality:
+    1. Reduce the graph without a change of the optimum (elimination.py, bucket.py).
+    2. Reduce a copy without usage rows. If its optimum keeps to the limit, it is the answer.  -> _try_without_rows
+    3. Find bounds by message passing, and choices by rounding and local search (lagrange.py).         -> _bracket
+       Drop the strategies that no better solution has, and repeat from 1.
+    4. Solve a small enough rest as an integer program (ilp_model.py).                              -> _solve_rest
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Best", "CostGraph", "Deadline", "Edge", "GraphSolution", "run_phases", "solve_graph"]
 
-#: Larger graphs load the compiled loops first; most smaller ones never need them.
+#: Larger graphs load the compiled loops first; most smaller graphs never need them.
 _FEW_NODES = 2000
-#: A gap up to this part of the cost counts as none: rounding of sums of float64.
+#: A gap up to this part of the cost counts as zero: sums of float64 round.
 _EQUAL = 1e-9
 #: Nominal seconds of a solve without a deadline.
 _LIMIT_S = 60.0
@@ -43,13 +42,14 @@ def solve_graph(
     graph: CostGraph, deadline: Deadline | None = None, *, gap: float = 0.0, cost_per_s: float = 0.0,
     options: SolverOptions = _DEFAULTS,
 ) -> GraphSolution:  # fmt: skip
-    """The cheapest strategies, or the best ones found, with the proven bound.
+    """The cheapest choices, or the best ones found in time, with the proven lower bound.
 
-    Under a usage limit, a solution may cost the part `gap` more than the cheapest. `deadline` counts the work; the
-    first reductions and a first attempt run in any case. Each nominal second of work has to save `cost_per_s`, or the
-    solve ends.
+    Args:
+        deadline: limit on the work; the first reductions and a first attempt run even without time.
+        gap: part of the cost by which the choices may exceed the bound. Only a graph with a usage limit reads it.
+        cost_per_s: the solve ends when further work can save less than this cost per nominal second.
 
-    Raises InfeasibleError if no choice satisfies edges and usage limit, or if time runs out before one is found.
+    Raises InfeasibleError without choices that satisfy edges and usage limit, or without time to find any.
     """
     deadline = deadline or Deadline(_LIMIT_S)
     best = Best(graph, AllowedGap(gap if graph.usage_limit is not None else 0.0, cost_per_s, deadline))
@@ -59,9 +59,9 @@ def solve_graph(
 
 
 def run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
-    """All phases; the results go to `best`, and `residual` keeps the undecided nodes.
+    """Improve `best` by all phases, and leave the undecided nodes in `residual`.
 
-    prices: for each row of `residual`; the passes start from them and change them.
+    prices: start prices of the rows that `residual` has at the call; updated in place.
     """
     if len(residual.alive) > _FEW_NODES:
         dominance.load()
@@ -70,7 +70,7 @@ def run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadlin
     except InfeasibleError:
         if best.choices is None:
             raise
-        best.raise_bound(best.cost)  # the infeasible part had every cheaper solution
+        best.raise_bound(best.cost)  # every better solution was in the infeasible part
 
 
 def _run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
@@ -92,18 +92,17 @@ def _run_phases(residual: Residual, best: Best, prices: Floats, deadline: Deadli
     is_near = best.has_gap(options.enough * best.allowed_gap.part)
     if not best.is_within() and (_n_entries(residual) <= options.small_program_entries or not is_near):
         _solve_rest(residual, best, deadline, options)
-    # No attempt so far keeps to the limit.
+    # `_bracket` makes a few passes even after the deadline.
     if best.choices is None and residual.alive:
         _bracket(residual, best, prices, deadline, options)
 
 
 class Best:
-    """The best choices so far, and the best bound.
+    """The best choices and the best lower bound of a solve so far.
 
     Attributes:
-        allowed_gap: how much more than the bound choices may cost.
-        choices: the cheapest allowed choices so far; None if there are none.
-        least_usage: the least peak usage among choices that exceed the limit, for the message; None without any.
+        choices: the cheapest choices within the limit.
+        least_usage: least peak usage of choices beyond the limit, for the error message.
     """
 
     def __init__(self, graph: CostGraph, allowed_gap: AllowedGap) -> None:
@@ -113,7 +112,7 @@ class Best:
         self.least_usage: int | None = None
 
     def offer(self, choices: tuple[int, ...]) -> None:
-        """Take `choices` if they are allowed, keep to the limit and cost less: the one way into a solution."""
+        """Take `choices` if they cost less and keep to the limit."""
         cost = self.graph.cost_of(choices)
         if not cost < self.cost:
             return
@@ -124,7 +123,7 @@ class Best:
             self.least_usage = usage if self.least_usage is None else min(self.least_usage, usage)
 
     def raise_bound(self, bound: float) -> None:
-        """No solution cheaper than `cost` costs less than `bound`."""
+        """Record that each solution cheaper than `cost` costs at least `bound`."""
         self.bound = max(self.bound, min(bound, self.cost))
 
     @property
@@ -132,11 +131,9 @@ class Best:
         return self.has_gap(_EQUAL)
 
     def has_gap(self, part: float) -> bool:
-        """Whether the choices cost at most this part more than the bound."""
         return self.choices is not None and self.cost - self.bound <= part * abs(self.cost)
 
     def is_within(self) -> bool:
-        """Whether the choices are proven, or within the allowed gap."""
         is_found = self.choices is not None
         return self.proven or (is_found and self.cost - self.bound <= self.allowed_gap.of(self.cost))
 
@@ -147,7 +144,7 @@ class Best:
             usage = f" The least usage found is {self.least_usage:,}, the limit {limit:,}." if found else ""
             raise InfeasibleError(
                 f"Time ran out before any solution was found for {self.graph.n_nodes} nodes.{usage} "
-                "Raise `time_limit_s`, or loosen `usage_limit`."
+                "Raise the time limit (`solver_time_limit_s`) or the usage limit (`memory_limit_bytes`)."
             )
         return GraphSolution(self.choices, self.cost, self.cost if self.proven else self.bound, self.proven)
 
@@ -157,7 +154,7 @@ def _n_entries(residual: Residual) -> int:
 
 
 def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_entries: int) -> None:
-    """Phase 2: the optimum without usage limit, if reductions find it, is a bound and perhaps the answer."""
+    """Phase 2; the cost of an optimum without a limit is a lower bound."""
     if not residual.alive:
         best.offer(residual.choices())
         best.raise_bound(best.cost)
@@ -166,7 +163,6 @@ def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_e
         reduce_graph(relaxed, deadline)
         eliminate_narrow_components(relaxed)
 
-        # The optimum without a limit costs no more than one with it.
         if not relaxed.alive:
             choices = relaxed.choices()
             best.offer(choices)
@@ -174,8 +170,7 @@ def _try_without_rows(residual: Residual, best: Best, deadline: Deadline, most_e
 
 
 def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline, options: SolverOptions) -> None:
-    """Phase 3: offer choices, raise the bound, and drop the strategies that no better solution has."""
-    # Imported here, because most graphs of the planner are solved without these loops.
+    # Imported here: most graphs of the planner end before this phase.
     from minialpa.intra.solver.lagrange import bracket
 
     nodes = list(residual.alive)
@@ -189,7 +184,7 @@ def _bracket(residual: Residual, best: Best, prices: Floats, deadline: Deadline,
 
 
 def may_be_better(residual: Residual, best: Best, found: Bracket) -> Bools:
-    """A mask of the strategies, by their place in the core, that a better solution than `best` may have."""
+    """A mask of the strategies that a better solution than `best` may have, in the order of `Core.cost`."""
     return residual.offset + found.bound + found.reduced <= best.cost
 
 
@@ -202,14 +197,13 @@ def keep_only(residual: Residual, nodes: list[int], stays: Bools) -> None:
 
 
 def _solve_rest(residual: Residual, best: Best, deadline: Deadline, options: SolverOptions) -> None:
-    """Phase 4: the integer program, if it is small for the time left."""
-    # Imported here, because most graphs of the planner are solved without it.
+    """Phase 4, unless the program is too large for the time left."""
     from minialpa.intra.solver.ilp_model import solve_program
 
     if residual.alive and _n_entries(residual) > options.program_entries_per_s * deadline.left_s:
         return
 
-    # Covers may take all the time, so some is reserved for local search if there is no solution yet.
+    # Covers may take all the time: without a solution, a part is reserved for local search.
     if best.choices is None:
         late, allowed = deadline.part(1 - options.reserved), best.allowed_gap.of(residual.offset)
     else:

@@ -1,14 +1,15 @@
-"""A lower bound by message passing: tree-reweighted, sequential (TRW-S; Kolmogorov, 2006). Compiled by numba.
+"""A `Core` and messages go in; better messages and a lower bound on the cost of all choices come out.
 
-Chains along which the node order rises cover the graph. Node v is on n_v = max(earlier links, later links) of them and
-gives each chain 1/n_v of its costs, messages included:
+Tree-reweighted message passing, sequential (TRW-S; Kolmogorov, 2006). Chains along which the node order rises cover the
+graph. Node v is on n_v = max(earlier links, later links) chains and gives each 1/n_v of its costs, with messages:
     theta_v[i]  = c_v[i] + sum_w m_{w->v}[i]                                                             -> _collect
     m_{v->w}[j] = min_i (theta_v[i] / n_v - m_{w->v}[i] + E_vw[i, j]) - delta                            -> _send
 where delta makes the least entry 0. A pass visits the nodes in order and sends over the links ahead; the next pass goes
-back. The bound of a pass is the sum of the least costs of all chains: all deltas, and min theta_v / n_v for each chain
-that ends at v. It holds for any messages to start from.                                         -> pass_messages
-After a pass that started with bound b, a solution with strategy i at v costs at least
-    b + reduced_v[i],  reduced_v[i] = theta_v[i] - min theta_v    taken when the pass is at v
+back. From any messages, a pass proves a bound: the sum of all deltas, and of min theta_v / n_v for each chain that ends
+at v. After a pass that started with bound b, a solution with strategy i at v costs at least
+    b + reduced_v[i],  reduced_v[i] = theta_v[i] - min theta_v    when the pass is at v
+
+These functions are compiled by numba.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from minialpa.support.loops import compiled
 
 
 def exchange_messages(core: Core, priced: Floats, messages: Floats, x: Ints, n_pairs: int) -> None:
-    """`n_pairs` passes forward and as many back; `messages` and `x` change as in `pass_messages`."""
+    """`n_pairs` passes forward and as many back; changes `messages` and `x`."""
     reduced = np.empty_like(core.cost)
     for _ in range(n_pairs):
         for forward in (True, False):
@@ -30,8 +31,8 @@ def exchange_messages(core: Core, priced: Floats, messages: Floats, x: Ints, n_p
 
 @compiled
 def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
-    """Write to `priced`, for every strategy, its cost plus prices[r] times its usage in each row r."""
-    # total[r]: price of the rows before r; the price of a segment is one difference.
+    """Write to `priced`, for each strategy, cost + sum_r prices[r] * usage[r]."""
+    # total[r]: price of the rows before r.
     total = np.zeros(len(prices) + 1)
     for r in range(len(prices)):
         total[r + 1] = total[r] + prices[r]
@@ -48,7 +49,10 @@ def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
 
 @compiled
 def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, reduced: Floats, x: Ints) -> float:
-    """One pass; returns its bound. Updates `messages`; writes `reduced` and a choice for each node to `x`."""
+    """One pass; returns its bound, updates `messages`, and writes `reduced` and a choice for each node to `x`.
+
+    priced: cost of each strategy under prices, as `price_usage` writes it.
+    """
     n_nodes = len(core.at) - 1
     theta, ahead = np.empty(core.widest), np.empty(core.widest)
     bound = 0.0
@@ -56,7 +60,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
         v = step if forward else n_nodes - 1 - step
         _collect(core, priced, messages, forward, v, x, theta, ahead)
 
-        # The choice follows `ahead`, with the choices of visited neighbours; the reduced costs follow theta.
+        # Choices come from `ahead`, reduced costs from theta.
         size = core.at[v + 1] - core.at[v]
         x[v], least = 0, np.inf
         for i in range(size):
@@ -66,7 +70,6 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
         for i in range(size):
             reduced[core.at[v] + i] = theta[i] - least
 
-        # From here on, `first` to `end` are the links ahead.
         first, middle, end = core.links[v], core.middle[v], core.links[v + 1]
         n_chains = max(middle - first, end - middle, 1)
         if forward:
@@ -74,7 +77,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
         else:
             end = middle
 
-        # Chains that continue take their share of `least` along, in the messages; the others end here.
+        # The chains that continue over the links first, ..., end - 1 carry their share of `least` in the messages.
         bound += least * (n_chains - (end - first)) / n_chains
         for link in range(first, end):
             bound += _send(core, messages, link, theta, size, 1.0 / n_chains, ahead)
@@ -85,7 +88,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
 def _collect(
     core: Core, priced: Floats, messages: Floats, forward: bool, v: int, x: Ints, theta: Floats, ahead: Floats
 ) -> None:
-    """Write theta_v to `theta`; to `ahead`, with edge costs for `x` in place of messages of visited neighbours."""
+    """Write theta_v to `theta`; to `ahead`, with edge costs to `x` in place of messages of visited neighbours."""
     offset, size = core.at[v], core.at[v + 1] - core.at[v]
     for i in range(size):
         theta[i] = ahead[i] = priced[offset + i]
@@ -104,15 +107,14 @@ def _collect(
 
 @compiled
 def _send(core: Core, messages: Floats, link: int, theta: Floats, size: int, share: float, out: Floats) -> float:
-    """Send the message over `link`, with 1 / n_v as `share`; returns delta. `out` is room for the message."""
+    """Send the message over `link`; returns delta. share: 1 / n_v. out: a buffer."""
     w = core.other[link]
     width = core.at[w + 1] - core.at[w]
     line, message = core.table_at[link], core.message_at[link]
     for j in range(width):
         out[j] = np.inf
 
-    # Line by line, which is the order of the table in memory. Slices, because an index that may be negative keeps the
-    # compiler from vectorising.
+    # Row by row, the order of the table in memory. Slices, as numba does not vectorise indices that may be negative.
     for i in range(size):
         own, costs = share * theta[i] - messages[message + i], core.table[line : line + width]
         for j in range(width):

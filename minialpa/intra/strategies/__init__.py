@@ -1,4 +1,1 @@
-"""Strategies, the ways to run an equation on a logical mesh with their seconds, and resharding between specs.
-
-Imports: `rules`, `tracing`, `cluster`, `sharding` and `cost`.
-"""
+"""An equation and a logical mesh go in; its strategies with their seconds come out, and the cost of resharding."""

@@ -1,12 +1,12 @@
-"""All-reduces: every device gets the reduction of all parts along mesh axes, with the same bits as on one device.
+"""The shards of an array go in; their reduction along mesh axes comes out on every device.
 
     sums                        integers wrap around in their dtype             psum
     maxima, minima              a NaN wins, and -0 < 0                          pmax, pmin of integers in the same order
     and, or of booleans         are the minimum and the maximum                 pmin, pmax
-    all others                  no collective computes them                     all-gather, then each device by itself
+    all others                  XLA has no collective for them                  all-gather, then a local reduction
 
-The collectives of XLA drop NaNs in a maximum, on CPUs and on GPUs. On integers of less than eight bits they may write
-over other memory, so these are sent as eight bits: modulo a power of two, results are the same.
+XLA's collectives drop NaNs in a maximum, on CPUs and GPUs. With integers of less than eight bits, they may write over
+other memory, so these are sent as eight bits: modulo a power of two, results are equal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jax import lax
 
 from minialpa.rules.factors import Reduction, combine_along
 
-#: Of booleans, the reductions that are a minimum or a maximum.
+#: The reductions of booleans that are a minimum or a maximum.
 _OF_BOOLEANS: dict[Reduction, Reduction] = {"and": "min", "max": "max", "min": "min", "or": "max"}
 
 
 def is_gathered(how: Reduction, dtype: Any) -> bool:
-    """Whether no collective computes this reduction, so that every device gathers all parts."""
+    """Whether the reduction `how` needs an all-gather."""
     if dtype == np.bool_:
         return how not in _OF_BOOLEANS
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
@@ -33,12 +33,12 @@ def is_gathered(how: Reduction, dtype: Any) -> bool:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether it has integers of less than eight bits."""
+    """Whether `dtype` is an integer of less than eight bits."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8
 
 
 def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
-    """The reduction of the parts `x` of all devices along these mesh axes."""
+    """The reduction of `x` over all devices along the mesh axes `names`."""
     if is_narrow(x.dtype):
         return all_reduce(x.astype(np.int8), names, how).astype(x.dtype)
     if is_gathered(how, x.dtype):
@@ -56,7 +56,7 @@ def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
 
 
 def _ordered(x: Any, how: Reduction) -> Any:
-    """Integers in the order of floats; a NaN is the largest, or for a minimum the smallest."""
+    """Integers in the order of the floats `x`; a NaN is the largest, or for a minimum the smallest."""
     dtype = np.dtype(f"int{8 * x.dtype.itemsize}")
     bounds = np.iinfo(dtype)
     of_nan = np.array(bounds.max if how == "max" else bounds.min, dtype)
@@ -69,5 +69,5 @@ def _float(ordered: Any, dtype: Any) -> Any:
 
 
 def _turned(bits: Any) -> Any:
-    """Bits of floats to integers in the same order, and back: bits of negative floats are in reverse order."""
+    """Bits of floats to integers in the same order, and back: negative floats have their bits in reverse order."""
     return jnp.where(bits < 0, bits ^ np.array(np.iinfo(bits.dtype).max, bits.dtype), bits)

@@ -1,13 +1,12 @@
-"""Equal work for devices that split positions of unequal work: query positions of an attention under a causal mask.
+"""Specs of an equation with unequal work per position go in; exchanges that give devices equal work come out.
 
-Of n devices, device i has halves 2i and 2i + 1 of 2n. Devices i and n - 1 - i exchange their second halves, so that
-device i has halves 2i and 2n - 1 - 2i: one early and one late, of equal work in all. The same exchange brings results
-back.
+Under a causal mask, late query positions of an attention have more work. Of n devices, device i has halves 2i and
+2i + 1 of 2n. Devices i and n - 1 - i exchange their second halves, so that device i has halves 2i and 2n - 1 - 2i, one
+early and one late. A second exchange brings results back:
 
     operands --swap--> equation --swap--> results
 
-Operands and results without these positions stay. The equation is not `positional`, so the place of a position does not
-matter.
+Arrays without these positions stay. The equation is not `positional`: the place of a position does not matter.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Balance:
 
     Attributes:
         share: work of the busiest device, as a part of its work without the exchange.
-        operands: for each operand, the exchange before the equation; None without one.
-        results: for each result, the exchange after it.
+        operands, results: the exchange of each array, before or after the equation, or None.
     """
 
     share: float
@@ -41,10 +39,8 @@ class Balance:
     results: tuple[ReshardStep | None, ...]
 
     def seconds(self, eqn: JaxprEqn, mesh: LogicalMesh) -> float:
-        """Seconds of all exchanges. An array that is several operands in one spec is exchanged once.
-
-        A program may exchange less: it makes positions itself, and reuses exchanges for earlier equations.
-        """
+        """Seconds of all exchanges, at most: programs reuse earlier exchanges and compute positions."""
+        # An array that is several operands in one spec is exchanged once.
         atoms, steps = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
         moved = {
             (ById(atom), step): bytes_of(atom) for atom, step in zip(atoms, steps, strict=True) if step is not None
@@ -56,7 +52,7 @@ class Balance:
 def balance_of(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: tuple[int, ...]
 ) -> Balance | None:
-    """The exchanges that give devices equal work in these specs; None if they have it, or cannot."""
+    """The exchanges that give devices equal work in these specs; None if the work is equal or cannot be."""
     for factor in factors.ramps:
         axes = _axes_of(factors, operands, factor)
         n = math.prod(mesh_shape[axis] for axis in axes)
@@ -80,7 +76,7 @@ def _axes_of(factors: Factors, operands: Sequence[Spec], factor: int) -> tuple[i
 def _swaps(
     factor: int, axes: tuple[int, ...], arrays: Sequence[Dims], specs: Sequence[Spec]
 ) -> tuple[ReshardStep | None, ...]:
-    """For each array, the exchange of the second half of its shard along `factor`."""
+    """For each array, the exchange along `factor`, or None."""
     steps = []
     for dims, spec in zip(arrays, specs, strict=True):
         dim = next((d for d, dim in enumerate(dims) if factor in dim), None)

@@ -1,12 +1,12 @@
-"""Candidates for an equation on a logical mesh: a use for each mesh axis, and the specs that follow; without prices.
+"""The factors of an equation and a mesh shape go in; its candidates, ways to split it without prices, come out.
 
-A candidate gives each mesh axis to one factor of the equation, to none, or lets a partial sum pass along it. That fixes
-the specs of operands and results. An axis on a reduced factor leaves a partial sum; so do partial operands of a linear
-equation. A partial sum may stay, or be all-reduced or reduce-scattered at once: these are further candidates. Other
-reductions (max, ...) are finished at once.
+A candidate lets each mesh axis split one factor, pass a partial sum, or idle. This fixes all specs. Example:
+`dot_general` [i k], [k j] -> [i j] on a mesh of shape (2,):
+    axis 0 splits i     S0,R  R,R  -> S0,R
+    axis 0 splits k     R,S0  S0,R -> R,R+P0, which may stay, be all-reduced (R,R) or reduce-scattered (S0,R or R,S0)
+Reductions other than sums (max, ...) are finished at once.
 
-Candidates depend only on the divisors of sizes, and not on the links of a mesh. Strategies (strategies.py) are
-candidates with prices.
+Candidates depend on the divisors of sizes, not on the links of a mesh. Strategies (strategies.py) add prices.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class PassedSum:
-    """A partial sum that passes through an equation: `operands` hold summands, so the results do."""
+    """A partial sum passes through the equation: `operands` and results hold summands."""
 
     operands: frozenset[int]
 
 
-#: For each mesh axis the factor that it splits, a partial sum that passes, or nothing.
+#: For each mesh axis: the factor that it splits, a partial sum that passes, or None.
 Assignment = tuple[int | PassedSum | None, ...]
 #: A spec for each of several arrays.
 Specs = tuple[Spec, ...]
@@ -47,8 +47,8 @@ class Bill:
     """Communication of a candidate.
 
     Attributes:
-        finish: for each result, the all-reduce that finishes it; None without one.
-        moves: (result, spec as it is made, spec as it is left), for each result that is resharded.
+        finish: for each result, the all-reduce of a max or another eager reduction, or None.
+        moves: (result, made spec, left spec) for each result that is resharded.
     """
 
     finish: tuple[ReshardStep | None, ...]
@@ -57,9 +57,9 @@ class Bill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """Specs of operands, of results as shards compute them (`made`), and of results as they are left.
+    """Specs of operands, of results as shards compute them (`made`), and of results for later equations.
 
-    n_shares: the number of equal parts of the work; less if the parts are unequal. finish: see `Bill`.
+    n_shares: work of the equation / work of the busiest device. finish: see `Bill`.
     """
 
     operands: Specs
@@ -78,16 +78,15 @@ class _Candidate:
 class Candidates:
     """The candidates of one equation, and its strategies, as columns.
 
-    Candidates with the same operands and results are one strategy, which takes the cheapest of them.
+    Candidates with equal operands and results are one strategy, which takes the cheapest candidate.
 
     Attributes:
-        operands: for each operand, its spec under each strategy.
-        made: for each result, its spec as the shards compute it: of each candidate if `has_choice`, else under each
-            strategy.
-        results: for each result, its spec as it is left under each strategy.
-        bill_of: for each candidate, the number of its bill.
-        strategies: for each strategy, the numbers of its candidates.
-        first: for each strategy, the first of its candidates.
+        operands: [operand][strategy], the spec.
+        made: [result][candidate if `has_choice`, else strategy], the spec as shards compute the result.
+        results: [result][strategy], the spec for later equations.
+        bill_of: for each candidate, the index of its bill.
+        strategies: for each strategy, its candidates.
+        first: for each strategy, its first candidate.
         has_choice: whether any strategy has several candidates.
     """
 
@@ -113,7 +112,7 @@ def enumerate_candidates(
     most_splits: bool,
     kept: frozenset[int] = frozenset(),
 ) -> Candidates:
-    """All candidates of `eqn`; see `MeshStrategies.enumerate`. most_splits: only the splits into most parts."""
+    """All candidates of `eqn`; see `MeshStrategies.enumerate`. most_splits: only splits into the most shards."""
     assignments = list(_assignments(factors, mesh_shape, required, n_pending, kept))
 
     if most_splits:
@@ -124,7 +123,7 @@ def enumerate_candidates(
     candidates: list[_Candidate] = []
     alike: dict[tuple[Specs, Specs], list[int]] = {}
     for assignment in assignments:
-        # A single partial operand can as well be reduced before the equation.
+        # A single partial operand can be reduced before the equation instead.
         eager = [axis for axis, use in enumerate(assignment)
                  if not isinstance(use, PassedSum) or n_pending.get(axis, 0) > 1]  # fmt: skip
         leave = functools.partial(_left, eqn, eager, mesh_shape, scatter)
@@ -143,7 +142,7 @@ def follow_candidates(
     *,
     allow_partial: bool,
 ) -> Candidates:
-    """For each strategy, the one candidate that follows the `given` operands; see `MeshStrategies.follow`."""
+    """For each strategy, the candidate that follows the `given` operands; see `MeshStrategies.follow`."""
     leave: Callable[[Specs], Iterable[Specs]] = (
         (lambda made: (made,)) if allow_partial else (lambda made: (_without_partial(made),))
     )
@@ -152,7 +151,6 @@ def follow_candidates(
     candidates: list[_Candidate] = []
     strategies = []
 
-    # Strategies often repeat the specs of operands.
     for s in range(n_strategies):
         specs = tuple(given[k][s] for k in by_size)
         if specs not in known:
@@ -166,11 +164,11 @@ def follow_candidates(
 def _columns(
     candidates: Sequence[_Candidate], strategies: Sequence[tuple[int, ...]], n_operands: int, n_results: int
 ) -> Candidates:
-    # Few candidates have different bills; each bill is priced once.
+    # Each bill is priced once.
     bills: dict[Bill, int] = {}
     bill_of = [bills.setdefault(candidate.bill, len(bills)) for candidate in candidates]
 
-    # Candidates of one strategy read and leave the same specs, but may make different ones.
+    # Candidates of one strategy may differ in `made`.
     has_choice = any(len(choice) > 1 for choice in strategies)
     firsts = [candidates[choice[0]] for choice in strategies]
     makers = candidates if has_choice else firsts
@@ -189,12 +187,12 @@ def _columns(
 
 
 def leads(eqn: JaxprEqn, given: Iterable[int]) -> list[int]:
-    """The operands `given`, from large to small: the largest decides first."""
+    """The operands `given` in the order in which they decide: largest first."""
     return sorted(given, key=lambda k: -bytes_of(eqn.invars[k]))
 
 
 def same_operands(eqn: JaxprEqn) -> tuple[int, ...]:
-    """For each operand the first that is the same; -1 for literals."""
+    """For each operand, the first operand that is the same variable; -1 for literals."""
     first: dict[Var, int] = {}
     return tuple(-1 if is_literal(atom) else first.setdefault(atom, k) for k, atom in enumerate(eqn.invars))
 
@@ -209,7 +207,6 @@ def _assignments(
     n_pending: Mapping[int, int],
     kept: frozenset[int],
 ) -> Iterator[Assignment]:
-    """Every assignment with even, contiguous splits."""
     linear = PassedSum(frozenset(factors.linear_operands))
     free = [factor for factor in factors.splittable if factor not in required.values() and factor not in kept]
 
@@ -223,7 +220,7 @@ def _assignments(
         else:
             uses.append((None, *free, *passes))
 
-    # Several axes may choose one factor, so only the whole assignment fixes the number of its parts.
+    # Several axes may split one factor.
     for assignment in itertools.product(*uses):
         if all(factors.may_split(factor, n_parts) for factor, n_parts in _splits(assignment, mesh_shape).items()):
             yield assignment
@@ -238,7 +235,7 @@ def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
 
 
 def _followed(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping[int, Spec]) -> Assignment:
-    """The assignment that follows the specs of the operands `given`; the first one that uses an axis decides."""
+    """The assignment that follows the operands `given`; the first one that uses an axis decides."""
     assignment: list[int | PassedSum | None] = []
     for axis in range(len(mesh_shape)):
         uses = (_use_of_axis(eqn, factors, k, spec, axis) for k, spec in given.items())
@@ -249,7 +246,7 @@ def _followed(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping
 def _legal(
     factors: Factors, mesh_shape: Shape, uses: Sequence[int | PassedSum | None], axes: Iterable[int]
 ) -> Assignment:
-    """`uses` without splits, in the order `axes`, into more parts than a factor allows."""
+    """`uses` without splits into more shards than a factor allows; the first of `axes` are dropped first."""
     assignment = list(uses)
     for axis in axes:
         factor = assignment[axis]
@@ -259,7 +256,6 @@ def _legal(
 
 
 def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> int | PassedSum | None:
-    """The use of `axis` in an equation that takes operand `k` in `spec`."""
     if axis in spec.partial:
         return _passing(eqn, factors, k)
     for dim, axes in enumerate(spec.dims):
@@ -287,7 +283,6 @@ def _candidates_of(
     assignment: Assignment,
     leave: Callable[[Specs], Iterable[Specs]],
 ) -> Iterator[_Candidate]:
-    """The candidates of one assignment: one for each way to `leave` the results."""
     operands = tuple(_operand_spec(factors, assignment, k) for k in range(len(eqn.invars)))
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
     finish = tuple(eager_reductions(factors, operands, made, mesh_shape))
@@ -298,10 +293,7 @@ def _candidates_of(
 
 
 def _n_shares(factors: Factors, splits: Mapping[int, int]) -> float:
-    """The whole work divided by the work of the busiest device.
-
-    Splits of a positional, reduced factor do not count: each part of a table makes a result of full size, mostly zeros.
-    """
+    """Splits of a positional, reduced factor do not count: each shard of a table makes a result of full size."""
     return math.prod(factors.n_shares(factor, n) for factor, n in splits.items()
                      if factor not in factors.positional or factor not in factors.reductions)  # fmt: skip
 
@@ -316,7 +308,7 @@ def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
         if isinstance(use, PassedSum):
             is_partial = k in use.operands
         else:
-            # One device keeps an operand that takes part once; it is zero on the others.
+            # An operand that takes part once is zero on all devices but one.
             is_partial = use is not None and factors.reductions.get(use) == "sum" and factors.takes_part_once(use, k)
         if is_partial:
             partial.append(axis)
@@ -338,7 +330,7 @@ def _made_spec(factors: Factors, assignment: Assignment, r: int) -> Spec:
 def eager_reductions(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: Shape
 ) -> list[ReshardStep | None]:
-    """For each result, the all-reduce that finishes a reduction other than a sum at once."""
+    """For each result, the all-reduce of a max or another reduction that cannot wait, or None."""
     if all(reduction == "sum" for reduction in factors.reductions.values()):
         return [None] * len(made)
     axes_of = _reduced_axes(factors, operands)
@@ -346,7 +338,6 @@ def eager_reductions(
 
 
 def _reduced_axes(factors: Factors, operands: Sequence[Spec]) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that split each factor of a reduction other than a sum."""
     axes_of: dict[int, tuple[int, ...]] = {}
     for k, spec in enumerate(operands):
         for dim, axes in enumerate(spec.dims):
@@ -373,10 +364,10 @@ def _without_partial(made: Specs) -> Specs:
 
 
 def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool, made: Specs) -> Iterator[Specs]:
-    """The specs in which results that are made in the specs `made` may be left.
+    """The specs in which results with the specs `made` may be left.
 
-    A partial sum along an axis in `eager` stays, is all-reduced, or, with `scatter`, is scattered to a dimension. Of
-    several results, all stay or all are all-reduced.
+    Along each axis in `eager`, the partial sum of a single result stays, is all-reduced, or, with `scatter`, is
+    scattered to a dimension. Several results all stay or are all all-reduced.
     """
     if len(made) != 1:
         yield made
@@ -384,7 +375,6 @@ def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool,
             yield _without_partial(made)
         return
 
-    # All combinations of choices for each axis of a partial sum; some do not fit the shape.
     (spec,), shape = made, shape_of(eqn.outvars[0])
     axes = [axis for axis in spec.partial if axis in eager]
     keep, reduce = -2, -1  # other choices are dimensions to scatter to
@@ -404,7 +394,7 @@ def nearest_candidate(
 ) -> tuple[Specs, Specs]:
     """Operands and made results of the candidate that follows the first use of each axis in these specs.
 
-    It has these specs if they belong to a candidate. Axes of specs are axes of the mesh, and have several devices.
+    They equal the given specs if these are a candidate. Axes of the specs must be mesh axes with several devices.
     """
     uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
     assignment = _legal(factors, mesh_shape, uses, range(len(uses)))
@@ -416,7 +406,7 @@ def nearest_candidate(
 
 
 def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> int | PassedSum | None:
-    """The factor that `axis` splits in some array; else the partial sum that it passes."""
+    """The factor that `axis` splits in the first array; else the partial sum that passes along `axis`."""
     for arrays, specs in ((factors.operands, operands), (factors.results, made)):
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):

@@ -1,9 +1,10 @@
-"""Groups of sums that start together.
+"""The equations of a program go in; the groups of sums whose collectives start together come out.
 
-Compilers combine all-reduces that do not wait for each other, so that they share the time to start. Gradients wait only
-for the backward pass. Values that neither wait for a gradient nor lead to one, such as the loss, can start with them.
-Other sums of one *depth*, the number of contractions and reductions on the longest path to them, cannot wait for each
-other, such as the mean and the mean square of a normalisation.
+Compilers combine all-reduces that do not wait for each other, so that they share the latency of one start:
+    group 0     sums of gradients, and values that neither need a gradient nor lead to one, such as the loss
+    group d     other sums of depth d, such as the mean and the mean square of a normalisation
+The depth of a sum is the number of contractions and reductions on the longest path to it: sums of one depth cannot
+depend on each other.
 """
 
 from __future__ import annotations
@@ -22,20 +23,19 @@ from minialpa.ir.equations import is_gradient_marker, operand_vars
 from minialpa.options import AutoShardingOption
 from minialpa.rules.expensive import has_contraction
 
-#: The group of sums that start with the gradients.
 WITH_GRADIENTS = 0
-#: Kind and axes of collectives that may start as one, and their number.
+#: (kind, mesh axes, number) of collectives that may start together.
 StartCounts = tuple[tuple[CollectiveKind, tuple[int, ...], int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many sums start as one.
+    """How many sums start together.
 
     Attributes:
-        kinds: of the collectives that do.
-        n: if they are not `counted`: each is priced as if all n were of its kind and axes.
-        counted: the starts of a solution. A start that it does not have is paid in full.
+        kinds: kinds of collectives that can start together.
+        n: without `counted`, the size of the group: each sum is priced as if all n had its kind and axes.
+        counted: the starts of an earlier solution. A start that is not in it is paid in full.
     """
 
     kinds: tuple[CollectiveKind, ...] = ()
@@ -43,7 +43,7 @@ class Sharing:
     counted: StartCounts | None = None
 
     def of(self, kind: CollectiveKind, axes: tuple[int, ...]) -> int:
-        """How many collectives start with one of this kind along these axes, itself included."""
+        """How many collectives start together with one of this kind along these axes, itself included."""
         if kind not in self.kinds:
             return 1
         if self.counted is None:
@@ -57,7 +57,7 @@ ALONE = Sharing()
 def combined_sums(mesh: LogicalMesh, option: AutoShardingOption) -> tuple[CollectiveKind, ...]:
     """Kinds of sums that start together.
 
-    With a sharded update, users expect that each part of a gradient is summed where it is used. So reduce-scatters are
+    With a sharded update, users expect that each shard of a gradient is summed where it is used. So reduce-scatters are
     priced as if they start together, even where one all-reduce of many small gradients is faster.
     """
     scatters = option.sharded_update or "reduce-scatter" in combined_kinds(mesh)
@@ -67,8 +67,9 @@ def combined_sums(mesh: LogicalMesh, option: AutoShardingOption) -> tuple[Collec
 class SumGroups(NamedTuple):
     """Sums of a program that start together.
 
-    number: for each variable whose sum starts with others, the number of their group.
-    n_together: for each of these variables, the number of reductions and gradients in its group; at least 1.
+    Attributes:
+        number: the group of each variable in a group.
+        n_together: the reductions and gradients in this group, at least 1.
     """
 
     number: Mapping[Var, int]
@@ -77,7 +78,6 @@ class SumGroups(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def sum_groups(eqns: tuple[JaxprEqn, ...]) -> SumGroups:
-    """The groups of the sums in `eqns`. The solutions of a stage share its equations."""
     number = _reductions_by_depth(eqns)
     number.update((var, WITH_GRADIENTS) for var in _beside_gradients(eqns))
 
@@ -94,16 +94,16 @@ def _reductions_by_depth(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
 
     for eqn in eqns:
         reduces = eqn.primitive.name.startswith("reduce_")
-        own = max((depth.get(var, 0) for var in operand_vars(eqn)), default=0)
-        own += reduces or has_contraction(eqn)
-        depth.update((var, own) for var in eqn.outvars)
+        level = max((depth.get(var, 0) for var in operand_vars(eqn)), default=0)
+        level += reduces or has_contraction(eqn)
+        depth.update((var, level) for var in eqn.outvars)
         if reduces:
-            sums.update((var, own) for var in eqn.outvars)
+            sums.update((var, level) for var in eqn.outvars)
     return sums
 
 
 def _beside_gradients(eqns: Sequence[JaxprEqn]) -> Iterator[Var]:
-    """Gradients before they are summed, and values that neither wait for these sums nor lead to gradients."""
+    """The unsummed gradients, and values that neither wait for their sums nor lead to gradients."""
     markers = [eqn for eqn in eqns if is_gradient_marker(eqn)]
     if not markers:
         return

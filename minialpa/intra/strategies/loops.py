@@ -1,8 +1,10 @@
-"""Scans that are planned as loops: the body of a scan, as equations over the same mesh.
+"""A `scan` goes in; its body comes out, as equations that are planned like the equations around the scan.
 
-A body with matrix products is planned like the equations around it, and all iterations are sharded alike: constants and
-slices of stacked inputs have the specs of the scan's operands, carries leave an iteration in the spec in which they
-enter it, and collectives inside run in every iteration.
+All iterations are sharded alike. Constants, and slices of stacked inputs, have the specs of the operands of the scan.
+Carries leave an iteration in the spec in which they enter it. Collectives of the body run in every iteration.
+
+    xs: R,S0      the stacked operand, whose dimension 0 counts iterations and is never split
+    x: S0         its slice in the body
 """
 
 from __future__ import annotations
@@ -26,10 +28,9 @@ from minialpa.tracing.flattening import flat_body
 
 @dataclass(frozen=True, slots=True)
 class ScanBody:
-    """One iteration of a scan.
+    """One iteration of a scan of `length` iterations.
 
-    Attributes:
-        flat: the equations; they take constants, carries and slices, and leave carries and slices of the results.
+    flat: from constants, carries and slices to carries and slices of the results.
     """
 
     flat: Block
@@ -43,7 +44,7 @@ class ScanBody:
 
     @property
     def live_on_entry(self) -> tuple[Var, ...]:
-        """Constants and slices, which can be fetched in the iteration before."""
+        """Constants and slices, which the iteration before can fetch."""
         return (*self.flat.constvars, *self.flat.invars[: self.n_consts], *self.flat.invars[self.n_lead :])
 
     @property
@@ -52,14 +53,13 @@ class ScanBody:
         return tuple(v for v in self.flat.outvars[: self.n_carry] if not is_literal(v))
 
     def inner_operand(self, k: int, spec: Spec) -> Spec:
-        """The spec inside of operand `k` of the scan; of a stacked operand, the spec of a slice."""
+        """The spec of operand `k` inside the body: for a stacked operand, the spec of a slice."""
         return spec if k < self.n_lead else Spec(spec.dims[1:], spec.partial)
 
     def outer_operand(self, k: int, spec: Spec) -> Spec:
         return spec if k < self.n_lead else Spec(((), *spec.dims), spec.partial)
 
     def inner_result(self, r: int, spec: Spec) -> Spec:
-        """The spec inside of result `r` of the scan; of a stacked result, the spec of a slice."""
         return spec if r < self.n_carry else Spec(spec.dims[1:], spec.partial)
 
     def outer_result(self, r: int, spec: Spec) -> Spec:
@@ -67,7 +67,7 @@ class ScanBody:
 
 
 def scan_body(eqn: JaxprEqn) -> ScanBody | None:
-    """The body of a scan that is planned: it runs at all, and has matrix products or convolutions."""
+    """The body of a scan with at least one iteration and a product or convolution; None for other equations."""
     if eqn.primitive.name != "scan" or not eqn.params["length"] or not has_contraction(eqn):
         return None
     return ScanBody(_flat(eqn.params["jaxpr"]), *scan_counts(eqn), eqn.params["length"])
@@ -81,7 +81,7 @@ def _flat(body: Any) -> Block:
 
 
 def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> dict[Var, int]:
-    """The dimension of the examples of each variable of an iteration that has one; `dims`: around the scan."""
+    """The dimension of the examples of each variable in the body with examples. dims: the same around the scan."""
     flat = scan.flat
     inside: dict[Var, int] = {}
     for k, (outer, inner) in enumerate(zip(eqn.invars, flat.invars, strict=True)):
@@ -90,7 +90,7 @@ def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> d
         if dim is not None and dim >= stacked:
             inside[inner] = dim - stacked
 
-    # A carry may begin without examples and leave an iteration with them: once for each carry at most.
+    # A carry may enter without examples and leave with examples, which another round passes on.
     for _ in range(scan.n_carry + 1):
         for one in flat.eqns:
             inside.update(_made_of_examples(one, inside))
@@ -102,15 +102,13 @@ def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> d
 
 
 def _carried_examples(scan: ScanBody, inside: Mapping[Var, int]) -> dict[Var, int]:
-    """Dimensions of examples of carries that have them only at the end of an iteration."""
     carries = zip(scan.flat.invars[scan.n_consts : scan.n_lead], scan.flat.outvars, strict=False)
     return {var: inside[out] for var, out in carries if not is_literal(out) and out in inside and var not in inside}
 
 
 def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
-    """Dimensions of the examples of the results: their factor is the factor of an operand's examples."""
+    """The dimensions of results that have a factor of the examples of an operand."""
     factors = factors_of(eqn)
-    # A dimension may have no factor of its own, hence None.
     leading = {
         factors.leading_factor(k, dims[atom])
         for k, atom in enumerate(eqn.invars)
@@ -127,7 +125,7 @@ def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:
     """Specs of the variables of an iteration, and of its results."""
-    # Constants are part of the program, so every device has them in full.
+    # Constants are a part of the program, so every device has all of them.
     flat = body.flat
     specs = {var: Spec.replicated(len(shape_of(var))) for var in flat.constvars}
     for k, (var, spec) in enumerate(zip(flat.invars, chosen.operands, strict=True)):

@@ -1,13 +1,12 @@
-"""Values whose collectives other work can hide.
+"""The equations of a program go in; the values whose collectives other work can hide come out.
 
-A GPU computes while its links are busy, if it has work that neither makes nor waits for the data on the links. Two
-kinds of values leave all the work of a program to run beside their collectives:
+A GPU computes while its links are busy, if it has work that neither makes nor needs the data on the links. All the work
+of a program can run beside the collectives of two kinds of values:
 
-    ahead     made without a contraction of values from before the program: a weight that is gathered
-    late      not read by a contraction, nor for a result that is awaited: a gradient that is summed
+    ahead     made of values that are live on entry, without a contraction: a weight that is gathered
+    late      read neither by a contraction nor for a required output: a gradient that is summed
 
-In a loop, this holds for each iteration: it can fetch slices and constants for the next one, and slices of results are
-not awaited.
+In a loop, an iteration can fetch slices and constants for the next iteration, and slices of results can wait.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ def hidden_values(
 ) -> frozenset[Var]:
     """The values of a program whose collectives its work can hide.
 
-    live_on_entry: `invars` that are there before it starts. required_outputs: awaited results. in_loop: whether the program is an
-    iteration of a loop, with the iterations before and after beside it. Otherwise the operands of the first
-    contraction, and values made of the last one, have no work beside them.
+    Args:
+        live_on_entry: the `invars` that exist before the program starts.
+        required_outputs: the results for which later work waits.
+        in_loop: whether the iterations before and after run beside the program. Otherwise, operands of the first
+            contraction and values made of the last one have no work beside them.
     """
     ahead = set(live_on_entry)
     for eqn in eqns:

@@ -1,8 +1,9 @@
-"""Resharding: the cheapest chain of steps between two specs of one array, and its seconds.
+"""An array and two specs go in; the cheapest chain of steps between the specs comes out, with its seconds.
 
-A step is an operation of devices on their shards: cut a dimension or drop all but one copy of a value (free),
-all-gather, all-reduce, reduce-scatter, all-to-all. One or two mesh axes have some dozens of specs, so all shortest
-paths of an array are one small table (Floyd-Warshall). Both the prices and the program come from its steps.
+A step is an operation on shards: cut a dimension or zero all copies but one (`mask`), both free; all-gather,
+all-reduce, reduce-scatter, all-to-all. Example: S0,R to R,S0 is one all-to-all, R,R+P0 to S0,R one reduce-scatter.
+An array has some dozens of specs on one or two mesh axes, so all its shortest paths are one small table
+(Floyd-Warshall). Prices and programs use the same steps.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
 ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves"]
-#: Seconds of every step besides its communication: of paths with the same communication, the shortest is best.
+#: Seconds of every step: among paths of equal communication, the shortest is the cheapest.
 _STEP_S = 1e-13
-#: Seconds of a mask on top, so that no sum stays pending without a reason.
+#: Further seconds of a mask, so that a partial sum needs a reason.
 _MASK_S = 1e-12
 
 
@@ -36,11 +37,11 @@ class ReshardStep:
     """One operation on the shards of an array.
 
     Attributes:
-        kind: a swap exchanges halves (balance.py); cut-halves does a cut and a swap of a replicated array at once.
+        kind: `swap` exchanges halves (balance.py); `cut-halves` is a cut and a swap of a replicated array at once.
         axes: mesh axes along which devices communicate.
-        dim: the dimension that is cut, gathered, scattered to, that an all-to-all splits, or whose halves are swapped.
+        dim: the dimension that is cut, gathered, scattered to, split by an all-to-all, or swapped.
         source: the dimension that an all-to-all joins.
-        reduction: of an all-reduce; all others sum.
+        reduction: of an all-reduce; a reduce-scatter sums.
     """
 
     kind: ReshardKind
@@ -52,7 +53,7 @@ class ReshardStep:
     reduction: Reduction = "sum"
 
     def collective(self, n_bytes: float, mesh_shape: tuple[int, ...]) -> Collective | None:
-        """The collective for an array of `n_bytes` in all; None without one."""
+        """The collective for a whole array of `n_bytes`; None for a local step."""
         match self.kind:
             case "cut" | "mask" | "cut-halves":
                 return None
@@ -66,12 +67,11 @@ class ReshardStep:
 
 
 def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[ReshardStep]:
-    """Every step from `src` to another legal spec with ascending axes in each dimension."""
     live = tuple(axis for axis, length in enumerate(mesh_shape) if length > 1)
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
             rest = _without(src.partial, axes)
-            # All pending axes are summed at once: sums by one axis after the other do not start together with others.
+            # All pending axes at once: sums over one axis after the other do not start together with others.
             if not rest:
                 yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims))
             for dim, dst in _onto_dims(axes, Spec(src.dims, rest), shape, mesh_shape):
@@ -90,7 +90,7 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
 def _steps_off(
     axes: tuple[int, ...], src: Spec, dim: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> Iterator[ReshardStep]:
-    """Steps that take `axes`, which split dimension `dim` innermost, off it."""
+    """Steps that take `axes`, the innermost split of dimension `dim`, off this dimension."""
     gathered = Spec((*src.dims[:dim], src.dims[dim][: -len(axes)], *src.dims[dim + 1 :]), src.partial)
     yield ReshardStep(kind="all-gather", axes=axes, src=src, dst=gathered, dim=dim)
     if len(axes) == 1:
@@ -106,7 +106,7 @@ def _without(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
 def _onto_dims(
     axes: tuple[int, ...], spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> Iterator[tuple[int, Spec]]:
-    """Each dimension of `spec` that `axes` can split innermost, and the resulting spec."""
+    """Each dimension of `spec` that `axes` can split further, and the resulting spec."""
     for dim, split in enumerate(spec.dims):
         if split and split[-1] > axes[0]:
             continue
@@ -116,7 +116,7 @@ def _onto_dims(
 
 
 def partial_specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Spec]:
-    """Every legal spec of an array of `shape`, partial sums included."""
+    """Every spec of an array of `shape`, partial sums included."""
     live = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     for spec in specs_of(shape, mesh_shape):
         free = [axis for axis in live if axis not in spec.axes]
@@ -129,8 +129,9 @@ class ReshardTable:
     """All shortest paths between the specs of one array.
 
     Attributes:
-        seconds: [i, j]: from spec i to spec j; inf without a path.
-        first: [i, j]: the number, in `steps`, of the first step from spec i to spec j.
+        number: i, j of each spec.
+        seconds: [i, j], from spec i to spec j; inf without a path.
+        first: [i, j], the index in `steps` of the first step from spec i to spec j.
     """
 
     number: dict[Spec, int]
@@ -139,18 +140,17 @@ class ReshardTable:
     steps: tuple[ReshardStep, ...]
 
     def cost(self, src: Spec, dst: Spec) -> float:
-        """Seconds to turn `src` into `dst`; inf if the options forbid every path."""
         return float(self.seconds[self.number[src], self.number[dst]])
 
     def numbers(self, specs: Sequence[Spec]) -> NDArray[np.int64]:
-        """Numbers of specs; all tables with the same `number` share them."""
+        """The same for all tables that share `number`."""
         return np.array([self.number[spec] for spec in specs], np.int64)
 
     def between(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.float64]:
         return self.seconds[src[:, None], dst]
 
     def path(self, src: Spec, dst: Spec) -> tuple[ReshardStep, ...]:
-        """The steps that turn `src` into `dst`. Raises ShardingError if the options forbid every path."""
+        """The steps from `src` to `dst`. Raises ShardingError if the options forbid every path."""
         path: list[ReshardStep] = []
         at, end = self.number[src], self.number[dst]
         while at != end:
@@ -164,7 +164,8 @@ class ReshardTable:
 def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
     """One shape for all shapes that a mesh can split in the same ways.
 
-    A size s > 1 on n devices becomes gcd(s, n) times n + 1, which has no divisor in common with n.
+    A size s > 1 on n devices becomes gcd(s, n) * (n + 1); n + 1 has no divisor in common with n. Example: on 4 devices,
+    6 and 10 become 10.
     """
     n_devices = math.prod(mesh_shape)
     return tuple(size if size < 2 else math.gcd(size, n_devices) * (n_devices + 1) for size in shape)
@@ -176,8 +177,8 @@ class _StepGraph:
 
     Attributes:
         ends: for each step, the numbers of the specs before and after it.
-        bill_of: for each step, the number of its bill.
-        bills: one step for each price: for each kind, axes, and number of shards of the communicated value.
+        bill_of: for each step, the index in `bills` of a step with the same price.
+        bills: one step per kind, axes and number of shards of the communicated value.
     """
 
     number: dict[Spec, int]
@@ -224,8 +225,7 @@ def reshard_table(
     Args:
         shape, n_bytes: of the whole array.
         forbidden: kinds of steps that the options forbid.
-        sharing: how many sums start with the sum of this array.
-        forbidden_s: seconds of a forbidden step; finite to find the paths with fewest of them.
+        forbidden_s: seconds of a forbidden step; a finite value finds the paths with the fewest forbidden steps.
     """
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
@@ -239,19 +239,18 @@ def reshard_table(
 
 
 def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """`ReshardTable.seconds` and `ReshardTable.first`, by the price of each bill of `common`."""
+    """`ReshardTable.seconds` and `.first`. prices: of `common.bills`."""
     n_specs = len(common.number)
     direct = [[math.inf] * n_specs for _ in range(n_specs)]
     step_of = [[0] * n_specs for _ in range(n_specs)]
 
-    # Paths of at most one step.
     for i in range(n_specs):
         direct[i][i] = 0.0
     for step, ((i, j), bill) in enumerate(zip(common.ends, common.bill_of, strict=True)):
         if prices[bill] < direct[i][j]:
             direct[i][j], step_of[i][j] = prices[bill], step
 
-    # Floyd-Warshall: paths through the first k specs, then through spec k, too.
+    # Floyd-Warshall.
     seconds, first = np.array(direct), np.array(step_of, np.int64)
     for k in range(n_specs):
         through = seconds[:, k, None] + seconds[None, k, :]

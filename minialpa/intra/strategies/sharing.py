@@ -1,7 +1,9 @@
-"""Copies through which several contractions share the resharding of an operand.
+"""Equations go in; the same equations come out, with copies of values that several contractions of a task read.
 
-The price of resharding is on the edge between a value and each of its readers. Several contractions of one task read a
-copy instead: then the value is resharded, and the seconds are counted, once. The copy costs nothing in the program.
+Each reader of a value pays for resharding it, on an edge of the cost graph. The readers of a copy share one resharding.
+The copy itself takes no time in the program.
+
+    y = x @ a; z = x @ b       becomes       x' = copy(x); y = x' @ a; z = x' @ b
 """
 
 from __future__ import annotations
@@ -25,12 +27,7 @@ _SHARED_NAME = "minialpa_shared"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An equation, or a copy in front of it.
-
-    Attributes:
-        number: the number of the original equation.
-        copied: the value that a copy copies; None for equations that are no copies.
-    """
+    """An equation, or a copy in front of the equation `number`; `copied` is the original of the copy."""
 
     eqn: JaxprEqn
     number: int
@@ -38,7 +35,7 @@ class Placed:
 
 
 def shared_copies() -> Callable[[Var], tuple[JaxprEqn, Var]]:
-    """A function from a value to the equation that copies it, and the copy."""
+    """A function from a value to (the equation that copies it, the copy)."""
     return unary_equation(lambda x: checkpoint_name(x, _SHARED_NAME))
 
 
@@ -49,7 +46,7 @@ def is_shared_copy(eqn: JaxprEqn) -> bool:
 def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Placed]:
     """`eqns` with the copies, each in front of its first reader.
 
-    tasks: the task of each equation, or None if it shares nothing.
+    tasks: the task of each equation; None excludes the equation.
     """
     copy_of = shared_copies()
     copies: dict[int, list[Placed]] = defaultdict(list)
@@ -69,14 +66,14 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
 
 
 def _shared_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[tuple[Var, list[int]]]:
-    """Values that several contractions of one task read, each with the numbers of its readers."""
+    """The values to copy, each with the numbers of its readers."""
     made = {var for eqn, task in zip(eqns, tasks, strict=True) if task is not None for var in eqn.outvars}
     readers: dict[tuple[Var, Hashable], list[int]] = defaultdict(list)
 
     for i, (eqn, task) in enumerate(zip(eqns, tasks, strict=True)):
         if task is not None and has_contraction(eqn):
             for var in dict.fromkeys(operand_vars(eqn)):
-                # Operands of a product; a loop around one reads other values, too.
+                # Only operands of products: loops around products read other values, too.
                 if var in made and len(shape_of(var)) > 1 and is_inexact(var):
                     readers[var, task].append(i)
     return [(var, numbers) for (var, _), numbers in readers.items() if len(numbers) > 1]

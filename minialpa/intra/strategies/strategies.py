@@ -1,7 +1,7 @@
-"""Strategies of an equation: its candidates on a logical mesh (candidates.py) with their prices.
+"""The candidates of an equation (candidates.py) go in; its strategies, with their seconds, come out.
 
-seconds = work, a share of it on each device      -> work.py
-        + collectives                             -> _bill_s
+seconds = (shared_s + idle_s) / n_shares + fixed_s      -> work.py
+        + collectives                                   -> _bill_s
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from minialpa.sharding import EquationSpecs, Spec
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StrategySet:
-    """Strategies of one equation as columns: entry s of each tuple or array belongs to strategy s.
+    """Strategies of one equation, as columns with an entry per strategy.
 
     Attributes:
-        operands: for each operand, its spec under each strategy.
-        made: for each result, its spec as the shards compute it.
-        results: for each result, its spec as it is left.
-        communication_s: seconds of resharding `made` to `results`, and of balancing.
-        balanced: the strategies in which devices exchange halves of their shards, see `balance.py`.
+        operands, made, results: [operand or result][strategy], see `EquationSpecs`.
+        communication_s: seconds of resharding `made` to `results`, of eager reductions and of balancing.
+        balanced: the strategies in which devices exchange halves of their shards (balance.py).
     """
 
     operands: tuple[tuple[Spec, ...], ...]
@@ -71,9 +69,9 @@ class StrategySet:
 
 
 def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
-    """Whether only the candidates that split the work into most parts are considered.
+    """Whether only the candidates with the most shards are considered.
 
-    A mesh without a device has no price for compute, so that computing everything everywhere would be cheapest.
+    Without a device, compute has no price: replicated compute would be the cheapest.
     """
     return mesh.device is None and has_contraction(eqn)
 
@@ -87,10 +85,10 @@ def priced(
     sharing: Sharing,
     gather_s: float | None = None,
 ) -> StrategySet:
-    """The strategies of an equation, each with the cheapest of its candidates.
+    """The strategies of an equation, each with its cheapest candidate.
 
     sharing: how many sums start with the sums of the results.
-    gather_s: if all-gathers are forbidden, the seconds of a reduction that no other collective can do.
+    gather_s: seconds of a reduction that needs an all-gather, if all-gathers are forbidden.
     """
     work = work_of(eqn, factors, mesh)
     compute = (work.shared_s + idle_s(eqn, mesh, candidates)) / candidates.n_shares + work.fixed_s
@@ -100,7 +98,6 @@ def priced(
         bills[[any(map(_is_gathered, eqn.outvars, bill.finish)) for bill in candidates.bills]] = gather_s
     communication = bills[candidates.bill_of]
 
-    # Most equations have one candidate for each strategy.
     picks, made = candidates.first, candidates.made
     if candidates.has_choice:
         seconds = (compute + communication).tolist()
@@ -118,9 +115,9 @@ def priced(
 
 
 def _balanced(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, strategies: StrategySet) -> StrategySet:
-    """The same strategies, balanced where that saves more compute than it communicates.
+    """The same strategies, balanced where the exchange takes less time than it saves.
 
-    A mesh without a device has no price for compute, so that every strategy is balanced that can be.
+    Without a device, compute has no price: every strategy that can be balanced is.
     """
     compute_s, communication_s = strategies.compute_s.copy(), strategies.communication_s.copy()
     balanced = []

@@ -1,8 +1,8 @@
-"""A cache of strategies and of prices of resharding: each is computed once for each kind of equation and value.
+"""An equation goes in; its `StrategySet` comes out, computed once per kind of equation.
 
-Models repeat themselves: most equations differ from an earlier one only in the names of their variables, and share its
-`StrategySet`. Equations of other sizes with the same divisors have the same `Candidates`, on all meshes of one shape.
-Keys hold tuples of specs by identity, which is faster than comparing them.
+Most equations of a model differ from an earlier one only in the names of variables and share its `StrategySet`.
+Equations whose sizes have the same divisors share `Candidates`, on all meshes of one shape. Keys hold tuples of specs
+by identity, which is faster than a comparison.
 """
 
 from __future__ import annotations
@@ -35,24 +35,17 @@ from minialpa.support.identity import ById
 from minialpa.support.recent import Recent
 
 T = TypeVar("T")
-#: Seconds of resharding, [made, wanted].
+#: Seconds of resharding, [made spec, required spec].
 _Tables = Recent[NDArray[np.float64]]
 
-#: Bytes of resharding tables in one cache.
 _MOST_TABLE_BYTES = 2**28
-#: Number of equations whose kinds are kept.
 _MOST_EQUATIONS = 200_000
-#: Bytes of the key and the objects of a resharding table, about.
 _KEY_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrategyKey:
-    """Equations that differ only in the names of their variables, and so have equal strategies.
-
-    Attributes:
-        same: for each operand the first that is the same variable; -1 for literals.
-    """
+    """A kind of equations, which differ only in the names of variables and so have equal strategies."""
 
     factors: Factors
     same: tuple[int, ...]
@@ -64,20 +57,16 @@ class _Memo:
         self._known: dict[Hashable, Any] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `key`, which `make` makes the first time."""
         if key not in self._known:
             self._known[key] = make()
         value: T = self._known[key]
         return value
 
     def same(self, specs: Specs) -> Specs:
-        """One tuple for all that are equal to `specs`."""
         return self.get_or_make(("specs", specs), lambda: specs)
 
 
 class _ShapeCandidates:
-    """The cache of `Candidates` on the meshes of one shape."""
-
     def __init__(self, shape: tuple[int, ...], all_shapes: _Memo) -> None:
         self.shape, self._all_shapes = shape, all_shapes
         self._memo = _Memo()
@@ -108,7 +97,7 @@ class _ShapeCandidates:
         return self._memo.get_or_make((ById(table.number), ById(specs)), lambda: table.numbers(specs))
 
     def _same(self, candidates: Candidates) -> Candidates:
-        """The same candidates, with specs that can be compared by identity."""
+        """`candidates` with specs that can be compared by identity."""
         return replace(
             candidates,
             operands=tuple(map(self._all_shapes.same, candidates.operands)),
@@ -116,11 +105,10 @@ class _ShapeCandidates:
         )
 
     def _alike(self, kind: StrategyKey) -> object:
-        """One object for all kinds that have the same candidates."""
+        """One object for all kinds with the same candidates."""
         return self._memo.get_or_make(kind, lambda: self._memo.get_or_make(self._divided(kind), object))
 
     def _divided(self, kind: StrategyKey) -> Hashable:
-        """The key of candidates: the structure of a kind, and the divisors of its sizes."""
         return (
             _structure(kind.factors), same_divisors(kind.factors.sizes, self.shape), kind.same,
             tuple(same_divisors(shape, self.shape) for shape in kind.result_shapes),
@@ -128,7 +116,7 @@ class _ShapeCandidates:
 
 
 class MeshStrategies:
-    """Strategies and prices of resharding on one mesh, if sums share starts by `sharing`; from a cache."""
+    """Strategies and resharding prices on one mesh, where sums share starts by `sharing`."""
 
     def __init__(
         self,
@@ -156,11 +144,12 @@ class MeshStrategies:
     ) -> StrategySet:
         """All strategies of `eqn`.
 
-        required: for some axes, the factor that this axis and no other must split; None if it splits no factor, but may
-            pass a sum.
-        n_pending: for each axis, how many operands may come as partial sums along it.
-        scatter: whether partial sums may be reduce-scattered.
-        kept: factors that only the axes in `required` may split.
+        Args:
+            required: for some axes, the factor that the axis, and no other axis, must split; None for an axis that may
+                only pass partial sums.
+            n_pending: for each axis, how many operands may be partial sums along it.
+            scatter: whether partial sums may be reduce-scattered.
+            kept: factors that only the axes in `required` may split.
         """
         options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter, kept)
 
@@ -173,11 +162,11 @@ class MeshStrategies:
     def follow(
         self, eqn: JaxprEqn, kind: StrategyKey, given: Mapping[int, Specs], n: int, *, allow_partial: bool = True
     ) -> StrategySet:
-        """`n` strategies; number s takes each operand in `given` as its spec s, as far as the rule allows.
+        """`n` strategies. Strategy s reads operand k in spec `given[k][s]`, as far as the rule allows.
 
-        An axis that splits operands splits the same factor here; if operands disagree, the largest one decides and the
-        others are resharded. A factor that may not be split is gathered. Partial sums pass if the equation is linear;
-        without `allow_partial`, no result is left as partial sums.
+        An axis splits the same factor as in the operands. If operands disagree, the largest one decides, and the others
+        are resharded. A factor that may not be split is gathered. Partial sums pass a linear equation; without
+        `allow_partial`, results are all-reduced.
         """
 
         def make() -> StrategySet:
@@ -199,7 +188,7 @@ class MeshStrategies:
 
 
 class StrategyCache:
-    """The cache for all meshes. Problems that use one such object share strategies and prices."""
+    """The cache for all meshes, which several problems may share."""
 
     def __init__(self) -> None:
         self._memo = _Memo()
@@ -209,7 +198,7 @@ class StrategyCache:
     def of(
         self, mesh: LogicalMesh, forbidden: tuple[str, ...], sharing: Sharing, forbidden_s: float = math.inf
     ) -> MeshStrategies:
-        """The part for `mesh`; see `reshard_table` for the other arguments."""
+        """For the arguments, see `reshard_table`."""
         shape = self._memo.get_or_make(("shape", mesh.shape), lambda: _ShapeCandidates(mesh.shape, self._memo))
         return self._memo.get_or_make(
             (mesh, forbidden, sharing, forbidden_s),
@@ -217,7 +206,7 @@ class StrategyCache:
         )
 
     def same(self, specs: Specs) -> Specs:
-        """One tuple for all that are equal to `specs`, for keys by identity."""
+        """One tuple for all tuples equal to `specs`, for keys by identity."""
         return self._memo.same(specs)
 
     def kind_of(self, eqn: JaxprEqn) -> StrategyKey:
@@ -238,7 +227,7 @@ class StrategyCache:
 
 
 def _structure(factors: Factors) -> Hashable:
-    """All properties of factors that candidates depend on, without sizes, but with the sizes of unequal work."""
+    """All properties of `factors` on which candidates depend, except sizes of factors with equal work."""
     return (
         factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked, factors.linear,
         factors.linear_operands, factors.unaffected, factors.counted_once, factors.positional,

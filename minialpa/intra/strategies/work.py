@@ -1,20 +1,18 @@
-"""Seconds of an equation on one device: arithmetic, bytes, and idle processors.
+"""An equation and a device go in; the seconds of its compute come out: arithmetic, bytes and idle processors.
 
-Attentions without a kernel of cuDNN (float32, biases or masks) run block by block (`attention.blockwise`), with float32
-scores in memory between products and loops:
+Attentions without a cuDNN kernel (float32, biases or masks) run in blocks (`attention.blockwise`), with float32 scores
+in memory. Compiled programs for H100s have these counts:
 
-    seconds = products of the scores, each of which reads or writes them once
-            + passes of loops over the scores
-            + copies of the blocks of queries, keys and values, for each pair of blocks
+    seconds = products, each of which reads or writes the scores once
+            + loops over the scores
+            + copies of blocks of queries, keys and values, for each pair of blocks
 
-The passes are counted in compiled programs for H100s.
+A GPU computes a product [b m k] [b k n] in tiles, one per processor at a time. Processors without a tile in the last
+round are idle. For the best kind of tile, the seconds grow by the factor
 
-A GPU computes a product in tiles, one on each of its processors at a time. In the last round, processors without a tile
-wait:
+    waste = n_processors * ceil(n_tiles / n_processors) * (area of a tile) / (rate of the tile * b * m * n)
 
-    waste = processors ceil(tiles / processors) area of a tile / (rate of its kind of tile * b m n)
-
-for the best kind of tile. A product with few tiles and a long sum is also split along the sum.
+A product with few tiles and a long sum is also split along the sum.
 """
 
 from __future__ import annotations
@@ -44,18 +42,18 @@ from minialpa.tracing.flattening import flat_body
 
 
 class Work(NamedTuple):
-    """Seconds of an equation on one device: devices that split it divide `shared_s`, and each takes `fixed_s`."""
+    """Seconds of an equation: devices that split it divide `shared_s`; each takes `fixed_s`."""
 
     shared_s: float
     fixed_s: float
 
 
 def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
-    """The work of one device that does all of it; without a device, compute has no price.
+    """The work of a single device; zero without a device description.
 
-    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. A reshape that
-    only adds or drops a leading dimension of size 1 writes nothing. A loop or branch takes as long as its body, whose
-    products may be of other dtypes than its operands.
+    Contractions read and write memory. Other operations only count writes, as XLA fuses their reads. A reshape that
+    adds or drops a leading dimension of size 1 is free. A loop or branch takes the work of its equations, whose dtypes
+    may differ from the dtypes of its operands.
     """
     device = mesh.device
     if device is None or _is_row(eqn):
@@ -65,7 +63,7 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
     if is_attention(eqn) and device.kernels is not None and not has_kernel(eqn):
         return Work(blockwise_s(eqn, factors, device), device.launch_s)
-    # XLA updates an array in place.
+    # XLA updates an array in place: only the update is written.
     written = sum(map(bytes_of, eqn.invars[1:2] if eqn.primitive.name == "dynamic_update_slice" else eqn.outvars))
     if is_contraction(eqn) or is_kernel(eqn):
         read = sum(map(bytes_of, eqn.invars))
@@ -76,7 +74,7 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
 
 def _work_inside(eqn: JaxprEqn, mesh: LogicalMesh) -> Work:
-    """The work of all iterations of a scan, of one of a `while`, or of the longest branch."""
+    """The work of all iterations of a scan, one iteration of a `while`, or the longest branch."""
     bodies = [_total(work_of(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
         return max(bodies, key=sum)
@@ -107,7 +105,7 @@ def _is_row(eqn: JaxprEqn) -> bool:
 def _rate_of(eqn: JaxprEqn) -> str:
     """The name of the rate of a product: its dtype, or "tensorfloat32" for float32 by default.
 
-    The first floating point operand counts, as kernels may read integers first, such as the sizes of groups.
+    The first floating point operand counts: kernels may read integers, such as group sizes, first.
     """
     floats = (atom for atom in eqn.invars if is_inexact(atom))
     dtype = dtype_name(next(floats, eqn.invars[0])) if eqn.invars else "float32"
@@ -119,7 +117,7 @@ def _rate_of(eqn: JaxprEqn) -> str:
 # ---- attentions in blocks -------------------------------------------------------------------------------------------
 
 _SCORE_BYTES = 4
-#: Products of blocks of 512 x 512, as a multiple of the formula for large products, by XLA's tables of H100s.
+#: Seconds of products of 512 x 512 blocks over the formula for large products, by XLA's tables of H100s.
 _OF_BLOCKS = 1.8
 
 
@@ -129,7 +127,7 @@ class _Passes:
 
     Attributes:
         products: products that read or write scores.
-        sums: features that these sum or make, for each d and e of keys and values.
+        sums: how many products sum or make the d features of keys, and the e features of values.
         loops: reads and writes of all scores by loops.
         rows: reads and writes of a block of queries, keys, values or results.
     """
@@ -158,7 +156,7 @@ def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
     scores_bytes = _SCORE_BYTES * factors.flops / (2 * (of_keys * d + of_values * e))
 
     products_s = device.product_s(factors.flops, passes.products * scores_bytes, "tensorfloat32")
-    # A block of scores has as many rows, of features instead of keys.
+    # A block of queries has as many rows as a block of scores, with features in place of keys.
     rows_bytes = passes.rows * scores_bytes * (d + e) / 2 / min(n_keys, SIDE) if n_keys > SIDE else 0.0
     moved_bytes = passes.loops * scores_bytes + rows_bytes
     return _OF_BLOCKS * products_s + moved_bytes / device.memory_bandwidth
@@ -166,14 +164,14 @@ def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
 
 # ---- idle processors ------------------------------------------------------------------------------------------------
 
-#: (rows, columns, rate) of the tiles of GPU kernels. Smaller tiles read more for each operation; by choice.
+#: (rows, columns, rate) of the tiles of GPU kernels; chosen. Smaller tiles read more bytes per operation.
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
-#: Parts of a sum, of at least so many summands, and the cost of joining them as a part of the whole.
+#: Parts of a sum, least summands of a part, and cost of joining the parts, as a part of the product.
 _PARTS, _LEAST_PART, _JOINING = (1, 2, 4, 8, 16), 256, 0.05
 
 
 def idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[np.float64] | float:
-    """For each candidate of a matrix product, the seconds that idle processors add to the whole of it."""
+    """For each candidate of a matrix product, the seconds that idle processors add, on a single device."""
     device = mesh.device
     if device is None or not device.n_processors or eqn.primitive.name != "dot_general":
         return 0.0
@@ -185,7 +183,6 @@ def idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[
     def waste_of(made: Spec) -> float:
         shape = made.shard_shape(shape_of(eqn.outvars[0]), mesh.shape)
         b, m, n = shape[:n_batch], shape[n_batch : n_batch + n_rows], shape[n_batch + n_rows :]
-        # A sum that is split leaves a partial sum.
         k = n_summands / math.prod(mesh.shape[axis] for axis in made.partial)
         return waste(math.prod(b), math.prod(m), math.prod(n), int(k), device.n_processors)
 
@@ -201,7 +198,7 @@ def idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[
 
 @functools.lru_cache(maxsize=65536)
 def waste(b: int, m: int, n: int, k: int, n_processors: int) -> float:
-    """Time of `b` products [m k] [k n], at least 1, as a multiple of the time without idle processors."""
+    """Time of `b` products [m k] [k n] over the time without idle processors; at least 1."""
     best = math.inf
     for (rows, columns, rate), parts in itertools.product(_TILES, _PARTS):
         if parts > 1 and k < parts * _LEAST_PART:

@@ -1,5 +1,4 @@
-"""The runtime of a cluster: programs and arguments go in, and arrays that stay on workers come out.
+"""The driver of a cluster: programs and arguments go in, and arrays that stay on workers come out. See README.md.
 
-A launcher starts the workers; nothing here knows Ray. Imports: runtime.workers, arrays, cluster, errors, programs,
-sharding.
+A launcher starts the workers; no module here knows Ray.
 """

@@ -1,4 +1,4 @@
-"""The cluster's `Runner`: steps on argument leaves, whose results stay on the workers of a session."""
+"""The cluster's `Runner`: runs steps on argument leaves; the results stay on the workers of a session."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from minialpa.runtime.workers.arguments import Argument, InputRead, ReadOrder
 from minialpa.samples import BatchForm, SampleFunction, UnreadArray, merged_ranges
 
 Part = tuple[int, MicroRows]
-"""The number of an argument leaf, and its rows that a micro-batch reads."""
+"""The number of an argument leaf, and the rows of a micro-batch."""
 
 
 class ClusterExecutable:
-    """A program on the workers of a session: a `Runner`.
+    """A `Runner` on the workers of a session.
 
-    Starts its meshes and compiles its functions when it is made, and once more after another program with meshes of
-    other shapes has ended its meshes.
+    The constructor starts the meshes and compiles the functions. A call repeats this if another program with meshes of
+    other shapes has ended the meshes.
     """
 
     #: The workers have the devices.
@@ -60,7 +60,7 @@ class ClusterExecutable:
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        self.session.make_room()
+        self.session.free_unused_arrays()
         with self.session.turn():
             self.session.check()
             self._check_usable(leaves)
@@ -74,7 +74,6 @@ class ClusterExecutable:
         return self.session.turn()
 
     def timeline(self) -> tuple[TaskTime, ...]:
-        """See `Runner`. Times are from the clocks of the workers' hosts, counted from the earliest."""
         workers = [worker for mesh in self._program.meshes for worker in mesh.workers]
         tasks = []
         for place, mine in zip(self._program.places, self.session.ask(workers, "timeline"), strict=True):
@@ -83,9 +82,7 @@ class ClusterExecutable:
         return from_start(tasks)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `Runner`. The arrays are `DistributedArray`s, or `MicroBatchedArray`s of these. Workers read
-        `UnreadArray`s.
-        """
+        """See `Runner.place`. Workers keep the arrays, and read `UnreadArray`s themselves."""
         with self.session.in_use():
             with self.session.turn():
                 self.session.check()
@@ -94,13 +91,15 @@ class ClusterExecutable:
                 placed, calls = self._place(leaves)
                 self.session.note_waiting(calls)
 
-            # Other threads may have their turn while this one waits: workers take the arrays after earlier steps.
+            # Outside the turn: workers take the arrays after earlier steps.
             self.session.gather_noted(calls)
             self._functions.note(leaves, calls.values())
             return placed
 
     def _place(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Reply, WorkerHandle]]:
-        """The leaves as `place` returns them, and the calls that bring them there. In a turn, on loaded meshes."""
+        """The leaves as `place` returns them, and the calls that bring them to workers. Call it in a turn, on loaded
+        meshes.
+        """
         programs, meshes = self._program.programs, self._program.meshes
         missing = [
             leaf
@@ -111,17 +110,18 @@ class ClusterExecutable:
         ]
         numbers = {(leaf, rows): self.session.new_number() for leaf in missing for rows in self._readers[leaf]}
 
-        # The arrays that each worker keeps, and their numbers.
         values = HostValues(leaves)
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
-        for own, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
+        for mesh_program, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
             kept = {
                 i: numbers[slot.leaf, slot.rows]
-                for i, slot in enumerate(own.inputs)
+                for i, slot in enumerate(mesh_program.inputs)
                 if (slot.leaf, slot.rows) in numbers and not isinstance(leaves[slot.leaf], UnreadArray)
             }
             for k, worker in enumerate(mesh.workers):
-                puts.append((worker, kept, [values.given(own.inputs[i], own, shards[i][k]) for i in kept]))
+                puts.append(
+                    (worker, kept, [values.given(mesh_program.inputs[i], mesh_program, shards[i][k]) for i in kept])
+                )
 
         arguments = share(self.session.launcher, [mine for *_, mine in puts])
         calls = {
@@ -133,7 +133,6 @@ class ClusterExecutable:
         return self._with_parts(leaves, numbers), calls
 
     def _with_parts(self, leaves: Sequence[Any], numbers: Mapping[Part, int]) -> list[Any]:
-        """The leaves, with the arrays that the workers are about to keep under these numbers."""
         out = list(leaves)
         for leaf in {leaf for leaf, _ in numbers}:
             readers = self._readers[leaf]
@@ -142,13 +141,15 @@ class ClusterExecutable:
         return out
 
     def _placed(self, readers: Sequence[tuple[MeshProgram, InputSlot]], number: int) -> DistributedArray:
-        """The array that the workers of all these inputs keep under a number."""
-        copies = tuple(Copy(self._program.meshes[own.mesh], own.shape, slot.spec) for own, slot in readers)
-        own, slot = readers[-1]
-        return distributed_array(self.session, number, own.types[slot.buffer], copies)
+        copies = tuple(
+            Copy(self._program.meshes[mesh_program.mesh], mesh_program.shape, slot.spec)
+            for mesh_program, slot in readers
+        )
+        mesh_program, slot = readers[-1]
+        return distributed_array(self.session, number, mesh_program.types[slot.buffer], copies)
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
-        """See `Runner`. Meshes that another program has ended count: a call of this program restarts them."""
+        """See `Runner.homes`. Includes ended meshes, which the next call restarts."""
         if not isinstance(leaf, DistributedArray):
             return ()
         number_of = {program.shape: program.mesh for program in self._program.programs}
@@ -161,18 +162,20 @@ class ClusterExecutable:
                 array.check_usable()
 
     def _bring(self, leaves: Sequence[Any]) -> None:
-        """Have workers send each other the arguments that the step reads on another mesh, or in another sharding."""
+        """Have workers send each other arguments that the step reads on another mesh or in another sharding."""
         requested: dict[tuple[int, Any, Any], CopyRequest] = {}
-        for own in self._program.programs:
-            for slot in own.inputs:
+        for mesh_program in self._program.programs:
+            for slot in mesh_program.inputs:
                 array = array_of(leaves, slot)
-                if array is None or _is_placed(leaves, own, slot) or array.held_here:
+                if array is None or _is_placed(leaves, mesh_program, slot) or array.held_here:
                     continue
                 copy = next((copy for copy in array.copies if copy.mesh.alive), None)
                 if copy is not None:
-                    requested[array.number, own.shape, slot.spec] = CopyRequest(array, copy, own.shape, slot.spec)
+                    requested[array.number, mesh_program.shape, slot.spec] = CopyRequest(
+                        array, copy, mesh_program.shape, slot.spec
+                    )
 
-        # If one group of workers has two shapes here, the arrays come through this process instead.
+        # If one mesh of workers has two shapes here, the arrays come through this process instead.
         moves = list(requested.values())
         shapes = {move.copy.shape for move in moves} | {move.shape for move in moves}
         if moves and len({shape.first_device for shape in shapes}) == len(shapes):
@@ -209,9 +212,9 @@ class ClusterExecutable:
         return self._per_function("function_seconds", repeats)
 
     def _per_function(self, method: str, *args: Any) -> list[Any]:
-        """Answers of the first worker of each mesh, one for each function, in the order of the whole program.
+        """For each function, the answer of the first worker of its mesh.
 
-        The meshes answer one after the other, and all workers of a mesh at once.
+        Meshes answer one after the other, and all workers of a mesh at once.
         """
         with self.session.turn():
             self._program.load()
@@ -224,7 +227,7 @@ class ClusterExecutable:
 
 
 def _calls_by_mesh(program: Program) -> list[list[int]]:
-    """For each mesh, the instructions of the program that call its functions, in order."""
+    """For each mesh, the instructions that call its functions, in order."""
     calls: list[list[int]] = [[] for _ in program.meshes]
     for i, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run | Accumulate):
@@ -233,24 +236,24 @@ def _calls_by_mesh(program: Program) -> list[list[int]]:
 
 
 def _readers(programs: Sequence[MeshProgram]) -> dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]]:
-    """For each argument leaf and each range of its rows, the inputs that read it, with their meshes."""
+    """For each argument leaf and range of its rows, the inputs that read it, with their meshes."""
     readers: dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]] = {}
-    for own in programs:
-        for slot in own.inputs:
-            readers.setdefault(slot.leaf, {}).setdefault(slot.rows, []).append((own, slot))
+    for mesh_program in programs:
+        for slot in mesh_program.inputs:
+            readers.setdefault(slot.leaf, {}).setdefault(slot.rows, []).append((mesh_program, slot))
     return readers
 
 
-def _is_placed(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
+def _is_placed(leaves: Sequence[Any], mesh_program: MeshProgram, slot: InputSlot) -> bool:
     array = array_of(leaves, slot)
-    return array is not None and array.is_on(own.shape, slot.spec)
+    return array is not None and array.is_on(mesh_program.shape, slot.spec)
 
 
 # ---- batches that workers read ---------------------------------------------------------------------------------------
 
 
 class FunctionsSent:
-    """The functions that workers of a session have: each worker gets a function once."""
+    """The functions that workers use to read samples: each worker gets a function once."""
 
     def __init__(self, runtime: ClusterRuntime) -> None:
         self._runtime = runtime
@@ -279,11 +282,9 @@ def read_calls(
     leaves: Sequence[Any],
     numbers: Mapping[Part, int],
 ) -> dict[Reply, WorkerHandle]:
-    """Have workers read the leaves of an unread batch. Call it in a turn, on loaded meshes.
+    """Have workers read the leaves of an unread batch, in a thread beside running steps.
 
-    Workers read in a thread of their own, beside the steps under way.
-
-    numbers: under which to keep each input, by leaf and rows.
+    Call it in a turn, on loaded meshes. `numbers` has the number of each input, by leaf and rows.
     """
     unread = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, UnreadArray)}
     batches = {leaf.batch for leaf in unread.values()}
@@ -294,13 +295,13 @@ def read_calls(
     function = functions.number(batch.function)
 
     calls: dict[Reply, WorkerHandle] = {}
-    for own, mesh, shards in zip(program.programs, program.meshes, program.shards, strict=True):
+    for mesh_program, mesh, shards in zip(program.programs, program.meshes, program.shards, strict=True):
         for k, worker in enumerate(mesh.workers):
             leaf_of = {number: leaf.leaf for number, leaf in unread.items()}
-            order = read_order(own, [of_input[k] for of_input in shards], leaf_of, batch.form)
+            order = read_order(mesh_program, [of_input[k] for of_input in shards], leaf_of, batch.form)
             if not order.inputs:
                 continue
-            slots = [own.inputs[x.input] for x in order.inputs]
+            slots = [mesh_program.inputs[x.input] for x in order.inputs]
             kept = [numbers[slot.leaf, slot.rows] for slot in slots]
             sent = None if functions.has(worker, batch.function) else batch.function.read
             calls[worker.actor.call_aside("read", function, sent, program.number, order, batch.first, kept)] = worker
@@ -310,9 +311,11 @@ def read_calls(
 def read_order(
     program: MeshProgram, shards: Sequence[WorkerShards], leaf_of: Mapping[int, int], form: BatchForm
 ) -> ReadOrder:
-    """The order for one worker: the rows that its devices hold, of the micro-batches that its mesh reads.
+    """The order for one worker: the rows of its devices, in the micro-batches that its mesh reads.
 
-    shards: of the worker, for each input. leaf_of: the number in the batch of each argument leaf to read.
+    Args:
+        shards: of the worker, for each input.
+        leaf_of: for each argument leaf to read, its number in the batch.
     """
     inputs = [
         InputRead(
@@ -329,7 +332,7 @@ def read_order(
 
 
 def _in_leaf(box: Any, rows: MicroRows) -> Any:
-    """A box of the rows of a micro-batch, as a box of the leaf."""
+    """A box in the rows of a micro-batch, as a box of the leaf."""
     if rows is None:
         return box
     first, _, dim = rows

@@ -24,15 +24,15 @@ from minialpa.runtime.workers.arguments import Argument, Given, to_plain
 from minialpa.sharding import Spec
 from minialpa.support.identity import ById
 
-#: Shards of this size, where several workers get them, are sent to each host once.
+#: Least size of a shard for several workers that is sent to each host once.
 _SHARE_BYTES = 1 << 20
-#: Programs that move arrays and are kept for the next time. Each has connections of its own.
+#: How many programs that move arrays are kept. Each has connections of its own.
 _MOVERS_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShards:
-    """The distinct shards of an input that one worker gets, and the shard of each of its devices."""
+    """The distinct shards of an input on one worker. `shard_of_device` is as in `Given`."""
 
     boxes: tuple[Box, ...]
     shard_of_device: tuple[int, ...]
@@ -43,26 +43,27 @@ class ClusterProgram:
 
     Attributes:
         number: by which workers know the program.
-        programs: one for each mesh.
         places: the workers of all meshes, in order.
         meshes: the running workers of each mesh; empty until `load`.
-        shards: for each mesh, input and worker, the shards of an argument that this process sends.
+        shards: for each mesh, input and worker, the shards of an argument from this process.
     """
 
     def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType]) -> None:
-        """types: of buffers that no function of the program reads or writes."""
         self.runtime = runtime
         self.programs = runtime.split(program, types)
         self.number = runtime.new_number()
         self.places = worker_places(program.meshes, runtime.launcher.devices_per_host)
         self.meshes: list[MeshWorkers] = []
-        self.shards = [worker_shards(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
+        self.shards = [
+            worker_shards(mesh_program, [p for p in self.places if p.mesh == mesh_program.mesh])
+            for mesh_program in self.programs
+        ]
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._donated_leaves = program.donated_leaves
         weakref.finalize(self, runtime.dropped.append, self.number)  # also if loading fails
 
     def load(self) -> None:
-        """Start the meshes that do not run, and compile the program on workers that do not have it.
+        """Start the meshes that do not run, and compile the program on workers that lack it.
 
         Call it in the turn that uses the meshes: another turn may end them.
         """
@@ -77,7 +78,7 @@ class ClusterProgram:
             for worker in mesh.workers
         ]  # fmt: skip
 
-        # Every worker connects to all others, so each has to be listening before the first one loads.
+        # Every worker connects to all others, so all must listen before the first one loads.
         addresses = self.runtime.gather(
             {w.actor.call("open_transport", self.number, i): w for i, (w, _) in enumerate(workers)}
         )
@@ -93,16 +94,16 @@ class ClusterProgram:
         self.meshes = meshes
 
     def start(self, leaves: Sequence[Any], numbers: Sequence[int], traced: bool = False) -> None:
-        """Start a step whose results the workers keep under `numbers`, in the turn of this thread."""
+        """Start a step, in the turn of this thread. The workers keep its results under `numbers`."""
         step = self.runtime.new_step()
-        # Before the first call: fetching an argument waits for earlier steps, and must not wait for half of this one.
+        # Before the first call: a fetch waits for all started steps, and must not wait for half of this one.
         arguments = iter(share(self.runtime.launcher, self._arguments(leaves)))
         used_up = self._used_up(leaves)
 
         calls: dict[Reply, WorkerHandle] = {}
         try:
-            for own, mesh in zip(self.programs, self.meshes, strict=True):
-                results = {number: numbers[number] for number, _ in own.outputs}
+            for mesh_program, mesh in zip(self.programs, self.meshes, strict=True):
+                results = {number: numbers[number] for number, _ in mesh_program.outputs}
                 donated = [array.number for array in used_up if any(copy.mesh is mesh for copy in array.copies)]
                 freed = mesh.take_freed()
                 for worker in mesh.workers:
@@ -118,31 +119,35 @@ class ClusterProgram:
             raise
 
     def _arguments(self, leaves: Sequence[Any]) -> list[list[Argument]]:
-        """For each worker and input, the number of an array that the worker holds, or shards."""
         values = HostValues(leaves)
         return [
             [
-                self._argument(slot, own, of_slot[k], leaves, values)
-                for slot, of_slot in zip(own.inputs, shards, strict=True)
+                self._argument(slot, mesh_program, of_slot[k], leaves, values)
+                for slot, of_slot in zip(mesh_program.inputs, shards, strict=True)
             ]
-            for own, mesh, shards in zip(self.programs, self.meshes, self.shards, strict=True)
+            for mesh_program, mesh, shards in zip(self.programs, self.meshes, self.shards, strict=True)
             for k in range(len(mesh.workers))
         ]
 
     def _argument(
-        self, slot: InputSlot, own: MeshProgram, shards: WorkerShards, leaves: Sequence[Any], values: HostValues
+        self,
+        slot: InputSlot,
+        mesh_program: MeshProgram,
+        shards: WorkerShards,
+        leaves: Sequence[Any],
+        values: HostValues,
     ) -> Argument:
         array = array_of(leaves, slot)
-        if array is not None and array.is_on(own.shape, slot.spec):
+        if array is not None and array.is_on(mesh_program.shape, slot.spec):
             return array.number
-        return values.given(slot, own, shards)
+        return values.given(slot, mesh_program, shards)
 
     def _used_up(self, leaves: Sequence[Any]) -> list[DistributedArray]:
         arrays = (array for leaf in sorted(self._donated_leaves) for array in arrays_on_workers(leaves[leaf]))
         return list({array.number: array for array in arrays}.values())
 
     def _use_up(self, array: DistributedArray) -> None:
-        """Mark a donated array as deleted, and free its copies on meshes outside the step."""
+        """Mark a donated array as deleted, and free its copies outside the step."""
         for copy in array.copies:
             if copy.mesh.alive and all(copy.mesh is not mesh for mesh in self.meshes):
                 copy.mesh.freed.append(array.number)
@@ -154,7 +159,7 @@ class ClusterProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRequest:
-    """An array, one of its copies, and the mesh and layout of the copy to make."""
+    """An array, one of its copies, and the mesh and sharding of the copy to make."""
 
     array: DistributedArray
     copy: Copy
@@ -166,15 +171,12 @@ _Route = tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]
 
 
 def move_arrays(runtime: ClusterRuntime, moves: Sequence[CopyRequest]) -> None:
-    """Have workers send each other arrays, so that each array gets another copy. In a turn, on running meshes.
-
-    The moves are a step of a program without functions.
-    """
+    """Make a copy of each array by a step of a program without functions. Call it in a turn, on running meshes."""
     key = tuple((move.array.type, move.copy.shape, move.copy.spec, move.shape, move.spec) for move in moves)
     mover = runtime.movers.pop(key, None)
     if mover is None:
         mover = ClusterProgram(runtime, _moving_program(key), {i: kind for i, (kind, *_) in enumerate(key)})
-    runtime.movers[key] = mover  # the last used one at the end
+    runtime.movers[key] = mover  # last used at the end
     if len(runtime.movers) > _MOVERS_KEPT:
         del runtime.movers[next(iter(runtime.movers))]
 
@@ -186,7 +188,7 @@ def move_arrays(runtime: ClusterRuntime, moves: Sequence[CopyRequest]) -> None:
 
 
 def _moving_program(moves: Sequence[_Route]) -> Program:
-    """The program that takes arrays from mesh to mesh. Each result is a copy of an argument, and gets its number."""
+    """The program that takes arrays from mesh to mesh. Each result is a copy of an argument."""
     meshes = tuple(dict.fromkeys(shape for _, source, _, target, _ in moves for shape in (source, target)))
     number = {shape: i for i, shape in enumerate(meshes)}
     n = len(moves)
@@ -217,7 +219,6 @@ class HostValues:
         self._shards: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
 
     def given(self, slot: InputSlot, program: MeshProgram, shards: WorkerShards) -> Given:
-        """The shards of input `slot` that one worker gets."""
         kind = program.types[slot.buffer]
         if slot.leaf not in self._known:
             leaf = self._leaves[slot.leaf]
@@ -240,12 +241,12 @@ class HostValues:
 def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argument], list[Any]]]:
     """The arguments of each worker, and the large shards that it shares with other workers.
 
-    The launcher copies such a shard to each host once. It goes beside the arguments, which refer to it by position.
+    The launcher copies these to each host once. The arguments refer to them by position.
     """
     given = [{ById(s) for x in mine if isinstance(x, Given) for s in x.shards} for mine in arguments]
     sizes = {shard: np.asarray(shard.value).nbytes for shards in given for shard in shards}
     if sum(sizes.values()) >= _SHARE_BYTES:
-        launcher.check_room(sum(sizes.values()))
+        launcher.check_memory(sum(sizes.values()))
     large = [[shard for shard in shards if sizes[shard] >= _SHARE_BYTES] for shards in given]
     users = Counter(shard for shards in large for shard in shards)
     refs = {shard: launcher.share(shard.value) for shard, n_users in users.items() if n_users > 1}
@@ -258,7 +259,6 @@ def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[t
 
 
 def _referring(arguments: Sequence[Argument], shared: Sequence[ById[Any]]) -> Sequence[Argument]:
-    """The arguments of a worker, with each shard in `shared` replaced by its position there."""
     if not shared:
         return arguments
     numbers = {shard: i for i, shard in enumerate(shared)}
@@ -277,7 +277,7 @@ def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
 
 
 def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
-    """The array on workers that an input reads, if there is one: a leaf, or a part of a leaf that was cut before."""
+    """The array on workers that an input reads, a leaf or a part of a leaf, or None."""
     leaf = leaves[slot.leaf]
     found = leaf if slot.rows is None else None
     if isinstance(leaf, MicroBatchedArray):
@@ -286,7 +286,7 @@ def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
 
 
 def worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:
-    """For each input of a mesh and each of its workers, the shards of that worker."""
+    """For each input of a mesh, the shards of each of its workers."""
     out = []
     for slot in program.inputs:
         shape = program.types[slot.buffer].data_shape

@@ -1,12 +1,10 @@
 """The runtime of a session on a cluster: meshes of workers, the steps that they run, and the arrays that they hold.
 
-A step is one call to each worker. Calls return at once. Every wait also watches the answers of all steps under way and
-the lives of all workers. A step that fails, or a worker that is lost, ends the session: the runtime ends all workers,
-gives the hosts back and raises one WorkerError that names the cause. Other calls may fail, for lack of memory for
-example, without ending the session.
+A step is one call to each worker, and calls return at once. Every wait also watches all running steps and all workers.
+A failed step or a lost worker ends the session with one WorkerError that names the cause. Other calls may fail, for
+example for lack of memory, without ending the session.
 
-Threads take turns (`Turns`) to make calls, and wait for answers at the same time. The steps under way and the watch
-over the workers change under a lock that is held for moments only.
+Threads make calls in turns (`Turns`), and wait at the same time.
 """
 
 from __future__ import annotations
@@ -44,21 +42,21 @@ from minialpa.runtime.workers.failures import (
     worker_error,
 )
 
-#: Steps that may be under way when a thread starts another one: one runs, one waits at the workers.
+#: Steps under way when a thread may start another: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
-#: Seconds that other workers have to report a failure.
+#: Seconds that the other workers have to report their failures.
 _GRACE_S = 2.0
-#: Seconds without an answer after which the host of a worker is probed. Busy workers answer late, too.
+#: Seconds without an answer after which a worker's host is probed. Busy workers answer late, too.
 _LATE_S = 2.0
 
 
 class ClusterRuntime:
-    """Meshes, steps and arrays of one session. Usable until `shutdown`, or until a worker fails.
+    """Meshes, steps and arrays of one session, until `shutdown` or a failure of a worker.
 
     Attributes:
         split: the program of each mesh, given the types of buffers that no function reads or writes.
-        dropped: numbers of programs that nothing uses any more.
-        movers: programs that move arrays, for `move_arrays`; the last used one at the end.
+        dropped: numbers of programs without references.
+        movers: programs that move arrays, for `move_arrays`; last used at the end.
         turn, in_use, turn_even_if_ended: see `Turns`.
     """
 
@@ -78,7 +76,7 @@ class ClusterRuntime:
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
         self._numbers, self._step_numbers = itertools.count(), itertools.count()
 
-        # Threads that wait and threads that start steps share the watch and these lists, under the lock.
+        # Waiting threads and the thread in its turn share the watch and these lists, under the lock, for moments only.
         self._lock = threading.RLock()
         self._steps: deque[dict[Reply, WorkerHandle]] = deque()
         self._waiting: deque[dict[Reply, WorkerHandle]] = deque()
@@ -88,7 +86,7 @@ class ClusterRuntime:
         return next(self._numbers)
 
     def new_step(self) -> int:
-        """The number of the next step, from 0. Moves of arrays count too."""
+        """The number of the next step, from 0. Moves of arrays are steps, too."""
         return next(self._step_numbers)
 
     # ---- meshes ---------------------------------------------------------------------------------------------------
@@ -96,8 +94,7 @@ class ClusterRuntime:
     def meshes(self, requested: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
         """Running workers for each (first device, number of devices). Call it in a turn.
 
-        Reuses meshes of the same devices. Ends other meshes that share a device with a new one; their arrays come to
-        this process.
+        Ends other meshes that share a device with a requested one; their arrays come to this process.
         """
         self.check()
         keys = list(requested)
@@ -125,7 +122,7 @@ class ClusterRuntime:
             self.ask(self.workers, "unload", number)
 
     def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
-        """End the workers of a mesh once no thread waits for them, and keep the values of their arrays here."""
+        """End the workers of a mesh that no thread waits for, and keep the values of their arrays here."""
         self.sync()
         with self._lock:
             waiting = list(self._waiting)
@@ -136,7 +133,7 @@ class ClusterRuntime:
         mesh.alive = False
         del self._meshes[key]
 
-        # First: the watch would take the end of these workers for a failure.
+        # Before the workers end: the watch would report a failure.
         with self._lock:
             self._watch.remove(mesh.workers)
         self.launcher.end(mesh.workers)
@@ -144,18 +141,18 @@ class ClusterRuntime:
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
-        """Call a method of each worker with the same arguments and return the answers, in one turn."""
+        """Call a method of each worker with the same arguments, in one turn; returns the answers."""
         with self.turn():
             return self.gather({w.actor.call(method, *args): w for w in workers})
 
     def gather(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
-        """Answers of calls, in order. Raises WorkerError if one of them, or a step under way, fails."""
+        """Answers of calls, in order. Raises WorkerError if a call, or a step under way, fails."""
         with self._turns.in_use():
             self._wait(calls)
             return [self._answer(ref, worker) for ref, worker in calls.items()]
 
     def note_waiting(self, calls: dict[Reply, WorkerHandle]) -> None:
-        """Note calls that this thread awaits with `gather_noted` after its turn: their workers do not end before."""
+        """Note calls that this thread waits for after its turn (`gather_noted`). Their workers do not end before."""
         with self._lock:
             self._waiting.append(calls)
 
@@ -166,7 +163,7 @@ class ClusterRuntime:
             with self._lock, suppress(ValueError):
                 self._waiting.remove(calls)
 
-    def make_room(self) -> None:
+    def free_unused_arrays(self) -> None:
         """Wait while too many steps are under way. Call it before the turn of the next step, not in it."""
         with self._turns.in_use():
             while True:
@@ -181,7 +178,7 @@ class ClusterRuntime:
             self._steps.append(calls)
 
     def sync(self) -> None:
-        """Wait until every step that was started before has ended."""
+        """See `Runner.sync`."""
         with self._turns.in_use():
             self.check()
             with self._lock:
@@ -195,7 +192,7 @@ class ClusterRuntime:
             self._steps.remove(step)
 
     def check(self) -> None:
-        """Raise WorkerError if the session has ended, or if a worker was lost or a step failed meanwhile."""
+        """Raise WorkerError if the session has ended, a worker is lost or a step has failed."""
         with self._turns.in_use():
             watched = self._watched()
             for reply in self.launcher.ready(list(watched)):
@@ -209,10 +206,9 @@ class ClusterRuntime:
             return watched
 
     def _wait(self, calls: dict[Reply, WorkerHandle]) -> None:
-        """Wait until all calls are answered. Raises WorkerError if they, a step or a worker fails.
+        """Wait until all calls are answered. Raises WorkerError if a step or a worker fails meanwhile.
 
-        A call that is queued after a hanging step is never answered, so this watches all steps and workers. These
-        change meanwhile: other threads start steps and meshes, and may end the session.
+        It watches all steps and workers, because a call that is queued after a hanging step is never answered.
         """
         waiting, seen = set(calls), set[Reply]()
         with self._lock:
@@ -230,7 +226,7 @@ class ClusterRuntime:
                 seen.add(ref)
                 waiting.discard(ref)
 
-            # With very short steps, no wait may last long enough for a heartbeat.
+            # With very short steps, no wait may reach the interval.
             if not done or time.monotonic() - self._beat_at_s >= self._watch.interval_s:
                 self._beat()
 
@@ -243,11 +239,11 @@ class ClusterRuntime:
             self._fail(failure)
 
     def _failure_in(self, reply: Reply, worker: WorkerHandle) -> Failure | None:
-        """The failure that a reply shows, or None: the failure that a step returned, or the end of the worker."""
+        """The failure that a reply shows: of a step, or by the end of the worker. None without a failure."""
         try:
             answer = self.launcher.answer(reply)
         except CallRaised as error:
-            # The caller of any other method gets this error itself.
+            # Otherwise, the caller of the method gets this error.
             with self._lock:
                 is_of_step = any(reply in step for step in self._steps)
             if not is_of_step:
@@ -279,15 +275,15 @@ class ClusterRuntime:
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
         """The values of arrays, with one call to each worker; the arrays keep them.
 
-        One turn makes all calls, so the values belong together. Other threads may donate or delete the arrays before
-        the answers come.
+        One turn makes all calls, so the values belong together. Meanwhile, other threads may donate or delete the
+        arrays.
         """
         calls: dict[Reply, WorkerHandle] = {}
         owners: list[list[DistributedArray]] = []
         with self._turns.in_use():
             with self.turn():
                 self.check()
-                # Another thread may have fetched some meanwhile, and ended their mesh.
+                # Another thread may have fetched some and ended their mesh.
                 values = {array.number: array.kept for array in arrays if array.held_here}
                 missing = [array for array in arrays if array.number not in values]
 
@@ -311,26 +307,26 @@ class ClusterRuntime:
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
     def available_hosts(self) -> int:
-        """How many hosts `restarted` would get now. Also works when the session has ended."""
+        """See `Launcher.available_hosts`. Works after the end of the session, too."""
         try:
             with self._turns.in_use():
                 return self.launcher.available_hosts()
         except WorkerError:
-            # Another thread may still be about to close the connection to the cluster.
+            # Another thread may be about to close the connection to the cluster.
             self.shutdown()
         return self.launcher.available_hosts()
 
     def restarted(self) -> Launcher:
-        """End this session, and reserve the hosts that answer for the next one."""
+        """End this session. See `Launcher.restarted`."""
         self.shutdown("`minialpa.restart()` was called.")
         return self.launcher.restarted()
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self, reason: str = "`minialpa.shutdown()` was called.") -> None:
-        """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine.
+        """End all workers and give the hosts back. Values that were not fetched are lost. A second call has no effect.
 
-        Other threads that wait get a WorkerError with `reason`.
+        Waiting threads raise a WorkerError with `reason`.
         """
         self._turns.shutdown(WorkerError(reason))
 
@@ -357,7 +353,7 @@ class ClusterRuntime:
             failure = self._watch.heartbeat(bool(self._steps))
             late = self._watch.late(_LATE_S)
 
-        # A host that is cut off ends no connection, and Ray notices it after a minute. Not under the lock: probes wait.
+        # A host that is cut off ends no connection, and Ray notices it after a minute. Probes wait, so not in the lock.
         lost = self.launcher.lost_hosts(worker.host for worker in late) if late else {}
         if lost:
             self._fail(*(lost_host(self._status(w), lost[w.host]) for w in late if w.host in lost))
@@ -368,11 +364,11 @@ class ClusterRuntime:
             self._turns.end(WorkerError(fault))
 
     def _fail(self, *first: Failure) -> NoReturn:
-        """End the session because of `first`, or of the cause that the workers report; raises WorkerError."""
+        """End the session with a WorkerError for `first`, or for the cause that other workers report."""
         self._turns.end(session_error(first, []), lambda: session_error(*self._hear(first)))
 
     def _hear(self, first: Sequence[Failure]) -> tuple[list[Failure], list[Status]]:
-        """All failures that workers report within a moment, in order, and the status of the other workers.
+        """All failures that workers report within `_GRACE_S` seconds, and the status of the other workers.
 
         One fault fails several workers, and the first report may come from a victim.
         """
@@ -382,7 +378,7 @@ class ClusterRuntime:
         watched = self._watched() | asked
         deadline = time.monotonic() + _GRACE_S
 
-        # Live workers never answer `live`, so this does not wait for these calls.
+        # Workers never answer `live`, so this does not wait for these calls.
         while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
             for ref in self.launcher.wait(list(watched), left):
                 worker = watched.pop(ref)
@@ -399,7 +395,7 @@ class ClusterRuntime:
         return self._with_lost_hosts(found), statuses
 
     def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:
-        """The failures, with the fault of a dead or silent worker replaced where its host is lost."""
+        """The failures. A dead or silent worker whose host is lost has the fault LOST_HOST."""
         lost = self.launcher.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
         return [lost_host(f.where, lost[f.where.host]) if f.where.host in lost else f for f in found]
 
@@ -409,7 +405,10 @@ def _overlap(mesh: MeshWorkers, first_device: int, n_devices: int) -> bool:
 
 
 def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list[DistributedArray]]]:
-    """Each mesh with the arrays to fetch from it. Raises WorkerError if an array is used up, or no mesh holds it."""
+    """Each mesh with the arrays to fetch from it.
+
+    Raises DeletedArrayError if an array is used up, WorkerError if its meshes have ended.
+    """
     found: dict[MeshWorkers, list[DistributedArray]] = {}
     for array in arrays:
         array.check_usable()
@@ -421,7 +420,7 @@ def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list
 
 
 def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:
-    """Values of arrays by their number. answers: the arrays that each worker was asked for, and the shards it sent."""
+    """Values of arrays by their number. answers: for each worker, its arrays and the shards that it sent."""
     data: dict[int, Any] = {}
     types: dict[int, ArrayType] = {}
 

@@ -1,4 +1,4 @@
-"""Arrays that workers hold: each has a number, under which workers keep it, and the meshes that have a copy."""
+"""Arrays that workers hold: each has a number, under which workers keep it, and copies on one or several meshes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from minialpa.support.private_jax import class_of_remote_keys
 
 
 class Holder(Protocol):
-    """The runtime of the session that arrays belong to."""
-
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]: ...
 
     def turn_even_if_ended(self) -> AbstractContextManager[None]: ...
@@ -37,8 +35,7 @@ class MeshWorkers:
 
     Attributes:
         first_device: number of their first device in the cluster.
-        freed: numbers of arrays that nothing refers to any more; the next call brings them to the workers.
-        arrays: the arrays that they hold, by number.
+        freed: numbers of arrays without references; the next call to the workers frees them.
     """
 
     first_device: int
@@ -58,7 +55,7 @@ class MeshWorkers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """The array on the workers of one mesh, seen in `shape` and laid out by `spec`."""
+    """An array on the workers of one mesh, in the logical mesh `shape` and the sharding `spec`."""
 
     mesh: MeshWorkers
     shape: MeshShape
@@ -66,10 +63,10 @@ class Copy:
 
 
 class DistributedArray(RemoteArray):
-    """An array on a mesh of a session, or on several meshes if it is replicated over them.
+    """An array on a mesh of a session, or on several meshes with a copy each.
 
-    A step that reads it on one of these meshes, in the same sharding, takes it in place. Once nothing refers to it, the
-    next call frees its memory on the workers.
+    A step that reads it on one of these meshes, in the same sharding, uses it in place. After its last reference is
+    gone, the next call frees its memory on the workers.
     """
 
     def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
@@ -96,7 +93,7 @@ class DistributedArray(RemoteArray):
         return self._deleted
 
     def delete(self) -> None:
-        """Free the memory now. The array cannot be used any more."""
+        """Have the next call free the memory. Later uses raise DeletedArrayError."""
         with self.runtime.turn_even_if_ended():  # no step is about to read this array
             if not self._deleted:
                 self._deleted = True
@@ -108,9 +105,9 @@ class DistributedArray(RemoteArray):
         self._host = None
 
     def keep(self, value: Any) -> None:
-        """Hold the value in this process too, unless the array is used up by now.
+        """Hold the value in this process too, unless the array is used up.
 
-        The value becomes read-only: `np.asarray` hands it out, and steps may read it.
+        The value becomes read-only, because `np.asarray` returns it without a copy and steps read it.
         """
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
@@ -172,12 +169,12 @@ class DistributedArray(RemoteArray):
             self._release()
 
 
-#: Typed keys on the meshes of a session. Functions of `jax.random` take and fetch them.
+#: Typed keys on the meshes of a session. Functions of `jax.random` fetch them.
 DistributedKeys = class_of_remote_keys(DistributedArray)
 
 
 def distributed_array(runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> DistributedArray:
-    """The array of this type that workers keep under `number`."""
+    """The array of this type that workers keep under `number`, a `DistributedKeys` for typed keys."""
     is_keys = jax.numpy.issubdtype(type.jax_dtype, jax.dtypes.extended)
     made: DistributedArray = (DistributedKeys if is_keys else DistributedArray)(runtime, number, type, copies)
     return made

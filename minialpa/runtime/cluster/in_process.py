@@ -1,9 +1,7 @@
-"""Workers as threads of this process: the runtime of a cluster without a cluster.
+"""Workers as threads of this process: a cluster without processes and networks.
 
-Everything except processes and networks is real: workers compile mesh programs, exchange messages, keep arrays and fail
-as on Ray, on devices of this process. A mesh is on one host here, since jax can join only processes.
-
-Arguments and answers are pickled on their way, as between processes, so that the two sides share no memory.
+Workers compile mesh programs, exchange messages, keep arrays and fail as on Ray, on devices of this process. A mesh is
+on one host here, since jax joins only processes. Arguments and answers are pickled, so the two sides share no memory.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ _Arrays = list[np.ndarray[Any, Any]]
 
 @dataclass(slots=True)
 class Hub:
-    """Where transports of this process find each other: the mailbox at each address."""
+    """The mailbox at each address: transports of this process find each other here."""
 
     mailboxes: dict[int, Mailbox[_Arrays]] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
 
 class InProcessTransport:
-    """The transport of worker `number`, the smallest one: puts copies of arrays into the mailboxes of its peers."""
+    """The transport of worker `number`: puts copies of arrays into the mailboxes of its peers."""
 
     def __init__(self, hub: Hub, number: int) -> None:
         self.number, self.address = number, next(hub.numbers)
@@ -65,8 +63,8 @@ class InProcessTransport:
         sent = [(array.shape, array.dtype) for array in arrays]
         if sent != [(part.shape, part.dtype) for part in expected]:
             raise WorkerError(
-                f"Worker {self.number} expected {expected} as message {tag} of worker {peer} and got {sent}. The two run "
-                "different programs."
+                f"Worker {self.number} expected {expected} as message {tag} of worker {peer} and got {sent}. "
+                "The two run different programs."
             )
         return arrays
 
@@ -75,7 +73,7 @@ class InProcessTransport:
         self._leave(lambda peer: peer.leave(self.number))
 
     def lose(self) -> None:
-        """End as the transport of a process that dies: peers that wait for this worker get an error."""
+        """End as the transport of a process that dies: waiting peers get an error."""
         self._leave(lambda peer: peer.fail(WorkerError(f"Worker {self.number} is lost: its process has ended.")))
 
     def _leave(self, tell: Callable[[Mailbox[_Arrays]], None]) -> None:
@@ -121,7 +119,7 @@ class SharedProcess:
 
 
 class ThreadActor:
-    """A worker whose calls run in a thread of their own, one after the other. See `launcher.Actor`."""
+    """A worker whose calls run in its own thread, one after the other. See `launcher.Actor`."""
 
     def __init__(self, settings: WorkerSettings, process: SharedProcess) -> None:
         self._worker, self._process = Worker(settings, process), process
@@ -143,7 +141,7 @@ class ThreadActor:
         return reply
 
     def end(self) -> None:
-        """End as a killed process does: no call is answered any more, and peers lose the worker."""
+        """End as a killed process does: open calls fail, and peers lose the worker."""
         with self._lock:
             self._has_ended = True
             pending, self._pending = self._pending, set()
@@ -232,7 +230,7 @@ class InProcessLauncher:
     def restarted(self) -> InProcessLauncher:
         return InProcessLauncher(self._devices, self.devices_per_host, self.timeout_s)
 
-    def check_room(self, n_bytes: int) -> None:
+    def check_memory(self, n_bytes: int) -> None:
         pass
 
     def share(self, value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The interface of launchers of workers. Ray is one (`ray_cluster`), threads are another (`in_process`).
+"""The interface of launchers: requests for meshes go in, workers that take calls come out.
 
-A launched worker is an actor: its calls run one after the other, and each returns a reply at once. A reply later holds
-a value, an error that the call raised (`CallRaised`), or the end of the worker (`WorkerEnded`).
+Ray is one launcher (`ray_cluster`), threads are another (`in_process`). A worker runs its calls one after the other,
+and each call returns a reply at once. A reply later holds a value, an error that the call raised (`CallRaised`), or the
+end of the worker (`WorkerEnded`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 from minialpa.cluster import ClusterSpec
 
 Reply = Any
-"""The future answer to a call: hashable, and known to the launcher that made it."""
+"""A future answer: hashable, and known to the launcher that made it."""
 
 
 class CallRaised(Exception):
@@ -25,7 +26,7 @@ class CallRaised(Exception):
 
 
 class WorkerEnded(Exception):
-    """The worker ended before it answered. The message is the reason, as far as the launcher knows it."""
+    """The worker ended before it answered. The message is the reason, if the launcher knows it."""
 
 
 class Actor(Protocol):
@@ -35,14 +36,12 @@ class Actor(Protocol):
         """Call a method after all earlier calls. Arguments are copied."""
 
     def call_aside(self, method: str, *args: Any) -> Reply:
-        """Call `status`, `live`, `stop`, `read` or `write_copies`, which do not wait for other calls."""
+        """Call `status`, `live`, `stop`, `read` or `write_copies` beside other calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WorkerHandle:
-    """A running worker: its number in the session, its host, its consecutive devices, and the actor that takes its
-    calls.
-    """
+    """A running worker. Its devices are consecutive, and numbered over the cluster."""
 
     number: int
     host: int
@@ -54,7 +53,9 @@ class WorkerHandle:
 class Launcher(Protocol):
     """Hosts that a session has reserved, with devices numbered host by host, and workers on them, until `release`.
 
-    `platform` is "cpu" or "cuda". A worker may keep others waiting for `timeout_s`.
+    Attributes:
+        platform: "cpu" or "cuda".
+        timeout_s: how long a worker may keep others waiting.
     """
 
     platform: str
@@ -64,15 +65,15 @@ class Launcher(Protocol):
     def start_meshes(self, keys: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
         """Start workers for each (first device, number of devices): one on each host, in one jax runtime per mesh.
 
-        Calls `check` about once a second meanwhile. If it raises, all of these workers end. Raises WorkerError if they
-        do not start.
+        Calls `check` about once a second; if it raises, all of these workers end. Raises WorkerError if they do not
+        start.
         """
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
-        """End workers, whether they are busy or have ended already."""
+        """End workers, which may be busy or ended."""
 
     def release(self) -> None:
-        """Give the hosts back. Calling it twice is fine."""
+        """Give the hosts back, which ends their workers. A second call has no effect."""
 
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
@@ -80,30 +81,31 @@ class Launcher(Protocol):
         """The hosts and their devices, for the planner."""
 
     def available_hosts(self) -> int:
-        """How many hosts `restarted` would reserve now; 0 if the cluster is gone. Disturbs no worker."""
+        """How many hosts `restarted` would reserve; 0 if the cluster is gone. Disturbs no worker."""
 
     def restarted(self) -> Launcher:
-        """A launcher for the same request on the hosts that answer now, at most as many as the request names.
+        """After `release`: a launcher for the same request on the hosts that answer, at most as many as the request
+        names.
 
-        Call it after `release`. Raises MinialpaError if no host can be reserved; calling it twice is fine.
+        Raises MinialpaError if no host can be reserved; a later call may succeed.
         """
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def share(self, value: Any) -> Any:
-        """A value to pass as an argument to several workers; it is copied to each host once."""
+        """A value to pass to several workers, which is copied to each host once."""
 
-    def check_room(self, n_bytes: int) -> None:
-        """Raise MinialpaError if large arguments of so many bytes find no room on the way to the workers.
+    def check_memory(self, n_bytes: int) -> None:
+        """Raise MinialpaError if the way to the workers has less free memory than `n_bytes` for large arguments.
 
         The kernel ends a process that writes to full shared memory.
         """
 
     def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:
-        """Wait until one of the replies is there, and return it, or an empty list after `timeout_s` seconds."""
+        """Wait for a reply; returns one or more that have come, or an empty list after `timeout_s` seconds."""
 
     def ready(self, replies: Sequence[Reply]) -> list[Reply]:
-        """The replies that are there now."""
+        """The replies that have come."""
 
     def answer(self, reply: Reply) -> Any:
         """The value of a reply. Raises CallRaised or WorkerEnded."""
@@ -114,7 +116,7 @@ class Launcher(Protocol):
         """Raise MinialpaError if no worker can start."""
 
     def fault(self) -> str | None:
-        """The fault of the cluster as a whole, and its remedy; None while the cluster is usable."""
+        """The fault of the whole cluster with its remedy; None while the cluster is usable."""
 
     def lost_hosts(self, numbers: Iterable[int]) -> Mapping[int, str]:
-        """Of the hosts with these numbers, those on which nothing answers, with their addresses."""
+        """The hosts among these numbers that accept no connection, with their addresses."""

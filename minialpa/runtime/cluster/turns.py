@@ -1,15 +1,18 @@
 """Turns of the threads that share a session: one thread at a time calls the workers, and the session ends once.
 
-Workers run calls in the order in which they get them. If two workers got two steps in different orders, each would wait
-for a step that the other has not begun. So a thread takes its *turn*, makes the calls to all workers, and gives the
-turn up before it waits for results.
+Workers run calls in the order of arrival. Without turns, two threads could start steps A and B in different orders, and
+each worker would wait for the other:
 
-Any thread may find that the session has failed, or may shut it down. The first one determines the cause, and all others
-raise the same WorkerError. That first thread also releases the session after the others have left it: until then they
-may use its connection to the cluster.
+    worker 0    A, then B
+    worker 1    B, then A
 
-There are three locks. A thread holds `_turn` during its turn. `_changed` protects the counts and the failure, and is
-held for an instant only. `_closing` is held while the session is released; `stop` and `release` are called under it.
+So a thread takes its *turn*, makes the calls to all workers, and ends the turn before it waits for results.
+
+The first thread that ends the session determines the cause, which all others raise. It releases the session after the
+others have left it, because until then they may use its connection to the cluster.
+
+A thread holds `_turn` during its turn. `_changed` protects the counts and the failure. `_closing` is held during `stop`
+and `release`.
 """
 
 from __future__ import annotations
@@ -23,15 +26,14 @@ from typing import NoReturn
 from minialpa.errors import WorkerError
 from minialpa.runtime.workers.failures import ended
 
-#: Seconds that threads have to leave a session that has ended. While they wait, they check about once a second.
+#: Seconds that threads have to leave an ended session. Waiting threads check about once a second.
 _LEAVE_S = 10.0
 
 
 class Turns:
     """The turns of one session, and its end.
 
-    `stop` ends the workers, which wakes the threads that wait for them. `release` returns what the session has
-    reserved.
+    `stop` ends the workers, which wakes waiting threads. `release` returns the reserved hosts.
 
     Attributes:
         failure: the error that has ended the session, or None.
@@ -51,7 +53,7 @@ class Turns:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The session is not released in this context. Raises WorkerError if it has ended."""
+        """A context in which the session is not released. Raises WorkerError if it has ended."""
         me = threading.get_ident()
         with self._changed:
             self.check()
@@ -72,7 +74,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
+        """A context in which no other thread has its turn. Raises WorkerError if the session has ended."""
         with self.in_use(), self._turn:
             self.check()
             yield
@@ -90,8 +92,8 @@ class Turns:
     def end(self, first: WorkerError, find_cause: Callable[[], WorkerError] | None = None) -> NoReturn:
         """End the session, from within `in_use`. Raises the error that `find_cause` returns, or `first` without it.
 
-        If another thread is ending the session already, wait until it knows the cause, and raise that. An interrupt of
-        `find_cause` passes through; the session has then ended with `first`.
+        If another thread is ending the session, wait for the cause and raise that. An interrupt of `find_cause` passes
+        through; the session has then ended with `first`.
         """
         if not self._is_ender():
             self._await_failure()
@@ -107,7 +109,7 @@ class Turns:
         raise cause
 
     def shutdown(self, reason: WorkerError) -> None:
-        """End the session for `reason` if it has not ended yet, and release it. Calling it twice is fine.
+        """End the session for `reason` unless it has ended, and release it. A second call has no effect.
 
         Call it outside `in_use`.
         """
@@ -119,7 +121,7 @@ class Turns:
         self._close()
 
     def _is_ender(self) -> bool:
-        """Whether this thread is the first one that ends the session, and has not set the failure yet."""
+        """Whether this thread was the first to end the session, and has not set the failure yet."""
         me = threading.get_ident()
         with self._changed:
             self._ender = self._ender or me
@@ -132,7 +134,7 @@ class Turns:
     def _close(self) -> None:
         """Stop the workers, wait until all other threads have left, and release the session, once.
 
-        If an earlier call was interrupted, this one completes it.
+        A later call completes an interrupted one.
         """
         with self._closing:
             if self._is_closed:

@@ -1,11 +1,10 @@
 """The watch over the workers of a session: whether they live, answer and make progress.
 
-A call of `Worker.live` ends when its process does, so every wait of the runtime also waits for these calls. During a
-long wait, the runtime calls `heartbeat` about once a second, which asks all workers for their status. The answers show
-which worker hangs, and where a worker was that dies later. The runtime probes the hosts of `late` workers.
-`failures.hung_worker` and `failures.stalled_step` judge the answers; this module makes the calls and keeps the times.
+A call of `Worker.live` ends with its process, so every wait of the runtime includes these calls. During a long wait,
+the runtime calls `heartbeat` about once a second, which asks all workers for their status. The answers show which
+worker hangs, and the last position of a worker that dies later.
 
-A watch is not thread-safe: the runtime uses it under its lock. It raises nothing.
+It is not thread-safe (the runtime uses it under its lock), and raises no errors.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from minialpa.runtime.workers.failures import Failure, Status, hung_worker, stal
 
 
 class Watch:
-    """The watch over some workers, none at first. A worker has `timeout_s` to answer, and a step to make progress.
+    """The watch over workers that `add` and `remove` change.
 
-    `lives` are the calls of `Worker.live`.
+    Attributes:
+        timeout_s: time for a worker to answer, and for a step to make progress.
+        lives: the calls of `Worker.live`.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -52,7 +53,7 @@ class Watch:
         return self._last_status(worker)
 
     def note_progress(self) -> None:
-        """Note that a call was answered, or that a wait begins: the time for progress starts from here."""
+        """A call was answered, or a wait begins: the time for progress restarts."""
         self._last_progress_s = time.monotonic()
 
     def ask(self, but: Collection[int] = ()) -> dict[Reply, WorkerHandle]:
@@ -63,7 +64,7 @@ class Watch:
     def heartbeat(self, is_stepping: bool) -> Failure | None:
         """Read the answers to the last heartbeat and ask once more; returns the failure that the answers show, or None.
 
-        is_stepping: whether a step is under way: only then do workers have to make progress.
+        is_stepping: whether a step is under way. Only then must workers make progress.
         """
         self._read_answers()
         now = time.monotonic()
@@ -77,12 +78,12 @@ class Watch:
         return failure
 
     def late(self, seconds: float) -> list[WorkerHandle]:
-        """The workers that have not answered a heartbeat for so long. They may be busy, or gone with their hosts."""
+        """The workers that have not answered a heartbeat for so long: busy, or gone with their hosts."""
         now = time.monotonic()
         return [w for w, asked_s in self._asked.values() if now - asked_s >= seconds]
 
     def unanswered_s(self, worker: WorkerHandle, least_s: float) -> float:
-        """Seconds since the first call that the worker has not answered; `least_s` if it has answered all."""
+        """Seconds since the oldest call that the worker has not answered, at least `least_s`."""
         self._read_answers()
         now = time.monotonic()
         return max([least_s, *(now - asked_s for w, asked_s in self._asked.values() if w.number == worker.number)])
@@ -91,7 +92,7 @@ class Watch:
         return self._known.get(worker.number) or Status(worker=worker.number, host=worker.host)
 
     def _read_answers(self) -> None:
-        """Read the answers that have come. One that differs from the last shows that its worker makes progress."""
+        """Read the answers that have come. A changed status is progress."""
         for ref in self._launcher.ready(list(self._asked)):
             del self._asked[ref]
             try:

@@ -1,5 +1,4 @@
-"""Ray as a launcher: a request for hosts goes in; workers on them, their answers and their faults come out.
+"""Ray as a launcher: a request for hosts goes in; workers, their answers and their faults come out. See README.md.
 
-The only room that knows Ray.
-Imports: runtime.cluster, cluster, errors.
+The only package that knows Ray.
 """

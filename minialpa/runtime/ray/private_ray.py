@@ -1,13 +1,11 @@
-"""Everything of Ray that minialpa uses and Ray does not publish. All other modules use its documented names only.
-
-All of it works with Ray 2.60.0, and a test keeps these names out of other modules.
+"""All names that minialpa uses and Ray does not publish, as of Ray 2.60.0. A test keeps them out of other modules.
 
 | private | minialpa needs it for | would be replaced by |
 |---|---|---|
 | `ray._private.utils.read_ray_address` | the address of a cluster on this machine | `ray.init("auto")` with a timeout |
-| `ray._private.state.available_resources_per_node` | what other programs leave of a node | a public call for one node |
-| `_internal_kv_exists` | whether the head still knows this process | a public call that asks the head for anything |
-| files `plasma*` among the mappings of this process | the folder of shared memory | a public call for the room there |
+| `ray._private.state.available_resources_per_node` | the free resources of a node | a public call for one node |
+| `_internal_kv_exists` | whether the head knows this process | a public call that asks the head for anything |
+| files `plasma*` among the mappings of this process | the folder of shared memory | a public call for its free space |
 | `_system_config` of `ray.init` | workers at the priority of their caller | a public option for the priority |
 """
 
@@ -23,19 +21,18 @@ from ray.experimental.internal_kv import _internal_kv_exists
 
 
 def start_cluster(namespace: str) -> None:
-    """Start a cluster on this machine and join it."""
     ray.init(
         "local",
         namespace=namespace,
         include_dashboard=False,
         log_to_driver=False,
-        # Ray would have everything else on this machine go before its workers.
+        # By default, Ray lowers the priority of workers below all else on this machine.
         _system_config={"worker_niceness": 0},
     )
 
 
 def address_of_this_machine() -> str | None:
-    """The address of the last cluster that `ray start` has started on this machine; it may have ended since."""
+    """The address of the last cluster that `ray start` has started on this machine. The cluster may have ended."""
     try:
         from ray._private.utils import read_ray_address
     except ImportError:  # in another version of Ray, the user gives the address
@@ -44,7 +41,7 @@ def address_of_this_machine() -> str | None:
 
 
 def available_resources() -> Mapping[str, Mapping[str, float]]:
-    """The unreserved resources of each node, by `NodeID`. The head learns of changes within a second."""
+    """The unreserved resources of each node, by `NodeID`. Changes show within a second."""
     from ray._private.state import available_resources_per_node
 
     available: Mapping[str, Mapping[str, float]] = available_resources_per_node()
@@ -52,7 +49,7 @@ def available_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 def folder_of_shared_memory() -> Path | None:
-    """The folder of the memory that large values go through, mostly `/dev/shm`; None before the first of them."""
+    """The folder of the memory for large values, usually `/dev/shm`; None before the first large value."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     found = re.search(r" (/.*)/plasma[^/\n]*$", maps, re.MULTILINE)
     return Path(found[1]) if found else None
@@ -61,7 +58,7 @@ def folder_of_shared_memory() -> Path | None:
 def head_knows_this_process() -> bool:
     """Whether the head that this process has joined answers and has not restarted. It has to be reachable.
 
-    Any other call to a restarted head would end this process.
+    Other calls to a restarted head would end this process.
     """
     try:
         _internal_kv_exists(b"minialpa")

@@ -18,14 +18,14 @@ from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded
 from minialpa.runtime.ray.private_ray import folder_of_shared_memory
 from minialpa.runtime.workers.worker import Worker
 
-#: Calls of a concurrency group have a thread of their own in the actor. One of `live` never returns.
+#: Each concurrency group has its own thread in the actor. A call of `live` never returns.
 _GROUP_OF_METHOD = {"status": "control", "stop": "control", "live": "life", "read": "samples", "write_copies": "files"}
 
 _ACTOR: Any = ray.remote(  # type: ignore[call-overload]
     concurrency_groups={"control": 1, "life": 1, "samples": 1, "files": 1}
 )(Worker)
 
-#: Beginnings of lines in Ray's errors that do not give the reason.
+#: Beginnings of lines without a reason in Ray's errors.
 _LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")
 
 
@@ -50,13 +50,13 @@ class RayCalls:
     def share(self, value: Any) -> Any:
         return ray.put(value)
 
-    def check_room(self, n_bytes: int) -> None:
+    def check_memory(self, n_bytes: int) -> None:
         folder = self._shared_memory = self._shared_memory or folder_of_shared_memory()
         free_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
         if n_bytes > free_bytes:
             raise MinialpaError(
                 f"Arrays of {n_bytes / 1e6:.3g} MB go to the workers through `{folder}`, which has "
-                f"{free_bytes / 1e6:.3g} MB free. Remove what fills it, or mount a larger one; the session goes on."
+                f"{free_bytes / 1e6:.3g} MB free. Remove files there, or give it more memory; the session goes on."
             )
 
     def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:
@@ -76,7 +76,7 @@ class RayCalls:
 
 def _call_raised(error: RayTaskError) -> CallRaised:
     text = re.sub(r"\x1b\[\d+m", "", str(error))  # colours
-    called = re.search(r"ray::(?:\w+\.)?(\w+)", text)  # the error that `ray.get` raises keeps no name
+    called = re.search(r"ray::(?:\w+\.)?(\w+)", text)  # the error has no field for the name
     return CallRaised(called[1] if called else None, f"{error.cause!r}" if error.cause else text, text)
 
 

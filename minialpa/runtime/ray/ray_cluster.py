@@ -1,12 +1,9 @@
 """Hosts of a Ray cluster: a session reserves them here and starts worker processes on them.
 
-`RayCluster` owns the reservation (a placement group, see `reservation.py`), the processes of the workers, and the
-connection to Ray if it has made that; `release` returns all of them. It starts no thread that outlives a call. One
-thread at a time starts and ends workers (see `turns.py`); any thread may call `fault` and `lost_hosts`. Ray can end
-this process if its head is gone, so calls that would do that first check whether the head answers.
+Any thread may call `fault` and `lost_hosts`; one thread at a time starts and ends workers. Ray can end this process if
+the head is gone, so calls with this risk first check whether the head answers.
 
-Errors are ShardingError if the cluster has too few hosts or devices, MinialpaError if it cannot be used, and
-WorkerError if workers do not start.
+Errors are ShardingError for too few hosts or devices, WorkerError if workers do not start, else MinialpaError.
 """
 
 from __future__ import annotations
@@ -33,20 +30,16 @@ from minialpa.runtime.workers.worker_process import WorkerSettings
 
 #: Seconds that the workers of a mesh have to start.
 _START_TIMEOUT_S = 180.0
-#: Seconds that the head of the cluster may be unreachable. Ray itself would end this process after a minute.
+#: Seconds that the head may be unreachable. Ray itself would end this process after a minute.
 _HEAD_TIMEOUT_S = 6.0
-#: Seconds between two checks of whether the session has ended, while workers start.
+#: Seconds between two checks for the end of the session, while workers start.
 _CHECK_INTERVAL_S = 1.0
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """The request of a session to Ray. None leaves a value to the cluster.
-
-    Without `num_hosts`, a session gets all hosts; without `devices_per_host`, as many as every host has. A worker waits
-    for another one for `timeout_s`.
-    """
+    """The request of a session to Ray. `timeout_s` is as in `Launcher`, None as in `HostRequest`."""
 
     address: str | None
     num_hosts: int | None
@@ -57,17 +50,17 @@ class SessionRequest:
 
 
 class RayCluster(RayCalls):
-    """The hosts that a session has reserved, until `release`. See `launcher.Launcher`.
+    """The hosts that a session has reserved, their workers, and perhaps the connection to Ray, until `release`.
 
     Attributes:
         owns_ray: whether this object has connected the process to Ray, and will disconnect it.
-        owns_cluster: whether it has also started the cluster, which ends when it disconnects.
+        owns_cluster: whether it has also started the cluster, which ends with the connection.
         head: the address of the cluster's head.
         hosts: in the order of their addresses.
     """
 
     def __init__(self, request: SessionRequest, before: RayCluster | None = None) -> None:
-        """Reserve exactly the request; or, after the hosts of `before`, as much of it as there is."""
+        """Reserve exactly the request; or, after the hosts of `before`, as much of the request as is available."""
         self.request = request
         self.timeout_s = request.timeout_s
         self.owns_ray = not ray.is_initialized()
@@ -96,7 +89,6 @@ class RayCluster(RayCalls):
         self._head_lost_at_s: float | None = None
 
     def release(self) -> None:
-        """Return the hosts, which ends the workers on them. Calling it twice is fine."""
         if self._released:
             return
         self._released = True
@@ -112,17 +104,14 @@ class RayCluster(RayCalls):
                 ray.shutdown()
 
     def same_hosts(self) -> HostRequest:
-        """The request of a session that follows this one."""
+        """The request of the next session."""
         held = frozenset(host.node_id for host in self.hosts)
         return replace(_requested_hosts(self.request), resource=self._resource, held=held)
 
     def available_hosts(self) -> int:
-        """How many hosts `restarted` would reserve now; 0 if the head does not answer, or has forgotten this process.
-
-        If this object has released its connection to Ray, the process connects for a moment, which takes seconds.
-        """
+        """See `Launcher`. After `release`, the process connects for a moment, which takes seconds."""
         if self._released and self.owns_cluster:
-            return 1  # A cluster that is started anew on this machine.
+            return 1  # `restarted` starts a new cluster on this machine.
         if ray.is_initialized():
             return 0 if fault_of_head(self.head) is not None else n_available(self.same_hosts())
 
@@ -138,14 +127,12 @@ class RayCluster(RayCalls):
             ray.shutdown()
 
     def restarted(self) -> RayCluster:
-        """As many of the requested hosts as answer now, of the same cluster: without an address, Ray might find or
-        start another one once the head of this one is gone.
-        """
+        """See `Launcher`. Without the address, Ray might find or start another cluster after the head is gone."""
         address = "local" if self.owns_cluster else self.head
         return RayCluster(replace(self.request, address=address), before=self)
 
     def check(self) -> None:
-        """Raise MinialpaError if the head is unreachable, or was restarted after this process had connected to it."""
+        """See `Launcher`. The head must be reachable, and may not have restarted since this process connected."""
         fault = fault_of_head(self.head)
         if fault is not None:
             raise MinialpaError(
@@ -155,12 +142,12 @@ class RayCluster(RayCalls):
             )
 
     def fault(self) -> str | None:
-        """The error for the user if the head is unreachable for too long, since the first failed probe; else None."""
+        """See `Launcher`. The head may be silent for `_HEAD_TIMEOUT_S`, from the first failed probe."""
         if answers(self.head):
             self._head_lost_at_s = None
             return None
         now_s = time.monotonic()
-        # One assignment, since another thread may have got an answer, and set this to None, at any time.
+        # One assignment, since another thread may set this to None at any time.
         lost_at_s = self._head_lost_at_s = self._head_lost_at_s or now_s
         if now_s - lost_at_s <= _HEAD_TIMEOUT_S:
             return None
@@ -175,10 +162,7 @@ class RayCluster(RayCalls):
         return {number: host.ip for (number, host), is_there in zip(asked, found, strict=True) if not is_there}
 
     def describe(self) -> ClusterSpec:
-        """The cluster for the planner. Links are those of the first host's kind of GPU.
-
-        The memory of a GPU is the part of it that jax takes.
-        """
+        """The cluster for the planner: links of the first host's kind of GPU, and the GPU memory that jax takes."""
         presets: Sequence[PresetName] = self._gpu_presets() if self.platform == "cuda" else ("cpu",)
         specs = [
             ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
@@ -228,7 +212,7 @@ class RayCluster(RayCalls):
             ray.kill(worker.actor.handle, no_restart=True)
 
     def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
-        """Start a process on each host that has some of the devices. Returns at once."""
+        """Start a worker on each host that has some of the devices."""
         per_host = self.devices_per_host
         workers = []
         for host in range(first_device // per_host, (first_device + n_devices - 1) // per_host + 1):
@@ -251,11 +235,11 @@ class RayCluster(RayCalls):
         return workers
 
     def _join(self, meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:
-        """Join the workers of each mesh in one jax runtime, and wait until all have; the first failure, or None.
+        """Join the workers of each mesh in one jax runtime; returns the first failure, or None after all have joined.
 
         Calls `check` about once a second, which may raise.
         """
-        # The coordinator of a mesh runs on its first worker, which finds a free port for it.
+        # The coordinator of a mesh runs on its first worker, which reserves the port.
         ports = [workers[0].actor.call("reserve_port") for workers in meshes]
         pending = {
             worker.actor.call("join", port, len(workers), rank): Status(
@@ -280,14 +264,14 @@ class RayCluster(RayCalls):
                 except WorkerEnded as error:
                     return died(status, str(error))
 
-            # Ray takes a minute to notice that a host was cut off.
+            # Ray needs a minute to notice a host that was cut off.
             if not done:
                 lost = self.lost_hosts(status.host for status in pending.values())
                 gone = next((status for status in pending.values() if status.host in lost), None)
                 if gone is not None:
                     return lost_host(gone, lost[gone.host])
 
-            # This wait lasted until the deadline without an answer.
+            # This wait has reached the deadline.
             if not done and left_s <= _CHECK_INTERVAL_S:
                 late = next(iter(pending.values()))
                 return Failure(Fault.SILENT, late, f"it did not start within {_START_TIMEOUT_S:.0f} s.")
@@ -310,7 +294,7 @@ class RayCluster(RayCalls):
 
 
 def _worker_env(platform: str) -> dict[str, str]:
-    """The environment variables of every worker, independent of the environment of this process."""
+    """The environment variables of a worker, independent of this process."""
     env = {"XLA_FLAGS": "", "JAX_PLATFORMS": platform}
     if platform == "cuda":
         env[_MEMORY_FRACTION] = "0.9"
@@ -318,7 +302,7 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 
 def _memory_fraction(env: Mapping[str, str]) -> float:
-    """The part of a GPU's memory that jax takes in a worker. `env` is the user's `worker_env`."""
+    """The part of a GPU's memory that jax takes in a worker."""
     text = {**_worker_env("cuda"), **env}[_MEMORY_FRACTION]
     try:
         return float(text)

@@ -1,7 +1,7 @@
 """The connection of this process to Ray: finds or starts a cluster, connects to it, and probes its head.
 
-Ray keeps one connection per process, so `connect` changes the state of the process; the caller disconnects with
-`ray.shutdown`. Errors are MinialpaErrors with a remedy.
+Ray has one connection per process. `connect` makes it, and the caller ends it by `ray.shutdown`. Errors are
+MinialpaErrors with a remedy.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from ray.exceptions import RayError
 from minialpa.errors import MinialpaError
 from minialpa.runtime.ray.private_ray import address_of_this_machine, head_knows_this_process, start_cluster
 
-#: Seconds that a host has to take a connection. TCP retries after one second if the first packet is lost.
+#: Seconds that a host has to accept a connection. TCP repeats a lost first packet after one second.
 _PROBE_S = 2.0
 
 
 def connect(address: str | None, namespace: str) -> bool:
-    """Connect to the cluster at `address`, or RAY_ADDRESS, or of this machine; else, or for "local", start one.
+    """Connect to the cluster at `address`, or at RAY_ADDRESS, or on this machine. Otherwise, or for "local", start a
+    cluster.
 
     Returns whether it has started one. Raises MinialpaError if no cluster answers at an address.
     """
@@ -34,7 +35,7 @@ def connect(address: str | None, namespace: str) -> bool:
 
     if address in (None, "local"):
         with warnings.catch_warnings():
-            # Ray forks to start its processes, and these call `exec` at once, so threads of this one do no harm.
+            # Ray's forked processes call `exec` at once, so threads of this process do no harm.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             start_cluster(namespace)
         return True
@@ -46,16 +47,16 @@ def connect(address: str | None, namespace: str) -> bool:
         )
     # Ray would retry for minutes.
     if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not answers(address):
-        raise _no_cluster(address, "nothing listens there")
+        raise _no_cluster(address, "no process listens there")
 
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False)
     except (ConnectionError, RuntimeError, RayError) as error:
         if "AuthenticationError" in "".join(traceback.format_exception(error)):
             raise MinialpaError(
-                f"The Ray cluster at {address!r} asks this process for its token. Set RAY_AUTH_MODE=token, and "
-                "RAY_AUTH_TOKEN to what `ray get-auth-token` prints there, before Python starts; or start another "
-                'cluster on this machine with `address="local"`.'
+                f"The Ray cluster at {address!r} asks this process for its token. Before Python starts, set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the output of `ray get-auth-token` on the cluster; or "
+                'start another cluster on this machine with `address="local"`.'
             ) from error
         raise _no_cluster(address, str(error)) from error
     return False
@@ -69,13 +70,13 @@ def _no_cluster(address: str, reason: str) -> MinialpaError:
 
 
 def _started_here() -> str | None:
-    """The address of the cluster that `ray start` has started on this machine, if that still runs."""
+    """The address of a running cluster that `ray start` has started on this machine."""
     address = address_of_this_machine()
     return address if address and answers(address) else None
 
 
 def fault_of_head(address: str) -> str | None:
-    """The fault of the head that this process is connected to, as the end of a sentence; None if it works."""
+    """The fault of the head that this process has joined, as the end of a sentence; None if it works."""
     if not answers(address):
         return "does not answer"
     if not head_knows_this_process():
@@ -84,9 +85,9 @@ def fault_of_head(address: str) -> str | None:
 
 
 def nodes_that_answer(timeout_s: float) -> list[Mapping[str, Any]]:
-    """The nodes of the cluster at which something listens, as `ray.nodes` describes them. Takes up to `timeout_s`.
+    """The nodes of the cluster that accept a connection within `timeout_s`, as `ray.nodes` describes them.
 
-    Ray lists a lost node as alive until its own health checks have failed, for up to a minute.
+    Ray itself lists a lost node as alive for up to a minute.
     """
     listed = [node for node in ray.nodes() if node["Alive"]]
     found = each_answers([f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in listed], timeout_s)
@@ -94,13 +95,13 @@ def nodes_that_answer(timeout_s: float) -> list[Mapping[str, Any]]:
 
 
 def each_answers(addresses: Sequence[str], timeout_s: float = _PROBE_S) -> list[bool]:
-    """`answers` for each of the addresses, at the same time."""
+    """`answers` for all addresses at the same time."""
     with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as pool:
         return list(pool.map(lambda address: answers(address, timeout_s), addresses))
 
 
 def answers(address: str, timeout_s: float = _PROBE_S) -> bool:
-    """Whether something listens at `address`, a host:port. Takes up to `timeout_s`."""
+    """Whether a process listens at `address`, a host:port."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):

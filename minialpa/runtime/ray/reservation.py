@@ -1,14 +1,11 @@
-"""The reservation of hosts: the nodes of a Ray cluster that answer go in; a placement group on some of them comes out.
+"""The reservation of hosts: nodes of a Ray cluster that answer go in, a placement group on some of them comes out.
 
-A host is a Ray node with devices: GPUs, the custom resource `minialpa_cpu_device`, or, if no node has either, CPUs,
-each of which stands for one virtual CPU device unless the user gives a number.
+A host is a Ray node with devices: GPUs, the custom resource `minialpa_cpu_device`, or, if no node has either, CPUs.
+Each CPU stands for one virtual CPU device unless the user gives a number.
 
-Ray lists a lost node as alive for up to a minute, and would try to reserve it. So nodes are probed first, and each
-bundle of the placement group names its node. A restarted session takes the nodes that it can have, at most as many as
-the request names; the nodes of the ended session become free some moments after its end.
+Ray would try to reserve a lost node. So nodes are probed first, and each bundle of the placement group names its node.
 
-The process is connected to Ray, whose head answers. Errors are ShardingError if the cluster has too few hosts or
-devices, and MinialpaError if they are not free.
+Errors are ShardingError for too few hosts or devices, and MinialpaError if they are not free.
 """
 
 from __future__ import annotations
@@ -25,15 +22,14 @@ from minialpa.errors import MinialpaError, ShardingError
 from minialpa.runtime.ray.private_ray import available_resources
 from minialpa.runtime.ray.ray_connection import nodes_that_answer
 
-#: Seconds that the cluster has to reserve the hosts.
 _RESERVE_TIMEOUT_S = 60.0
-#: Seconds after which the nodes are probed anew, since a chosen one may have been lost meanwhile.
+#: Seconds after which the nodes are chosen a second time, since one may be lost meanwhile.
 _TRY_S = 5.0
-#: Seconds that the nodes of an ended session have to become free. Its workers end at once, unless they hang.
+#: Seconds that the nodes of an ended session have to become free.
 _FREE_TIMEOUT_S = 10.0
-#: Seconds between two looks at what is free.
+#: Seconds between two reads of the free resources.
 _POLL_S = 0.1
-#: Seconds that a node has to take a connection, before a session starts, and while another one runs.
+#: Seconds that a node has to accept a connection: before a session starts, and while a session runs.
 _PROBE_S, _QUICK_PROBE_S = 2.0, 0.3
 #: The label by which Ray tells nodes apart.
 _NODE_LABEL = "ray.io/node-id"
@@ -66,9 +62,9 @@ class NodeChoice:
 def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devices_per_host: int | None) -> NodeChoice:
     """The `num_hosts` nodes with the most devices, each with `devices_per_host` devices.
 
-    None stands for all nodes, and for as many devices as each of them has. Raises ShardingError if there are too few.
+    None is as in `HostRequest`. Raises ShardingError if there are too few.
     """
-    # GPUs before virtual CPU devices before CPUs: the first of these that any node has.
+    # The first of GPUs, virtual CPU devices and CPUs that any node has.
     alive = [node for node in nodes if node["Alive"]]
     resource = next((r for r in ("GPU", CPU_DEVICE) if any(n["Resources"].get(r, 0) >= 1 for n in alive)), "CPU")
     with_devices = sorted(
@@ -83,7 +79,7 @@ def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devi
             "fewer, or start more nodes."
         )
 
-    # Every host gives the same number of devices. More virtual devices than CPUs are fine, since they share them.
+    # Every host gives the same number of devices. Virtual devices may share CPUs.
     chosen = tuple(with_devices[:n_hosts])
     least = int(min(node["Resources"][resource] for node in chosen))
     per_host = devices_per_host or least
@@ -103,12 +99,12 @@ def nodes_to_restart_on(
     available: Mapping[str, Mapping[str, float]],
     held: Collection[str] = (),
 ) -> list[Mapping[str, Any]]:
-    """The nodes of which a restarted session may have `devices_per_host` devices, or all without a number.
+    """The nodes of which a restarted session may have `devices_per_host` devices, or all devices without a number.
 
-    They have the resource that the ended session used: a session on GPUs does not restart on CPUs. The devices are
-    free, or belong to that session.
-
-    available: the free amount of each resource, for each `NodeID`. held: the nodes of the ended session, by `NodeID`.
+    Args:
+        resource: the resource of the ended session: a session on GPUs does not restart on CPUs.
+        available: the free amount of each resource, by `NodeID`.
+        held: the nodes of the ended session, by `NodeID`. They count as free.
     """
 
     def may_have(node: Mapping[str, Any]) -> bool:
@@ -123,7 +119,7 @@ def nodes_to_restart_on(
 
 
 def ip_key(ip: str) -> tuple[int, ...]:
-    """A key that sorts addresses by their numbers: 10.0.0.9 before 10.0.0.10."""
+    """Sorts addresses by number: 10.0.0.9 before 10.0.0.10."""
     return tuple(int(part) for part in re.findall(r"\d+", ip))
 
 
@@ -134,8 +130,8 @@ def ip_key(ip: str) -> tuple[int, ...]:
 class HostRequest:
     """The hosts that a session requests. None stands for all hosts, and for as many devices as every host has.
 
-    A restarted session gives the `resource` that counted the devices of the session before, and the `NodeID`s that it
-    `held`. A first session gets exactly its request.
+    A restarted session has the `resource` and the nodes that the ended session `held`, and takes fewer hosts if there
+    are fewer.
     """
 
     num_hosts: int | None
@@ -146,7 +142,7 @@ class HostRequest:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A reserved host: its Ray node, its address, and its number in the placement group."""
+    """A reserved host. `bundle` is its number in the placement group."""
 
     node_id: str
     ip: str
@@ -156,14 +152,12 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Reserved nodes, until the placement group is removed."""
-
     group: Any
     choice: NodeChoice
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts in the order of their addresses."""
+        """In the order of their addresses."""
         hosts = [
             Host(node["NodeID"], node["NodeManagerAddress"], int(node["NodeManagerPort"]), bundle)
             for bundle, node in enumerate(self.choice.nodes)
@@ -177,10 +171,10 @@ def n_available(requested: HostRequest) -> int:
 
 
 def reserve(requested: HostRequest) -> Reservation:
-    """Reserve hosts, as soon as they are free."""
+    """Reserve hosts when they become free."""
     deadline = time.monotonic() + _RESERVE_TIMEOUT_S
     while True:
-        choice = _choose_again(requested) if requested.resource else _choose_first(requested)
+        choice = _choose_same(requested) if requested.resource else _choose_first(requested)
         bundle = {choice.resource: choice.resource_per_device * choice.devices_per_host}
         group = placement_group(
             [dict(bundle) for _ in choice.nodes],
@@ -188,7 +182,7 @@ def reserve(requested: HostRequest) -> Reservation:
             bundle_label_selector=[{_NODE_LABEL: node["NodeID"]} for node in choice.nodes],
         )
 
-        # An interrupt must not leave the group behind.
+        # An interrupt must remove the group, too.
         is_reserved = False
         try:
             is_reserved = group.wait(_TRY_S)
@@ -201,8 +195,8 @@ def reserve(requested: HostRequest) -> Reservation:
         if time.monotonic() >= deadline:
             raise MinialpaError(
                 f"The Ray cluster did not reserve {bundle} on each of {len(choice.nodes)} hosts within "
-                f"{_RESERVE_TIMEOUT_S:.0f} s: other programs use them. Wait for their end, or request fewer hosts or "
-                "devices."
+                f"{_RESERVE_TIMEOUT_S:.0f} s, because other programs use them. Wait for the end of these programs, or "
+                "request fewer hosts or devices."
             )
 
 
@@ -210,8 +204,8 @@ def _choose_first(requested: HostRequest) -> NodeChoice:
     return choose_nodes(nodes_that_answer(_PROBE_S), requested.num_hosts, requested.devices_per_host)
 
 
-def _choose_again(requested: HostRequest) -> NodeChoice:
-    """The nodes for a restarted session, once the nodes of the ended session are free, or after some seconds."""
+def _choose_same(requested: HostRequest) -> NodeChoice:
+    """The nodes for a restarted session, once the ended session has left its nodes, or after `_FREE_TIMEOUT_S`."""
     nodes = nodes_that_answer(_PROBE_S)
     deadline = time.monotonic() + _FREE_TIMEOUT_S
     usable = _usable(nodes, requested)
@@ -231,7 +225,7 @@ def _choose_again(requested: HostRequest) -> NodeChoice:
 
 
 def _usable(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
-    """The nodes that are free, or will be when the session that holds them has ended."""
+    """The nodes that are free, or will be after the end of the session that holds them."""
     assert requested.resource is not None
     return nodes_to_restart_on(
         nodes,

@@ -1,8 +1,4 @@
-"""Compiles the functions of a program for a mesh, for both runtimes.
-
-`jax.jit` lowers a function with the shardings that the program gives; XLA compiles several lowered functions at once,
-and equal ones only once.
-"""
+"""Compiles functions of a program: functions with types and shardings go in, callables on a mesh come out."""
 
 from __future__ import annotations
 
@@ -23,20 +19,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.runtime.steps.step_trace import flagged
 
-#: Elements of less than a byte. The function that `lower(...).compile()` gives takes no arrays of these on CPU: it asks
-#: for a packed layout, which such arrays never have there. Calls of the jitted function pack and unpack them.
+#: Dtypes with elements of less than a byte. On CPU, `lower(...).compile()` expects their arrays in a packed layout,
+#: which they never have. Calls of the jitted function pack and unpack them.
 _NARROW = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
-#: One in so many calls of functions for several CPU devices waits, see `PacedCall`. At most twice as many are
-#: unfinished: half of what XLA runs at a time.
+#: One in so many calls of a `PacedCall` waits. Twice as many are half of XLA's limit.
 _PERIOD = 8
 
 
 @dataclass(frozen=True, eq=False)
 class LoweredFunction:
-    """A function that XLA compiles. `jitted` is the function under `jax.jit`.
+    """A function that XLA can compile.
 
-    `outside` has types, shardings, devices and donated arguments, which are not in its text or make it long.
+    Attributes:
+        jitted: the function under `jax.jit`.
+        outside: types, shardings, devices and donated arguments, which the text lacks or which make it long.
     """
 
     jitted: Any
@@ -46,8 +43,9 @@ class LoweredFunction:
 
     @functools.cached_property
     def text(self) -> str | None:
-        """StableHLO with all constants; None if the text does not determine the function: it names calls back into
-        Python by number, and has no constants that jax passes beside the arguments.
+        """StableHLO with all constants; None if the text does not determine the function.
+
+        It names callbacks into Python by number, and lacks constants that jax passes as additional arguments.
         """
         text: str = self.lowered.as_text()
         parameters = text[text.index("@main(") :].partition("->")[0]
@@ -55,7 +53,7 @@ class LoweredFunction:
         return text if is_whole else None
 
     def equals(self, other: LoweredFunction) -> bool:
-        """Whether both compute the same, where `outside` is the same."""
+        """Whether both compute the same, if `outside` is equal."""
         return self.text is not None and self.text == other.text
 
 
@@ -70,10 +68,9 @@ def lower(
     compiler_options: Sequence[tuple[str, bool]] = (),
     with_flag: bool = False,
 ) -> LoweredFunction:
-    """The function of `avals` jitted for a mesh, and lowered. It returns a sequence of outputs.
+    """Jit `function` for a mesh, and lower it for arguments of the types `avals`. It returns a sequence of outputs.
 
     Args:
-        in_specs, out_specs: shardings of inputs and outputs.
         donated: positions of the inputs whose buffers the outputs may reuse.
         with_flag: add the output by which traced steps see the end of a call (`step_trace.flagged`).
     """
@@ -93,8 +90,9 @@ def lower(
 
 
 def compile_all(lowered: Iterable[LoweredFunction]) -> list[Any]:
-    """Compile lowered functions, equal ones once. An iterable that lowers as it goes overlaps with the compiler, which
-    runs in other threads: lowering holds Python's interpreter lock, compiling does not.
+    """Compile lowered functions, equal ones once, in other threads.
+
+    Lowering holds Python's interpreter lock, compiling does not: an iterable that lowers one by one overlaps with it.
     """
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         known: dict[Hashable, list[tuple[LoweredFunction, Future[Any]]]] = defaultdict(list)
@@ -110,7 +108,7 @@ def compile_all(lowered: Iterable[LoweredFunction]) -> list[Any]:
 
 
 def allocation_size(compiled: Any) -> int:
-    """Bytes per device that a compiled function needs: arguments, results and temporaries."""
+    """Bytes per device of arguments, results and temporaries. A donated argument and its result count once."""
     stats = compiled.memory_analysis()
     used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     return int(used - stats.alias_size_in_bytes)
@@ -119,11 +117,10 @@ def allocation_size(compiled: Any) -> int:
 def function_seconds(compiled: Any, repeats: int) -> float:
     """Median seconds of a call on zeros, from ready arguments to ready results, after one call to warm up.
 
-    This includes the cost of starting a call and of noticing its end. In a runtime of several processes, all of them
-    have to measure the same function at the same time.
+    The processes of one mesh must measure the same function at the same time.
     """
     avals, shardings = jax.tree.leaves(compiled.in_avals), jax.tree.leaves(compiled.input_shardings)
-    # jitted, so that each process makes its own part
+    # jitted: each process makes its own part
     make = jax.jit(lambda: [jnp.zeros(aval.shape, aval.dtype) for aval in avals], out_shardings=shardings)
     seconds = []
     for _ in range(repeats + 1):
@@ -144,30 +141,27 @@ def _compile(jitted: Any, lowered: Any) -> Any:
 
 
 def paced(function: Any, devices: Collection[jax.Device]) -> Any:
-    """A function for these devices, as a `PacedCall` if they need it."""
     if len(devices) < 2 or any(device.platform != "cpu" for device in devices):
         return function
     return PacedCall(function)
 
 
 class PacedCall:
-    """A compiled function for several CPU devices. When a call returns, only the last few calls are unfinished.
+    """A compiled function for several CPU devices, of which only the last few calls are unfinished.
 
-    XLA runs all devices of a process on one pool of threads, and runs at most 32 calls on a device at a time. A further
-    call keeps a thread while it waits for its turn. If all threads wait, some for their turn and others in a collective
-    for a device without a thread, they wait for ever.
+    XLA runs all devices of a process on one pool of threads, and at most 32 calls on a device at a time. A further call
+    keeps a thread while it waits for its turn. If all threads wait, some for a turn and others in a collective for a
+    device without a thread, they wait for ever.
 
-    Waiting takes as long as a short call, even for a finished one, so only every `_PERIOD`-th call waits, for the one
-    that waited before it. XLA begins a call for several devices when the one before it, in the order of issue, has
-    ended on all of its devices: if a call is finished, all earlier ones are. So after a call with number n * _PERIOD,
-    at most _PERIOD calls are unfinished, and before the next such call has waited, at most 2 * _PERIOD. Threads that
-    issue calls meanwhile wait for the lock, each with one call.
+    A wait takes as long as a short call, so only every `_PERIOD`-th call waits, for the previous call that waited. XLA
+    finishes calls for several devices in the order of issue, so all earlier calls are then finished as well. At most `2
+    * _PERIOD` calls are unfinished, and one more for each thread at the lock.
     """
 
     _lock = threading.Lock()
-    #: Calls of all such functions of the process, which share the pool.
+    #: Over all functions of the process, which share the pool.
     _n_calls: ClassVar[int] = 0
-    #: The last result of the last call that waited: mostly the loss, which later calls do not take over.
+    #: The last result of the last call that waited: usually the loss, which later calls do not take over.
     _marker: ClassVar[Any] = None
 
     def __init__(self, compiled: Any) -> None:
@@ -190,9 +184,9 @@ class PacedCall:
 
 
 def _await(result: Any) -> bool:
-    """Wait until a result is computed; False if another call has taken it over, so that this call may be unfinished.
+    """Wait until a result is computed; False if another call has taken it over, and this call may be unfinished.
 
-    An error of the call is raised where its results are read.
+    Errors of the call are raised where its results are read.
     """
     # Not `is_ready`, which crashes for a buffer that was taken over.
     try:
@@ -203,9 +197,9 @@ def _await(result: Any) -> bool:
 
 
 class NarrowCall:
-    """A compiled function that takes arrays of narrow elements.
+    """A function of arrays with narrow elements. Its first call compiles it.
 
-    Its first call compiles it. The methods of `jax.stages.Compiled` compile it a second time, for inspection.
+    The methods of `jax.stages.Compiled` compile it a second time, for inspection.
     """
 
     def __init__(self, jitted: Any, lowered: Any) -> None:

@@ -1,10 +1,13 @@
-"""The interpreter of both runtimes: walks the instructions of a program over numbered buffers.
+"""The interpreter of both runtimes: runs the instructions of a program on numbered buffers.
 
-The interpreter itself does `Run`, `Accumulate` and `Free`, which mean the same in one process and on a worker. The back
-end moves arrays between meshes: `local.DevicePuts` in one process, `exchange.Exchange` on a worker.
+    instruction                     buffers after it; before the first, {0: x, 1: w}
+    Run(function f, [0, 1], [2])    {0: x, 1: w, 2: y}
+    Transfer(2, 3, mesh 1, spec)    {0: x, 1: w, 2: y, 3: y on mesh 1}
+    Free([0, 2])                    {1: w, 3: y on mesh 1}
 
-When the program is loaded, every instruction becomes an `Action`, a function of the buffers; a step calls one action
-after the other. jax runs what they start asynchronously.
+`Run`, `Accumulate` and `Free` mean the same in one process and on a worker. A back end moves arrays between meshes:
+`local.DevicePuts` in one process, `exchange.Exchange` on a worker. At load, each instruction becomes an `Action`, which
+a step calls.
 """
 
 from __future__ import annotations
@@ -18,37 +21,37 @@ from minialpa.programs.program import Accumulate, Free, Run, reads, writes
 from minialpa.runtime.steps.step_trace import FUNCTIONS, StepTrace
 
 Buffers = dict[int, Any]
-"""Arrays by buffer number: those that are live."""
+"""The live arrays, by buffer number."""
 
 Action = Callable[[Buffers], None]
 """Issues one instruction: reads and fills buffers."""
 
 
 class Backend(Protocol):
-    """The part of a runtime that moves arrays, for the interpreter."""
+    """The part of a runtime that moves arrays between meshes."""
 
     def action(self, instruction: Any) -> Action:
         """The action of an instruction that the interpreter does not know."""
 
     def settle(self, buffers: Sequence[int]) -> None:
-        """Wait until no send reads these buffers any more. A function is about to take over their memory."""
+        """Wait until no send reads these buffers, because a function is about to take over their memory."""
 
     def describe(self, instruction: Any) -> str:
-        """The meshes that an instruction of the back end concerns, to follow its type in a message."""
+        """The other mesh of an instruction, as text for messages: "to stage 1"."""
 
     def note(
         self, trace: StepTrace, instruction: Any, buffers: Buffers, *, name: str, begun_s: float, issued_s: float
     ) -> None:
-        """Add the back end's notes on an instruction, of any kind, that was just issued to a trace.
+        """Add notes on an instruction of any kind, which was just issued, to a trace.
 
-        name: of the instruction. begun_s: when the interpreter came to it. issued_s: when `settle` had ended. Both are
-        times of `time.perf_counter`.
+        Args:
+            begun_s, issued_s: when the interpreter reached it, and when `settle` had ended, by `time.perf_counter`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """A function of the program: its mesh, its name for messages, and the positions of the inputs that it donates."""
+    """A function of the program. `donated` has the positions of donated inputs."""
 
     mesh: int
     name: str
@@ -62,8 +65,7 @@ class Interpreter:
         instructions: in an order that respects every dependency.
         callees: by function number.
         compiled: by function number; each takes arrays and returns a sequence of arrays.
-        position: the present instruction, or the one that raised, for other threads to read. -1 before a step, the
-            number of instructions after it.
+        position: the present or failed instruction; -1 before a step, the number of instructions after it.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class Interpreter:
         compile_flagged: Callable[[], Sequence[Any]],
         backend: Backend,
     ) -> None:
-        """compile_flagged: compiles the functions for traced steps, each with the flag of `step_trace.flagged` as its
-        last result. Called once, before the first of these steps.
+        """compile_flagged: compiles the functions for traced steps, each with `step_trace.flagged`'s additional result.
+        Called once.
         """
         self.instructions, self.callees, self.compiled = tuple(instructions), tuple(callees), compiled
         self.position = -1
@@ -86,10 +88,7 @@ class Interpreter:
         self._actions = [self._action(instruction, compiled) for instruction in self.instructions]
 
     def run(self, buffers: Buffers, trace: StepTrace | None = None) -> None:
-        """Run a step on the buffers of its inputs and constants; afterwards they hold its results.
-
-        trace: gets notes of the step.
-        """
+        """Run a step on the buffers of its inputs and constants. Afterwards they hold its results."""
         actions = self._actions if trace is None else self._traced_actions(trace)
         for i, action in enumerate(actions):
             self.position = i
@@ -98,11 +97,11 @@ class Interpreter:
 
     def describe(self, i: int) -> str:
         if not 0 <= i < len(self.instructions):
-            return "no instruction" if i < 0 else "the end of the step, where results are awaited"
+            return "no instruction" if i < 0 else "the end of the step, waiting for its results"
         return f"instruction {i}, {self.name(i)}"
 
     def name(self, i: int) -> str:
-        """The type of instruction `i`, with the function that it calls or the mesh that it sends to."""
+        """For example "Run `forward1`" or "Send to stage 1"."""
         instruction = self.instructions[i]
         match instruction:
             case Run(function) | Accumulate(function):
@@ -145,7 +144,7 @@ class Interpreter:
 
         def traced(buffers: Buffers) -> None:
             begun_s = time.perf_counter()
-            # Here and not in the action: a function does not run while the thread waits for a send.
+            # Not in the action, because a function does not run while the thread waits for a send.
             self._backend.settle(overwritten)
             issued_s = time.perf_counter()
             action(buffers)

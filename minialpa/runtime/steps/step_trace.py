@@ -1,8 +1,7 @@
-"""Measures the times of a step: collects notes while it runs, and makes a timeline of them.
+"""Measures the times of a step: notes of issued instructions go in, a timeline of tasks comes out.
 
-jax returns before devices are done. A traced step therefore runs each function with one more result, a flag that is
-ready when the others are (`flagged`), and threads wait for the flags, one thread for each track. Flags are never
-donated; the results themselves are freed and donated as in any step.
+jax returns before devices are done. So a traced step runs each function with an additional result, a flag that is ready
+when the others are (`flagged`), and one thread per track waits for the flags.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ import jax.numpy as jnp
 from minialpa.programs.program import MeshShape
 from minialpa.support.perfetto import interval, process_name, thread_name, write_trace
 
-#: The track of functions on devices. Other tracks show the instructions of a worker, and transfers.
+#: The track of functions on devices. Other tracks show transfers, or the instructions of a worker.
 FUNCTIONS = "functions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTime:
-    """A function, instruction or transfer of a step on one host, with its time in seconds from the first task of the
-    step.
+    """A function, instruction or transfer of a step on one host. Tasks on one track of a mesh and host do not overlap.
 
-    Tasks on one track of one mesh and host do not overlap. `instruction` is the number of the instruction if it is a
-    call of a function, else None.
+    Attributes:
+        start_s, stop_s: seconds since the first task of the step (`from_start`).
+        instruction: number of the instruction that calls the function; None for other tasks.
     """
 
     mesh: int
@@ -45,8 +44,11 @@ class TaskTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
-    """A task of a step, which may not have ended: it starts at `issued_s` at the earliest, reads and writes buffers,
-    and ends at `done`, which is None if its array was donated before the end was seen.
+    """A task of a step, perhaps unfinished.
+
+    Attributes:
+        issued_s: the earliest start.
+        done: the end, or None if its array was donated before the end was seen.
     """
 
     mesh: int
@@ -60,7 +62,7 @@ class _Note:
 
 
 class StepTrace:
-    """The notes of one step in one process, whose devices are on `host`. The step begins when this is made."""
+    """The notes of one step in one process on `host`. The step begins when this is made."""
 
     def __init__(self, host: int = 0) -> None:
         self.host = host
@@ -97,7 +99,7 @@ class StepTrace:
     ) -> None:
         """Note a task that ends when `array` is ready; holds the array until then.
 
-        It began when it had been issued, and the note before it on this track and all notes that wrote `reads` had
+        It starts when it has been issued, and the previous note of its track and the notes that wrote `reads` have
         ended.
         """
         key = mesh, track
@@ -117,7 +119,7 @@ class StepTrace:
         self._notes.append(note)
 
     def note(self, mesh: int, track: str, name: str, start_s: float) -> None:
-        """Note a task of the calling thread since `start_s`, a time of `time.perf_counter`."""
+        """Note a task of the calling thread, from `start_s` (of `time.perf_counter`) until the present."""
         done = Future[float | None]()
         done.set_result(time.perf_counter())
         self._notes.append(_Note(mesh=mesh, track=track, name=name, issued_s=start_s, done=done))
@@ -153,12 +155,12 @@ class StepTrace:
 
 
 def flagged(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """`function` with one more result, an array that is ready when the others are."""
+    """`function` with an additional result that is ready when the others are."""
     return lambda *args: (*function(*args), jnp.bool_(True))
 
 
 def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
-    """The tasks with times from the first one's start, in the order in which they start."""
+    """The tasks in order of start. Their times count from the first start."""
     ordered = sorted(tasks, key=lambda task: (task.start_s, task.stop_s))
     first_s = ordered[0].start_s if ordered else 0.0
     return tuple(
@@ -169,12 +171,11 @@ def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
 def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[MeshShape]) -> None:
     """Write a trace for Perfetto: a process for each mesh, with a thread for each track of each host.
 
-    Each call of a function gets its count from 0. For the passes of a stage, this is the micro-batch.
+    The calls of a function are counted from 0. For passes, the count is the micro-batch.
     """
     tracks = sorted({(t.mesh, t.host, t.track) for t in tasks}, key=lambda x: (x[0], x[1], x[2] != FUNCTIONS, x[2]))
     threads = {track: number for number, track in enumerate(tracks)}
 
-    # Names first: the viewer shows processes and threads under them.
     events = [
         process_name(k, f"stage {k}, from device {mesh.first_device}, {'x'.join(map(str, mesh.logical_shape))}")
         for k, mesh in enumerate(meshes)
@@ -204,7 +205,7 @@ def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[Me
 
 
 def _ready_s(array: Any) -> float | None:
-    """Wait for an array, and return the time; None if it was donated before it was seen to be ready."""
+    """The time when an array is ready; None if it was donated before that was seen."""
     try:
         array.block_until_ready()
     except RuntimeError:

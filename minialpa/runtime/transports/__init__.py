@@ -1,5 +1,4 @@
-"""Messages between workers: parts of arrays go in under a tag, and arrive at a peer.
+"""Messages between workers: parts of arrays go in under a tag, and arrive at a peer. See README.md.
 
-What comes out is arrays, or an error that names the peer. Knows neither programs nor Ray.
-Imports: errors, support.
+No module here knows programs or Ray.
 """

@@ -1,14 +1,11 @@
-"""The connection of two workers: it sends messages to one peer, and puts the messages of the peer into the mailbox.
+"""The connection of two workers: it sends messages to one peer, and puts the peer's messages into the mailbox.
 
-The connection carries frames: a header of fixed size, and the bytes of a message.
+It carries frames: a header of fixed size, then the bytes of a message. A reader thread reads every frame at once, so a
+peer that sends never waits for the program here. A writer thread sends queued messages. While the writer is idle, the
+caller itself writes small messages that are ready, as far as the socket takes them without blocking, because waking a
+thread takes longer than the copy.
 
-Each end has two threads. The reader reads every frame as it comes, so a peer that sends never waits for the program
-here. Waking a thread takes longer than copying a small message, so the caller itself writes a message that is small and
-ready, as far as the socket takes it without blocking. The writer sends the rest, and everything queued after it: the
-caller writes only while the writer is idle, under the lock.
-
-A channel owns its socket. If the connection breaks, or a message cannot be sent, the mailbox fails with a WorkerError
-that names the peer.
+If the connection breaks or a message cannot be sent, the mailbox fails with a WorkerError that names the peer.
 """
 
 from __future__ import annotations
@@ -32,17 +29,15 @@ from minialpa.runtime.transports.mailbox import Mailbox, ProtocolError, Received
 from minialpa.runtime.transports.transport import ALIGNMENT, Bytes, ExpectedPart, Part, lay_out
 
 QUICK_BYTES = 128 << 10
-"""The caller itself writes messages up to this size."""
+"""Largest message that the caller itself writes."""
 
 _MAX_MESSAGE_BYTES = 1 << 40
-"""A frame that announces more is not one of ours."""
+"""A frame that announces more bytes is an error."""
 _JOIN_S = 1.0
-"""Seconds that `close` waits for each thread once the socket is shut."""
+"""Seconds that `close` waits for each thread after the socket is shut."""
 
 
 class FrameKind(IntEnum):
-    """The kind of a frame: with the bytes of a message, or the last frame of the connection."""
-
     MESSAGE = 1
     GOODBYE = 2
 
@@ -54,11 +49,11 @@ _MAGIC = 0xA1FA
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedMessage:
-    """A message to be sent.
+    """A message to send.
 
     Attributes:
-        sent: done when the socket has taken the message, or when that has failed.
-        rest: the bytes that the socket did not take from the caller; None before the first try.
+        sent: done when the socket has taken the message or has failed to.
+        rest: bytes that the caller could not write; None before the first try.
     """
 
     tag: int
@@ -68,7 +63,7 @@ class _QueuedMessage:
 
 
 class Channel:
-    """The connection to worker `peer` over `sock`, which the channel owns from now on."""
+    """The connection to worker `peer` over `sock`, which the channel owns."""
 
     def __init__(self, peer: int, sock: socket.socket, mailbox: Mailbox[ReceivedBytes]) -> None:
         self._peer = peer
@@ -76,8 +71,7 @@ class Channel:
         self._mailbox = mailbox
         self._closing = False
 
-        # Sends that the writer has not finished. While there are any, only the writer writes, so that messages stay
-        # whole and in order.
+        # Unfinished sends of the writer. While there are any, only the writer writes: messages stay whole and in order.
         self._lock = threading.Lock()
         self._n_unfinished = 0
         self._queue: SimpleQueue[_QueuedMessage | None] = SimpleQueue()
@@ -91,7 +85,7 @@ class Channel:
             thread.start()
 
     def send(self, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """See `Transport.send`. The future fails with a WorkerError that names the message and the peer."""
+        """See `Transport.send`."""
         sent: Future[None] = Future()
         sent.set_running_or_notify_cancel()
         send = _QueuedMessage(tag, tuple(parts), sent)
@@ -111,7 +105,7 @@ class Channel:
             self._queue.put(None)
 
     def close(self, flush_s: float) -> None:
-        """Wait up to `flush_s` seconds for the writer, then end the connection and the threads. After `say_goodbye`."""
+        """After `say_goodbye`: wait up to `flush_s` seconds for the writer, then end connection and threads."""
         writer, reader = self._threads
         writer.join(flush_s)
         shut(self._socket)
@@ -164,7 +158,7 @@ class Channel:
     def _failed_to_send(self, tag: int, error: BaseException) -> WorkerError:
         failure = WorkerError(f"Message {tag} to worker {self._peer} was not sent: {str(error) or repr(error)}")
         failure.__cause__ = error
-        # A peer that has closed its transport takes no more messages, which is no failure of the others.
+        # A peer that has closed its transport takes no more messages, without a failure of the others.
         if not self._closing and not self._mailbox.has_left(self._peer):
             self._mailbox.fail(failure)
         return failure
@@ -202,7 +196,7 @@ class Channel:
                 raise ProtocolError(f"it sent a frame of kind {kind}")
 
     def _fill(self, target: Bytes) -> None:
-        """Read as many bytes as `target` has. Raises EOFError where the connection ends."""
+        """Fill `target` from the socket. Raises EOFError where the connection ends."""
         view = target.data
         while view.nbytes:
             n_received = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
@@ -212,10 +206,7 @@ class Channel:
 
 
 def _encoded(send: _QueuedMessage) -> Iterator[bytes | memoryview]:
-    """The frame of a message and its bytes, with zeros between parts up to the next offset.
-
-    Waits until the arrays are ready.
-    """
+    """The frame header and the bytes of a message. Waits until the arrays are ready."""
     arrays = [_view(part) for part in send.parts]
     layout = lay_out(tuple(ExpectedPart(array.shape, array.dtype) for array in arrays))
     yield _FRAME.pack(_MAGIC, FrameKind.MESSAGE, layout.digest, send.tag, layout.size_bytes)
@@ -228,36 +219,36 @@ def _encoded(send: _QueuedMessage) -> Iterator[bytes | memoryview]:
 
 
 def _view(part: Part) -> np.ndarray[Any, Any]:
-    """The elements that a part sends. Waits until they are ready; a jax array on CPU is viewed, not copied."""
+    """The elements that a part sends, once they are ready. A jax array on CPU is viewed, not copied."""
     array = np.asarray(part.array)
     return array if part.index is None else array[part.index]
 
 
 def _is_quick(parts: Sequence[Part]) -> bool:
-    """Whether the parts are ready, and copying them takes less time than waking the writer."""
+    """Whether the caller itself may write the parts."""
     return sum(part.array.nbytes for part in parts) <= QUICK_BYTES and all(_is_ready(part.array) for part in parts)
 
 
 def _is_ready(array: Any) -> bool:
-    """Whether `_view` returns without waiting. For a deleted array it raises at once."""
+    """Whether `_view` returns at once. For a deleted array it raises at once."""
     return isinstance(array, np.ndarray) or array.is_deleted() or array.is_ready()
 
 
 def _as_unsigned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The memory of `array` as unsigned integers: NumPy copies other packages' dtypes, such as bfloat16, one by one."""
+    """The memory of `array` as unsigned integers: NumPy copies foreign dtypes, such as bfloat16, element by element."""
     size = array.dtype.itemsize
     return array.view(f"u{size}") if size in (1, 2, 4, 8) else array
 
 
 def _aligned(size_bytes: int) -> Bytes:
-    """Fresh memory that begins at a multiple of ALIGNMENT."""
-    room = np.empty(size_bytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + size_bytes]
+    """New memory that begins at a multiple of ALIGNMENT."""
+    padded = np.empty(size_bytes + ALIGNMENT, np.uint8)
+    start = -padded.ctypes.data % ALIGNMENT
+    return padded[start : start + size_bytes]
 
 
 def _tune(sock: socket.socket) -> None:
-    """Let TCP send at once, and notice within half a minute that the other machine is gone."""
+    """Make TCP send at once, and detect within 30 seconds that the other machine is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):

@@ -1,16 +1,15 @@
-"""How two workers connect and prove to each other that they know the session's secret.
+"""Connections of workers that prove to each other that they know the session's secret.
 
 A `Listener` accepts connections over TCP, and `connect` makes them. Each side sends a MAC over the numbers and nonces
-of both, and neither reads anything else before it has checked the MAC of the other:
+of both, and reads no other data before it has checked the peer's MAC:
 
     connector -> listener   hello: magic, connector, listener, nonce
     listener -> connector   nonce, MAC(secret, "listener", hello, nonce)
     connector -> listener   MAC(secret, "connector", hello, nonce)
     listener -> connector   welcome
 
-A peer whose handshake is not over yet is *pending*. The listener has a thread that accepts, and one for each pending
-peer, which answers; all that they share changes under one lock. A pending peer that fails is dropped without a word. A
-connector that fails raises WorkerError.
+Until then, a peer is *pending*. The listener has a thread for each pending peer, and drops failed ones without an
+answer.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from queue import SimpleQueue
 from minialpa.errors import WorkerError
 
 HANDSHAKE_S = 10.0
-"""A pending peer that has not proven the secret after so long is dropped."""
+"""Seconds after which a pending peer is dropped."""
 
 _HELLO = struct.Struct("<8sII32s")
 _MAGIC = b"minialp1"
@@ -41,25 +40,21 @@ _RETRY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker listens."""
-
     host: str
     port: int
 
 
 class Listener:
-    """The socket at which worker `number` listens on `host`, until `close`.
-
-    A pending peer has HANDSHAKE_S seconds to prove the secret, and delays no other peer.
+    """The socket at which worker `number` listens on `host`, until `close`. Pending peers do not delay each other.
 
     Attributes:
-        authenticated: the number and the socket of each peer that has proven the secret. The thread that takes a socket
-            from this queue owns it.
+        authenticated: number and socket of each peer that has proven the secret. The thread that takes a socket from
+            this queue owns it.
     """
 
     def __init__(self, secret: bytes, number: int, host: str) -> None:
         if len(secret) < 16:
-            raise WorkerError(f"The workers' secret has {len(secret)} bytes. Give them at least 16 random ones.")
+            raise WorkerError(f"The workers' secret has {len(secret)} bytes. Pass at least 16 random bytes.")
         self.authenticated: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         self._secret, self._number = secret, number
 
@@ -125,7 +120,7 @@ class Listener:
 def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline: float) -> socket.socket:
     """Connect worker `number` to worker `peer`, which listens at `address`. The caller owns the socket.
 
-    Retries until `deadline` (of `time.monotonic`), and then raises WorkerError. Raises it at once if the listener has
+    Retries until `deadline` (of `time.monotonic`), then raises WorkerError. Raises it at once if the listener has
     another secret.
     """
     while True:
@@ -153,9 +148,8 @@ def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline
 
 
 def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = None) -> bytes:
-    """The next `n_bytes` of a socket.
-
-    Raises EOFError if the connection closes before, and TimeoutError after `deadline`.
+    """The next `n_bytes` of a socket. Raises EOFError if the connection closes before, TimeoutError after
+    `deadline`.
     """
     data = bytearray()
     while len(data) < n_bytes:
@@ -169,7 +163,6 @@ def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = 
 
 
 def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadline: float) -> None:
-    """The connector's side of the handshake. Raises WorkerError if the listener has another secret."""
     hello = _HELLO.pack(_MAGIC, number, peer, secrets.token_bytes(_NONCE_BYTES))
     sock.settimeout(max(1e-3, deadline - time.monotonic()))
     sock.sendall(hello)
@@ -180,13 +173,13 @@ def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadli
         raise WorkerError(f"The process at the address of worker {peer} does not know the workers' secret.")
 
     sock.sendall(_mac(secret, b"connector", hello, nonce))
-    # Without the welcome, the listener may have dropped this connection already.
+    # Without the welcome, the listener may have dropped this connection.
     receive_exactly(sock, len(_WELCOME), deadline)
     sock.settimeout(None)
 
 
 def _answer(sock: socket.socket, secret: bytes, number: int, deadline: float) -> int | None:
-    """The listener's side of the handshake: the number of the peer, or None if it cannot prove the secret."""
+    """The number of the peer, or None if it does not prove the secret."""
     hello = receive_exactly(sock, _HELLO.size, deadline)
     magic, peer, addressee, _ = _HELLO.unpack(hello)
     if magic != _MAGIC or addressee != number:
@@ -208,6 +201,6 @@ def _mac(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def shut(sock: socket.socket) -> None:
-    """End the connection in both directions, which wakes the threads that are blocked on the socket."""
+    """End the connection in both directions, which wakes the threads that block on the socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

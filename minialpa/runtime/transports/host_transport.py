@@ -1,9 +1,6 @@
-"""The transport through host memory: NumPy arrays over TCP, between processes of one machine and between machines.
+"""The transport through host memory: NumPy arrays over TCP, within one machine and between machines.
 
-Each pair of workers has one connection (`Channel`). A mailbox keeps messages until they are received.
-
-jax on CPU uses the arrays that `receive` returns without a copy: `jax.device_put` to any of the devices,
-`jax.dlpack.from_dlpack` to the first one.
+jax on CPU uses received arrays without a copy: `jax.device_put` to any device, `jax.dlpack.from_dlpack` to the first.
 """
 
 from __future__ import annotations
@@ -23,17 +20,14 @@ from minialpa.runtime.transports.handshake import Address, Listener, connect
 from minialpa.runtime.transports.mailbox import Mailbox, ReceivedBytes
 from minialpa.runtime.transports.transport import ExpectedPart, Part, lay_out
 
-#: Seconds that `close` waits for sends under way.
 _FLUSH_S = 2.0
 
 
 class HostTransport:
     """The transport of worker `number`. Make it, send all peers its `address`, then call `connect`.
 
-    It listens only on `host`, the address of this machine that peers connect to.
-
-    Its threads need Python's interpreter a few times for each message. If other threads keep it busy, each time takes
-    up to `sys.getswitchinterval()`, which is 5 ms unless the worker sets it lower.
+    It listens only on `host`, the address of this machine that peers connect to. Its threads need Python's interpreter
+    a few times for each message: `OwnProcess.start_jax` lowers the time that each of these takes.
     """
 
     def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
@@ -48,10 +42,10 @@ class HostTransport:
         return self._listener.address
 
     def connect(self, addresses: Sequence[Address], timeout_s: float = 60.0) -> None:
-        """Connect to all peers, worker i at `addresses[i]`. Raises WorkerError after `timeout_s` seconds.
+        """Connect to all peers: worker i is at `addresses[i]`. Raises WorkerError after `timeout_s` seconds.
 
-        Every worker connects to peers with higher numbers and accepts the others. All listen from the start, so no
-        worker waits for another to reach this call. They stop listening here.
+        Every worker connects to peers with higher numbers and accepts the others. All listen from the start until here,
+        so no worker waits for another to reach this call.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -82,8 +76,8 @@ class HostTransport:
         layout = lay_out(tuple(expected))
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
             raise WorkerError(
-                f"Worker {self.number} expected {layout.size_bytes} bytes as message {tag} of worker {peer}, {expected}, "
-                f"and got {message.payload.size} bytes with another layout. The two run different programs."
+                f"Worker {self.number} expected {layout.size_bytes} bytes as message {tag} of worker {peer}, "
+                f"{expected}, and got {message.payload.size} bytes with another layout. The two run different programs."
             )
         return [
             message.payload[offset : offset + part.size_bytes].view(part.dtype).reshape(part.shape)
@@ -91,7 +85,7 @@ class HostTransport:
         ]
 
     def take(self, peer: int, tag: int, timeout_s: float | None) -> ReceivedBytes:
-        """The bytes of a message. Waits as `receive` does, and without a timeout for ever."""
+        """The bytes of a message. Waits as `receive` does, or for ever if `timeout_s` is None."""
         self._channel(peer)
         return self.mailbox.take(peer, tag, timeout_s)
 
@@ -99,14 +93,14 @@ class HostTransport:
         """See `Transport.close`. Waits up to `_FLUSH_S` seconds for sends under way."""
         self._listener.close()
 
-        # All say goodbye before any closes, so that they share the time.
+        # Each sends its goodbye before the first closes, so that they share the time.
         for channel in self._channels.values():
             channel.say_goodbye()
         deadline = time.monotonic() + _FLUSH_S
         for channel in self._channels.values():
             channel.close(max(0.0, deadline - time.monotonic()))
 
-        # Peers that have connected, and that `connect` has not taken.
+        # Connected peers that `connect` has not taken.
         while not self._listener.authenticated.empty():
             self._listener.authenticated.get()[1].close()
         self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))

@@ -1,7 +1,6 @@
 """The mailbox of a transport: it keeps messages until they are taken, and an error ends all waits.
 
-Threads that read from peers `put` messages; threads of the program `take` them, in any order. The first `fail` ends all
-waiting calls, and every later call raises that error as a WorkerError.
+Threads that read from peers `put` messages; threads of the program `take` them, in any order.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ T = TypeVar("T")
 
 
 class ProtocolError(Exception):
-    """A peer breaks the protocol. The message is the end of a sentence, as in "it sent two messages 3"."""
+    """A peer breaks the protocol. The message ends a sentence, as in "it sent two messages 3"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceivedBytes:
-    """A message as it arrived: its bytes, aligned to ALIGNMENT, and the sender's `Layout.digest`."""
+    """The bytes of a message, aligned to ALIGNMENT, and the sender's `Layout.digest`."""
 
     payload: Bytes
     digest: int
 
 
 class Mailbox(Generic[T]):
-    """Messages of type T that have arrived at worker `number` and are not taken yet, by peer and tag."""
+    """Messages of type T at worker `number` that are not taken yet, by peer and tag."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -37,11 +36,11 @@ class Mailbox(Generic[T]):
         self._messages: dict[tuple[int, int], T] = {}
         self._departed: set[int] = set()
         self._error: WorkerError | None = None
-        # Apart from the condition, so that no message wakes the threads that wait for a failure.
+        # Apart from the condition: no message wakes the threads that wait for a failure.
         self._has_failed = threading.Event()
 
     def put(self, peer: int, tag: int, message: T) -> None:
-        """Keep a message of `peer`. Raises ProtocolError if there is one with that tag already."""
+        """Keep a message of `peer`. Raises ProtocolError if a message with this tag is there."""
         with self._changed:
             if (peer, tag) in self._messages:
                 raise ProtocolError(f"it sent two messages {tag}")
@@ -49,7 +48,7 @@ class Mailbox(Generic[T]):
             self._changed.notify_all()
 
     def take(self, peer: int, tag: int, timeout_s: float | None) -> T:
-        """Wait for a message and remove it from the mailbox. Without a timeout, wait for ever.
+        """Wait for a message and remove it. With `timeout_s` None, wait for ever.
 
         Raises WorkerError if it does not come in time, if `peer` has closed its transport, or after `fail`.
         """
@@ -68,18 +67,18 @@ class Mailbox(Generic[T]):
             "which has closed its transport" if peer in self._departed else f"which did not come within {timeout_s:g} s"
         )
         return WorkerError(
-            f"Worker {self._number} awaited message {tag} of worker {peer}, {why}. There are "
+            f"Worker {self._number} waited for message {tag} of worker {peer}, {why}. There are "
             f"{len(others)} other messages, as (worker, tag): {others[:8]}."
         )
 
     def leave(self, peer: int) -> None:
-        """Note that `peer` has closed its transport. Messages that it sent before can still be taken."""
+        """Note that `peer` has closed its transport. Its earlier messages can still be taken."""
         with self._changed:
             self._departed.add(peer)
             self._changed.notify_all()
 
     def fail(self, error: WorkerError) -> None:
-        """Drop all messages and have every call raise `error`, or the earlier error if there was one."""
+        """Drop all messages. From now on, every call raises `error`, or an earlier error if there is one."""
         with self._changed:
             self._error = self._error or error
             self._messages.clear()
@@ -88,11 +87,10 @@ class Mailbox(Generic[T]):
 
     def check(self) -> None:
         if self._error is not None:
-            # An error of its own for each caller: a shared one would collect the tracebacks of all of them.
+            # A new error for each caller: a shared one would collect all their tracebacks.
             raise WorkerError(str(self._error)) from self._error
 
     def wait_for_failure(self) -> WorkerError:
-        """Block until `fail` is called; the first error."""
         self._has_failed.wait()
         assert self._error is not None
         return self._error

@@ -2,17 +2,16 @@
 
 Each *device link*, from a device of one worker to a device of another, has a communicator of two ranks. NCCL matches
 sends and receives by their order, and its kernels occupy the GPU while they wait for the other rank. So neither rank
-posts a transfer before both are ready. The sender waits until its arrays are ready, announces the message over the host
-transport, and posts its sends. The receiver reads announcements in order and posts the receives. Hence a program may
-receive tags in any order, both ranks of a communicator see one order, and no kernel waits for a busy worker.
+posts a transfer before both are ready:
 
-Each worker has a writer thread for every peer that it sends to, a reader thread for every peer that it receives from,
-and one that waits for the host transport to fail. Calls of the program only put messages into the queue of a writer and
-take arrays from the mailbox. If anything fails, all communicators are aborted, which ends kernels that wait for a peer,
-and every call raises a WorkerError.
+    sender      waits until its arrays are ready, announces the message over the host transport, posts its sends
+    receiver    reads announcements in order, posts the receives of each
 
-NCCL sees addresses and bytes only, so every dtype works alike. Messages are received into arrays of jax's own memory
-pool, which may be donated like any other.
+Hence a program may receive tags in any order, both ranks of a communicator see one order, and no kernel waits for a
+busy worker.
+
+A failure aborts all communicators, which ends kernels that wait for a peer; then every call raises a WorkerError. NCCL
+gets addresses and numbers of bytes, so every dtype works. Received arrays are in jax's memory pool, and may be donated.
 """
 
 from __future__ import annotations
@@ -37,18 +36,17 @@ from minialpa.runtime.transports.mailbox import Mailbox
 from minialpa.runtime.transports.transport import ExpectedPart, Part
 from minialpa.support.private_jax import memory_of
 
-#: Seconds to wait for the peer while a communicator is made.
+#: Seconds to wait for the id of a communicator from the peer.
 _SETUP_TIMEOUT_S = 120.0
-#: Seconds that `close` waits for messages under way.
 _FLUSH_S = 2.0
-#: The tag, on the host transport, of the first announcement to a peer; later ones count up. Smaller tags are numbers of
-#: links, which are used once, while communicators are made.
+#: Tag of the first announcement to a peer on the host transport; later tags count up. Smaller tags are numbers of
+#: links, for the ids of their communicators.
 _FIRST_ANNOUNCEMENT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class DeviceLink:
-    """The direction from a device of one worker to a device of another, as each worker numbers its devices."""
+    """From a device of worker `source` to a device of worker `target`. Each worker numbers its own devices."""
 
     source: int
     source_device: int
@@ -58,9 +56,9 @@ class DeviceLink:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _QueuedSend:
-    """A message for the writer thread of a peer: arrays, each on one device, and the device link of each.
+    """A message for the writer thread of a peer: arrays, each on one device and with its link.
 
-    `sent` is done when NCCL has sent the arrays, or when that has failed.
+    `sent` is done when NCCL has sent the arrays or has failed to.
     """
 
     tag: int
@@ -72,11 +70,12 @@ class _QueuedSend:
 class NcclTransport:
     """The transport between the GPUs `devices` of this worker and the GPUs of its peers.
 
-    `control` is connected already, and closes with this transport. `links` are all device links between any workers,
-    the same list at each worker; each takes time to set up, and memory of two GPUs.
+    Making one blocks until the peers make theirs, all in the sorted order of the links, without deadlock. The launcher
+    has to detect a peer that dies meanwhile.
 
-    Making a transport blocks until the peers make theirs. Every worker makes its communicators in the one order of all
-    links, so no two wait for each other. The launcher has to notice a peer that dies meanwhile.
+    Args:
+        control: a connected host transport, which this transport closes.
+        links: all links between any workers, equal at each worker. Each takes time to set up, and memory of two GPUs.
     """
 
     def __init__(self, control: HostTransport, devices: Sequence[jax.Device], links: Sequence[DeviceLink]) -> None:
@@ -120,7 +119,7 @@ class NcclTransport:
         return sent
 
     def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> list[jax.Array]:
-        """See `Transport.receive`. The arrays are on the devices of `expected`, and their values have arrived."""
+        """See `Transport.receive`. The values have arrived on the devices of `expected`."""
         arrays = self._mailbox.take(peer, tag, timeout_s)
         got = [(array.shape, str(array.dtype), self._device_of(array)) for array in arrays]
         asked = [(part.shape, str(part.dtype), part.device) for part in expected]
@@ -135,24 +134,24 @@ class NcclTransport:
         """See `Transport.close`. Waits up to `_FLUSH_S` seconds for messages under way."""
         self._closing = True
 
-        # Writers end when their queues are empty, unless NCCL keeps one waiting for its peer.
+        # Writers end when their queues are empty, unless NCCL waits for the peer.
         for queue in self._queues.values():
             queue.put(None)
         deadline = time.monotonic() + _FLUSH_S
         _join(self._writers, deadline)
 
-        # Closing the host transport ends the watcher and the readers, except one that NCCL keeps waiting for its peer.
+        # Closing the host transport ends the watcher and the readers, unless NCCL waits for the peer.
         failed = self._mailbox.failed or self._control.mailbox.failed
         self._control.close()
         _join(self._readers, time.monotonic() if failed else deadline)
 
-        # Aborting the communicators ends the threads that NCCL keeps waiting.
+        # Aborting the communicators ends these waits.
         busy = any(thread.is_alive() for thread in (*self._writers, *self._readers))
         self._end(WorkerError(f"Worker {self._number} has closed its transport."), abort=failed or busy)
         _join((*self._writers, *self._readers, self._watcher), time.monotonic() + _FLUSH_S)
 
     def _make_end(self, i: int, link: DeviceLink) -> Endpoint:
-        """This worker's end of the communicator of link number `i`, after a first byte was sent over it."""
+        """This worker's end of the communicator of link number `i`, after a first byte went over it."""
         if link.source == link.target:
             raise WorkerError(f"{link} stays within a worker, where jax moves arrays itself.")
 
@@ -165,8 +164,7 @@ class NcclTransport:
             unique_id = self._control.take(link.source, i, _SETUP_TIMEOUT_S).payload.tobytes()
             end = Endpoint(self._devices[link.target_device], unique_id, rank=1)
 
-        # NCCL connects the two ranks at first use, and waits for the peer meanwhile. All workers use their links in one
-        # order here, so that cannot deadlock.
+        # NCCL connects the two ranks at first use, and waits for the peer: here, in the order of links.
         probe = jnp.empty((1,), jnp.uint8, device=end.device).block_until_ready()
         exchange([(end, probe)], []) if self._number == link.source else exchange([], [(end, probe)])
         return end
@@ -182,7 +180,7 @@ class NcclTransport:
         thread.start()
         return thread
 
-    # Writing: a thread for each peer, one message at a time.
+    # Writing: a thread for each peer.
 
     def _write_all(self, peer: int) -> None:
         n_announced = 0
@@ -203,9 +201,7 @@ class NcclTransport:
             del send  # Otherwise its arrays would live until the next message.
 
     def _announce(self, peer: int, n_announced: int, send: _QueuedSend) -> None:
-        """Announce the next message to `peer` once it is ready: no kernel of the peer then waits for a computation
-        here.
-        """
+        """Announce the next message to `peer` once it is ready."""
         jax.block_until_ready(send.arrays)
         entries = [_describe(array, link) for array, link in zip(send.arrays, send.links, strict=True)]
         text = json.dumps([send.tag, entries])
@@ -245,7 +241,7 @@ class NcclTransport:
             jnp.empty(shape, jnp.dtype(dtype), device=self._devices[link.target_device])
             for link, (_, _, dtype, shape) in zip(links, entries, strict=True)
         ]
-        # jax fills the arrays with zeros asynchronously. That must be over, or it would overwrite what arrives.
+        # jax fills the arrays with zeros asynchronously. A late fill would overwrite received values.
         jax.block_until_ready(arrays)
         exchange([], [(self._ends[link], array) for link, array in zip(links, arrays, strict=True)])
         return arrays
@@ -253,7 +249,7 @@ class NcclTransport:
     # Ending
 
     def _watch(self) -> None:
-        """Fail when the host transport does: it notices that a peer has died, and NCCL would wait for it for ever."""
+        """Fail with the host transport: it detects a dead peer, for which NCCL would wait for ever."""
         self._fail(self._control.mailbox.wait_for_failure())
 
     def _fail(self, error: WorkerError) -> None:
@@ -263,7 +259,7 @@ class NcclTransport:
             self._control.mailbox.fail(error)
 
     def _end(self, error: WorkerError, abort: bool) -> None:
-        """Have every call raise `error`, and free the communicators. Only the first call finds any."""
+        """Make every call raise `error`, and free the communicators."""
         self._mailbox.fail(error)
         with self._lock:
             ends, self._ends = self._ends, {}
@@ -276,7 +272,7 @@ def new_id() -> bytes:
 
 
 class Endpoint:
-    """One end of a communicator, with a stream of its own on `device`. A communicator of one rank is its own peer."""
+    """One end of a communicator, with its own stream on `device`. With one rank, it is its own peer."""
 
     def __init__(self, device: jax.Device, unique_id: bytes, rank: int, n_ranks: int = 2) -> None:
         self.device = device
@@ -291,7 +287,7 @@ class Endpoint:
         return context
 
     def close(self, abort: bool) -> None:
-        """Free the communicator. With `abort`, also end kernels that still wait for the peer."""
+        """Free the communicator. `abort` also ends kernels that wait for the peer."""
         with contextlib.suppress(Exception), self.current():
             if abort:
                 self.communicator.abort()
@@ -303,9 +299,9 @@ Transfers = Sequence[tuple[Endpoint, jax.Array]]
 
 
 def exchange(sends: Transfers, receives: Transfers) -> None:
-    """Send arrays and overwrite others with what arrives. All are ready; returns when all transfers are done.
+    """Send arrays and fill others with received bytes, in place; returns when all transfers are done.
 
-    The arrays in `receives` are written in place, so only the caller may hold them.
+    All arrays must be ready. Only the caller may hold the arrays in `receives`.
     """
     posts = [(end, end.communicator.send, array) for end, array in sends if array.size]
     posts += [(end, end.communicator.recv, array) for end, array in receives if array.size]
@@ -316,8 +312,7 @@ def exchange(sends: Transfers, receives: Transfers) -> None:
             with end.current():
                 post(pointer, n_bytes, _cuda().nccl.NCCL_UINT8, end.peer, end.stream.ptr)
 
-    # jax does not know these streams. So the host waits for them: then every later kernel of jax sees the new values,
-    # and arrays that were read may be freed.
+    # jax does not know these streams. After this wait, kernels of jax see the new values, and sent arrays may be freed.
     for end in dict.fromkeys(end for end, _, _ in posts):
         end.stream.synchronize()
 
@@ -339,12 +334,10 @@ def _group() -> Iterator[None]:
 
 
 def _describe(array: jax.Array, link: DeviceLink) -> tuple[int, int, str, tuple[int, ...]]:
-    """The entry of an array in an announcement: source and target device, dtype, shape."""
     return link.source_device, link.target_device, str(array.dtype), array.shape
 
 
 def _cuda() -> Any:
-    """`cupy.cuda`, which only workers with GPUs have."""
     try:
         import cupy.cuda
         import cupy.cuda.nccl  # noqa: F401 - `cupy.cuda` does not import it

@@ -1,7 +1,7 @@
-"""How arrays move from one worker process to another: the interface of every transport, and the layout of a message.
+"""The interface of transports, which move arrays from one worker process to another, and the layout of a message.
 
-A message is a list of parts of arrays that one worker sends to one peer under a tag. Workers are numbered 0, 1, ...
-Both sides know the contents of a message from the program, so only bytes travel, and no pickles.
+A message is a list of parts of arrays that one worker sends to one peer under a tag. Workers have numbers 0, 1, ...
+Both sides know shapes and dtypes from the program, so only bytes travel, and no pickles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes. jax on CPU uses the memory of a NumPy array without a copy if it begins at a multiple of this."""
+"""In bytes. jax on CPU uses a NumPy array without a copy if its memory begins at a multiple of this."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -26,12 +26,11 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """An array, or a slice of one, to be sent.
+    """An array on one device, or a slice of it, to send.
 
     Attributes:
-        array: on one device.
-        index: the slices of `array` to send, one for each dimension; None for all of it.
-        device: the device that receives it, as the receiving worker numbers its own. The host transport ignores it.
+        index: a slice for each dimension of `array`; None for the whole array.
+        device: the receiving device, as the receiving worker numbers its devices. The host transport ignores it.
     """
 
     array: jax.Array | np.ndarray[Any, Any]
@@ -41,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPart:
-    """The part that a receiver expects, with the device that receives it, as in `Part`."""
+    """The part that a receiver expects. `device` is as in `Part`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -55,27 +54,27 @@ class ExpectedPart:
 class Transport(Protocol):
     """Moves messages between this worker and its peers. Any thread may call it.
 
-    Each tag is used for one message of a pair of workers. Messages may be received in another order than they were
-    sent: the receiver keeps early messages, so a sender never waits for `receive`. After the first error every call
-    raises it, and waiting calls end at once. All errors are WorkerErrors that name the peer.
+    A pair of workers uses each tag for one message. The receiver keeps early messages, so a sender never waits for
+    `receive`. After the first error, every call raises it, and waiting calls end at once. All errors are WorkerErrors
+    that name the peer.
     """
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
         """Send parts in the background, once they are ready.
 
-        The transport keeps the arrays until the future is done. Until then they must not be donated; later they may.
+        The transport keeps the arrays until the future is done. Do not donate them before.
         """
         ...
 
     def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> list[Any]:
-        """Wait for a message and return its parts, in the order in which they were sent.
+        """Wait for a message and return its parts, in the order of sending.
 
         Raises WorkerError if it does not come within `timeout_s` seconds or does not match `expected`.
         """
         ...
 
     def close(self) -> None:
-        """Send what is ready, say goodbye to the peers, and end threads and connections. Received arrays stay valid."""
+        """Send ready messages, take leave of the peers, and end threads and connections. Received arrays stay valid."""
         ...
 
 
@@ -85,7 +84,7 @@ class Layout:
 
     Attributes:
         offsets: the first byte of each part, a multiple of ALIGNMENT.
-        digest: a checksum of shapes and dtypes, by which a receiver notices that it expects other parts.
+        digest: a checksum of shapes and dtypes. A receiver compares it with the digest of its expected parts.
     """
 
     offsets: tuple[int, ...]
@@ -93,9 +92,9 @@ class Layout:
     digest: int
 
 
-@functools.lru_cache(maxsize=4096)  # All steps have the same messages, and the name of a dtype takes long to make.
+@functools.lru_cache(maxsize=4096)  # Steps repeat their messages, and the name of a dtype takes long to make.
 def lay_out(expected: tuple[ExpectedPart, ...]) -> Layout:
-    """The pieces one after the other, each aligned. Sender and receiver compute the same layout for the same pieces."""
+    """Aligned parts, one after the other; equal for sender and receiver. Parts of 12 and 5 bytes begin at 0 and 64."""
     offsets = []
     end = 0
     for part in expected:

@@ -1,4 +1,4 @@
-"""A worker: the mesh program and the process that runs it go in; arrays, messages and failures come out.
+"""One worker of a mesh: mesh programs and calls go in; kept arrays, messages and failures come out. See README.md.
 
-Does not know its launcher. Imports: runtime.steps, runtime.transports, errors, programs, samples, sharding, support.
+It does not know its launcher.
 """

@@ -1,7 +1,7 @@
 """The arguments of a worker: shards that the caller sends, or an order to read samples that become shards.
 
-Shards are *plain*. Pickle moves arrays of NumPy's own dtypes out of band, without a copy. It would copy arrays of other
-dtypes, such as bfloat16, into its stream, so they cross as unsigned integers of the same size.
+Shards are *plain*. Pickle moves arrays of NumPy's own dtypes out of band, without a copy. It would copy other dtypes,
+such as bfloat16, into its stream, so these cross as unsigned integers of the same size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from minialpa.samples import BatchForm, ReadSamples, read_samples
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An argument that the caller sends: distinct shards, and the shard that each device of the worker gets.
+    """An argument that the caller sends.
 
-    Shards are plain. A shard that several workers get may be a number instead, of an array that comes beside the
-    others.
+    Attributes:
+        shards: distinct plain shards. A shard that several workers get may be its position in the `shared` arrays of a
+            call.
+        shard_of_device: for each device of the worker, the position of its shard in `shards`.
     """
 
     shards: tuple[np.ndarray[Any, Any] | int, ...]
@@ -30,11 +32,11 @@ class Given:
 
 
 Argument = int | Given
-"""The number of an array that the workers hold, or shards. Every step pickles thousands of numbers."""
+"""The number of an array that the workers hold, or shards. Numbers are cheap: every step pickles thousands."""
 
 
 def to_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`array` if its dtype is one of NumPy's own, or a view of its memory as unsigned integers."""
+    """`array`, or a view of its memory as unsigned integers if its dtype is not one of NumPy's own."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
@@ -49,7 +51,10 @@ def from_plain(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 class InputRead:
     """An input of a program that a worker reads from a leaf of the batch.
 
-    `boxes` are the distinct shards of the worker, in the leaf; `shard_of_device` is the shard of each of its devices.
+    Attributes:
+        leaf: number of the leaf in the batch.
+        boxes: the distinct shards of the worker, in the leaf.
+        shard_of_device: as in `Given`.
     """
 
     input: int
@@ -61,11 +66,10 @@ class InputRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadOrder:
-    """The rows of a batch that one worker reads, and the shards to make of them.
+    """The rows of a batch that one worker reads, and the inputs to make of them.
 
     Attributes:
-        ranges: the rows (start, stop) to read, in order and not adjacent. The user's function is called for each.
-        inputs: made of these rows.
+        ranges: rows (start, stop), in order and not adjacent. The user's function is called for each range.
     """
 
     form: BatchForm
@@ -74,10 +78,7 @@ class ReadOrder:
 
 
 def read_inputs(read: ReadSamples, order: ReadOrder, first: int) -> list[Given]:
-    """The shards of each input of an order, read from the batch whose first sample is `first`.
-
-    They share no memory with the results of the function.
-    """
+    """The shards of each input of an order, from the batch whose first sample is `first`; in new memory."""
     rows = [(a, b, read_samples(read, first + a, first + b, order.form)) for a, b in order.ranges]
     return [
         Given(tuple(_shard(rows, of_input, box) for box in of_input.boxes), of_input.shard_of_device)

@@ -1,7 +1,7 @@
-"""Shards between the devices of a worker and files that tensorstore reads and writes.
+"""Shards of a worker's devices to files of tensorstore, and back.
 
-The driver decides which worker holds which shard (`runtime/cluster/array_files.py`). This module copies shards to the
-host, writes and reads files, and makes arrays of them. It imports tensorstore at first use.
+The driver decides which worker holds which shard (`runtime/cluster/array_files.py`). tensorstore is imported at first
+use.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.resharding import Box
 from minialpa.sharding import device_mesh
 
-#: Bytes that tensorstore works on at a time. It makes a copy of each part that it writes.
+#: Bytes that tensorstore works on at a time, because it copies each part that it writes.
 _BYTES_AT_A_TIME = 1 << 29
-#: Seconds in which a folder that the driver makes has to appear on the host of a worker.
+#: Seconds within which a folder that the driver makes must appear on a worker's host.
 _FOLDER_S = 60.0
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array in files, as tensorstore sees it. `context` (threads and caches) and `spec` are JSON.
+    """An array in files, for tensorstore: `context` (threads and caches) and `spec` are JSON.
 
     Another process makes the folder. All arrays of a folder have the same context.
     """
@@ -46,9 +46,9 @@ class PartToWrite:
     """The part of a stored array that one worker writes.
 
     Attributes:
-        stored: the array in the files of this worker.
-        creates: whether this worker describes the stored array in the files; one of its writers does.
-        shards: number of an array of the worker, one of its shards, and the place of that shard in the stored array.
+        creates: whether this worker writes the metadata. One of the writers does.
+        shards: for each shard, the number of an array of the worker, the box in that array, and the box in the stored
+            array.
     """
 
     stored: StoredArray
@@ -60,7 +60,7 @@ class PartToWrite:
 class ArrayToRead:
     """An array that the workers of a mesh read, each the shards of its devices, and keep under `number`.
 
-    `first_row` is its first row, along dimension 0, in the stored array that contains it.
+    `first_row` is its first row, along dimension 0, in the stored array.
     """
 
     number: int
@@ -72,7 +72,7 @@ class ArrayToRead:
 
 
 def copies_on_host(arrays: Mapping[int, jax.Array], part: PartToWrite) -> list[np.ndarray[Any, Any]]:
-    """Copies of the shards of a part. They stay as they are when a step takes over the arrays."""
+    """Copies of the shards of a part, which stay valid when a step takes over the arrays."""
     found = []
     for number, box, _ in part.shards:
         array = arrays[number]
@@ -83,7 +83,7 @@ def copies_on_host(arrays: Mapping[int, jax.Array], part: PartToWrite) -> list[n
 
 
 def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -> None:
-    """Write the copies of the shards of several parts, and wait until they are in the files.
+    """Write the copies of the shards of several parts, and wait until the files have them.
 
     Raises CheckpointError if the folder does not appear on this host.
     """
@@ -91,7 +91,7 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
     first = parts[0][0].stored
     _await_folder(first.folder, _FOLDER_S)
     context = tensorstore.Context(dict(first.context))
-    # One of the writers describes the array in the files. The others know the description.
+    # One of the writers writes the metadata. The others know it.
     opened = [
         tensorstore.open(
             dict(part.stored.spec), context=context, open=True, create=part.creates, assume_metadata=not part.creates
@@ -116,7 +116,7 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
 
 
 def read(arrays: Sequence[ArrayToRead], devices: Sequence[jax.Device]) -> dict[int, jax.Array]:
-    """Arrays by their numbers, on the mesh of `devices`. This process reads its own shards.
+    """Arrays by their numbers, on the mesh of `devices`, of which this process reads its own shards.
 
     Raises CheckpointError if this host does not see the folder.
     """
@@ -136,7 +136,7 @@ def read(arrays: Sequence[ArrayToRead], devices: Sequence[jax.Device]) -> dict[i
 
 
 _Shards = Sequence[tuple[Any, Sequence[jax.Device]]]
-"""The future of each distinct shard, and the devices that get it."""
+"""The future of each distinct shard, and its devices."""
 
 
 def _start_reading(array: ArrayToRead, store: Any, devices: Sequence[jax.Device]) -> tuple[NamedSharding, _Shards]:
@@ -158,13 +158,12 @@ def _array(array: ArrayToRead, sharding: NamedSharding, shards: _Shards) -> jax.
     placed = []
     for future, devices in shards:
         value = future.result()
-        # On CPUs, devices use the memory in place, and a step may take it over: each gets its own.
+        # A CPU device uses the memory in place, and a step may take it over: each device gets its own.
         placed += [jax.device_put(np.array(value) if i else value, device) for i, device in enumerate(devices)]
     return jax.make_array_from_single_device_arrays(array.type.data_shape, sharding, placed)
 
 
 def _own_bytes(array: ArrayToRead) -> int:
-    """An upper bound of the bytes of an array that a worker reads."""
     return int(np.prod(array.type.data_shape)) * np.dtype(array.type.dtype).itemsize
 
 
@@ -180,7 +179,7 @@ def _tensorstore() -> Any:
 
 
 def _await_folder(folder: str, seconds: float) -> None:
-    """Wait until a folder is there: without it, tensorstore would make one that only this host sees."""
+    """Wait for a folder. Without it, tensorstore would make a folder that only this host sees."""
     deadline = time.monotonic() + seconds
     while not _sees(folder):
         if time.monotonic() > deadline:
@@ -192,12 +191,12 @@ def _await_folder(folder: str, seconds: float) -> None:
 
 
 def _sees(folder: str) -> bool:
-    """Whether a folder is there. Addresses such as gs://bucket/folder are the same for all hosts."""
+    """Addresses such as gs://bucket/folder are the same for all hosts."""
     return "://" in folder or Path(folder).is_dir()
 
 
 def _some_at_a_time(items: Iterable[T], n_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in lists of at most `_BYTES_AT_A_TIME`, or of one."""
+    """The items in lists of at most `_BYTES_AT_A_TIME` bytes, or of one item."""
     some: list[T] = []
     left = _BYTES_AT_A_TIME
     for item in items:

@@ -1,8 +1,9 @@
-"""Exchange: sends and receives the arrays of a mesh program on one worker, as the back end of its interpreter.
+"""Moves the arrays of a mesh program on one worker: the back end of its interpreter.
 
-`Send` starts in the background and keeps its array until the transport has read it. `Receive` waits for the messages of
-its transfer, joins them into the shard of each device, and relays shards to other workers of this mesh. `Relayout`
-stays on the mesh and is a jitted identity.
+- `Send` starts in the background, and keeps its array until the transport has read it.
+- `Receive` waits for the messages of its transfer, joins them into the shard of each device, and relays shards to other
+  workers of this mesh.
+- `Relayout` stays on the mesh: a jitted identity.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ INSTRUCTIONS = "instructions"
 
 
 class Exchange:
-    """The transfers of one worker in one mesh program. The number of the present `step` is a part of the tag of every
-    message.
-    """
+    """The transfers of one worker in one mesh program. The tag of a message is step << 32 | number of the transfer."""
 
     def __init__(
         self,
@@ -43,8 +42,11 @@ class Exchange:
         compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
-        """places: all workers of the program, in the numbering of the transport; `me` is one of them. devices: of this
-        worker, in the order of its place. compiled: relayouts by sharding, which the programs of this worker share.
+        """`compiled` has relayouts by sharding, which the programs of this worker share.
+
+        Args:
+            places: all workers of the program, as the transport numbers them; `me` is one of them.
+            devices: of this worker, in the order of its place.
         """
         self.step = -1
         self._program, self._places, self._me = program, tuple(places), me
@@ -55,11 +57,11 @@ class Exchange:
         self._sending: dict[int, list[Future[None]]] = {}
 
     def begin(self, step: int) -> None:
-        """Step number `step` is the next one to run. Forgets sends of a step that failed."""
+        """Make `step` the present step, without the sends of a failed step."""
         self.step = step
         self._sending.clear()
 
-    # ---- the back end of an interpreter: see `interpreter.Backend` --------------------------------------------------
+    # ---- see `interpreter.Backend` ----------------------------------------------------------------------------------
 
     def action(self, instruction: Any) -> Action:
         match instruction:
@@ -124,7 +126,7 @@ class Exchange:
         landed = [_joined(arrived[d], boxes[d], transfer.type.dtype) for d in boxes]
         shards = jax.device_put(landed, [self._local[d] for d in boxes])
 
-        # A part that several workers of this mesh need crosses once; one of them relays it over the faster links.
+        # A part for several workers of this mesh crosses once; one of them relays it over the faster links.
         for message in self._messages[number]:
             if message.source == self._me and message.moves[0].relayed:
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -142,7 +144,7 @@ class Exchange:
         arrays = self._transport.receive(message.source, self._tag(number), expected, self._timeout_s)
         for move, array in zip(message.moves, arrays, strict=True):
             for device in move.targets:
-                # A transport between GPUs gives arrays on the first of them.
+                # A transport between GPUs delivers to the first device.
                 mine = jax.device_put(array, self._local[device]) if isinstance(array, jax.Array) else array
                 arrived[device].append((move.box, mine))
 
@@ -172,7 +174,7 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _index_in(box: Box, outer: Box) -> tuple[slice, ...] | None:
-    """`box` as an index of the part `outer` of the array; None for all of it."""
+    """`box` as an index of the part `outer`; None for all of it."""
     if box == outer:
         return None
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))

@@ -1,10 +1,12 @@
-"""From what the runtime sees of its workers to the cause of a failure, and to the error that names it.
+"""The cause of a failure: signs that the runtime sees at its workers go in, the error that names the likeliest cause
+comes out.
 
 One fault shows in many places. When a worker dies, its peers lose a connection, jax ends the other processes of its
-mesh, and processes that wait for these lose a connection, too. `Fault` orders the signs by how likely each is the
-cause.
+mesh, and processes that wait for these lose a connection, too. `Fault` orders the signs:
 
-Everything here is a pure function of values. `watch.py` and `cluster_runtime.py` collect the values.
+    worker 0 LOST_PEER, then worker 1 DIED, then worker 2 DIED    ->    worker 1 DIED is the cause
+
+All functions are pure. `watch.py` and `cluster_runtime.py` collect the signs.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ class Fault(IntEnum):
     """How a failure shows, the likeliest cause first."""
 
     LOST_HOST = 1
-    """Nothing on the worker's host answers."""
+    """The worker's host accepts no connection."""
     DIED = 2
     """The worker's process has ended."""
     RAISED = 3
-    """An instruction raised an error that no other worker has caused."""
+    """An instruction raised an error of the worker's own."""
     SILENT = 4
     """The worker's process does not answer."""
     STUCK = 5
@@ -36,10 +38,12 @@ class Fault(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The position of a worker, as of its last report.
+    """The position of a worker at its last report.
 
-    `stage` is the number of its mesh. Stage and step are -1 before the first step; later, step and instruction are the
-    present or the last ones. `recent` has the instructions before, the oldest first.
+    Attributes:
+        stage: number of its mesh; -1 before the first step.
+        step, instruction: the present or last ones; step is -1 before the first.
+        recent: the instructions before, the oldest first.
     """
 
     worker: int
@@ -53,10 +57,11 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure that the runtime has seen at one worker: how it shows, the last known position, and a message for the
-    user.
+    """A failure at one worker, with a message for the user.
 
-    The traceback of the worker is empty unless it raised an error.
+    Attributes:
+        where: the last known position of the worker.
+        traceback: of the worker; empty unless it raised an error.
     """
 
     fault: Fault
@@ -65,18 +70,18 @@ class Failure:
     traceback: str = ""
 
 
-# Words in the errors of collectives, and of jax's coordination service, when another process is gone.
+# Words in errors of collectives and jax's coordination service after another process is lost.
 _PEER_IS_LOST = re.compile(r"gloo|nccl|coordination service|connection (reset|closed|refused)", re.IGNORECASE)
 
 
 def fault_of(error: Exception) -> Fault:
-    """RAISED or LOST_PEER: whether an error of a step is the worker's own, judging by its text."""
+    """RAISED or LOST_PEER, by the text of an error of a step."""
     lost = isinstance(error, WorkerError) or _PEER_IS_LOST.search(str(error)) is not None
     return Fault.LOST_PEER if lost else Fault.RAISED
 
 
 def lost_host(last: Status, ip: str) -> Failure:
-    return Failure(Fault.LOST_HOST, last, f"its host is lost: nothing answers at {ip}.")
+    return Failure(Fault.LOST_HOST, last, f"its host is lost: {ip} accepts no connection.")
 
 
 def died(last: Status, reason: str) -> Failure:
@@ -84,7 +89,7 @@ def died(last: Status, reason: str) -> Failure:
 
 
 def call_raised(last: Status, method: str | None, message: str, traceback: str) -> Failure:
-    """The failure of a call that is no step, such as the loading of a program. `last` is the worker's last status."""
+    """The failure of a call that is not a step, for example of `load`. `last` is the worker's last status."""
     where = replace(last, instruction=f"the call of `{method}`" if method else "a call", recent=())
     return Failure(Fault.RAISED, where, message, traceback)
 
@@ -96,7 +101,7 @@ def silent(last: Status, seconds: float) -> Failure:
 def hung_worker(unanswered: Iterable[tuple[Status, float]], timeout_s: float) -> Failure | None:
     """The failure of the first worker that has not answered for more than `timeout_s` seconds, or None.
 
-    unanswered: for each call that waits for an answer, the last status of its worker and the seconds since the call.
+    unanswered: for each open call, the last status of its worker and the seconds since the call.
     """
     return next((silent(last, seconds) for last, seconds in unanswered if seconds > timeout_s), None)
 
@@ -104,31 +109,31 @@ def hung_worker(unanswered: Iterable[tuple[Status, float]], timeout_s: float) ->
 def stalled_step(statuses: Sequence[Status], seconds: float, timeout_s: float) -> Failure | None:
     """The failure of a step in which no worker has made progress for `seconds`, or None within `timeout_s`.
 
-    The suspect is a worker that does not wait for a message, and of these the one in the earliest step.
+    The suspect is the worker in the earliest step among the workers that do not wait for a message.
     """
     if not statuses or seconds <= timeout_s:
         return None
     suspect = min(statuses, key=lambda status: ("Receive" in status.instruction, status.step, status.worker))
     message = (
         f"no worker has made progress for {timeout_s:g} s, though all of them answer. A collective hangs, or the step "
-        "takes that long: then raise `worker_timeout_s` of `minialpa.init`."
+        "is slow: then raise `worker_timeout_s` of `minialpa.init`."
     )
     return Failure(Fault.STUCK, suspect, message)
 
 
 def root_cause(found: Sequence[Failure]) -> Failure:
-    """The failure that likely caused the others. `found` is in the order of notice.
+    """The failure with the smallest `Fault`, which likely caused the others. `found` is in the order of notice.
 
-    - Of two failures with the same fault, the first one: jax ends the processes of a mesh after the one that died.
+    - Of equal faults, the first: jax ends the processes of a mesh after the one that died.
     - A lost host before a death: when a host is lost, Ray first reports processes elsewhere that jax ends.
-    - An error that a worker has reported before its later death.
+    - An error that a worker has reported, not its later death.
     """
     reported = {f.where.worker for f in found if f.traceback}
     return min((f for f in found if f.traceback or f.where.worker not in reported), key=lambda f: f.fault)
 
 
 def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerError:
-    """The error that ends a session. `found` has all failures, `heard` the status of workers that have not failed."""
+    """The error that ends a session, from all failures and the status of the other workers, `heard`."""
     places = {f.where.worker: f.where for f in found} | {status.worker: status for status in heard}
     lost = {f.where.worker: f.message for f in found if f.fault is Fault.LOST_HOST}
     return worker_error(root_cause(found), places.values(), lost)
@@ -137,9 +142,11 @@ def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerEr
 def worker_error(
     cause: Failure, others: Iterable[Status], lost: Mapping[int, str] | None = None, has_ended: bool = True
 ) -> WorkerError:
-    """The error for the user: the failure and its place, the places of the other workers, and the worker's traceback.
+    """The error for the user: the failure, its place, the places of the other workers, and the worker's traceback.
 
-    lost: messages of workers whose hosts are lost. has_ended: whether the session ends with this error.
+    Args:
+        lost: messages of workers whose hosts are lost, by worker.
+        has_ended: whether the session ends with this error.
     """
     others, lost = list(others), lost or {}
     at = cause.where
@@ -178,7 +185,7 @@ def worker_error(
 
 
 def ended(error: WorkerError) -> WorkerError:
-    """The error that later calls of a session raise after `error` has ended it, with all attributes of `error`."""
+    """The error of later calls of a session that `error` has ended, with all attributes of `error`."""
     later = WorkerError(f"The session has ended: {error}")
     later.__dict__.update(error.__dict__)
     later.__cause__ = error
@@ -186,5 +193,4 @@ def ended(error: WorkerError) -> WorkerError:
 
 
 def with_stage(status: Status, stage: int) -> Status:
-    """`status`, with `stage` if it has none yet."""
     return replace(status, stage=stage) if status.stage < 0 else status

@@ -1,7 +1,7 @@
 """A worker: has the devices of one mesh on one host, and runs that mesh's programs on them.
 
-`Worker` knows nothing of Ray; the launcher makes an actor of it. Its methods return plain values. A step that fails
-returns a `Failure`, since the caller might not be able to unpickle an exception that only the worker can import.
+Its methods return plain values. A failed step returns a `Failure`, because the caller might not be able to unpickle an
+exception that only the worker can import.
 """
 
 from __future__ import annotations
@@ -28,19 +28,16 @@ _N_RECENT = 4
 
 
 class Worker:
-    """The devices of one mesh on one host.
-
-    One thread runs the calls, one after the other. `status`, `live`, `stop`, `read` and `write_copies` run in threads
-    of their own.
+    """Runs calls one after the other in one thread; `status`, `live`, `stop`, `read` and `write_copies` in other
+    threads.
     """
 
     def __init__(self, settings: WorkerSettings, process: Process | None = None) -> None:
-        """process: by default, one that is the worker's own."""
         self.settings = settings
         self._process = process or OwnProcess(settings)
         self._devices: list[Any] = []
 
-        # By the numbers that the driver gives. Programs share compiled functions, which end with the last of them.
+        # By numbers of the driver. Programs share compiled functions, which live as long as one of these programs.
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         self._transports: dict[int, Any] = {}
@@ -63,13 +60,12 @@ class Worker:
     # ---- programs -------------------------------------------------------------------------------------------------
 
     def open_transport(self, number: int, me: int) -> Any:
-        """Open a transport for program `number`, as its worker `me`; returns the address for its other workers."""
+        """Open a transport for program `number`, as its worker `me`; returns its address for the other workers."""
         self.unload(number)  # of an earlier attempt that failed
         self._transports[number] = self._process.open_transport(me)
         return self._transports[number].address
 
     def has_nccl(self) -> bool:
-        """Whether this worker can send arrays from GPU to GPU."""
         return self.settings.platform == "cuda" and importlib.util.find_spec("cupy") is not None
 
     def load(
@@ -81,9 +77,11 @@ class Worker:
         addresses: Sequence[Any],
         links: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        """Compile program `number` and connect to its other workers. places, me: as in `WorkerProgram`.
+        """Compile program `number` and connect to its other workers.
 
-        links: connections between GPUs of all workers, as in `mesh_program.links`; empty to send through the hosts.
+        Args:
+            places, me: as in `WorkerProgram`.
+            links: links between GPUs of all workers, as in `mesh_program.links`; empty to send through the hosts.
         """
         from minialpa.runtime.workers.worker_program import WorkerProgram
 
@@ -127,15 +125,14 @@ class Worker:
         traced: bool,
         *shared: Any,
     ) -> Failure | None:
-        """Run a step of a program. Returns the failure of the worker, now or in an earlier step, or None.
+        """Run a step of a program. Returns the failure of the worker, in this or an earlier step, or None.
 
         Args:
-            program: its number.
-            step: number of the step, the same on all workers.
+            step: number of the step, equal on all workers.
             arguments: an `Argument` for each input of the program.
-            results: number under which to keep each result, by the number of the result.
+            results: for the number of each result, the number under which to keep the array.
             donated: numbers of arrays that the step uses up.
-            freed: numbers of arrays that nothing refers to any more.
+            freed: numbers of arrays without references.
             traced: keep notes for `timeline`.
             shared: arrays that shards of arguments refer to by position.
         """
@@ -151,7 +148,7 @@ class Worker:
 
                 trace = self._trace = StepTrace(self.settings.host)
 
-            # Only the step holds donated arrays, so that their memory is free as soon as they have been read.
+            # Only the step holds donated arrays, so their memory is free after the last read.
             self.free(freed)
             inputs = self._inputs(running, arguments, set(donated), shared)
             self.free(donated)
@@ -162,7 +159,7 @@ class Worker:
             self._failure = Failure(
                 fault_of(error), self.status(), f"{type(error).__name__}: {error}", traceback.format_exc()
             )
-            # Peers that wait for this worker notice now. The caller need not wait until transports have closed.
+            # Peers that wait for this worker notice at once. The caller does not wait for the close.
             for transport in self._transports.values():
                 threading.Thread(target=transport.close, daemon=True).start()
         return self._failure
@@ -176,22 +173,22 @@ class Worker:
                 continue
 
             array = self._arrays[argument]
-            # Of two donated arguments that are one array, only one can take over its memory. And the caller keeps the
-            # rows of a batch that were here before the step.
+            # Of one array in two donated arguments, only one can take over the memory. The caller keeps the rows of a
+            # batch that were here before the step.
             is_copied = i in running.overwritten_rows or argument in donated & seen
             inputs.append(array.copy() if is_copied else array)
             seen.add(argument)
         return inputs
 
     def status(self) -> Status:
-        """The present position of the worker. Answers while a step runs."""
-        own, at = self.settings, self._running
+        """The present position. Answers while a step runs."""
+        settings, at = self.settings, self._running
         if at is None:
-            return Status(worker=own.number, host=own.host, pid=os.getpid())
+            return Status(worker=settings.number, host=settings.host, pid=os.getpid())
         recent = tuple(at.describe(k) for k in range(max(0, at.position - _N_RECENT), at.position))
         return Status(
-            worker=own.number,
-            host=own.host,
+            worker=settings.number,
+            host=settings.host,
             pid=os.getpid(),
             stage=at.program.mesh,
             step=at.step,
@@ -200,7 +197,7 @@ class Worker:
         )
 
     def live(self) -> None:
-        """Never returns: a call of this ends when the process does."""
+        """Never returns: the call ends with the process."""
         threading.Event().wait()
 
     def stop(self) -> None:
@@ -211,8 +208,10 @@ class Worker:
     def put(self, program: int, numbers: Mapping[int, int], arguments: Sequence[Any], *shared: Any) -> Failure | None:
         """Keep arrays, laid out as inputs of a program.
 
-        numbers: under which to keep the array of each input, in the order of arguments. arguments, shared: as in
-        `step`.
+        Args:
+            numbers: for each input, the number under which to keep its array.
+            arguments: shards, in the order of `numbers`.
+            shared: as in `step`.
         """
         loaded = self._programs[program]
         for (i, number), given in zip(numbers.items(), arguments, strict=True):
@@ -231,9 +230,10 @@ class Worker:
         """Read samples and keep them, laid out as inputs of a program.
 
         Args:
-            function: its number; `sent` is the function itself, or None if an earlier call has brought it.
+            function: number of the user's function.
+            sent: the function itself; None if an earlier call has brought it.
             first: the first sample of the batch.
-            numbers: under which to keep the array of each input of the order.
+            numbers: as in `put`.
         """
         from minialpa.runtime.workers.arguments import read_inputs
 
@@ -246,7 +246,9 @@ class Worker:
             self._arrays[number] = loaded.argument(of_input.input, given, ())
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
-        """The distinct shards of arrays that this worker has, plain; integers for typed keys."""
+        """The distinct shards of each array on this worker, plain; integers for typed keys. After a failed step, the
+        failure.
+        """
         if self._failure is not None:
             return self._failure
         return [_shards(self._arrays[number]) for number in numbers]
@@ -258,7 +260,7 @@ class Worker:
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def copy_to_host(self, save: int, parts: Sequence[Any]) -> None:
-        """Copy shards of arrays for `write_copies`. parts: `PartToWrite`s."""
+        """Copy shards of arrays (`PartToWrite`s) for `write_copies`."""
         from minialpa.runtime.workers.array_files import copies_on_host
 
         self._copies[save] = [(part, copies_on_host(self._arrays, part)) for part in parts]
@@ -288,13 +290,12 @@ class Worker:
         return [allocation_size(compiled) for compiled in self._programs[program].functions]
 
     def description(self, program: int) -> str:
-        """Host, devices, settings and instructions of this worker, as text."""
         import jax
 
-        loaded, own = self._programs[program], self.settings
+        loaded, settings = self._programs[program], self.settings
         lines = [
-            f"worker {own.number} of stage {loaded.program.mesh}, host {own.host} ({own.ip})",
-            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}, "
+            f"worker {settings.number} of stage {loaded.program.mesh}, host {settings.host} ({settings.ip})",
+            f"jax {jax.__version__}, {settings.platform}, process {jax.process_index()} of {jax.process_count()}, "
             f"coordinator {self._process.coordinator}",
             f"devices {[str(d) for d in jax.local_devices()]} of mesh {loaded.mesh.devices.tolist()}",
             *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
@@ -308,17 +309,13 @@ class Worker:
         return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
 
     def timeline(self) -> list[Any]:
-        """The `TaskTime`s of the last traced step, once.
-
-        Times are of this host's clock, and instructions have the numbers of the mesh program.
-        """
+        """The `TaskTime`s of the last traced step, once. Instructions have the numbers of the mesh program."""
         trace, self._trace = self._trace, None
         assert trace is not None, "no step was traced"
         tasks: list[Any] = trace.tasks()
         return tasks
 
     def counts(self) -> dict[str, int]:
-        """The numbers of arrays of the session, of programs and of compiled functions that this worker holds."""
         return {
             "arrays": len(self._arrays),
             "programs": len(self._programs),
@@ -328,7 +325,7 @@ class Worker:
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:
-    """The shards of an array on this worker's devices, one copy of each, with their places in the array."""
+    """One copy of each shard of an array on this worker's devices, with its place in the array."""
     import jax
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The process of a worker: starts jax in it, as one of the processes of its mesh, and opens transports to others."""
+"""The process of a worker: starts jax in it, as one process of the mesh, and opens transports to other workers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from minialpa.errors import WorkerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings of a worker: it binds the address `ip`, knows the secret of its session, and waits for others for
-    `timeout_s`.
+    """The settings of a worker process.
 
-    `host` is the number of the host, for messages; `platform` is "cpu" or "cuda".
+    Attributes:
+        host: number of the host, for messages.
+        ip: the address that the worker binds.
+        secret: of the session.
+        timeout_s: how long the worker waits for others.
+        platform: "cpu" or "cuda".
     """
 
     number: int
@@ -34,21 +38,21 @@ class Process(Protocol):
     coordinator: str
 
     def reserve_port(self) -> tuple[str, int] | None:
-        """An address of this host on a free port, for the coordination service of the mesh; held until `start_jax`."""
+        """An address with a free port of this host for the mesh's coordination service, held until `start_jax`; or
+        None.
+        """
 
     def start_jax(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> list[Any]:
-        """Start jax as process `rank` of the mesh's workers; returns the devices of all of them, in order."""
+        """Start jax as process `rank` of the mesh's workers; returns the devices of the whole mesh, in order."""
 
     def open_transport(self, me: int) -> Any:
-        """A transport for worker `me` of a program, with its `address`, yet to `connect`."""
+        """A transport with an `address` for worker `me` of a program, not connected."""
 
     def end(self) -> None:
         """End the worker, even if it is busy."""
 
 
 class OwnProcess:
-    """A process that is the worker's own."""
-
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._reserved: socket.socket | None = None
@@ -63,7 +67,7 @@ class OwnProcess:
         return self._settings.ip, held.getsockname()[1]
 
     def start_jax(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> list[Any]:
-        # The threads of the transport would wait for up to 5 ms each time while another one runs Python.
+        # Otherwise, the threads of a transport wait for up to 5 ms each time while another thread runs Python.
         sys.setswitchinterval(2e-4)
         self._configure_jax()
         if n_workers > 1:
@@ -105,7 +109,7 @@ class OwnProcess:
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
-            # Longer than the caller's own timeout: this would end the processes that wait for a hanging worker.
+            # Longer than the caller's timeout, since this one ends the processes that wait for a hanging worker.
             heartbeat_timeout_seconds=int(self._settings.timeout_s) + 60,
             coordinator_bind_address=address if rank == 0 else None,
         )
@@ -115,23 +119,24 @@ class OwnProcess:
     def _all_devices(self) -> list[Any]:
         import jax
 
-        own = self._settings
+        settings = self._settings
         try:
             return list(jax.devices())
         except (RuntimeError, AssertionError) as error:
-            if own.platform == "cpu":
+            if settings.platform == "cpu":
                 raise
             raise WorkerError(
-                f"Ray has GPUs on host {own.host} ({own.ip}), and jax cannot use them ({error!r}). Is `minialpa[gpu]` "
-                "installed there, and does `minialpa doctor` see them?"
+                f"Ray has GPUs on host {settings.host} ({settings.ip}), and jax cannot use them ({error!r}). Install "
+                "`minialpa[gpu]` there, and check them with `minialpa doctor`."
             ) from error
 
     def _check_own(self, devices: list[Any]) -> None:
         import jax
 
-        own = self._settings
+        settings = self._settings
         n_own = sum(device.process_index == jax.process_index() for device in devices)
-        if n_own != own.n_devices:
+        if n_own != settings.n_devices:
             raise WorkerError(
-                f"Host {own.host} ({own.ip}) has {n_own} {own.platform} devices for a worker of {own.n_devices}."
+                f"jax has {n_own} {settings.platform} devices on host {settings.host} ({settings.ip}), and the worker "
+                f"needs {settings.n_devices}. Check the variables in `worker_env` that select devices."
             )

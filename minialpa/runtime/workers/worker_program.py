@@ -1,7 +1,7 @@
-"""One mesh program on one worker: its functions compiled, its constants placed, and its steps.
+"""One mesh program on one worker: compiles its functions, places its constants and runs its steps.
 
-The interpreter walks the instructions and `Exchange` moves arrays; jax runs them asynchronously. Only a `Receive` and
-the end of a step wait.
+jax runs instructions asynchronously: only a `Receive`, the reuse of an array that is being sent, and the end of a step
+    wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from minialpa.sharding import device_mesh
 
 
 class WorkerProgram:
-    """A mesh program, compiled for the devices of its whole mesh and connected to its other workers."""
+    """A mesh program, compiled for its whole mesh and connected to its other workers."""
 
     def __init__(
         self,
@@ -48,9 +48,13 @@ class WorkerProgram:
         compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
-        """places: all workers of all meshes, in the numbering of the transport; `me` is one of them. devices: of the
-        whole mesh, in its order. transport: connected to the other workers. compiled: functions that programs of
-        this worker share; it may forget them. timeout_s: how long a `Receive` waits.
+        """`compiled` has functions that the programs of this worker share; it may forget them.
+
+        Args:
+            places: all workers of all meshes, as the transport numbers them; `me` is one of them.
+            devices: of the whole mesh, in order.
+            transport: connected to the other workers.
+            timeout_s: how long a `Receive` waits.
         """
         self.program = program
         self.mesh = device_mesh(devices, program.shape.logical_shape)
@@ -100,10 +104,10 @@ class WorkerProgram:
         self._interpreter.position = -1
 
     def run(self, arguments: list[Any], trace: StepTrace | None = None) -> dict[int, jax.Array]:
-        """Run a step on an array for each input of the program; returns the computed results by number.
+        """Run a step on an array for each input; returns this mesh's results by number, computed.
 
-        Empties `arguments`, so that only the step holds arrays that it may free. When it raises, `position` is the
-        instruction that failed. trace: gets notes of the step.
+        Empties `arguments`, so that only the step holds arrays that it may free. After an error, `position` is the
+        failed instruction. `trace` gets notes.
         """
         buffers = dict(self._constants)
         buffers.update((slot.buffer, x) for slot, x in zip(self.program.inputs, arguments, strict=True))
@@ -125,11 +129,12 @@ class WorkerProgram:
         jax.block_until_ready(list(results.values()))
         self._exchange.settle_all()
         if trace is not None:
-            trace.note(self.program.mesh, INSTRUCTIONS, "await results", issued_s)
+            trace.note(self.program.mesh, INSTRUCTIONS, "wait for results", issued_s)
 
     def _first_failed(self, buffers: Buffers) -> int:
-        """The first instruction whose results have failed and are still there. jax reports a failed computation only
-        when its result is read, which may be many instructions later.
+        """The first instruction with a failed result that is still there.
+
+        jax reports a failed computation when its result is read, perhaps many instructions later.
         """
         for i, instruction in enumerate(self.program.instructions[: self.position]):
             if any(b in buffers and _has_failed(buffers[b]) for b in _written(instruction)):
@@ -139,12 +144,12 @@ class WorkerProgram:
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
     def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
-        """The array of input `number` of the program, made of the shards that the caller sent."""
+        """Input `number` of the program, made of the shards that the caller sent."""
         slot = self.program.inputs[number]
         kind = self.program.types[slot.buffer]
         sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
         shards = [from_plain(shard, kind.dtype) for shard in sent]
-        # jax on CPU may use the caller's memory in place; a donated array must be the program's own.
+        # jax on CPU may use the caller's memory in place, and a step takes over donated arrays.
         if slot.leaf in self.program.donated_leaves:
             shards = [np.array(shard) for shard in shards]
         return self._array([shards[k] for k in given.shard_of_device], kind, slot.spec)
@@ -162,7 +167,7 @@ class WorkerProgram:
     # ---- functions ------------------------------------------------------------------------------------------------
 
     def _compile(self, compiled: MutableMapping[Any, Any], *, with_flag: bool) -> list[Any]:
-        """Each function of the program; equal ones are compiled once. with_flag: for traced steps."""
+        """Equal functions are compiled once. with_flag: for traced steps."""
         keys = [
             (f.code, f.in_specs, f.out_specs, f.donated, f.compiler_options, self.mesh, with_flag)
             for f in self.program.functions
@@ -199,7 +204,7 @@ def _written(instruction: Any) -> tuple[int, ...]:
 
 
 def _has_failed(array: Any) -> bool:
-    """Whether the computation of an array has ended with an error. Does not wait for it."""
+    """Whether the computation of an array has ended with an error. Does not wait."""
     if array.is_deleted() or not array.is_ready():
         return False
     try:

@@ -38,7 +38,7 @@ def test_layers_match_exhaustive_search(program: ForwardProgram, n_layers: int, 
 
 
 def transformer(n_blocks: int, n_per_block: int = 12) -> ForwardProgram:
-    """Blocks of equal flops; inside a block wide values, with the residual stream beside them; one value between."""
+    """Blocks of equal flops. Inside a block are wide values and the residual stream; between blocks is one value."""
     n = n_blocks * n_per_block
     flops = [100.0 if v % n_per_block % 3 == 0 else 1.0 for v in range(n)]
     values = [(v - 1, v, 4.0) for v in range(n) if v % n_per_block]
@@ -54,7 +54,7 @@ def test_transformer_is_cut_between_blocks(n_layers: int, monkeypatch: pytest.Mo
     assert cluster_layers(program.flops, program.values, n_layers) == expected
 
 
-def test_layers_around_a_heavy_equation_are_within_tolerance() -> None:
+def test_layers_around_an_expensive_equation_are_within_tolerance() -> None:
     assert cluster_layers([1.0, 1.0, 100.0, 1.0, 1.0], [], 3, tolerance=0.0) == (0, 0, 1, 2, 2)
     program, n_blocks = transformer(16, 104), 16
     flops = np.array(program.flops)

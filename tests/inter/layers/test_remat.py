@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass changes memory and time, and no number."""
+"""Rematerialisation changes memory and time, and no number."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_backward_pass_reads_what_was_kept_and_nothing_else(layered: tuple[Tra
 
 
 def test_a_layer_waits_for_the_gradients_of_those_behind_it(layered: tuple[TracedStep, tuple[int, ...]]) -> None:
-    """Otherwise a compiler that puts off gradients of weights would keep what they read of every layer."""
+    """Otherwise a compiler that delays gradients of weights would keep their operands of every layer."""
     traced, layers = layered
     again = rematerialise(traced, layers, ("full",) * 3)
     made, waiting = set[Any](), list[int]()
@@ -108,7 +108,7 @@ def test_a_layer_waits_for_the_gradients_of_those_behind_it(layered: tuple[Trace
 
 
 def test_weights_that_only_products_and_lookups_read_pass_no_barrier() -> None:
-    """On GPUs, each array behind a barrier may be written once more. A product waits for its other operand anyway."""
+    """On GPUs, each array after a barrier may be written a second time. A product waits for its other operand."""
 
     def loss(w: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
         x = jnp.sin(w["table"][batch]) * w["scale"]
@@ -144,7 +144,7 @@ def test_auto_computes_again_where_memory_is_short() -> None:
 
 
 def test_memory_is_saved_where_the_compiler_waits_at_barriers() -> None:
-    """XLA for CPUs does since jax 0.11, as its own count shows; other compilers are taken to."""
+    """XLA for CPUs waits since jax 0.11, by its own count; other compilers are assumed to wait."""
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(4):
@@ -174,7 +174,7 @@ def test_memory_is_saved_where_the_compiler_waits_at_barriers() -> None:
 
 
 def test_a_mask_that_nothing_is_given_is_computed_again(key: jax.Array) -> None:
-    """What is computed again may read no variable at all."""
+    """Recomputed equations may have no operands."""
 
     def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(w * jnp.sin(jnp.arange(8.0))) + jnp.sum(x)

@@ -27,17 +27,17 @@ from minialpa.tracing.trace import TracedStep
 from tests.helpers import trace
 
 WIDTH, BATCH = 4, 6
-#: Stacked inputs that are not weights; weights that pass through an elementwise operation first; a weight that all
-#: layers have; gradients by jax itself.
+#: Stacked inputs that are not weights; weights that pass through an elementwise operation first; a weight of all
+#: layers; gradients by jax itself.
 EXTRAS = ("keys", "scaled", "shared", "plain gradient")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A scan over `length` layers and what surrounds it.
+    """A scan over `length` layers, with its loss and update.
 
-    again: `jax.checkpoint` on the body. aux: how the stacked results of the scan are used. extras: some of `EXTRAS`.
-    second: another scan after it, over as many layers; `residual` reads the first one's stacked results.
+    again: `jax.checkpoint` on the body. aux: use of the stacked results of the scan. extras: some of `EXTRAS`.
+    second: a second scan after it, over as many layers; `residual` reads the first one's stacked results.
     """
 
     length: int = 5
@@ -140,7 +140,7 @@ MODELS = st.builds(
 
 
 def run(step: TracedStep, leaves: list[Any]) -> list[Any]:
-    """Run a step on whole leaves; results are put together from their parts."""
+    """Run a step on whole leaves; results are joined from their parts."""
     parts = [step.argument(i) for i in range(len(step.flat.invars))]
     args = [leaves[p.leaf] if p.rows is None else leaves[p.leaf][slice(*p.rows)] for p in parts]
     found: dict[int, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Reshardings between meshes: they move every element where it belongs, over few bytes, and evenly."""
+"""Reshardings between meshes move every element to its place, with few bytes, and evenly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cluster(num_hosts: int, devices_per_host: int) -> ClusterSpec:
 
 
 def all_specs(ndim: int, n_axes: int) -> Iterator[P]:
-    """Each mesh axis on one dimension or none, in either order where both are on the same."""
+    """Each mesh axis on one dimension or replicated, in either order if both are on the same dimension."""
     for dims in itertools.product([None, *range(ndim)], repeat=n_axes):
         for order in itertools.permutations(range(n_axes)):
             names = [tuple(AXIS_NAMES[axis] for axis in order if dims[axis] == d) for d in range(ndim)]
@@ -50,7 +50,7 @@ def all_specs(ndim: int, n_axes: int) -> Iterator[P]:
 
 
 def shards(shape: tuple[int, ...], mesh: MeshShape, spec: P) -> dict[int, tuple[slice, ...]]:
-    """What jax puts on each device of a mesh, by device number."""
+    """The slices that jax puts on each device of a mesh, by device number."""
     n = math.prod(mesh.logical_shape)
     grid = np.array(jax.devices()[:n]).reshape(mesh.logical_shape)
     sharding = NamedSharding(Mesh(grid, AXIS_NAMES[: grid.ndim]), spec)
@@ -105,7 +105,7 @@ def elements_of_hosts(case: Crossing, parts: dict[int, tuple[slice, ...]]) -> di
 
 
 def check(case: Crossing, candidate: ReshardingCandidate) -> None:
-    """The moves put the right values everywhere, over as few bytes as there can be."""
+    """The moves put the right values everywhere, with the least bytes."""
     resharding = candidate.resharding
     check_order(resharding, case.cluster.devices_per_host)
     check_values(case, resharding)
@@ -115,13 +115,13 @@ def check(case: Crossing, candidate: ReshardingCandidate) -> None:
     for device, box in resharding.landing_boxes:
         for (start, stop), wanted, size in zip(box, tiles[device], case.shape, strict=True):
             first, last, _ = wanted.indices(size)
-            assert first <= start <= stop <= last  # so that gathering adds and does not exchange
+            assert first <= start <= stop <= last  # gathering then adds slices and exchanges no others
     if candidate.way != "gather":
         assert resharding.landing == case.target_spec
 
 
 def check_order(resharding: Resharding, devices_per_host: int) -> None:
-    """A move has one receiving host, which has not begun to relay: so no two hosts wait for each other."""
+    """A move has one receiving host, which has not begun to relay, so no two hosts wait for each other."""
     relaying: set[int] = set()
     for move in resharding.moves:
         (host,) = {device // devices_per_host for device in move.targets}
@@ -150,7 +150,7 @@ def check_values(case: Crossing, resharding: Resharding) -> None:
 
 
 def check_bytes(case: Crossing, resharding: Resharding) -> None:
-    """Each host gets what it needs once, and what it has already not from others."""
+    """Each host gets each needed element once, and no element that it already has."""
     received: dict[tuple[int, bool], int] = defaultdict(int)
     for (sender, host), n_bytes in bytes_per_link(resharding, case.cluster.devices_per_host).items():
         received[host, sender == host] += n_bytes
@@ -163,7 +163,7 @@ def check_bytes(case: Crossing, resharding: Resharding) -> None:
 
 
 def check_seconds(case: Crossing, candidate: ReshardingCandidate) -> None:
-    """No less than any host needs to send and to receive its bytes."""
+    """At least the time of each host to send and to receive its bytes."""
     ports: dict[tuple[bool, int], int] = defaultdict(int)
     for (sender, host), n_bytes in bytes_per_link(candidate.resharding, case.cluster.devices_per_host).items():
         if sender != host:
@@ -255,7 +255,7 @@ def test_a_copy_on_the_host_itself_is_taken_and_from_the_device_itself_if_it_can
 
 
 def replicated(n_hosts: int, shape: tuple[int, ...]) -> Crossing:
-    """From one host of two devices to `n_hosts`, each of which wants the whole array."""
+    """From one host of two devices to `n_hosts` hosts, each with the whole array."""
     return crossing(shape, MeshShape(0, (2,)), P(), MeshShape(2, (n_hosts, 2)), P(), cluster(1 + n_hosts, 2))
 
 
@@ -265,7 +265,7 @@ def way(case: Crossing) -> str:
 
 @pytest.mark.parametrize("n_hosts", [2, 7])
 def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_hosts: int) -> None:
-    case = replicated(n_hosts, (10**6 + 1,))  # odd: nothing to gather
+    case = replicated(n_hosts, (10**6 + 1,))  # odd, so a gather does not apply
     message_s = INTER.transfer_s(ITEM * (10**6 + 1))
     resharding = plan_resharding(case)
     assert resharding_s(resharding, case) == pytest.approx(rounds(1, n_hosts) * message_s)
@@ -274,7 +274,7 @@ def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_host
 
 
 def rounds(n_sources: int, n_targets: int) -> int:
-    """In which all are served, when each that has the array serves one a round."""
+    """The number of rounds, if each host with the array sends it to one host per round."""
     served = number = 0
     while served < n_targets:
         served, number = served + n_sources + served, number + 1
@@ -283,7 +283,7 @@ def rounds(n_sources: int, n_targets: int) -> int:
 
 @given(st.integers(1, 4), st.integers(1, 24), st.sampled_from([P(), P("x"), P("y")]), st.sampled_from([P(), P("y")]))
 def test_hosts_relay_without_waiting(n_sources: int, n_targets: int, spec: P, wanted: P) -> None:
-    """For the hosts of the source together it is one array, whether each has it whole or a part."""
+    """The hosts of the source count as one copy of the array, whether each has it whole or a part."""
     source, target = MeshShape(0, (n_sources, 2)), MeshShape(2 * n_sources, (n_targets, 2))
     case = crossing((12 * 24,), source, spec, target, wanted, cluster(n_sources + n_targets, 2))
     for candidate in candidates_of(case):
@@ -314,7 +314,7 @@ def test_a_tile_is_gathered_inside_itself() -> None:
         ({"shape": (3, 4)}, "not divisible by 2"),
         ({"source_spec": P("x", "x")}, "used twice"),
         ({"target_spec": P("z")}, "does not fit an array of 2 dimensions, over the axes x, y"),
-        ({"target": MeshShape(3, (2,))}, "devices 3 to 4 and the cluster 4 devices"),
+        ({"target": MeshShape(3, (2,))}, "devices 3 to 4, but the cluster has 4 devices"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

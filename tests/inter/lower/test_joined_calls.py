@@ -1,4 +1,4 @@
-"""Joined calls: what is joined computes the same, by few functions, and only where that compiles less."""
+"""Joined calls compute the same with few functions, and calls are joined only if that compiles less."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALLS: list[Instruction] = [
 
 
 def test_calls_are_joined_if_they_compile_sooner() -> None:
-    """Apart: 20 equations for each of 4 functions, and theirs. Joined: 20, and the equations of a step twice."""
+    """Apart: 20 equations for each of 4 functions, plus calls. Joined: 20, and the equations of a step twice."""
     (joined,), (call,) = joined_calls(FUNCTIONS, CALLS, {5, 3}, {0: 59})
     assert call == Run(0, (0, 1), (3, 5))
     total, root = joined.fun(jnp.array([1.0, 2.0]), jnp.array([3.0, 6.0]))
@@ -51,7 +51,7 @@ def test_calls_are_joined_if_they_compile_sooner() -> None:
 
 
 def normalised(width: int) -> Any:
-    """A step of two layers that are normalised over all examples, and so of several loops."""
+    """A step of two layers that are normalised over all examples, which needs several loops."""
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions as bytes: equal stages are equal, on any line and for any caller of the step."""
+"""Functions as bytes: equal stages have equal bytes, for any line of the source and any caller of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks into Python in a step with micro-batches: once per step with values of the full batch, or refused."""
+"""Callbacks into Python in a step with micro-batches run once per step with the full batch, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that each example ends by itself, over micro-batches and on meshes: the serial run, in one pass."""
+"""Loops with an exit for each example, over micro-batches and on meshes: the results of the serial run, in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bodies of loops make by position, such as random bits: a micro-batch meets the rows of the full batch."""
+"""Values by position in bodies of loops, such as random bits: a micro-batch gets the rows of the full batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARGS = np.eye(H, dtype=np.float32) / 2, np.linspace(-1, 1, B * H, dtype=np.float
 
 
 def _split(layer: str, wrap: str, n: int = 4, typed: bool = True) -> SplitStep:
-    """The split step of a model with one layer, after a check that it computes what the step does."""
+    """The split step of a model with one layer, after a check of its results."""
     model = Model("vector", (Layer(layer, wrap),))
     training = Training(model, Loss((Term("squared", "mean"),)), typed=typed, batch_size=B)
     split = split_equals_serial(make_step(training), *make_args(training), n=n)
@@ -37,7 +37,7 @@ def _runs_in_loop(split: SplitStep) -> bool:
     """Whether all loops and branches on examples run once per micro-batch, on its rows."""
     ops = [op for op in split.ops if is_control_flow(op.eqn)]
     assert ops
-    # Operands and results may be whole that the body does not need, such as zeros.
+    # Operands and results that the body does not need, such as zeros, may be whole.
     return all(is_loop(op.segment) and B not in shape_of(op.eqn.outvars[0]) for op in ops)
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches: the split step, run by `run_split`, computes what the serial step does, or is refused for a reason."""
+"""Micro-batches: the split step, run by `run_split`, equals the serial step, or is refused for a reason."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ TOTALS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_losses_of_totals_take_as_many_loops_as_they_need(name: str) -> None:
-    """A scalar that multiplies cotangents waits until gradients are added up; a sum of two scales cannot."""
+def test_losses_of_sums_take_as_many_loops_as_they_need(name: str) -> None:
+    """A scalar that multiplies cotangents waits for the sum of the gradients; a sum of two scales cannot wait."""
     loss, n_loops = TOTALS[name]
     step = _training(lambda p, b: loss(_errors(p, b), b))
     assert split_micro_batches(trace(step, _params(), _batch()), 4).n_loops == n_loops
@@ -165,7 +165,7 @@ def _weighted(params: Any, batch: Any, own: Callable[[Any], Any]) -> Any:
 
 @pytest.mark.parametrize(("loss", "share"), [(_balance, 1 / 4), (_weighted, 1)])
 def test_a_value_of_the_micro_batch_is_asked_for(loss: Callable[..., Any], share: float) -> None:
-    """The loss is the mean, or the sum, over the micro-batches, and the gradient is that of this loss."""
+    """The loss is the mean, or the sum, over the micro-batches, with the gradient of this loss."""
 
     def of_parts(params: Any, batch: Any) -> Any:
         parts = [jax.tree.map(lambda x: x[m : m + 2], batch) for m in range(0, B, 2)]  # noqa: B023
@@ -210,7 +210,7 @@ def test_shuffled_examples_are_put_in_order_before_the_loop() -> None:
 
 
 def test_a_mean_over_no_examples_leaves_gradients_alone() -> None:
-    """It is 0 / 0, and its derivative is infinite, but a mask lets no gradient through."""
+    """The mean is 0 / 0, and its derivative is infinite, but a mask blocks the gradient."""
 
     def loss(params: Any, batch: Any) -> Any:
         y = _errors(params, batch)
@@ -223,7 +223,7 @@ def test_a_mean_over_no_examples_leaves_gradients_alone() -> None:
 
 
 def test_a_barrier_passes_on_what_waits_for_a_scalar_apart() -> None:
-    """An array that a total multiplies may be read without the total, but not the arrays beside it."""
+    """If a scalar sum multiplies an array, the array may be read without the sum, but not the arrays beside it."""
 
     def loss(params: Any, batch: Any) -> Any:
         hidden = jnp.tanh(batch["x"] @ params["w"])
@@ -245,10 +245,10 @@ def test_the_forward_pass_alone_is_computed_again() -> None:
     split = split_equals_serial(_training(loss), _params(), _batch(), rtol=1e-4)
     last = 2 * split.n_loops
     assert "dot_general" not in _primitives(split, last)
-    # The first layer again (the embeddings were put together), two gradients of weights and one of a layer.
+    # The recomputed first layer (the embeddings were joined), two gradients of weights and one of a layer.
     assert _primitives(split, last - 1).count("dot_general") == 4
     assert not any(B in shape_of(v) for op in split.in_segment(LOOP) for v in op.eqn.outvars)
-    kept = split_micro_batches(split.traced, 4, keep_rows=True)
+    kept = split_micro_batches(split.traced, 4, keep_activations=True)
     assert _primitives(kept, last - 1).count("dot_general") == 3
 
 
@@ -292,7 +292,7 @@ def test_what_a_sum_is_added_to_counts_once() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16], ids=str)
 def test_sums_of_narrow_floats_over_micro_batches_are_float32(dtype: Any) -> None:
-    """Summed in its own precision, an e4m3 of 1 / 64 stops growing at 0.25."""
+    """In its own precision, a sum of e4m3 values 1 / 64 stops growing at 0.25."""
 
     def step(w: Any, x: Any) -> Any:
         return w, x.T @ x

@@ -1,4 +1,4 @@
-"""Micro-batches through scan, while and cond: the split step computes what the serial one does."""
+"""Micro-batches through scan, while and cond: the split step computes the results of the serial step."""
 
 from __future__ import annotations
 

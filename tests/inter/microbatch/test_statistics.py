@@ -1,5 +1,8 @@
-"""Batch statistics: a normalisation whose mean and variance are averaged in the state is a micro-batch's own, wherever
-it runs, beside losses on totals. All else is the whole batch's."""
+"""Batch statistics: if the state averages the mean and variance of a normalisation, they are per micro-batch.
+
+The place of the normalisation does not matter, nor losses on sums over the batch. All other statistics are over the
+whole batch.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ from tests.helpers import run_split, trace
 
 B, D, N = 8, 4, 4
 BATCH_NORM = BatchNorm()
-#: A step that sees each of some parts of the batch by itself, by the number of these parts.
+#: Makes a step that treats each of a number of parts of the batch separately.
 Parted = Callable[[int], Callable[..., Any]]
 
 
 def _split_of(step: Parted, args: Any, is_own: bool) -> SplitStep:
     """The step over micro-batches, after a check of its results.
 
-    The serial run sees parts of the batch one by one if micro-batches have statistics of their own.
+    If statistics are per micro-batch, the serial run treats the parts of the batch one by one.
     """
     split = split_micro_batches(trace(step(1), *args), N)
     assert (len(split.per_micro_batch) > 0) == is_own
@@ -70,7 +73,7 @@ def test_a_normalisation_is_the_micro_batchs_own_beside_any_loss(reduction: str,
 
 
 def test_a_normalisation_may_be_cut_by_a_stage() -> None:
-    """Its derivatives come from several chunks, and still meet in the loop."""
+    """Its derivatives come from several chunks, and meet in the loop."""
     step, args = _drawn(_model(), "max")
     traced = trace(step(1), *args)
     split = split_micro_batches(traced, N, [o.group for o in traced.origins])
@@ -91,7 +94,7 @@ def test_both_statistics_are_averaged_in_the_state(variance: str, averages: tupl
 
 
 def test_standardised_data_is_that_of_the_whole_batch_beside_a_normalisation() -> None:
-    """Also with running averages; its totals are known before the first loop."""
+    """Also with running averages: its sums are complete before the first loop."""
     step, args = _drawn(_model(data="averaged"))
     split = _split_of(step, args, is_own=True)
     assert len(split.per_micro_batch) == 1 and split.n_loops == 1
@@ -111,7 +114,7 @@ def _state() -> dict[str, Any]:
 
 
 def _batch() -> np.ndarray:
-    """Examples whose spread and mean grow: the statistics of a part are far from the whole batch's."""
+    """Examples whose spread and mean grow, so that statistics of a part are far from statistics of the whole batch."""
     growing = np.linspace(0.3, 2, B, dtype=np.float32)[:, None]
     return growing * np.random.default_rng(1).standard_normal((B, D)).astype(np.float32) + growing
 
@@ -130,7 +133,7 @@ def _batch_norm(params: Any, stats: Any, h: Any) -> tuple[Any, Any]:
 
 
 def _in_parts(normalise: Normalise, params: Any, stats: Any, h: Any, n_parts: int) -> tuple[Any, Any]:
-    """The normalisation of each of `n_parts` parts of the examples by itself; statistics are averaged over these."""
+    """The normalisation of each of `n_parts` parts of the examples; statistics are averaged over the parts."""
     if n_parts == 1:
         return normalise(params, stats, h)
     parts = [normalise(params, stats, part) for part in jnp.split(h, n_parts)]
@@ -155,11 +158,11 @@ def _training(normalise: Normalise = _batch_norm) -> Parted:
 
 
 def _is_own(normalise: Normalise) -> bool:
-    """Whether a step over micro-batches has statistics of the micro-batch."""
+    """Whether a step over micro-batches has per-micro-batch statistics."""
     return len(split_micro_batches(trace(_training(normalise)(1), _state(), _batch()), N).per_micro_batch) > 0
 
 
-#: Ways to write a mean over examples, or nearly one, and whether a micro-batch takes its own.
+#: Ways to write a mean over examples, or almost a mean, and whether the statistic is per micro-batch.
 MEANS: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "half of the mean": (True, lambda h: 0.5 * h.mean(0)),
     "sum": (False, lambda h: h.sum(0)),
@@ -171,7 +174,7 @@ MEANS: dict[str, tuple[bool, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", MEANS)
 def test_only_means_are_a_micro_batchs_own(name: str) -> None:
-    """What is no mean, or not seen to be one, is computed from the whole batch."""
+    """All other statistics, and means that are not recognised, are computed from the whole batch."""
     is_own, take_mean = MEANS[name]
 
     def normalise(params: Any, stats: Any, h: Any) -> Any:
@@ -183,7 +186,7 @@ def test_only_means_are_a_micro_batchs_own(name: str) -> None:
 
 
 def _renormalised(params: Any, stats: Any, h: Any) -> Any:
-    """Batch renormalisation: corrected by how far the statistics are from their averages."""
+    """Batch renormalisation: corrected by the distance of the statistics from their averages."""
     mean, std = h.mean(0), jnp.sqrt(h.var(0) + 0.1)
     known = jnp.sqrt(stats["var"] + 0.1)
     r = jax.lax.stop_gradient(jnp.clip(std / known, 0.5, 2))
@@ -222,7 +225,7 @@ def test_running_averages_are_averages_over_micro_batches_however_they_are_writt
 
 
 def _of_others(params: Any, stats: Any, h: Any) -> Any:
-    """The averages are of other activations than those that are normalised."""
+    """The averages are of other activations than the normalised ones."""
     normal = (h - h.mean(0)[None]) * jax.lax.rsqrt(h.var(0) + 0.1)[None]
     return _adjusted(params, normal), _averaged(stats, jnp.sin(h).mean(0), jnp.sin(h).var(0))
 
@@ -249,7 +252,7 @@ def test_averages_beside_the_state_that_is_handed_on_are_a_log() -> None:
 
 
 def test_a_normalisation_of_all_examples_at_once_makes_all_of_its_kind_exact() -> None:
-    """A sort mixes the examples, so what runs after it is of the whole batch, and so is the same code elsewhere."""
+    """A sort mixes the examples. The code after it is on the whole batch, and so is equal code elsewhere."""
 
     def parted(n_parts: int) -> Callable[..., Any]:
         def step(state: Any, x: Any) -> Any:

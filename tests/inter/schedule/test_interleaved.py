@@ -1,4 +1,4 @@
-"""Stages of several chunks: what the schedule `1f1b-interleaved` trains, keeps in memory and refuses."""
+"""Stages of several chunks: training, memory and errors of the schedule `1f1b-interleaved`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def planned(n_stages: int, n_chunks: int, n_micro_batches: int) -> Plan:
 
 
 def test_skips_and_tied_weights_train_as_on_one_device() -> None:
-    """On stages by hand, with layers that are not neighbours."""
+    """On manual stages, with layers that are not neighbours."""
     params, batch = arguments(5)
     serial = jax.jit(descent_step(loss, jax.value_and_grad))
     chosen = method(3, by_hand([[0, 1, 3], [2, 4]]))
@@ -117,7 +117,7 @@ def test_one_more_chunk_saves_bubble_time() -> None:
 
 
 def bytes_at_most(program: Program, n_meshes: int) -> list[int]:
-    """Most bytes that the buffers of each mesh take after an instruction; every mesh is one device."""
+    """Peak bytes of the buffers of each mesh after any instruction; every mesh is one device."""
     size: dict[int, int] = {}
     for run in (one for one in program.instructions if isinstance(one, Run)):
         f = program.functions[run.function]
@@ -161,7 +161,7 @@ def test_a_memory_limit_counts_the_chunks_in_flight() -> None:
     free = limited(1e12)
     most = max(free.cost.peak_bytes)
     in_flight = max(most - stage.fixed_bytes for stage in free.stages)
-    assert in_flight > 0.5 * most  # so the limit is about what chunks keep
+    assert in_flight > 0.5 * most  # so the kept values of chunks set the limit
     with pytest.raises(InfeasibleError, match=r"Stage \d "):
         limited(most - 0.2 * in_flight)
 

@@ -28,7 +28,7 @@ def parse(text: str) -> tuple[Pass, ...]:
 
 
 def makespan(schedule: Schedule) -> int:
-    """Ticks until all is done when each pass takes one tick: longest path, found by relaxing until nothing moves."""
+    """Ticks of the whole schedule when each pass takes one tick: the longest path, by relaxation."""
     end = {one: 0 for passes in schedule.passes for one in passes}
     while True:
         before = dict(end)
@@ -85,7 +85,7 @@ def test_two_chunks_on_two_stages() -> None:
         parse("f0.0 f0.1 f2.0 f2.1 f0.2 b2.0 f0.3 b2.1 f2.2 b0.0 f2.3 b0.1 b2.2 b2.3 b0.2 b0.3"),
         parse("f1.0 f1.1 f3.0 b3.0 f3.1 b3.1 f1.2 b1.0 f1.3 b1.1 f3.2 b3.2 f3.3 b3.3 b1.2 b1.3"),
     )
-    # Live micro-batches of either chunk when a stage is at its fullest.
+    # Live micro-batches of each chunk when a stage has most.
     assert live_counts(schedule, 0) == ((3, 2), (4, 1)) and live_counts(schedule, 1) == ((2, 1), (3, 0))
 
 

@@ -38,7 +38,7 @@ def toy(
 ) -> Plan:
     """A chain of chunks with these (forward, backward) seconds, one device a stage; `n_bytes` cross each border.
 
-    kept: bytes that each chunk keeps for a micro-batch; the stages need 100 bytes besides.
+    kept: bytes that each chunk keeps for a micro-batch; the stages need 100 further bytes.
     """
     n_chunks = len(seconds)
     like = pipeline_plan()
@@ -76,9 +76,9 @@ def toy(
 
 
 def ends_by_relaxation(plan: Plan) -> dict[tuple[str, int, int], float]:
-    """When each pass of a chain ends: the longest path, by relaxing all constraints until nothing moves.
+    """The end of each pass of a chain: the longest path, by relaxation of all constraints.
 
-    Links are queues: what a stage sends to another leaves in the order in which it was made.
+    Links are queues: transfers from one stage to another leave in the order of their production.
     """
     size = PipelineSize(len(plan.stages), plan.n_micro_batches, len(plan.stages[0].kept_bytes))
     orders = make_schedule(plan.schedule, size).passes
@@ -144,7 +144,7 @@ def test_passes_end_when_relaxation_finds(
 
 
 def test_a_link_between_hosts_is_taken_where_stages_are_on_two() -> None:
-    """Four stages on two hosts: what crosses the middle takes 10 s and the rest 1 s."""
+    """Four stages on two hosts: a transfer over the middle takes 10 s, and all others 1 s."""
     plan = toy(4, 1, [(1, 1)] * 4, link=LinkSpec(1, 0), inter_host=LinkSpec(8, 1), n_bytes=2, devices_per_host=2)
     timeline = simulate(plan)
     assert timeline.total_s == 8 + 2 * (1 + 10 + 1)
@@ -194,7 +194,7 @@ def test_a_plan_of_the_planner_peaks_where_it_says() -> None:
     n_borders = n_stages * n_chunks - 1
     assert kinds.count("forward") >= 6 * n_borders and kinds.count("backward") >= 6 * n_borders
     assert kinds.count("update") >= 1
-    # The plan's formula leaves out what passes wait for their transfers.
+    # The plan's formula leaves out the waits of passes for their transfers.
     assert timeline.total_s >= 0.99 * plan.cost.total_s
 
 

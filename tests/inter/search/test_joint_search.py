@@ -1,4 +1,4 @@
-"""The joint search: it finds what the whole table holds, keeps to memory, and places stages on the hosts there are."""
+"""The joint search finds the best plan of the table, keeps memory limits, and places stages on available hosts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_views_near_the_first_ones_lead_to_the_best_of_all(memory_bytes: float) 
 
 
 def test_a_step_that_fits_in_a_late_view_alone_is_planned() -> None:
-    """One axis would split each matrix over all devices, which is the only way that fits, and is closed at first."""
+    """Only one axis, which splits each matrix over all devices, fits, and the search does not try it at first."""
     device = dataclasses.replace(V100.device, memory_bytes=16e9)
     cluster = dataclasses.replace(V100, num_hosts=4, device=device)
     bounds = bounds_of(mlp(1, 4096, 64), cluster, (1,))
@@ -175,7 +175,7 @@ def test_manual_stages_that_cross_hosts_are_refused() -> None:
     cluster = dataclasses.replace(V100, num_hosts=2, devices_per_host=3)
     option = ManualStageOption([[0], [1], [2]], [(1, 2)] * 3, [(2,)] * 3)
     method = PipeshardParallel(cluster, layer_option=AutoLayerOption(layer_num=3), stage_option=option)
-    with pytest.raises(ShardingError, match="There is no room for stage 2 on a submesh of 1 x 2 devices from device 6"):
+    with pytest.raises(ShardingError, match="Stage 2 on a submesh of 1 x 2 devices does not fit from device 6"):
         plan_step(mlp(3), cluster, method.options())
 
 
@@ -193,7 +193,7 @@ def traced_model(name: str, **sizes: Any) -> TracedStep:
 
 
 def test_layers_are_the_blocks_of_a_model_and_its_head() -> None:
-    """A head as heavy as three blocks is one layer more; one layer costs what the blocks inside it cost."""
+    """A head with the cost of three blocks is one more layer; a layer costs as much as the blocks inside it."""
     traced = traced_model("gpt", n_layers=8, hidden=64, vocab_size=6400)
     assert natural_layers(traced) == 17  # two for each block, to have at least 16
     layers = assign_layers(traced, AutoLayerOption(layer_num=4))
@@ -244,7 +244,7 @@ def test_costs_on_disk_are_used_again_and_change_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(SublayerCosts, "_solve", refuse)
     assert plan_step(traced, V100, method.options()) == first
     path.write_text("[]")
-    with pytest.raises(VerifyError, match="holds no costs of pieces"):
+    with pytest.raises(VerifyError, match="holds no costs of sublayers"):
         plan_step(traced, V100, method.options())
     path.write_text('{"version": 0}')
     assert load_costs(str(path)) == {}

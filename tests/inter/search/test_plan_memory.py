@@ -1,4 +1,4 @@
-"""A search keeps a bounded part of what it solved, and finds the same plan however little that is."""
+"""A search keeps a bounded number of its solutions, and finds the same plan for every bound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recogniser() -> TracedStep:
 
 
 class Alive:
-    """Counts the objects of a class that are there at the same time; none of them may wait for a garbage collector."""
+    """Counts live objects of a class. None of them may wait for a garbage collector."""
 
     def __init__(self, patch: pytest.MonkeyPatch, kind: type) -> None:
         self.there: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -48,7 +48,7 @@ class Alive:
 
 
 @pytest.mark.slow  # other tests of the search have less to keep
-def test_without_room_a_search_keeps_one_solver_and_one_staged_step_and_finds_the_same_plan() -> None:
+def test_with_a_tiny_cache_a_search_keeps_one_solver_and_one_staged_step_and_finds_the_same_plan() -> None:
     traced = recogniser()
     expected = planned(traced, CPUS, METHOD)
     with pytest.MonkeyPatch.context() as patch:
@@ -62,5 +62,5 @@ def test_without_room_a_search_keeps_one_solver_and_one_staged_step_and_finds_th
         found = planned(traced, CPUS, METHOD)
     assert found == expected
     assert builders.made > 12 and staged.made > 1, (builders.made, staged.made)
-    # One that is kept and one that is being made, of a piece and of a whole stage, each folded and each as it is.
+    # A kept one and one in the making, for a sublayer and for a whole stage, each folded and unfolded.
     assert builders.most <= 8 and staged.most <= 2, (builders.most, staged.most)

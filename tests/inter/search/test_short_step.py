@@ -32,7 +32,7 @@ from tests.helpers import trace
 
 V100 = ClusterSpec.preset("v100-p3.16xlarge", num_hosts=1, devices_per_host=4)
 N_LAYERS, WIDTH = 10, 16
-#: As what steps are staged. The whole step is staged as the first of them.
+#: Numbers of micro-batches and rematerialisations of the steps. The whole step has the first pair.
 WAYS: tuple[tuple[int, Remat], ...] = ((2, "none"), (1, "dots"), (4, "full"), (2, "dots"), (1, "none"))
 
 
@@ -61,7 +61,7 @@ def solver_of(traced: TracedStep, n_layers: int) -> SublayerSolver:
 
 
 def of_whole(solver: SublayerSolver, n: int, remat: Remat) -> SublayerCosts:
-    """The sublayers of the whole step: what a search would see if it staged nothing else."""
+    """The sublayers of the whole step: the result of a search that stages only the whole step."""
     return solver._costs_of(solver._whole, n, remat)
 
 
@@ -172,15 +172,15 @@ def test_a_short_step_has_the_problems_of_the_whole_step(name: str) -> None:
 
 
 def test_what_cannot_be_shortened_is_staged_as_a_whole() -> None:
-    """The last sublayers are equal problems, and unlike each other as soon as something is computed again."""
+    """The last sublayers are equal problems, but differ as soon as some values are recomputed."""
     solver = solver_of(trained(decayed), N_LAYERS)
     short = short_of(solver)
     assert isinstance(short, NotShortened) and "No 5 neighbouring sublayers" in short.reason, short
     assert_same_problems(solver)
 
 
-def test_pieces_of_one_kind_cost_the_same() -> None:
-    """Although they read other keys."""
+def test_sublayers_of_one_kind_cost_the_same() -> None:
+    """Although they read different keys."""
     sublayers = of_whole(solver_of(with_dropout(), N_LAYERS), 2, "dots")
     for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
         for sublayer, kind in enumerate(sublayers.kind):
@@ -219,7 +219,7 @@ def test_a_short_step_with_another_problem_is_not_used(monkeypatch: pytest.Monke
         return dataclasses.replace(short, kept={**short.kept, 0: short.kept[1]})
 
     monkeypatch.setattr(sublayer_solver, "shortened", costed_wrongly)
-    assert short_of(solver) == NotShortened("Piece 1 is another problem in the short step.")
+    assert short_of(solver) == NotShortened("Sublayer 1 is another problem in the short step.")
     assert_same_problems(solver)
 
 

@@ -1,4 +1,4 @@
-"""Bounds of costs are bounds, and tables that are kept up to date are those that are made from nothing."""
+"""Bounds of costs hold, and updated tables equal tables that are computed from scratch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOSTS = dataclasses.replace(V100, num_hosts=2)
 
 
 def check_bounds(bounds: StageBounds, seed: int, n_columns: int) -> None:
-    """Solve columns in some order. Each cost is at least its bounds before."""
+    """Solve columns in some order. Each cost is at least its lower bound before."""
     rng = random.Random(seed)
     all_columns = [(n, c) for n in bounds.numbers for c in range(len(bounds.columns))]
     for n, c in rng.sample(all_columns, min(n_columns, len(all_columns))):
@@ -39,7 +39,7 @@ def test_bounds_are_at_most_the_costs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "cluster"), [("gpt", HOSTS), ("moe", V100), ("llama", V100)])
 def test_bounds_are_at_most_the_costs_of_models(name: str, cluster: ClusterSpec) -> None:
-    """Tiny ones, where latency, which a few collectives share, is most of the time."""
+    """Tiny models: latency, which a few collectives share, takes most of the time."""
     sizes = {} if name == "moe" else {"n_layers": 1, "hidden": 128, "seq_len": 64}
     traced = traced_model(name, batch_size=32, **sizes)
     check_bounds(bounds_of(traced, cluster, (1, 2, 4, 16), ("none", "dots", "full")), 1, 60)
@@ -78,7 +78,7 @@ def test_a_stage_that_does_not_fit_rules_out_larger_ones_with_no_more_rematerial
 
 
 def test_a_search_that_starts_from_a_pipeline_finds_no_worse_one_than_another() -> None:
-    """Bounds rise, so the last pipeline and its slowest stage say where the next can be."""
+    """Bounds rise, so the last pipeline and its slowest stage limit the next search."""
     bounds, anew = (bounds_of(mlp(4, 512), V100, (8,), ("none", "full")) for _ in range(2))
     rng = random.Random(1)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""choose_stages agrees with exhaustive search under memory limits and transfers, is fast, and says why it cannot."""
+"""choose_stages agrees with exhaustive search under memory limits and transfers, is fast, and explains failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages in short memory are solved with more or less room until a solution fills the memory."""
+"""Stages in short memory are solved with larger or smaller limits until a solution fills the memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from minialpa import (
     models,
 )
 from minialpa.inter.search import stage_solve
-from minialpa.inter.search.stage_in_memory import _Rooms, splits_of_examples, standard_plans
+from minialpa.inter.search.stage_in_memory import _LimitSearch, splits_of_examples, standard_plans
 from minialpa.inter.search.stage_memory import mesh_usages
 from minialpa.inter.staging.mesh_problem import ShardedView
 from minialpa.inter.staging.staged_step import stage_step
@@ -37,52 +37,52 @@ from minialpa.sharding import Spec
 LIMIT = 1000.0
 
 
-def rooms_for(needs: Callable[[float], float], guess: float = 0.0) -> list[tuple[float, float]]:
-    """The rooms that are tried, each with the bytes that its solution takes in the end.
+def limits_for(needs: Callable[[float], float], guess: float = 0.0) -> list[tuple[float, float]]:
+    """The limits that are tried, each with the final bytes of its solution.
 
-    needs: these bytes, by room; inf where there is no solution.
+    needs: these bytes, by limit; inf if there is no solution.
     """
-    rooms, tried = _Rooms(LIMIT), list[tuple[float, float]]()
-    room: float | None = rooms.first(guess)
-    while room is not None and len(tried) < 10:
-        n_bytes = needs(room)
-        tried.append((round(room, 6), n_bytes))
-        room = rooms.after_none(room) if math.isinf(n_bytes) else rooms.after(room, room, n_bytes)
+    search, tried = _LimitSearch(LIMIT), list[tuple[float, float]]()
+    limit: float | None = search.first(guess)
+    while limit is not None and len(tried) < 10:
+        n_bytes = needs(limit)
+        tried.append((round(limit, 6), n_bytes))
+        limit = search.after_none(limit) if math.isinf(n_bytes) else search.after(limit, limit, n_bytes)
     return tried
 
 
-def test_room_shrinks_by_what_is_missing() -> None:
-    assert rooms_for(lambda room: room + 50) == [(1000, 1050), (950, 1000)]
+def test_limit_shrinks_by_what_is_missing() -> None:
+    assert limits_for(lambda limit: limit + 50) == [(1000, 1050), (950, 1000)]
 
 
 def test_a_guess_that_fills_the_memory_is_the_only_solve() -> None:
-    assert rooms_for(lambda room: room + 45, guess=50) == [(950, 995)]
+    assert limits_for(lambda limit: limit + 45, guess=50) == [(950, 995)]
 
 
-def test_a_guess_that_leaves_memory_is_followed_by_more_room() -> None:
-    assert rooms_for(lambda room: room, guess=300) == [(700, 700), (1000, 1000)]
+def test_a_guess_that_leaves_memory_is_followed_by_a_larger_limit() -> None:
+    assert limits_for(lambda limit: limit, guess=300) == [(700, 700), (1000, 1000)]
 
 
-def test_room_is_interpolated_between_too_much_and_too_little() -> None:
+def test_limits_are_interpolated_between_too_much_and_too_little() -> None:
     # Each counted byte needs two more beyond 400.
-    tried = rooms_for(lambda room: 3 * room - 800)
+    tried = limits_for(lambda limit: 3 * limit - 800)
     assert tried[0] == (1000, 2200) and LIMIT * 0.99 <= tried[-1][1] <= LIMIT and len(tried) <= 4
 
 
 @pytest.mark.parametrize("least", [500.0, 900.0])
-def test_room_stays_above_what_has_no_solution(least: float) -> None:
-    tried = rooms_for(lambda room: room + 400 if room >= least else math.inf)
+def test_limits_stay_above_limits_without_a_solution(least: float) -> None:
+    tried = limits_for(lambda limit: limit + 400 if limit >= least else math.inf)
     assert any(math.isinf(n_bytes) for _, n_bytes in tried) == (least > 600)
     assert min((n_bytes for _, n_bytes in tried), default=0.0) <= max(LIMIT, least + 400 + 50)
 
 
-def test_a_guess_with_too_little_room_for_a_solution_is_followed_by_the_limit() -> None:
-    assert rooms_for(lambda room: room if room > 960 else math.inf, guess=50) == [(950, math.inf), (1000, 1000)]
-    assert rooms_for(lambda _: math.inf) == [(1000, math.inf)]
+def test_a_guess_too_small_for_a_solution_is_followed_by_the_limit() -> None:
+    assert limits_for(lambda limit: limit if limit > 960 else math.inf, guess=50) == [(950, math.inf), (1000, 1000)]
+    assert limits_for(lambda _: math.inf) == [(1000, math.inf)]
 
 
-def test_a_solution_that_leaves_some_of_its_room_is_the_cheapest_with_more() -> None:
-    assert _Rooms(LIMIT).after(1000, 600, 700) is None
+def test_a_solution_below_its_limit_is_the_cheapest_with_a_larger_one() -> None:
+    assert _LimitSearch(LIMIT).after(1000, 600, 700) is None
 
 
 def plan_of(case: models.ModelCase, option: AutoShardingOption) -> minialpa.Plan:
@@ -94,7 +94,7 @@ def plan_of(case: models.ModelCase, option: AutoShardingOption) -> minialpa.Plan
 
 
 def test_where_zero_3_fits_there_is_a_plan_that_is_no_slower() -> None:
-    # Weights are gathered before anything else runs, which the limit does not count at first.
+    # Weights are gathered before the first product, which the limit does not count at first.
     case = models.build("resnet", batch_size=8, filters=4, stage_sizes=(1,), image_size=8)
     zero = plan_of(case, AutoShardingOption(force_zero_stage_3=True))
     limit = zero.stages[0].peak_bytes
@@ -104,7 +104,7 @@ def test_where_zero_3_fits_there_is_a_plan_that_is_no_slower() -> None:
 
 
 def test_known_shardings_of_a_stage_serve_where_they_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle: the same pipeline, each stage of which is solved for itself."""
+    """The oracle: the same pipeline, each stage of which is solved separately."""
     case = models.build("mlp", batch_size=512, hidden=64, n_layers=16)
     traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
     cluster = ClusterSpec.preset("a100-80gb", num_hosts=4, devices_per_host=8)
@@ -148,8 +148,8 @@ def test_weights_count_as_an_equation_reads_them_where_they_are_gathered() -> No
     assert (demand.node, list(demand.n_bytes)) == (1, [128.0, 64.0, 0.0])
 
 
-def test_the_limit_counts_what_a_pass_holds_while_its_results_only_add_to_totals() -> None:
-    # On GPUs, passes over micro-batches add all their results to totals.
+def test_the_limit_counts_the_memory_of_a_pass_whose_results_only_add_to_accumulators() -> None:
+    # On GPUs, passes over micro-batches add all their results to accumulators.
     case = models.build("mlp", batch_size=64, hidden=64, n_layers=4)
     traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
     staged = stage_step(traced, 4, (), (0,))

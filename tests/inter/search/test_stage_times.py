@@ -1,4 +1,4 @@
-"""What of the collectives of a program its work hides, by what they start with and wait for."""
+"""Seconds of collectives that the work of a program hides, by their operands and readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minialpa.intra.spmd import Communication
 from minialpa.intra.strategies.combining import WITH_GRADIENTS
 
 MESH = ClusterSpec.preset("h100", devices_per_host=8).logical_mesh((1, 8), (8,))
-#: Seconds of work, enough to hide all.
+#: Seconds of work, enough to hide all collectives.
 WORK_S = 10.0
 
 

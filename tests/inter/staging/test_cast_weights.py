@@ -29,7 +29,7 @@ SIZES = {"hidden": 32, "n_heads": 2, "n_layers": 1, "seq_len": 8, "vocab_size": 
 
 
 def _force(monkeypatch: pytest.MonkeyPatch, cast_once: bool) -> None:
-    """Let plans cast once, or not, whichever is faster."""
+    """Force plans to cast once, or not, even if that is slower."""
 
     def way(context: pipeline.PlanningContext, best: Plan, **options: bool) -> Plan:
         asked = dataclasses.replace(options_of(best), cast_once=cast_once)
@@ -85,7 +85,7 @@ def test_weights_that_a_step_reads_in_several_ways(monkeypatch: pytest.MonkeyPat
 
 
 def test_products_read_narrow_weights_in_front_of_barriers() -> None:
-    """Scales, biases and positions are combined element by element with what is computed again, and have to wait."""
+    """Scales, biases and positions are combined element by element with recomputed values, and must wait."""
     case = models.build("gpt", batch_size=8, dtype=jnp.bfloat16, **SIZES)
     traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
     again = rematerialise(traced, assign_layers(traced, AutoLayerOption(layer_num=1)), ("full",))
@@ -111,7 +111,7 @@ def test_weights_are_gathered_once_where_links_are_slow() -> None:
 
 
 def test_weights_that_are_read_wide_are_cast_where_they_were() -> None:
-    """A float32 step has nothing to cast; its plan has no prologue."""
+    """A float32 step has no casts; its plan has no prologue."""
     case = models.build("mlp", batch_size=16, hidden=8, dtype=jnp.float32)
     step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=ZERO)
     plan = step.plan(case.init(jax.random.key(0)), case.make_batch(0, case.batch_size))

@@ -1,5 +1,7 @@
-"""Passes sum gradients over devices where their work hides it: the last one over the micro-batches, and scans over
-layers. The sums are those that the update would make, each of them once."""
+"""Passes sum gradients over devices if their work hides it: the last pass over micro-batches, and scans over layers.
+
+The sums equal the sums of the update, each made once.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,10 @@ def step_of(model: Callable[[Any, jax.Array], jax.Array], grad: Any = minialpa.v
     def step(state: Any, batch: Any) -> Any:
         params, moments = state
         loss, grads = grad(lambda p: jnp.mean((model(p, batch["x"]) - batch["y"]) ** 2))(params)
-        # The norm of all gradients needs every sum, those of other stages included.
+        # The norm of all gradients needs every sum, also from other stages.
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         moments = jax.tree.map(lambda m, g: 0.9 * m + g / jnp.maximum(norm, 0.1), moments, grads)
-        # A gradient that is a result is wanted whole, too.
+        # A gradient that is a result is also required whole.
         return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), (loss, grads["head"])
 
     return step
@@ -102,7 +104,7 @@ def _found(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> tupl
 
 
 def _sums(found: tuple[Communication, ...] | list[Communication]) -> Counter[tuple[Any, ...]]:
-    """Bytes by kind and axes: a scan has a sum for each row of a stacked total."""
+    """Bytes by kind and axes: a scan has a sum for each row of a stacked accumulator."""
     counts: Counter[tuple[Any, ...]] = Counter()
     for one in found:
         counts[one.collective.kind, one.collective.axes] += round(one.times * one.collective.n_bytes)

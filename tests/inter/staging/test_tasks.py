@@ -1,4 +1,4 @@
-"""Placing a step on meshes: which task computes what, and where values live."""
+"""Placement of a step on meshes: the task of each equation, and the meshes of each value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def update(params: Any, grads: Any) -> Any:
 
 
 def chain_step(params: Any, batch: jax.Array) -> Any:
-    """Three layers with a boundary behind each of the first two; the head reuses the first layer's weight."""
+    """Three layers with a boundary after each of the first two; the head reuses the first layer's weight."""
 
     def loss_fn(params: Any) -> jax.Array:
         x = batch
@@ -58,13 +58,13 @@ def test_boundaries_cut_forward_and_backward_alike() -> None:
         (kind, mesh) for kind, order in (("forward", (0, 1, 2)), ("backward", (2, 1, 0))) for mesh in order
     ]
     products = {task.name: sum(e.primitive.name == "dot_general" for e in task.eqns) for task in staged.tasks}
-    # Forward: one product a layer, and the head's. Backward: two for each, but the input of the first needs none.
+    # Forward: one product a layer, and the head's. Backward: two for each, but the input of the first has no gradient.
     assert products["forward0"] == 1 and products["forward1"] == 1 and products["forward2"] == 2
     assert products["backward2"] == 4 and products["backward1"] == 2 and products["backward0"] == 1
 
 
 def test_values_live_on_the_meshes_that_read_them() -> None:
-    """A tied weight has two, of which the first updates it; a skip connection is read from the mesh that made it."""
+    """A tied weight has two meshes, of which the first updates it; a skip connection comes from its own mesh."""
     staged = staged_chain(2)
     assert staged.input_meshes[:N_LAYERS] == ((0, 2), (1,), (2,))
     assert staged.output_meshes[0] == (0,)
@@ -85,7 +85,7 @@ def test_a_norm_over_meshes_is_computed_once_and_sent_back() -> None:
 
 
 def test_plain_jax_grad_is_cut_by_residuals() -> None:
-    """Without tags the backward equations follow what the forward pass left for them."""
+    """Without tags, the backward equations follow the residuals of the forward pass."""
 
     def step(params: Any, batch: jax.Array) -> Any:
         def loss_fn(params: Any) -> jax.Array:

@@ -21,7 +21,7 @@ FIRST, LOOP = ("stages", 0, "equation_specs"), ("stages", 0, "equation_specs", "
 
 
 def resolved(on: Subject, place: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """A place in JSON data, with names of primitives behind `equation_specs` replaced by numbers of equations."""
+    """A place in JSON data; names of primitives after `equation_specs` become numbers of equations."""
     out: list[str | int] = ["plan"]
     eqns: Any = on.problems[int(place[1])].eqns if place[0] == "stages" else ()
     for key in place:
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
     "schedule without gradients": (
         "1f1b",
         {("schedule",): "inference"},
-        "`plan.schedule` is inference; expected one with backward passes",
+        "`plan.schedule` is inference; expected a schedule with backward passes",
     ),
     "layers of another model": (
         "1f1b",
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
     "a sum that is given": (
         "line",
         {("stages", 0, "input_specs", 0): "R+P0"},
-        "`plan.stages[0].input_specs[0]` is R+P0; expected no partial sum, as devices are given arrays",
+        "`plan.stages[0].input_specs[0]` is R+P0; expected no partial sum: inputs of a stage are complete",
     ),
     "a result that is claimed to be a sum": (
         "line",
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
     "another array behind a barrier": (
         "interleaved",
         {(*FIRST, "optimization_barrier", 1, 0): lambda spec: "R,R" if spec != "R,R" else "S0,R"},
-        ", as the array comes that is passed on",
+        ", the spec in which the barrier gets the array",
     ),
     "a loop of what is none": (
         "line",
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
         {(*FIRST, "scan", 1, 0): "R,R", (*FIRST, "scan", 2, 0): "R,R", (*FIRST, "scan", 0, 1): "S0,R"},
         "in which the loop carries the value",
     ),
-    # where arguments and results live
+    # locations of arguments and results
     "another spec of an argument": (
         "line",
         {("inputs", 1, "specs", 0): lambda spec: "R,R" if spec != "R,R" else "S0,R"},
@@ -132,7 +132,7 @@ def test_a_plan_that_does_not_fit_its_step_is_refused_by_the_name_of_the_field(n
 def test_what_options_forbid_is_named() -> None:
     option = {("stages", 0, "option", name): False for name in ("allow_all_gather", "allow_all_to_all")}
     text = refusal("zero3", option)
-    assert "which the stage's option forbids" in text and "`all-gather` or `all-to-all`" in text
+    assert "which the options of the stage forbid" in text and "`all-gather` or `all-to-all`" in text
 
 
 def test_plans_that_are_not_loaded_are_checked_too() -> None:

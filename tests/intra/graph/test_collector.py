@@ -1,4 +1,4 @@
-"""The costs of a mesh: what the graph of one program says must not depend on how jax shares parts of it."""
+"""The costs of a mesh: the graph of a program must not depend on how jax shares parts of it."""
 
 from __future__ import annotations
 

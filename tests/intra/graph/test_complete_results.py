@@ -1,4 +1,4 @@
-"""Sums over examples that a result needs whole: those that a scan stacks, and those that pass a barrier."""
+"""Sums over examples that a result needs whole: stacked by a scan, or after a barrier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shardings that the user fixes are those of the plan and of the arrays, and change no number."""
+"""Shardings that the user fixes hold in the plan and in the arrays, and change no number."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_specs_of_arguments_and_results_are_fixed_by_path() -> None:
 
 
 def test_axes_have_the_names_that_the_options_give_them() -> None:
-    """Also for functions that follow, and though the names are those of other axes in a plan."""
+    """Also for functions that follow, and although other axes of a plan have these names."""
     option = AutoShardingOption(fixed_specs={"p['w']": P(None, "x"), "b*": P("y")}, axis_names=("y", "x"))
     train = minialpa.parallelize(
         make_step(minialpa.value_and_grad, lambda h: jax.lax.with_sharding_constraint(h, P("y", "x"))),

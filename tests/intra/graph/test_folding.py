@@ -1,4 +1,4 @@
-"""Equations that are known to be alike share a node of the cost graph, whose cost counts for all of them."""
+"""Equal equations share a node of the cost graph, whose cost counts for all of them."""
 
 from __future__ import annotations
 

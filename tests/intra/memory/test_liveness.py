@@ -1,4 +1,4 @@
-"""Predicted memory is that of the compiled programs, and limits hold for everything that lies in memory."""
+"""Predicted memory agrees with the compiled programs, and limits hold for all arrays in memory."""
 
 from __future__ import annotations
 

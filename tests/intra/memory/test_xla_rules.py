@@ -1,4 +1,4 @@
-"""Rules of XLA on kernels and operations that are written by hand: work beside collectives, and epilogues."""
+"""Rules of XLA on hand-written kernels and operations: work beside collectives, and epilogues."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_scalars_do_not_wait() -> None:
 
 
 def test_what_changes_a_buffer_stays_behind_its_readers() -> None:
-    """1 is read for 2, and then becomes 3 in place."""
+    """2 reads 1, and then 3 overwrites 1 in place."""
     change = Kernel(reads=(1,), writes=(3,), alias=1, in_place=True)
     kernels = [_kernel((0,), 1), _kernel((1,), 2), change, _kernel((3,), 4), _kernel((4,), 5)]
     found = overlapped(kernels, SIZES, {4}, {2, 5})
@@ -63,7 +63,7 @@ def test_what_changes_a_buffer_stays_behind_its_readers() -> None:
 
 
 def test_what_waits_for_collectives_comes_last_and_small_work_hides_none() -> None:
-    """2 is gathered from 1 for product 3. Product 4 waits for nothing; 5 is work of a few bytes."""
+    """2 is gathered from 1 for product 3. Product 4 has no operands to wait for; 5 is work of a few bytes."""
     gather, reader, product, small = _kernel((1,), 2), _kernel((2,), 3), _kernel((0,), 4), _kernel((0,), 5)
     sizes = [0.0, 1e6, 1e6, 1e6, 2e6, 100.0]
     found = overlapped([product, small, gather, reader], sizes, {2}, {3, 4, 5})
@@ -98,7 +98,7 @@ def test_what_reads_the_array_of_another_kernel_is_a_kernel_of_its_own(before: O
 
 
 def test_memory_grows_with_the_length_of_a_chain_and_not_with_its_square() -> None:
-    """A chain of n operations, each of which reads an argument of its own, is one kernel that reads all of them."""
+    """A chain of n operations, each with a separate argument, is one kernel that reads all of them."""
 
     def peak_bytes(n: int) -> int:
         chain = [Operation("loop", (n + i, i), (n + i + 1,), elementwise=True) for i in range(n)]

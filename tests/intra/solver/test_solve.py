@@ -27,7 +27,7 @@ from minialpa.intra.solver.residual import Residual, keep, residual_of
 from minialpa.intra.solver.solve import solve_graph
 from tests.oracles import cheapest_choices
 
-#: Usages of all nodes are about this much: a relative tolerance, or a float, would tell no two of them apart.
+#: Usages of all nodes are near these numbers, so that a relative tolerance or a float would not distinguish them.
 UNITS = (0, 147_379_961_856, 2**53 - 1, 2**56)
 #: Messages run on the smallest graphs, too, and after every round that removed enough.
 ALWAYS_MESSAGES = SolverOptions(small_program_entries=-1)
@@ -80,7 +80,7 @@ def check_against_search(graph: CostGraph, options: SolverOptions | None = None)
 
 
 def without_elimination(patch: pytest.MonkeyPatch) -> None:
-    """Forbidden strategies still go, all else is left to the integer program, which small graphs would not reach."""
+    """Remove only forbidden strategies; the rest goes to the integer program, which small graphs rarely reach."""
     patch.setattr(elimination, "_undominated", lambda residual, v: np.ones(len(residual.costs[v]), bool))
     patch.setattr(elimination, "_can_eliminate", lambda residual, v: False)
     patch.setattr(elimination, "_merge_follower", lambda residual, v: False)
@@ -103,7 +103,7 @@ def test_messages_and_program_match_exhaustive_search(options: SolverOptions, gr
 
 
 def test_choices_that_exceed_a_row_by_rounding_are_cut_off() -> None:
-    """4e-7 of the limit is within the solvers' tolerance and still too much."""
+    """An excess of 4e-7 of the limit is within the solvers' tolerance, and refused."""
     usages = usages_of_nodes([np.array([50_000_020, 10_000_000])] * 2, [(0, 1)] * 2)
     costs = (np.array([0.0, 1.0]), np.array([0.0, 1.5]))
     graph = CostGraph(node_costs=costs, edges=(), usages=usages, usage_limit=100_000_000)
@@ -113,7 +113,7 @@ def test_choices_that_exceed_a_row_by_rounding_are_cut_off() -> None:
 
 
 def test_a_round_without_nodes_runs_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that leave each node one strategy leave later reductions no node; messages cannot run on none."""
+    """If messages leave one strategy per node, later reductions have no nodes, and messages need at least one."""
     n_before: list[int] = []
 
     def keep_the_least_usage(residual: Residual, *_: Any) -> None:
@@ -224,7 +224,7 @@ def test_choices_cost_the_same_at_the_prices_of_their_linear_program() -> None:
     columns.add(np.ones(10, np.int64))
     prices, theta = columns.best_prices()
     assert prices == pytest.approx([1.0]) and theta == pytest.approx(5.0)
-    # Choices that are dearer under these prices change nothing.
+    # Choices that cost more under these prices have no effect.
     columns.add(np.arange(10) % 2)
     assert columns.best_prices()[1] == pytest.approx(5.0)
 
@@ -281,7 +281,7 @@ def test_bucket_elimination_takes_what_pairwise_elimination_leaves() -> None:
 
 
 def test_counted_work_ends_where_it_ended_before() -> None:
-    """However long the processor took: the answers and the count are equal, also if the limit cut them short."""
+    """For any speed of the processor: answers and count are equal, also if the limit cuts the work short."""
     graph = random_instance(2, n_nodes=60)
     deadlines = [Deadline(0.1) for _ in range(2)]
     first, second = [solve_graph(graph, deadline) for deadline in deadlines]
@@ -316,7 +316,7 @@ def test_forbidden_is_each_cost_and_not_their_sum() -> None:
 
 def test_a_limit_below_the_least_usage_is_refused() -> None:
     graph = CostGraph(node_costs=(np.zeros(2),), edges=(), usages=((0, (0, 1), np.array([3, 4])),), usage_limit=2)
-    with pytest.raises(InfeasibleError, match=r"need a usage of 3 .* limit is 2"):
+    with pytest.raises(InfeasibleError, match=r"need a usage of 3 .* limit is 2.*`memory_limit_bytes`"):
         solve_graph(graph)
 
 
@@ -332,7 +332,7 @@ def test_an_infeasible_core_is_refused() -> None:
 
 
 def test_highs_prints_nothing() -> None:
-    """In a process of its own, as HiGHS prints its version once in each."""
+    """In a separate process, because HiGHS prints its version once in each."""
     script = """
 import pulp
 from minialpa.intra.solver.clock import Deadline

@@ -39,7 +39,7 @@ def parts() -> dict[tuple[str, str], jax.Array]:
 
 
 def bits_of(x: jax.Array) -> bytes:
-    """The bytes of an array, in which every NaN is one, and -0 is not 0."""
+    """The bytes of an array; all NaN are equal, and -0 differs from 0."""
     wide = np.asarray(x).astype(np.float32) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x)
     return np.where(wide != wide, np.nan, wide).tobytes()
 

@@ -1,4 +1,4 @@
-"""Which sums start together: by what waits for what."""
+"""Sums that start together, by their dependencies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minialpa.intra.strategies.combining import ALONE, WITH_GRADIENTS, Sharing, 
 from minialpa.ir.equations import is_gradient_marker, operand_vars, shape_of
 from tests.helpers import trace
 
-#: Shapes tell the sums apart.
+#: The sums have different shapes.
 N_EXAMPLES, WIDTH, N_METRICS = 8, 4, 3
 
 

@@ -1,4 +1,4 @@
-"""Which values of a program have collectives that its work can hide."""
+"""The values of a program whose collectives its work can hide."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_weights_come_ahead_and_gradients_behind() -> None:
     made = {eqn.primitive.name: eqn.outvars[0] for eqn in flat.eqns}
     products = [eqn.outvars[0] for eqn in flat.eqns if eqn.primitive.name == "dot_general"]
     assert made["mul"] in hidden  # there before the products
-    assert {result, products[2]} <= hidden  # nobody waits for the gradient
-    assert not {x, w, products[0], out} & hidden  # nothing is there to compute before `w` is
+    assert {result, products[2]} <= hidden  # the gradient has no readers
+    assert not {x, w, products[0], out} & hidden  # before `w` there is no work
 
 
 def test_the_first_and_the_last_product_have_no_work_beside_them_but_in_loops() -> None:

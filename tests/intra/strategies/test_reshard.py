@@ -1,4 +1,4 @@
-"""Resharding: every chain of steps keeps the values, is the cheapest, and is priced as what it communicates."""
+"""Resharding: every chain of steps keeps the values, is the cheapest, and has the price of its communication."""
 
 from __future__ import annotations
 

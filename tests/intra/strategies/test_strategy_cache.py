@@ -1,4 +1,4 @@
-"""The strategy cache gives what a new cache gives, for any sizes and meshes before."""
+"""The strategy cache returns the strategies of an empty cache, for any sizes and meshes before."""
 
 from __future__ import annotations
 

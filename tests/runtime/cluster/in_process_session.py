@@ -39,7 +39,7 @@ def is_running(runtime: ClusterRuntime) -> bool:
 
 @functools.cache
 def _steps() -> tuple[Any, Any]:
-    """The step of two stages, which plans once for all sessions; and plain jax."""
+    """The step of two stages, planned once for all sessions; and plain jax."""
     (step,) = parallel_steps(1, METHODS["pipeline"])
     return step, jax.jit(train_step(0, jax.value_and_grad))
 

@@ -1,4 +1,4 @@
-"""Threads that call parallelized functions on workers: as if one of them had made all the calls, or an error."""
+"""Threads that call parallelized functions on workers get the results of a single thread, or an error."""
 
 from __future__ import annotations
 

@@ -161,13 +161,13 @@ def test_large_shards_that_both_meshes_read_arrive_at_both(monkeypatch: pytest.M
     shards = [value.nbytes for value in shared if isinstance(value, np.ndarray)]
     assert shards and sum(shards) == x.nbytes
 
-    # Where there is no room for them, the step is refused and costs nothing.
+    # Without memory for them, the step is refused and its arguments stay valid.
     def refuse(_: InProcessLauncher, n_bytes: int) -> None:
         assert n_bytes == x.nbytes
         raise minialpa.MinialpaError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(InProcessLauncher, "check_room", refuse)
+        patched.setattr(InProcessLauncher, "check_memory", refuse)
         with pytest.raises(minialpa.MinialpaError, match="no room"):
             step(found[0], x)
     assert_allclose(step(found[0], x), plain(expected[0], x), rtol=1e-4, atol=1e-6)
@@ -281,7 +281,7 @@ def test_an_interrupt_between_the_calls_of_a_step_ends_the_session(monkeypatch: 
 def test_a_cluster_that_is_lost_is_noticed_while_steps_are_short(
     runtime: ClusterRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No wait is as long as the interval between two looks, so steps alone would never look."""
+    """All waits are shorter than the interval between two checks, so waits alone would never check."""
     training = Training()
     training.advance()
     monkeypatch.setattr(runtime.launcher, "fault", lambda: "The head is gone.")

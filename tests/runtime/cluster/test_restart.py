@@ -91,7 +91,7 @@ def test_a_session_on_fewer_hosts_is_still_that_of_its_first_arguments(hosts: Ho
 
 
 def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection ends: its workers just do not answer any more."""
+    """No connection ends: its workers only stop to answer."""
     training = Training()
     minialpa.init("ray", num_hosts=2)
     training.advance()
@@ -109,7 +109,7 @@ def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: py
     session.current_session().runtime._watch.interval_s = 0.1
     hosts.lost.add(1)
     begun_s = time.monotonic()
-    with pytest.raises(WorkerError, match=r"its host is lost: nothing answers at 10\.0\.0\.1") as caught:
+    with pytest.raises(WorkerError, match=r"its host is lost: 10\.0\.0\.1 accepts no connection") as caught:
         np.asarray(training.step(training.state, training.batch)[1])
     assert time.monotonic() - begun_s < 20  # the workers have 60 s to answer
     assert caught.value.lost_hosts == (1,) and "`minialpa.restart()`" in str(caught.value)

@@ -1,4 +1,4 @@
-"""What the workers of meshes over several hosts read of a batch: the rows of their devices, and together the batch."""
+"""The rows of a batch that workers of meshes over several hosts read: the rows of their devices, together the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns: threads take them one after the other, a session ends once, and it is released when nobody uses it."""
+"""Turns: threads take them one after the other, a session ends once, and it is released after its last user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runtime.threads import Threads, run_threads
 
 
 class Session:
-    """Turns of a session that notes what becomes of it."""
+    """Turns of a session that records its end."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
@@ -41,7 +41,7 @@ def test_turns_do_not_overlap() -> None:
     assert all(len(list(run)) % 3 == 0 for _, run in itertools.groupby(log))
 
 
-def test_the_first_cause_is_what_all_threads_are_told() -> None:
+def test_all_threads_get_the_first_cause() -> None:
     session = Session()
 
     def work(thread: int) -> None:

@@ -1,4 +1,4 @@
-"""Faults of a cluster, for tests: training that they stop, the error that the caller gets, and traces that stay."""
+"""Faults of a cluster, for tests: training that they stop, the error of the caller, and remaining processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from minialpa.session import current_session
 from minialpa.testing import assert_allclose
 from tests.runtime.ray.ray_cluster import start_session
 
-#: Seconds within which an error has to come, once there are signs of it.
+#: Seconds within which an error must come after its first signs.
 SOON_S = 10.0
-#: A time-out for workers that hang; their first steps take less, on a busy machine too.
+#: A time-out for workers that hang; their first steps take less, also on a busy machine.
 PATIENCE_S = 5.0
 FOREVER = 2**31 - 1
 AT_ONCE = np.zeros(3, np.int32)
@@ -88,7 +88,7 @@ class Training:
         self.serial = jax.jit(train_step(jax.value_and_grad))
 
     def start(self, hosts: int, timeout_s: float = 300.0) -> None:
-        """A session of a pipeline of two meshes on so many hosts; a like one goes on."""
+        """A session of a pipeline of two meshes on so many hosts; an equal session continues."""
         if hosts != self.hosts:
             minialpa.shutdown()
         self.hosts = hosts
@@ -145,7 +145,7 @@ def wait_until(is_true: Callable[[], bool], seconds: float = SOON_S) -> None:
 
 @dataclass
 class Told:
-    """What the caller was told of a fault, and how long that took."""
+    """The error that the caller got after a fault, and the seconds until then."""
 
     error: WorkerError
     seconds: float
@@ -172,7 +172,7 @@ def told_of(fault: Callable[[], None], call: Callable[[], Any], is_time: Callabl
 
 
 def in_next_step() -> Callable[[], bool]:
-    """Tells when all workers have reported, while the caller waits for it, that they run the next step."""
+    """A function: whether all workers have reported, while the caller waits, that they run the next step."""
     runtime = current_session().runtime
     last = max(status.step for status in runtime.ask(runtime.workers, "status"))
     return lambda: all(runtime._status(worker).step > last for worker in runtime.workers)

@@ -1,4 +1,4 @@
-"""Ray nodes in network namespaces of this machine: hosts with addresses of their own, which may be lost."""
+"""Ray nodes in network namespaces of this machine: hosts with separate addresses, which may be lost."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ class NetworkedCluster:
 
 @contextmanager
 def networked_cluster(n_hosts: int, logs: Path, n_devices_of_head: int = 1) -> Iterator[NetworkedCluster]:
-    """A Ray cluster of so many hosts with one virtual device each, ended behind the block."""
-    # A folder of its own, so that no other Ray cluster of this machine is found. Its path must be short.
+    """A Ray cluster of so many hosts with one virtual device each, ended after the block."""
+    # A separate folder, so that no other Ray cluster of this machine is found. Its path must be short.
     folder = Path("/tmp") / f"m{uuid.uuid4().hex[:6]}"
     with namespaces(n_hosts) as hosts:
         cluster = NetworkedCluster(hosts, logs, folder)
@@ -135,7 +135,7 @@ def networked_cluster(n_hosts: int, logs: Path, n_devices_of_head: int = 1) -> I
 
 
 def _wait_for(log: Path, node: subprocess.Popen[bytes]) -> None:
-    """Wait until a node says that it has started."""
+    """Wait until a node reports its start."""
     for _ in range(300):
         if "Ray runtime started" in log.read_text():
             return

@@ -19,9 +19,9 @@ N_NODES, DEVICES_PER_NODE = 3, 4
 
 @contextmanager
 def ray_nodes(n_nodes: int = N_NODES, devices_per_node: int = DEVICES_PER_NODE, **head_args: Any) -> Iterator[Cluster]:
-    """A cluster of nodes with `minialpa_cpu_device`s; ended, with all of its processes, after the block."""
+    """A cluster of nodes with `minialpa_cpu_device`s, which ends with all of its processes after the block."""
     with _forks_are_fine():
-        # Processes that no test needs: the autoscaler, and what shows the logs of workers to the caller.
+        # Processes that no test needs: the autoscaler, and the monitor that prints the logs of workers.
         without = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
         # Nor would Ray's own idle workers help. And its workers wait for everything else on this machine by default.
         settings = {"prestart_worker_first_driver": False, "worker_niceness": 0}

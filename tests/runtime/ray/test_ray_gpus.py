@@ -1,4 +1,4 @@
-"""Clusters whose nodes have GPUs, as far as Ray is told: what is planned for, and what their absence is called."""
+"""Clusters whose nodes declare GPUs to Ray: the planned devices, and the errors without GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_kinds_of_gpus_are_known_by_the_names_of_jax_and_ray(kind: str, preset: 
 
 @pytest.mark.parametrize("kind", ["NVIDIA GH200 480GB", "unknown"])
 def test_other_gpus_are_planned_for_with_a_warning(kind: str) -> None:
-    with pytest.warns(UserWarning, match=f"no figures for the GPU '{kind}'"):
+    with pytest.warns(UserWarning, match=f"no rates for the GPU '{kind}'"):
         assert gpu_preset(kind) == "v100-p3.16xlarge"
 
 

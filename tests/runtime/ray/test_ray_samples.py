@@ -1,5 +1,7 @@
-"""Hosts that read their own samples, in real processes of one mesh. The short relatives are in `test_sample_calls.py`
-and, with workers in threads, in `tests/test_data.py`."""
+"""Hosts that read their own samples, in real processes of one mesh.
+
+The short relatives are in `test_sample_calls.py` and, with workers in threads, in `tests/test_data.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ BATCH, WIDTH, N_BATCHES = 4096, 64, 4
 
 
 class Reads:
-    """A function that reads samples, and writes down in which process it read which of them. It can be pickled."""
+    """A picklable function that reads samples, and writes down its process and the samples."""
 
     def __init__(self, folder: Path, pid: int, fault: str = "") -> None:
         self.folder, self.driver, self.fault = folder, pid, fault
@@ -47,7 +49,7 @@ class Reads:
             yield batch(i, min(i + batch_size, end))
 
     def of_workers(self) -> list[set[str]]:
-        """What each worker has read: the first row and the batch."""
+        """The samples that each worker has read: the first row and the batch."""
         return sorted(
             (set(file.read_text().split()) for file in self.folder.iterdir() if file.name != str(self.driver)), key=min
         )

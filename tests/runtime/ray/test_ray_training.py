@@ -1,4 +1,4 @@
-"""`train` on a Ray cluster: processes and hosts are killed while it runs, and it ends as an undisturbed run does."""
+"""`train` on a Ray cluster: processes and hosts are killed while it runs, and it ends like an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes are chosen and reserved: nodes with devices that answer and are free, or become so. Without Ray."""
+"""The choice and reservation of nodes: nodes whose devices answer and are free, or become free. Without Ray."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_session_with_more_virtual_devices_than_cpus_starts_again_on_their_nod
 
 @pytest.fixture
 def available(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mapping[str, float]]:
-    """What is free of three nodes with two devices each, all of which answer; nothing is, at first."""
+    """The free resources of three nodes with two devices each, all of which answer; at first, no device is free."""
     nodes = [
         {"NodeID": f"n{i}", "NodeManagerAddress": f"10.0.0.{i}", "Alive": True, "Resources": {CPU_DEVICE: 2.0}}
         for i in (1, 2, 3)
@@ -96,7 +96,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mapping[str, float]]
 
 
 def _chosen(requested: HostRequest) -> list[str]:
-    return [node["NodeID"] for node in reservation._choose_again(requested).nodes]
+    return [node["NodeID"] for node in reservation._choose_same(requested).nodes]
 
 
 def _wanted(num_hosts: int | None, *held: str) -> HostRequest:
@@ -138,7 +138,7 @@ def test_a_node_that_ray_lists_and_that_does_not_answer_is_left_out(monkeypatch:
             for address, port, alive in (
                 ("127.0.0.1", ports[0], True),
                 ("127.0.0.1", ports[1], True),
-                ("192.0.2.250", 9, True),  # takes no connection, and refuses none
+                ("192.0.2.250", 9, True),  # neither accepts nor refuses a connection
                 ("127.0.0.1", ports[0], False),
             )
         ]

@@ -34,7 +34,7 @@ class Device:
 
 
 class Result:
-    """An array that the call with a number makes, and that a later call may take over."""
+    """An array of the call with a number, which a later call may donate."""
 
     def __init__(self, device: Device, number: int) -> None:
         self.device, self.number, self.taken = device, number, False

@@ -1,4 +1,4 @@
-"""The interpreter, with functions and a back end that note what is asked of them."""
+"""The interpreter, with functions and a back end that record their calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLEES = [Callee(0, "double", (0,)), Callee(1, "add", ())]
 
 
 class Notes:
-    """A back end that moves values at once, and notes what it is asked."""
+    """A back end that moves values at once, and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -73,7 +73,7 @@ def test_instructions_read_and_fill_numbered_buffers() -> None:
     buffers: Buffers = {0: 5, 3: 100}
     _interpreter(backend).run(buffers)
     assert buffers == {1: 10, 2: 10, 3: 110}
-    # The donated input of the first call, and the total, are settled before they are taken over.
+    # The donated input of the first call, and the sum, are settled before they are donated.
     assert backend.asked == [("settle", [0]), "move", ("settle", [3])]
 
 
@@ -83,7 +83,7 @@ def test_position_names_the_instruction_that_raised() -> None:
         interpreter.run({0: -5, 3: 100})
     assert interpreter.describe(interpreter.position) == "instruction 3, Accumulate `add`"
     assert interpreter.describe(-1) == "no instruction"
-    assert interpreter.describe(4) == "the end of the step, where results are awaited"
+    assert interpreter.describe(4) == "the end of the step, waiting for its results"
 
 
 def test_a_traced_step_computes_the_same_and_notes_every_instruction() -> None:

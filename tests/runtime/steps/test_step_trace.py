@@ -35,7 +35,7 @@ def pipeline(n_devices: int) -> Method:
 
 
 def check_step(method: Method, n_hosts: list[int], folder: Path) -> tuple[Program, tuple[TaskTime, ...]]:
-    """Trains a step, traces one, and trains another; returns what was traced. n_hosts: of each mesh."""
+    """Trains a step, traces one, and trains another; returns the trace. n_hosts: of each mesh."""
     model = models.build("mlp", batch_size=4 * N_MICRO_BATCHES, hidden=8, n_layers=2)
     step = minialpa.parallelize(model.train_step(minialpa.value_and_grad), method=method)
     plain = jax.jit(model.train_step(jax.value_and_grad))
@@ -80,7 +80,7 @@ def _check_laws(program: Program, tasks: tuple[TaskTime, ...], n_hosts: list[int
 
 
 def check_order(program: Program, tasks: tuple[TaskTime, ...]) -> None:
-    """A call begins no earlier than those have ended that make what it reads, here or on another mesh."""
+    """A call begins after the end of all calls that make its operands, here or on another mesh."""
     times = {task.instruction: task for task in tasks if task.instruction is not None}
     made_s: dict[int, float] = {}
     for i, instruction in enumerate(program.instructions):

@@ -1,8 +1,8 @@
 """The part of `cupy.cuda` that the NCCL transport uses, within one process and on arrays in host memory.
 
-It keeps what matters of NCCL's contract: a communicator exists when both ranks have come; what a group posts starts at
-its end; sends and receives of a communicator match in order; a stream is synchronised when what was posted on it is
-done; and `abort` ends what waits at one end, of which the other end learns nothing.
+It keeps the relevant parts of NCCL's contract. A communicator exists when both ranks have joined. Operations of a group
+start at its end. Sends and receives of a communicator match in order. A stream is synchronised when its operations are
+done. `abort` ends the waits at one end, and the other end gets no message.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def group_end() -> None:
 
 
 def modules() -> dict[str, Any]:
-    """What `sys.modules` has to hold for `import cupy.cuda.nccl`."""
+    """The modules that `sys.modules` needs for `import cupy.cuda.nccl`."""
     nccl = types.ModuleType("cupy.cuda.nccl")
     nccl.__dict__.update(
         NCCL_UINT8=NCCL_UINT8,

@@ -76,7 +76,7 @@ def expected_parts(arrays: list[np.ndarray[Any, Any]]) -> list[ExpectedPart]:
 
 
 def send_back(transport: Transport, tag: int, expected_parts: list[ExpectedPart]) -> None:
-    """What the peer does with a message: return its parts in one of the same tag."""
+    """Receive a message at the peer, and return its parts with the same tag."""
     transport.send(0, tag, [Part(array) for array in transport.receive(0, tag, expected_parts, TIMEOUT_S)])
 
 
@@ -153,7 +153,7 @@ def test_messages_from_several_threads_that_no_socket_holds_arrive_whole(peer: P
 def test_another_layout_than_was_sent_is_an_error(peer: Peer) -> None:
     tag = next(_tags)
     peer.mine.send(1, tag, [Part(np.zeros((2, 3), np.float32))])
-    with pytest.raises(WorkerError, match=rf"awaited 24 bytes as message {tag} of worker 0.*another layout"):
+    with pytest.raises(WorkerError, match=rf"expected 24 bytes as message {tag} of worker 0.*another layout"):
         peer.call(send_back, tag, [ExpectedPart((3, 2), np.dtype(np.float32))])
 
 

@@ -1,4 +1,4 @@
-"""What the NCCL transport does around NCCL: order, devices, errors. NCCL itself runs in `benchmarks/gpu_nccl.py`."""
+"""The NCCL transport around NCCL: order, devices, errors. NCCL itself runs in `benchmarks/gpu_nccl.py`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_peer_that_is_lost_in_the_middle_of_a_transfer_ends_every_wait(workers
 def test_a_message_that_cannot_be_sent_leaves_no_worker_waiting(
     workers: list[NcclTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receiver has its announcement, and closes; and the sender closes as one that has failed."""
+    """The receiver has its announcement, and closes; the sender closes with a failure."""
     monkeypatch.setattr(nccl, "_FLUSH_S", 0.2)
     link = DeviceLink(0, 0, 1, 0)
     workers[0]._ends[link].communicator.abort()

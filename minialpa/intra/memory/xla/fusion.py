@@ -1,16 +1,16 @@
-"""Which values of a program are ever in memory, and the kernels that remain.
+"""Which values of a program are ever in memory: operations in, the kernels that remain out.
 
-XLA for GPUs weighs for each operation the savings of its readers if they compute it themselves, in k kernels:
+XLA for GPUs lets the k kernels that read an operation compute it if that costs no more bytes than storing it:
 
     stored    in + work + out + k out      its operands are read, its result is written and read
     joined    k (in + work)                each of the kernels computes it
 
-and joins it where that is not more. `in` and `work` include all operations that are computed for it alone; work counts
-as the bytes that the GPU moves in that time. Fills cost nothing.                                        -> _Chains
-Products, convolutions, collectives, sorts and loops are kernels of their own, and reductions end one: they take in
-their operands, and nothing takes them in. A product takes in a conversion of its operand if it then reads no more
-bytes, or if the operand is an argument without other readers.                                            -> _may_join
-A kernel is a stored operation with all that is computed inside it.                                      -> _kernels_of
+`in` and `work` include all operations that are computed for it alone; work counts as the bytes that the GPU moves in
+that time. Fills have no cost.                                                                           -> _Chains
+Products, convolutions, collectives, sorts and loops are separate kernels, and a reduction ends one. A product takes
+in a conversion of its operand if it then reads no more bytes, or if the operand is an argument without other
+readers.                                                                                                 -> _may_join
+A kernel is a stored operation with all operations that it computes.                                     -> _kernels_of
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def _feeds_product(graph: Graph, producer: int) -> bool:
 
 
 class _Chains:
-    """Costs of each operation with all that is computed for it alone; a class because one follows from others.
+    """Costs of each operation with all operations that are computed for it alone.
 
     Attributes:
-        read_bytes: for each operation, bytes of the stored values that it starts from.
+        read_bytes: bytes of the stored values that each operation starts from.
         work_bytes: its work, as the bytes that a GPU moves in that time.
     """
 
@@ -81,8 +81,7 @@ class _Chains:
         self._graph = graph
         self.read_bytes: list[float] = []
         self.work_bytes: list[float] = []
-        # The values that operations start from, until another operation includes them, or memory would grow with the
-        # square of the length of a chain.
+        # Kept until another operation includes them: otherwise memory grows with the square of the length of a chain.
         self._reads: dict[int, set[int]] = {}
         for number, op in enumerate(graph.operations):
             reads, work_bytes = _Reads(graph.sizes), op.work_bytes
@@ -117,7 +116,7 @@ class _Chains:
 
 
 class _Reads:
-    """Values and their bytes, of which the smaller part is added to the larger one."""
+    """Values and their bytes. `add` merges the smaller set into the larger one, and takes over the set."""
 
     def __init__(self, sizes: Sequence[float]) -> None:
         self._sizes = sizes
@@ -125,7 +124,6 @@ class _Reads:
         self.n_bytes = 0.0
 
     def add(self, values: set[int], n_bytes: float | None = None) -> None:
-        """Add values. Takes over the set."""
         if n_bytes is None:
             n_bytes = sum(self._sizes[v] for v in values)
         if len(values) > len(self.values):
@@ -162,7 +160,7 @@ class Graph:
         return list(dict.fromkeys(self.maker[v] for v in self.operations[reader].reads if v in self.maker))
 
     def n_readers(self, value: int) -> int:
-        """The number of live operations that read a value, such as an argument."""
+        """The number of live operations that read a value."""
         if self._n_readers is None:
             self._n_readers = Counter(
                 v for op, live in zip(self.operations, self.live, strict=True) if live for v in set(op.reads)
@@ -187,9 +185,8 @@ def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]
 
 
 def _kernels_of(graph: Graph, stored: Sequence[bool], joined: Sequence[Collection[int]]) -> list[Kernel]:
-    """The kernels of live operations whose results are `stored`. joined: readers that compute each operation."""
-    # The stored values that an operation reads, and whether element by element. Kept until its last reader, or memory
-    # would grow with the square of the length of a chain.
+    """joined: readers that compute each operation."""
+    # See `_stored_reads`. Kept until the last reader, to save memory.
     reads: dict[int, dict[int, bool]] = {}
     last_reader = [max(readers, default=-1) for readers in joined]
     kernels: list[Kernel] = []
@@ -211,7 +208,7 @@ def _stored_reads(
 ) -> dict[int, bool]:
     """The values in memory that `reader` reads, and whether element by element.
 
-    reads: the same for operations that later ones compute, too; entries without a later reader are removed.
+    reads: the same for operations that later ones compute, too.
     """
     op = graph.operations[reader]
     own: dict[int, bool] = {}
@@ -233,7 +230,7 @@ def _stored_reads(
 
 
 def _kernel(op: Operation, reads: Mapping[int, bool]) -> Kernel:
-    # A view of a stored value is in its buffer; one of a joined value is computed into a buffer of its own.
+    # A view of a stored value is in its buffer; a view of a joined value is computed into a new buffer.
     is_view = op.kind == "view" and op.reads[0] in reads
     return Kernel(
         reads=tuple(reads),

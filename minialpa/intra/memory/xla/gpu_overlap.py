@@ -1,16 +1,16 @@
-"""Work that XLA for GPUs puts beside collectives, for which values stay longer in memory.
+"""Work that XLA for GPUs puts beside collectives, for which values stay longer in memory: kernels in, a new order out.
 
-Its latency-hiding scheduler goes through the program from the end. At a collective, it first schedules kernels that
-could also run later, until they take about as long, and starts the collective in front of them. So gradients of weights
-wait for the collectives of activations, and gathers of weights start a product early:
+XLA's latency-hiding scheduler goes through the program from the end. At a collective, it schedules kernels that could
+also run later, until they take as long, and then the start of the collective. So gradients of weights wait for the
+collectives of activations, and gathers of weights start a product early:
 
     ... , gradient of a weight, start, done, ...    ->    ... , start, gradient of a weight, done, ...
 
-Of the kernels that could run, from the end, it takes the one with most collectives on a path to it, then the one that
-lets most others run, then the last of the original order.
+Of the kernels that could run, it takes the one with most collectives on a path to it, then the one that lets most
+others run, then the last of the original order.
 
-Here, work takes as long as a collective if it moves as many bytes. The operands and results of a collective are in
-memory from its start to its end. One collective runs at a time.
+Here, work takes as long as a collective if it moves as many bytes. One collective runs at a time; its operands and
+results are in memory from its start to its end.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _SCALAR_BYTES = 16
 def overlapped(
     kernels: Sequence[Kernel], sizes: Sequence[float], collectives: Collection[int], work: Collection[int]
 ) -> list[Kernel]:
-    """`kernels`, from a valid order, in the order of XLA's scheduler, and with the ends of collectives.
+    """`kernels`, from a valid order, in the order of XLA's scheduler, with the ends of collectives.
 
-    sizes: bytes of values. collectives: values that collectives write. work: values that products and loops write.
+    collectives: values that collectives write.
+    work: values that products and loops write.
     """
     if not any(v in collectives for kernel in kernels for v in kernel.writes):
         return list(kernels)
@@ -44,7 +45,7 @@ class _Schedule:
         self._kernels = kernels
         self._is_collective = [any(v in collectives for v in kernel.writes) for kernel in kernels]
         self._is_work = [any(v in work for v in kernel.writes) for kernel in kernels]
-        # The sum of a loss, say, would keep all its summands.
+        # Scalars do not count as work: the sum of a loss would keep all its summands.
         self._is_scalar = [max((sizes[v] for v in kernel.writes), default=0.0) <= _SCALAR_BYTES for kernel in kernels]
         self._n_bytes = [sum(sizes[v] for v in (*kernel.reads, *kernel.writes)) for kernel in kernels]
         maker = {v: number for number, kernel in enumerate(kernels) for v in kernel.writes}
@@ -67,14 +68,12 @@ class _Schedule:
                 self._push(number)
 
     def _depths(self) -> list[int]:
-        """The most collectives on a path to each kernel."""
         depths = [0] * len(self._kernels)
         for number, kernels_before in enumerate(self._before):
             depths[number] = max((depths[k] + self._is_collective[k] for k in kernels_before), default=0)
         return depths
 
     def _add_order_of_changes(self, maker: dict[int, int]) -> None:
-        """A kernel that changes a buffer runs after all readers of the buffer before."""
         readers: dict[int, list[int]] = defaultdict(list)
         for number, kernel in enumerate(self._kernels):
             for v in kernel.reads:
@@ -98,7 +97,6 @@ class _Schedule:
         heapq.heappush(self._ready, (-self._depth[number], -self._n_freed[number], -number))
 
     def _next(self) -> int | None:
-        """The kernel to schedule next; skips old entries of the queue."""
         while self._ready:
             number = -heapq.heappop(self._ready)[-1]
             if number not in self._done:

@@ -1,4 +1,4 @@
-"""The layouts that XLA's matrix products and convolutions read and write, and the copies that these need.
+"""The layouts that XLA's matrix products and convolutions read and write: an equation in, its kernel and copies out.
 
 A product reads batch dimensions first, then free and contracted dimensions, each next to each other in memory. It reads
 transposed matrices, also of a batch, in place, and arrays of more dimensions through a view. Others are copied before.
@@ -29,7 +29,7 @@ def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes:
 
 
 def product_operands(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], exchanged: bool = False) -> list[int]:
-    """The operands of a product in its layouts. exchanged: whether it computes its own transpose."""
+    """The operands of a product in its layouts. exchanged: whether it computes the transpose of its result."""
     contracted, batch = eqn.params["dimension_numbers"]
     return [
         _product_operand(recorder, eqn, read, batch[side], contracted[side], contracted_last=exchanged == side)
@@ -46,9 +46,9 @@ def _product_operand(
     *,
     contracted_last: bool,
 ) -> int:
-    """The value that a product reads for `read`. contracted_last: whether contracted dimensions follow the free ones.
+    """The value that a product reads for `read`, with these batch and contracted dimensions.
 
-    batch, contracted: dimensions of `read`.
+    contracted_last: whether contracted dimensions follow the free ones.
     """
     v, dims = recorder.untransposed(read)
     batched, summed = tuple(dims[dim] for dim in batch), tuple(dims[dim] for dim in contracted)
@@ -67,7 +67,7 @@ def _product_operand(
 
 
 def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]) -> int:
-    """A view of `v` in which each group of neighbouring dimensions is one; `groups`: dimensions in each."""
+    """A view with one dimension for each group of neighbouring dimensions. groups: dimensions in each."""
     if (v, groups) not in recorder.merged:
         out = recorder.like(v, maker)
         recorder.origin[out] = recorder.origin.get(v, v)
@@ -77,8 +77,11 @@ def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]
 
 
 def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
-    """Add a convolution. It reads and writes images with the batch first and features last, and reads kernels with
-    output features first; or, in float32, all with features first. Arrays in another order are copied."""
+    """Add a convolution.
+
+    It reads and writes images with the batch first and features last, and reads kernels with output features first; in
+    float32, all with features first. Arrays in another order are copied.
+    """
     numbers = eqn.params["dimension_numbers"]
     features_first = recorder.values[writes[0]].dtype == "float32"
     (batch, features, *space), (out_features, in_features, *window) = numbers.lhs_spec, numbers.rhs_spec
@@ -101,7 +104,7 @@ def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], wri
 def _stored(
     recorder: Recorder, eqn: JaxprEqn, operands: Sequence[int], result: int, *, is_product: bool = False
 ) -> int:
-    """Add the kernel of `eqn`; returns its value, which `result` is made of."""
+    """Add the kernel of `eqn`; returns its value."""
     made = recorder.like(result, eqn)
     recorder.origin[made] = result
     recorder.add("own", operands, (made,), is_product=is_product)

@@ -1,7 +1,7 @@
-"""The operations of an equation, and of a step of a resharding.
+"""The operations of an equation, or of a step of a resharding: values of operands in, values of results out.
 
 Products and convolutions read and write fixed layouts (layouts.py). Equations without a rule, such as sorts, scans and
-calls, are kernels of their own.
+calls, are separate kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ELEMENTWISE = _EXPENSIVE_ELEMENTWISE | _names(
 _LOOPS = (
     _ELEMENTWISE | _REDUCTIONS | _names("concatenate dynamic_slice dynamic_update_slice gather pad rev slice split")
 )
-#: Work for an element, as the bytes of memory that a GPU moves in that time; other work is next to nothing.
+#: Work for an element, as the bytes of memory that a GPU moves in that time; other work is negligible.
 _WORK_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 10.0) | dict.fromkeys(
     ("div", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rem", "rsqrt", "sqrt"), 2.0
 )
@@ -143,7 +143,7 @@ def _is_real(recorder: Recorder, v: int) -> bool:
 
 
 def _add_transpose(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
-    """The transpose of a matrix product is the product with its operands exchanged; others are loops."""
+    """The transpose of a matrix product is the product with its operands exchanged."""
     source, result = reads[0], writes[0]
     recorder.transposed[result] = recorder.permuted(source, eqn.params["permutation"])
 

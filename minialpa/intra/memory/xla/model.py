@@ -1,4 +1,4 @@
-"""XLA for CPUs and for GPUs as values.
+"""XLA for CPUs and for GPUs: operations of one device in, kernels in order out.
 
 0. Equations and steps of reshardings become operations.       -> lowering, layouts
 1. Sums with scatters become scatters.                         -> rewrites.absorb
@@ -6,8 +6,7 @@
 3. Operations are fused into kernels.                          -> fusion.fused, for GPUs after rewrites.with_epilogues
 4. Kernels are ordered.                                        -> order, gpu_overlap
 
-These are the rules of XLA for GPUs: each of them is here because predictions for GPUs are worse without it. CPUs are
-devices for tests: their kernels are fused by the same rules.
+Each rule improves predictions for GPUs. CPUs are devices for tests, with the same fusion.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from minialpa.intra.memory.xla.operations import Operation, Recorder
 from minialpa.intra.memory.xla.order import order_on_cpu, order_on_gpu
 from minialpa.intra.memory.xla.rewrites import absorb, combine, with_epilogues
 
-#: The schedule of programs for GPUs depends on times that are not modelled. With this reserve, XLA fits most programs
-#: that need more than the model predicts (`python -m benchmarks.gpu_fidelity`).
+#: The schedule of GPU programs depends on times that are not modelled. This reserve covers most programs that need more
+#: than predicted (`python -m benchmarks.gpu_fidelity`).
 _GPU_RESERVE = 0.025
 
 
@@ -36,13 +35,11 @@ def _rewritten(recorder: Recorder, results: Sequence[int]) -> tuple[Operation, .
 
 
 def _scheduled_on_cpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
-    """Steps 1 to 4."""
     kernels = fused(Graph(_rewritten(recorder, results), results, recorder.sizes))
     return [kernels[number] for number in order_on_cpu(kernels, inputs)]
 
 
 def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
-    """Steps 1 to 4."""
     sizes = recorder.sizes
     operations = with_epilogues(_rewritten(recorder, results), inputs, results, sizes)
     kernels = fused(Graph(operations, results, sizes))
@@ -51,7 +48,7 @@ def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequen
     return overlapped(ordered, sizes, recorder.exchanged, work)
 
 
-#: It drops barriers, but in programs for GPUs conditions take their place, outside of loops (`intra/shard_arrays.py`).
+#: XLA drops barriers. Outside of loops, conditions replace them (`intra/shard_arrays.py`).
 XLA_GPU = Compiler(
     name="xla-gpu",
     waits_at_barriers=True,
@@ -64,7 +61,7 @@ XLA_GPU = Compiler(
     add_step=add_step,
     kernels=_scheduled_on_gpu,
 )
-#: Up to jax 0.10. It drops optimization barriers before it orders the kernels.
+#: Up to jax 0.10, XLA drops optimization barriers before it orders the kernels.
 XLA_CPU = dataclasses.replace(
     XLA_GPU,
     name="xla-cpu",

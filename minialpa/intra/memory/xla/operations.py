@@ -11,24 +11,23 @@ from jax.extend.core import JaxprEqn
 from minialpa.intra.memory.compiler import ShardValues
 
 #: loop: elementwise operations, changes of layout, slices, reductions. view: the same bytes in another shape. fill:
-#: without operands, as an iota. own: always a kernel of its own.
+#: without operands, as an iota. own: always a separate kernel.
 Kind = Literal["loop", "view", "fill", "own"]
 #: A value, and the order of its dimensions in memory.
 Ordered = tuple[int, tuple[int, ...]]
 
 
 class Operation(NamedTuple):
-    """One operation of a program, before fusion. A tuple, as programs have very many of them.
+    """One operation of a program, before fusion. A tuple, because programs have very many.
 
     Attributes:
-        kind: its part in fusion.
         repeats: whether each element of an operand is read many times, as in a broadcast.
         elementwise: whether each element of the result needs one element of each operand.
         scratch: bytes of the buffers that it needs only while it runs.
         in_place: the operand whose buffer the result takes over, if any.
         waits: whether its result waits for all operands.
         sums: "add" if it adds its two operands, "scatter" if it adds the others into the first.
-        reduces: whether an element of the result needs many elements of an operand, as in a sum or a maximum.
+        reduces: whether an element of the result needs many elements of an operand.
         work_bytes: its work, as the bytes that a GPU moves in that time; 0 if it is cheap.
     """
 
@@ -56,12 +55,13 @@ class Recorder(ShardValues):
     """Collects values and operations. An operation is added after the makers of its operands.
 
     Attributes:
-        copies: for a value and an order of its dimensions in memory, the copy in this order.
-        merged: for a value and the sizes of its groups of dimensions, the view with one dimension per group.
+        copies: (value, order of its dimensions in memory) -> copy in this order.
+        merged: (value, sizes of its groups of dimensions) -> view with one dimension per group.
         zeros: values that are all zeros.
-        products: for the result of a matrix product, its equation and its operands.
-        transposed: for a transpose, its operand, and the operand's dimension for each dimension.
-        combinable: for the result of a collective, its kind; equal kinds can be combined.
+        products: result of a matrix product -> its equation and its operands.
+        transposed: transpose -> its operand, and the operand's dimension for each dimension.
+        combinable: result of a collective -> its kind; equal kinds can be combined.
+        exchanged: results of collectives.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Recorder(ShardValues):
     exchanged: set[int] = field(default_factory=set)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
-        """Add an operation. `facts`: fields of `Operation`."""
+        """facts: fields of `Operation`."""
         self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
 
     def copied(self, v: int, maker: JaxprEqn | str, order: tuple[int, ...] = ()) -> int:
@@ -91,11 +91,11 @@ class Recorder(ShardValues):
         return self.transposed.get(v, (v, tuple(range(len(self.values[v].shape)))))
 
     def permuted(self, v: int, permutation: Sequence[int]) -> Ordered:
-        """The same for `v` with its dimensions permuted."""
+        """As `untransposed`, for `v` with its dimensions permuted."""
         source, order = self.untransposed(v)
         return source, tuple(order[dim] for dim in permutation)
 
 
 def makers_of(operations: Sequence[Operation]) -> dict[int, int]:
-    """For each value that one of `operations` writes, the number of the operation."""
+    """Value -> number of the operation that writes it."""
     return {value: number for number, op in enumerate(operations) for value in op.writes}

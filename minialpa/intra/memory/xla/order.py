@@ -1,7 +1,7 @@
-"""The order in which kernels run.
+"""The order in which kernels run: kernels in, their numbers in order out.
 
-On a CPU, they run as soon as their operands are there, first come, first served. So recomputed values of a backward
-pass are computed early and kept, unless the program waits at barriers. For GPUs, XLA takes the best of three orders:
+CPUs run kernels as soon as their operands exist, so they compute and keep recomputed values early, unless the program
+waits at barriers. For GPUs, XLA takes the best of three orders:
 
 list         of the kernels that are ready, the one that frees most bytes, less the bytes it writes    -> _greedy
 program      the order of the operations in the program
@@ -25,7 +25,7 @@ def order_on_cpu(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
             readers.setdefault(value, []).append(number)
     missing = [len(kernel.reads) for kernel in kernels]
 
-    # Inputs start the queue, then constants, then kernels that read nothing.
+    # Inputs start the queue, then constants, then kernels without operands.
     available = [*inputs, *_constants(kernels, readers, inputs)]
     queue: deque[tuple[int | None, tuple[int, ...]]] = deque((None, (value,)) for value in available)
     queue.extend((number, kernel.writes) for number, kernel in enumerate(kernels) if not kernel.reads)
@@ -50,7 +50,7 @@ def _constants(kernels: Sequence[Kernel], read: Mapping[int, object], inputs: Se
 
 
 def order_on_gpu(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
-    """Numbers of `kernels` in the order that needs least memory. sizes: bytes of values."""
+    """The order that needs least memory. sizes: bytes of values."""
     buffers = _Buffers(kernels, results, sizes)
     orders = (_greedy(kernels, buffers), list(range(len(kernels))), _depth_first(kernels, buffers, results))
     return min(orders, key=buffers.peak_bytes)
@@ -59,8 +59,8 @@ def order_on_gpu(kernels: Sequence[Kernel], results: Sequence[int], sizes: Seque
 def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence[int]) -> list[int]:
     """The kernels that `results` wait for, and then the others, each after the kernels that it reads from.
 
-    Of these, the one with the most other readers comes first, or else with the most bytes. Both count with all kernels
-    that they wait for.
+    Of these, the one with the most other readers comes first, or else with the most bytes. Both counts include all
+    kernels that they wait for.
     """
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [list(dict.fromkeys(made[v] for v in kernel.reads if v in made)) for kernel in kernels]
@@ -79,7 +79,7 @@ def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence
 
 
 def _weights(waits: Sequence[Sequence[int]], buffers: _Buffers) -> list[tuple[float, float]]:
-    """For each kernel and all that it waits for, the other readers and the bytes. waits: the kernels that it reads."""
+    """For each kernel and all that it waits for, other readers and bytes. waits: the kernels that it reads."""
     n_readers = [0] * len(waits)
     for k in (k for of_kernel in waits for k in of_kernel):
         n_readers[k] += 1
@@ -96,7 +96,7 @@ class _Buffers:
     """Buffers that kernels write and read, by their first value; without arguments.
 
     Attributes:
-        n_readers: for each buffer, the kernels that read it, and one more for a result.
+        n_readers: kernels that read each buffer, and one more for a result.
     """
 
     def __init__(self, kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> None:
@@ -124,7 +124,6 @@ class _Buffers:
 
 
 def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
-    """Of the ready kernels, the one that frees most; of equal ones, the first of all."""
     after, missing = _later_kernels(kernels)
     readers: dict[int, set[int]] = defaultdict(set)
     for k, values in enumerate(buffers.reads):
@@ -135,7 +134,7 @@ def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
     def grows(k: int) -> float:
         return buffers.writes[k] - sum(buffers.sizes[v] for v in buffers.reads[k] if left[v] == 1)
 
-    # A kernel only ever frees more with time, so newer entries of it come first.
+    # A kernel frees more and more with time, so its newer entries come first.
     ready = [(grows(k), k) for k, n in enumerate(missing) if not n]
     heapq.heapify(ready)
     order: list[int] = []
@@ -160,7 +159,7 @@ def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
 
 
 def _later_kernels(kernels: Sequence[Kernel]) -> tuple[dict[int, list[int]], list[int]]:
-    """For each kernel, the kernels that read its results, and the number of kernels whose results it reads."""
+    """For each kernel, the readers of its results, and the number of kernels that it reads from."""
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
     after: dict[int, list[int]] = defaultdict(list)

@@ -1,16 +1,15 @@
-"""Rewritings of the operations of a program before XLA fuses them.
+"""Rewritings before XLA fuses operations: the operations of a program in, fewer operations out.
 
 A sum with a scatter becomes a scatter into the other operand, if the scatter has no other reader:      -> absorb
     scatter_add(base, i, u) + x   ->   scatter_add(base + x, i, u),   and base + x is x where base is zeros
 
-Collectives of one kind and type over the same devices that do not depend on each other are combined, up to a limit on
-the bytes of their results. They start when the last operand is there, so all operands are in memory at that time.
-                                                                                                        -> combine
+Collectives of one kind and type over the same devices that do not depend on each other become one. It starts when the
+last operand exists, so all operands are in memory at that time.                                        -> combine
 
-For GPUs, a product computes the one operation that reads it, if this is a view or elementwise and writes no more bytes
-than it reads: a bias, a scale, the update of a weight by its gradient; and then the next one. A function that reads the
-product twice, such as gelu, stays outside. The other operands have to be arguments of the program, or repeat arguments:
-the array of another kernel keeps the operation outside.                                         -> with_epilogues
+For GPUs, a product computes the one operation that reads it, if this is a view or elementwise and writes no more
+bytes than it reads (a bias, a scale, the update of a weight), and then the next one. The other operands have to be
+arguments of the program, or repeat arguments. A function that reads the product twice, such as gelu, stays
+outside.                                                                                        -> with_epilogues
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from minialpa.intra.memory.xla.operations import Operation, makers_of
 
 
 def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: AbstractSet[int]) -> tuple[Operation, ...]:
-    """`operations` with such sums replaced, in a valid order; `zeros`: values that are all zeros."""
+    """`operations` with such sums replaced, in a valid order. zeros: values that are all zeros."""
     n_readers = Counter([value for op in operations for value in op.reads] + list(results))
     out: dict[int, Operation] = {}  # by their first results; by negative numbers without results
 
@@ -47,7 +46,6 @@ def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: Abstr
 
 
 def _scattered(op: Operation, made: Mapping[int, Operation], n_readers: Mapping[int, int]) -> int | None:
-    """The operand of the sum `op` that is a scatter with no other reader, or None."""
     if op.sums != "add":
         return None
     return next(
@@ -67,7 +65,8 @@ def combine(
 ) -> tuple[Operation, ...]:
     """`operations` in a valid order; operations that write values of equal `kinds` are joined.
 
-    sizes: bytes of values. most_bytes: most bytes of the results of a joined operation.
+    sizes: bytes of values.
+    most_bytes: most bytes of the results of a joined operation.
     """
     out = tuple(operations)
     for kind in dict.fromkeys(kinds.values()):
@@ -81,7 +80,6 @@ def combine(
 def _parts(
     operations: Sequence[Operation], group: Sequence[int], sizes: Sequence[float], most_bytes: float
 ) -> Iterator[list[int]]:
-    """A group, cut where it would write more than `most_bytes`."""
     part: list[int] = []
     n_bytes = 0.0
     for number in group:
@@ -155,7 +153,7 @@ def _merged(operations: Sequence[Operation], groups: Sequence[Sequence[int]]) ->
 
 
 def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """The same operations, each after the makers of its operands, otherwise in the given order."""
+    """Each operation after the makers of its operands, otherwise in the given order."""
     made = {value for op in operations for value in op.writes}
     out: list[Operation] = []
     ready: set[int] = set()
@@ -181,7 +179,7 @@ def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:
 def with_epilogues(
     operations: Sequence[Operation], inputs: Sequence[int], results: Sequence[int], sizes: Sequence[float]
 ) -> tuple[Operation, ...]:
-    """`operations` in which products compute their epilogues. inputs: arguments. sizes: bytes; literals have none."""
+    """`operations` in which products compute their epilogues. sizes: bytes of values; 0 for literals."""
     n_reads = Counter(v for op in operations for v in op.reads)
     n_reads.update(results)
     out: list[Operation | None] = []
@@ -189,7 +187,7 @@ def with_epilogues(
     products: dict[int, int] = {}
     loaded = _loaded(operations, inputs, sizes)
     for op in operations:
-        # It reads one product, once, and arguments.
+        # The operation reads one product, once, and arguments.
         others = {v for v in op.reads if v not in loaded and sizes[v]}
         (product,) = others if len(others) == 1 else (None,)
         if product in products and op.reads.count(product) == 1 and _is_epilogue(op, sizes):

@@ -1,4 +1,4 @@
-"""On GPUs a pass adds what it makes to the totals of the step, in the same program."""
+"""On GPUs a pass adds its results to the accumulators of the step, in the same program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARD = ShardParallel(GPUS, num_micro_batches=4)
 PIPELINE = PipeshardParallel(GPUS, num_micro_batches=4, layer_option=AutoLayerOption(2), stage_option="uniform")
 
 
-def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place() -> None:
+def test_a_step_equals_the_one_that_adds_apart_and_writes_accumulators_in_place() -> None:
     case = models.build("mlp", batch_size=16, hidden=8)
     batch = case.make_batch(0, case.batch_size)
 
@@ -33,7 +33,7 @@ def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place() -> N
     inside, state, metrics = trained(SHARD)
     program = inside.program
     assert not any(isinstance(x, Accumulate) for x in program.instructions)
-    # The same device under the name of one that adds apart.
+    # The same device under the name of a device that adds in separate programs.
     cpus = dataclasses.replace(GPUS, device=dataclasses.replace(GPUS.device, name="cpu"))
     outside, expected, wanted = trained(dataclasses.replace(SHARD, devices=cpus))
     assert any(isinstance(x, Accumulate) for x in outside.program.instructions)
@@ -41,7 +41,7 @@ def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place() -> N
     # First and second moments of Adam: gradients and their squares, of which float32 keeps seven digits.
     assert_allclose(state, expected, rtol=1e-4, atol=1e-6)
 
-    # What one micro-batch leaves is what the next one takes over.
+    # The results of one micro-batch are the donated arguments of the next one.
     number = next(i for i, f in enumerate(program.functions) if f.name == "step0")
     runs = [x for x in program.instructions if isinstance(x, Run) and x.function == number]
     assert len(runs) == 4
@@ -52,7 +52,7 @@ def test_a_step_equals_the_one_that_adds_apart_and_writes_totals_in_place() -> N
 
 
 def test_values_that_are_no_sums_are_combined_apart() -> None:
-    """A maximum over the examples has no total that begins with 0."""
+    """A maximum over the examples has no accumulator that begins with 0."""
 
     def step(w: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
         def loss(w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,7 +68,7 @@ def test_values_that_are_no_sums_are_combined_apart() -> None:
     assert_allclose((new, largest), jax.jit(step)(w, batch), rtol=1e-5, atol=1e-6)
 
 
-def test_workers_start_totals_at_zero() -> None:
+def test_workers_start_accumulators_at_zero() -> None:
     case = models.build("mlp", batch_size=16, hidden=8)
     batch = case.make_batch(0, 16)
     state = case.init(jax.random.key(0))
