@@ -124,9 +124,9 @@ def _run_split(split: SplitStep, args: Any) -> Any:
         for acc in split.accumulators:
             if acc.loop in kept[0] and acc.complete not in env:
                 env[acc.complete] = COMBINE[acc.reduction](*[r[acc.loop].astype(acc.complete.aval.dtype) for r in kept])
-        for stack in split.stacks:
-            if stack.loop in kept[0] and stack.complete not in env:
-                env[stack.complete] = jnp.concatenate([r[stack.loop] for r in kept], stack.dim)
+        for joined in split.concatenations:
+            if joined.loop in kept[0] and joined.complete not in env:
+                env[joined.complete] = jnp.concatenate([r[joined.loop] for r in kept], joined.dim)
     outs = [v.val if is_literal(v) else env[v] for v in split.outvars]
     return jax.tree.unflatten(split.traced.out_tree, outs)
 
@@ -138,9 +138,9 @@ def split_equals_serial(
     traced, expected = trace(step, *args), jax.jit(step)(*args)
     split = split_micro_batches(traced, n)
     forms = [split]
-    if split.recomputes_rows:
+    if split.recomputes_values:
         forms.append(split_micro_batches(traced, n, keep_activations=True))
-        assert not forms[1].recomputes_rows
+        assert not forms[1].recomputes_values
     for form in forms:
         found = run_split(form, args)
         assert_allclose(found, expected, rtol=rtol, atol=atol)

@@ -214,7 +214,7 @@ def _open_variants(context: PlanningContext, n: int) -> tuple[bool, bool]:
     if n == 1:
         return False, False
     split = split_micro_batches(context.traced, n)
-    keeps_activations = context.options.keep_activations is None and split.recomputes_rows
+    keeps_activations = context.options.keep_activations is None and split.recomputes_values
     casts_once = context.options.cast_once is None and casts_weights(split)
     return keeps_activations, casts_once
 

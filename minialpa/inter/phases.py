@@ -140,10 +140,10 @@ def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str
     for one in split.accumulators:
         if one.loop in made:
             yield f"{text.name_of(one.complete)} = {one.reduction} of {text.name_of(one.loop)} over micro-batches"
-    for stack in split.stacks:
-        if stack.loop in made:
-            joined = f"micro-batches along dimension {stack.dim}"
-            yield f"{text.name_of(stack.complete)} = {text.name_of(stack.loop)} of all {joined}"
+    for joined in split.concatenations:
+        if joined.loop in made:
+            batches = f"micro-batches along dimension {joined.dim}"
+            yield f"{text.name_of(joined.complete)} = {text.name_of(joined.loop)} of all {batches}"
 
 
 def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
@@ -155,7 +155,7 @@ def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
         names[split.micro_index] = "micro_batch"
     number = block.text(names).name_of
     names |= {one.complete: f"{one.reduction}({number(one.loop)})" for one in split.accumulators}
-    names |= {one.complete: f"all({number(one.loop)})" for one in split.stacks}
+    names |= {one.complete: f"all({number(one.loop)})" for one in split.concatenations}
     return block, block.text(names)
 
 

@@ -164,7 +164,7 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
     A variant is planned if its option (`keep_activations`, `cast_once`) is open, and taken if it fits and is faster.
     """
     options = context.options
-    if options.keep_activations is None and plan.n_loops > 1 and staged_step_of(context, plan).split.recomputes_rows:
+    if options.keep_activations is None and plan.n_loops > 1 and staged_step_of(context, plan).split.recomputes_values:
         plan = _or_planned_with(context, plan, keep_activations=True)
     is_open = options.cast_once is None and plan.n_micro_batches > 1 and not plan.casts_once
     if is_open and casts_weights(staged_step_of(context, plan).split):

@@ -17,7 +17,7 @@ from jax.extend.core import Var
 from minialpa.inter.lower import task_functions
 from minialpa.inter.lower.instruction_passes import joined_calls, last_uses, with_donations, with_frees
 from minialpa.inter.lower.planned_step import PlannedStep, planned_step
-from minialpa.inter.microbatch.split_step import Stack, is_loop
+from minialpa.inter.microbatch.split_step import Concatenation, is_loop
 from minialpa.inter.schedule.chunks import plan_schedule
 from minialpa.inter.schedule.schedules import global_order
 from minialpa.inter.staging.last_pass import TaskProgram
@@ -311,22 +311,24 @@ class _Emitter:
     def _finish_loop(self, tasks: Sequence[Task]) -> None:
         """Combine the values of all micro-batches of a loop, and send them to their readers."""
         made = {v for task in tasks for v in task.outvars}
-        stacks = [stack for stack in self.split.stacks if stack.loop in made]
-        for stack in stacks:
-            self._concatenate(stack, min(task.mesh for task in tasks if stack.loop in task.outvars))
+        concatenations = [joined for joined in self.split.concatenations if joined.loop in made]
+        for joined in concatenations:
+            self._concatenate(joined, min(task.mesh for task in tasks if joined.loop in task.outvars))
 
-        accumulators = [a.complete for a in self.split.accumulators if a.loop in made] + [s.complete for s in stacks]
+        accumulators = [a.complete for a in self.split.accumulators if a.loop in made] + [
+            s.complete for s in concatenations
+        ]
         for var in dict.fromkeys(accumulators):
             for mesh in range(self.step.staged.n_meshes):
                 if (var, None, mesh) in self.buffers and (var, mesh) in self.step.remote_readers:
                     self._send(var, None, mesh)
 
-    def _concatenate(self, stack: Stack, mesh: int) -> None:
-        spec = self.specs[mesh][stack.loop]
-        function = self._add_function(task_functions.concatenate_function(mesh, stack, self.n_micro_batches, spec))
-        parts = tuple(self.buffers[stack.loop, micro, mesh] for micro in range(self.n_micro_batches))
-        self.buffers[stack.complete, None, mesh] = self._new()
-        self.instructions.append(Run(function, parts, (self.buffers[stack.complete, None, mesh],)))
+    def _concatenate(self, joined: Concatenation, mesh: int) -> None:
+        spec = self.specs[mesh][joined.loop]
+        function = self._add_function(task_functions.concatenate_function(mesh, joined, self.n_micro_batches, spec))
+        parts = tuple(self.buffers[joined.loop, micro, mesh] for micro in range(self.n_micro_batches))
+        self.buffers[joined.complete, None, mesh] = self._new()
+        self.instructions.append(Run(function, parts, (self.buffers[joined.complete, None, mesh],)))
 
     # ---- results --------------------------------------------------------------------------------------------------
 

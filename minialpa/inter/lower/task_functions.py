@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from minialpa.inter.microbatch.split_step import Stack
+from minialpa.inter.microbatch.split_step import Concatenation
 from minialpa.intra.shard_arrays import shard_program
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, aval_of, is_weak
@@ -83,19 +83,19 @@ def widen_function(mesh: int, values: Arrays, accumulators: Arrays) -> Function:
     return _function(f"widen{mesh}", mesh, fun, values, accumulators)
 
 
-def concatenate_function(mesh: int, stack: Stack, n_micro_batches: int, spec: Spec) -> Function:
+def concatenate_function(mesh: int, joined: Concatenation, n_micro_batches: int, spec: Spec) -> Function:
     """The examples of all micro-batches in one array."""
-    dtype = aval_of(stack.complete).dtype
+    dtype = aval_of(joined.complete).dtype
     wide = STAND_INS.get(str(dtype))
 
     def fun(*parts: Any) -> tuple[Any, ...]:
         if wide is None:
-            return (jnp.concatenate(parts, axis=stack.dim),)
+            return (jnp.concatenate(parts, axis=joined.dim),)
         # XLA crashes where it concatenates integers of two bits.
-        return (jnp.concatenate([x.astype(wide) for x in parts], axis=stack.dim).astype(dtype),)
+        return (jnp.concatenate([x.astype(wide) for x in parts], axis=joined.dim).astype(dtype),)
 
-    parts = [stored(stack.loop, spec, ())] * n_micro_batches
-    return _function(f"concatenate{mesh}", mesh, fun, parts, [stored(stack.complete, spec, ())])
+    parts = [stored(joined.loop, spec, ())] * n_micro_batches
+    return _function(f"concatenate{mesh}", mesh, fun, parts, [stored(joined.complete, spec, ())])
 
 
 def copy_function(mesh: int, values: Arrays) -> Function:

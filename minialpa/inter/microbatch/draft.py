@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import TraceError
 from minialpa.inter.microbatch.forms import Complete, Partial, PerExample, PerMicroBatch, Same, Scale
 from minialpa.inter.microbatch.segments import Segments
-from minialpa.inter.microbatch.split_step import Accumulator, SplitStep, Stack, operation
+from minialpa.inter.microbatch.split_step import Accumulator, Concatenation, SplitStep, operation
 from minialpa.ir.equations import (
     Atom,
     aval_of,
@@ -45,7 +45,7 @@ class Draft:
 
     Attributes:
         values: for each loop, numbered from 1, the micro-batch's variable for each full-batch variable.
-        accumulators, stacks: by the full-batch variable that they compute.
+        accumulators, concatenations: by the full-batch variable that they compute.
         micro_inputs, batch_dims: see `SplitStep`.
     """
 
@@ -54,7 +54,7 @@ class Draft:
         self.maker = EquationMaker()
         self.values: list[dict[Var, Atom]] = [{} for _ in range(segments.n_loops + 1)]
         self.accumulators: dict[Var, Accumulator] = {}
-        self.stacks: dict[Var, Stack] = {}
+        self.concatenations: dict[Var, Concatenation] = {}
         self.micro_inputs: dict[Var, Var] = {}
         self.batch_dims: dict[Var, int] = {}
         self._operations: dict[int, list[Op]] = defaultdict(list)
@@ -81,13 +81,13 @@ class Draft:
         return self._micro_index
 
     def finish(self) -> SplitStep:
-        """The step, without dead equations, accumulators and stacks."""
+        """The step, without dead equations, accumulators and concatenations."""
         step = self.segments.step
 
         # A complete value needs the value of its loop, though no equation reads that one.
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
         parts = {accumulator.complete: accumulator.loop for accumulator in self.accumulators.values()}
-        parts.update((stack.complete, stack.loop) for stack in self.stacks.values())
+        parts.update((joined.complete, joined.loop) for joined in self.concatenations.values())
         operations, needed = _live(operations, step.flat.outvars, parts)
 
         return SplitStep(
@@ -99,7 +99,7 @@ class Draft:
             accumulators=tuple(
                 accumulator for accumulator in self.accumulators.values() if accumulator.complete in needed
             ),
-            stacks=tuple(stack for stack in self.stacks.values() if stack.complete in needed),
+            concatenations=tuple(joined for joined in self.concatenations.values() if joined.complete in needed),
             outvars=step.flat.outvars,
             batch_dims=self.batch_dims,
             per_micro_batch=self.segments.found,
@@ -200,7 +200,7 @@ class CompleteValues:
 
     def _concatenate(self, var: Var, form: PerExample, part: Var, segment: int) -> None:
         complete = var if form.scale is None else fresh_var(var.aval)
-        self.draft.stacks[var] = Stack(part, complete, self.draft.batch_dims[part])
+        self.draft.concatenations[var] = Concatenation(part, complete, self.draft.batch_dims[part])
         if form.scale is not None:
             eqns, out = self.scaled(complete, form.scale, segment)
             self._add_named(var, eqns, out, segment)

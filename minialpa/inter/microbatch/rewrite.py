@@ -55,12 +55,12 @@ def _written(segments: Segments, keep_activations: bool) -> SplitStep:
     draft = Draft(segments)
     complete = CompleteValues(draft)
     last = 2 * segments.n_loops
-    compared = _compared_rows(segments)
+    compared = _compared_values(segments)
 
     for segment in range(last + 1):
         recomputed = set[int]()
         if is_loop(segment) and not keep_activations:
-            recomputed = _recomputed_equations(segments, segment, compared | draft.stacks.keys())
+            recomputed = _recomputed_equations(segments, segment, compared | draft.concatenations.keys())
         _write_segment(draft, complete, segment, recomputed)
 
     for atom in segments.step.flat.outvars:
@@ -82,7 +82,7 @@ def _write_segment(draft: Draft, complete: CompleteValues, segment: int, recompu
         loop.emit(i)
 
 
-# ---- rows of earlier loops -------------------------------------------------------------------------------------------
+# ---- values of earlier loops -----------------------------------------------------------------------------------------
 
 
 def _recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> set[int]:
@@ -110,7 +110,7 @@ def _may_repeat(segments: Segments, i: int, segment: int) -> bool:
     return place is not None and is_loop(place) and place < segment and not segments.eqns[i].effects
 
 
-def _compared_rows(segments: Segments) -> set[Var]:
+def _compared_values(segments: Segments) -> set[Var]:
     """The operands of reductions to the largest or smallest example.
 
     Loops keep them, because the derivative of such a reduction compares them with its result to the last bit.

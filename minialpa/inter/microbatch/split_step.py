@@ -40,7 +40,7 @@ class Accumulator:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Concatenation:
     """`complete` = concatenation over micro-batches of `loop` along dimension `dim`."""
 
     loop: Var
@@ -57,7 +57,7 @@ class SplitStep:
         micro_inputs: pairs (batch argument, variable that holds the examples of one micro-batch).
         micro_index: an int32 scalar, the number of the micro-batch; None if unused.
         accumulators: reductions over the micro-batches of all loops; each is complete after its loop.
-        stacks: concatenations over the micro-batches of all loops; each is complete after its loop.
+        concatenations: concatenations over the micro-batches of all loops; each is complete after its loop.
         batch_dims: for variables of the loops and for inputs, the dimension of the examples.
         per_micro_batch: descriptions of the statistics that each micro-batch computes for itself.
     """
@@ -68,7 +68,7 @@ class SplitStep:
     micro_inputs: tuple[tuple[Var, Var], ...]
     micro_index: Var | None
     accumulators: tuple[Accumulator, ...]
-    stacks: tuple[Stack, ...]
+    concatenations: tuple[Concatenation, ...]
     outvars: tuple[Atom, ...]
     batch_dims: dict[Var, int]
     per_micro_batch: tuple[str, ...] = ()
@@ -85,15 +85,18 @@ class SplitStep:
 
     @property
     def combined(self) -> list[tuple[Var, Var]]:
-        """(value of one micro-batch, value of the whole batch), for accumulators and stacks."""
-        return [*((a.loop, a.complete) for a in self.accumulators), *((s.loop, s.complete) for s in self.stacks)]
+        """(value of one micro-batch, value of the whole batch), for accumulators and concatenations."""
+        return [
+            *((a.loop, a.complete) for a in self.accumulators),
+            *((s.loop, s.complete) for s in self.concatenations),
+        ]
 
     @property
     def n_loops(self) -> int:
         return max([1, *((op.segment + 1) // 2 for op in self.ops)])
 
     @property
-    def recomputes_rows(self) -> bool:
+    def recomputes_values(self) -> bool:
         """Whether a loop recomputes per-example values of an earlier loop."""
         places = {(op.source, op.segment) for op in self.ops if is_loop(op.segment) and op.source >= 0}
         return len(places) > len({source for source, _ in places})

@@ -52,7 +52,7 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
         micro_inputs=(),
         micro_index=None,
         accumulators=(),
-        stacks=(),
+        concatenations=(),
         outvars=tuple(atom if is_literal(atom) else copies.get(atom, atom) for atom in step.flat.outvars),
         batch_dims={var: kind for var, kind in kinds.items() if isinstance(kind, int)},
     )

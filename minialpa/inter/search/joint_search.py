@@ -6,7 +6,7 @@ The search chooses stages, submeshes, logical shapes, rematerialisation and the 
         n     = the number with the least lower bound on the seconds of a step
         found = the best pipeline with n micro-batches under the bounds (`stage_dp`)
         solve the largest unsolved cost of a sublayer in `found`, which raises bounds
-    until all costs of `found` are solved, and no other n has a lower bound
+    until all costs of `found` are solved, and no other n has a smaller bound
 
 Then no pipeline with the opened logical shapes and numbers of micro-batches is faster, by the sums of sublayers. Few of
 thousands of costs are solved. The search opens a few shapes and numbers first, then the neighbours of good ones.

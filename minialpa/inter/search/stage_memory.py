@@ -269,9 +269,9 @@ def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
     made = {v for task in tasks for v in task.outvars}
     fixed.update((a.complete, 1) for a in staged.split.accumulators if a.loop in made)
     # A per-example value of a micro-batch waits until all micro-batches have it.
-    for stack in staged.split.stacks:
-        if stack.loop in made:
-            fixed.update({stack.loop: n, stack.complete: 1})
+    for joined in staged.split.concatenations:
+        if joined.loop in made:
+            fixed.update({joined.loop: n, joined.complete: 1})
 
     computed_once = {v for task in staged.tasks if not task.per_micro_batch for v in task.outvars}
     loop_of = {v: task.loop for task in staged.tasks if task.per_micro_batch for v in task.outvars}

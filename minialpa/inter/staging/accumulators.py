@@ -36,7 +36,7 @@ def only_added(staged: StagedStep, added: Sequence[Accumulator]) -> set[Var]:
     """The values of a micro-batch that only their sums read."""
     read = {v for task in staged.tasks for v in task.invars} | set(staged.split.results)
     read.update(a.loop for a in staged.split.accumulators if a not in added)
-    read.update(stack.loop for stack in staged.split.stacks)
+    read.update(joined.loop for joined in staged.split.concatenations)
     return {a.loop for a in added if a.loop not in read}
 
 

@@ -87,7 +87,7 @@ def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
     """
     split = staged.split
     complete = set(split.results)
-    complete.update(stack.loop for stack in split.stacks)
+    complete.update(joined.loop for joined in split.concatenations)
     complete.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.complete in complete)
 
     for task in staged.tasks:

@@ -29,7 +29,7 @@ def _split(layer: str, wrap: str, n: int = 4, typed: bool = True) -> SplitStep:
     training = Training(model, Loss((Term("squared", "mean"),)), typed=typed, batch_size=B)
     split = split_equals_serial(make_step(training), *make_args(training), n=n)
     made = {var for op in split.ops for var in op.eqn.outvars}
-    assert all(part.loop in made for part in (*split.accumulators, *split.stacks))
+    assert all(part.loop in made for part in (*split.accumulators, *split.concatenations))
     return split
 
 

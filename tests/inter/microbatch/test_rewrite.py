@@ -77,7 +77,7 @@ def test_one_micro_batch_leaves_the_program_as_it_is() -> None:
     split = split_micro_batches(traced, 1)
     kept = [op.eqn for op in split.ops if op.eqn.primitive.name != "minialpa_gradient"]
     assert [e.outvars for e in kept] == [e.outvars for e in traced.flat.eqns]
-    assert not split.accumulators and not split.stacks and not split.micro_inputs
+    assert not split.accumulators and not split.concatenations and not split.micro_inputs
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_metrics_combine_by_their_reduction_and_rows_come_back_in_order() -> Non
         return jnp.mean(errors), (rows, metrics)
 
     split = split_equals_serial(_training(loss, has_aux=True), _params(), _batch())
-    assert sorted(stack.dim for stack in split.stacks) == [0, 0, 1]
+    assert sorted(stack.dim for stack in split.concatenations) == [0, 0, 1]
     assert {a.reduction for a in split.accumulators} == {"sum", "max", "min", "and", "or", "prod"}
     assert "exp" in _primitives(split, UPDATE)
 
@@ -148,7 +148,7 @@ def test_rows_that_wait_for_a_scalar_may_be_results() -> None:
         return jnp.sum(shares * errors), (shares, 3.0 * shares)
 
     split = split_equals_serial(_training(loss, has_aux=True), _params(), _batch(), rtol=1e-4)
-    assert split.n_loops == 1 and len(split.stacks) == 2
+    assert split.n_loops == 1 and len(split.concatenations) == 2
 
 
 def _balance(params: Any, batch: Any, own: Callable[[Any], Any]) -> Any:
