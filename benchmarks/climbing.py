@@ -52,10 +52,10 @@ def outcome(label: str, solve: Callable[[], Plan]) -> Outcome:
         return Outcome(label, solve())
     except MinialpaError as error:
         what = str(error).splitlines()[0]
-        needed = re.search(r"needs (?:at least )?([\d,]+) bytes", what)
+        needed = re.search(r"needs (?:at least )?([\d.e+]+) (B|kB|MB|GB)", what)
         if needed is None:
             return Outcome(label, None, f"fails: {what}")
-        n_bytes = float(needed[1].replace(",", ""))
+        n_bytes = float(needed[1]) * {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}[needed[2]]
         return Outcome(label, None, f"does not fit: needs {n_bytes / 1e9:.1f} GB", n_bytes)
 
 

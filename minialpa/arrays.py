@@ -158,13 +158,13 @@ class RemoteArray(NDArrayOperatorsMixin):
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
 
 
-def _of_value(name: str) -> property:
+def _value_property(name: str) -> property:
     return property(lambda array: getattr(array._fetch(), name), doc=f"`{name}` of the value in NumPy.")
 
 
 # Properties instead of `__getattr__`, because every call of a step looks up attributes that arrays lack.
 for _name in _COMPUTED_HERE:
-    setattr(RemoteArray, _name, _of_value(_name))
+    setattr(RemoteArray, _name, _value_property(_name))
 
 
 def prefetch(tree: Any) -> None:

@@ -70,7 +70,7 @@ class Call:
 
     @property
     def static_types(self) -> tuple[type, ...]:
-        """1, True and 1.0 are equal, but a step may compute different results from them."""
+        """Types of static values: 1, True and 1.0 are equal, but a step may compute different results from them."""
         return tuple(type(value) for _, value in self.static)
 
     def key(self) -> Hashable:
@@ -121,7 +121,7 @@ class Parameters:
         given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
         for name, value in given:
             if self._is_static(name, value):
-                static.append((name, _hashable(self.label(name), value)))
+                static.append((name, _check_hashable(self.label(name), value)))
             else:
                 dynamic[name] = value
 
@@ -229,14 +229,14 @@ class Parameters:
         given = (value,) if isinstance(value, int) else tuple(value)
         for number in given:
             if not isinstance(number, int):
-                raise TraceError(f"`{option}_argnums` takes argument numbers; got {value!r}.")
+                raise TraceError(f"Pass argument numbers, such as `(0,)`, as `{option}_argnums`; got {value!r}.")
             self._check_number(option, number)
         return tuple(number + len(self._names) if number < 0 else number for number in (*named, *given))
 
     def _number_of(self, option: str, name: str) -> int:
         if name not in self._names:
-            known = f"has the parameters {', '.join(self._names)}" if self._names else "has no named parameters"
-            raise TraceError(f"`{option}_argnames` has {name!r}, and the step {known}.")
+            known = f"Name one of {', '.join(self._names)}." if self._names else f"Use `{option}_argnums`."
+            raise TraceError(f"`{option}_argnames` has {name!r}, and the step has no parameter of this name. {known}")
         return self._names.index(name)
 
     def _check_number(self, option: str, number: int) -> None:
@@ -286,16 +286,16 @@ def _leaf_key(leaf: Any) -> Hashable:
     type.
     """
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | Shape | RemoteArray):
-        kind = (leaf.shape, _canonical(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
+        kind = (leaf.shape, _canonical_dtype(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
         return kind if host_kind(leaf) is None else (*kind, host_kind(leaf))
     # A step count that starts as a Python int returns as a weakly typed array. With one key for both, the second call
     # finds the program of the first.
     if type(leaf) in (int, float, complex):
-        return ((), _canonical(np.dtype(type(leaf))), True)
+        return ((), _canonical_dtype(np.dtype(type(leaf))), True)
     return (type(leaf),)
 
 
-def _canonical(dtype: Any) -> Any:
+def _canonical_dtype(dtype: Any) -> Any:
     """The dtype that jax gives an array of `dtype`: without x64, int32 for int64."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
         return dtype
@@ -380,7 +380,8 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, arrays | int | float | complex) or hasattr(type(value), "__jax_array__")
 
 
-def _hashable(name: str, value: Any) -> Hashable:
+def _check_hashable(name: str, value: Any) -> Hashable:
+    """The value of the static argument `name`. Raises TraceError if it has no hash."""
     try:
         hash(value)
     except TypeError as error:

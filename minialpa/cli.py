@@ -59,17 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         _drop_output()
-        return _failed(str(error))
+        return _print_error(str(error))
 
     except ModuleNotFoundError as error:
         if error.name not in ("flax", "optax"):
             raise
-        return _failed("The models need flax and optax: pip install 'minialpa[models]'.")
+        return _print_error("The models need flax and optax. Install them with `pip install 'minialpa[models]'`.")
     except MinialpaError as error:
-        return _failed(str(error))
+        return _print_error(str(error))
 
 
-def _failed(message: str) -> int:
+def _print_error(message: str) -> int:
+    """Print the message; returns the exit status 1."""
     print(f"minialpa: {message}", file=sys.stderr)
     return 1
 
@@ -83,13 +84,14 @@ def _drop_output() -> None:
 def _positive(text: str) -> int:
     number = _number(text)
     if number == 0:
-        raise argparse.ArgumentTypeError("0 is not positive")
+        raise argparse.ArgumentTypeError("0 is not positive; pass 1 or more")
     return number
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not positive" if text[:1] == "-" else f"{text} is not a number")
+        what = "is not positive" if text[:1] == "-" else "is not a whole number"
+        raise argparse.ArgumentTypeError(f"{text} {what}")
     return int(text)
 
 
@@ -192,7 +194,7 @@ def _plan(args: argparse.Namespace) -> int:
     from minialpa.cluster import ClusterSpec
 
     if args.cluster.endswith(".json") and not Path(args.cluster).is_file():
-        raise MinialpaError(f"There is no file `{args.cluster}`. `minialpa calibrate --out` writes one.")
+        raise MinialpaError(f"There is no file `{args.cluster}`. `minialpa calibrate --out {args.cluster}` writes it.")
     if Path(args.cluster).is_file():
         if args.num_hosts or args.devices_per_host:
             raise MinialpaError(f"`{args.cluster}` has its own hosts. Leave out --num-hosts and --devices-per-host.")
@@ -207,7 +209,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.save is not None:
         _check_folder(args.save)
 
-    model = _load(args.model, args.batch_size)
+    model = _load_step(args.model, args.batch_size)
     method = _method(args, cluster)
 
     start = time.perf_counter()
@@ -263,13 +265,13 @@ def _check(args: argparse.Namespace) -> int:
     plan = _load_plan(args.plan)
     if args.json is not None:
         _check_folder(args.json)
-    model = _load(args.model, args.batch_size, plan.n_examples)
+    model = _load_step(args.model, args.batch_size, plan.n_examples)
     try:
         found = minialpa.check(plan, model.step, model.args, target=args.target, cache=args.cache)
     except StalePlanError as error:
         raise MinialpaError(
             f"`{args.plan}` was made for another model or batch than `{args.model}`: {error.difference}. Plan that one "
-            f"with `minialpa plan {args.model} --save`."
+            f"with `minialpa plan {args.model} --save {args.plan}`."
         ) from error
     if args.json is not None:
         write_text(args.json, found.to_json())
@@ -302,9 +304,11 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _check_folder(path: Path) -> None:
     """Raise MinialpaError for a path that cannot be written, before minutes of work."""
     if not path.parent.is_dir():
-        raise MinialpaError(f"There is no folder `{path.parent}` to write `{path.name}` to.")
+        raise MinialpaError(
+            f"There is no folder `{path.parent}` to write `{path.name}` to. Make it with `mkdir -p {path.parent}`."
+        )
     if path.is_dir():
-        raise MinialpaError(f"`{path}` is a folder. Name a file in it.")
+        raise MinialpaError(f"`{path}` is a folder. Name a file in it, such as `{path / 'plan.json'}`.")
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -328,7 +332,9 @@ def _load_plan(path: Path) -> Plan:
     try:
         return Plan.load(path)
     except OSError as error:
-        raise VerifyError(f"`{path}` cannot be read: {error.strerror}. `minialpa plan --save` writes plans.") from error
+        raise VerifyError(
+            f"`{path}` cannot be read: {error.strerror}. Write a plan with `minialpa plan MODEL --save {path}`."
+        ) from error
     except VerifyError as error:
         raise VerifyError(f"`{path}`: {error}") from error
 
@@ -339,7 +345,7 @@ class _NamedStep:
     args: tuple[Any, ...]
 
 
-def _load(name: str, batch_size: int | None, planned_size: int | None = None) -> _NamedStep:
+def _load_step(name: str, batch_size: int | None, planned_size: int | None = None) -> _NamedStep:
     """A model of `minialpa.models`, or the result of `module:function`.
 
     batch_size: from the command line. planned_size: from a saved plan.
@@ -376,7 +382,7 @@ def _users_model(name: str, batch_size: int | None, planned_size: int | None) ->
         kind = type(returned).__name__
         if isinstance(returned, tuple | list):
             kind = f"({', '.join(type(value).__name__ for value in returned)})"
-        raise MinialpaError(f"`{name}` returned {kind}. {_CONTRACT}")
+        raise MinialpaError(f"`{name}` returned {kind}, and it must return the step and its arguments. {_CONTRACT}")
     step, *args = returned
     if len(args) == 1 and type(args[0]) is tuple:  # as `minialpa.plan` takes them
         args = list(args[0])
@@ -398,10 +404,15 @@ def _size_option(
         size = batch_size or planned_size
         options = {} if size is None else {"batch_size": size}
     elif batch_size is not None:
-        raise MinialpaError(f"`{name}` has no parameter `batch_size`, and so `--batch-size` cannot change its batch.")
+        raise MinialpaError(
+            f"`{name}` has no parameter `batch_size`. Add this parameter to the function, or leave out `--batch-size`."
+        )
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if not set(needed) <= {"batch_size"}:
-        raise MinialpaError(f"`{name}` is called without arguments, and it needs {', '.join(needed)}. {_CONTRACT}")
+        raise MinialpaError(
+            f"`{name}` is called without arguments, except `batch_size`, and it needs {', '.join(needed)}. Give each a "
+            "default value."
+        )
     if needed and not options:
         raise MinialpaError(f"`{name}` needs a batch size. Give one with `--batch-size`.")
     return options
@@ -421,11 +432,14 @@ def _users_code(what: str) -> Iterator[None]:
         place = f" at {user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
         if isinstance(error, SyntaxError):
             place = f" at {error.filename}:{error.lineno}"
-        raise MinialpaError(f"{what} failed{place}: {type(error).__name__}: {error}") from error
+        raise MinialpaError(f"{what} failed{place} with {type(error).__name__}: {error}") from error
 
 
 def _find_function(name: str) -> Callable[..., Any]:
-    """The module is in the current folder or installed."""
+    """The function that `module:function` names. The module is in the current folder or installed.
+
+    Raises MinialpaError if there is no such function.
+    """
     module, _, function = name.partition(":")
     if not module or not function:
         raise MinialpaError(f"`{name}` is no `module:function`. {_CONTRACT}")
@@ -442,10 +456,18 @@ def _find_function(name: str) -> Callable[..., Any]:
         missing = getattr(error.__cause__, "name", None) if isinstance(error.__cause__, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):
             raise  # the missing module is one that `module` imports
-        raise MinialpaError(f"There is no module `{module}` in this folder or among the installed ones.") from error
+        raise MinialpaError(
+            f"There is no module `{module}` in this folder or among the installed ones. Start minialpa in the folder "
+            f"of `{module}`, or add that folder to PYTHONPATH."
+        ) from error
     for part in function.split("."):
         if not hasattr(found, part):
-            raise MinialpaError(f"`{name}` cannot be called: `{module}` has no `{function}`. {_CONTRACT}")
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            meant = f" Do you mean `{near[0]}`?" if near else ""
+            raise MinialpaError(
+                f"`{name}` cannot be called, because `{module}` has no `{function}`.{meant} Name a function of "
+                f"`{module}` after the colon."
+            )
         found = getattr(found, part)
     if not callable(found):
         raise MinialpaError(f"`{name}` is a {type(found).__name__}, not a function. {_CONTRACT}")

@@ -57,7 +57,10 @@ class KernelRates:
     def __post_init__(self) -> None:
         parts = (self.product_efficiency, self.memory_efficiency, self.attention_efficiency, self.sustained)
         if min(parts) <= 0 or min(self.exposed_bytes, self.launch_s, self.overlap) < 0:
-            raise ShardingError(f"Efficiencies are positive, and other constants not negative; got {self}.")
+            raise ShardingError(
+                "Give `product_efficiency`, `memory_efficiency`, `attention_efficiency` and `sustained` values above "
+                f"0, and `exposed_bytes`, `launch_s` and `overlap` values of at least 0; got {self}."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:
             raise ShardingError(
-                f"Device `{self.name}` needs positive `peak_flops`, `memory_bytes` and `memory_bandwidth`."
+                f"Give the device `{self.name}` values above 0 for `peak_flops`, `memory_bytes` and "
+                f"`memory_bandwidth`; got {self.peak_flops}, {self.memory_bytes} and {self.memory_bandwidth}."
             )
 
     def flops_per_s(self, dtype: str) -> float:
@@ -129,7 +133,7 @@ class LinkSpec:
 
     def __post_init__(self) -> None:
         if self.alpha_s < 0 or self.beta_s_per_byte < 0:
-            raise ShardingError(f"Link times cannot be negative: {self}.")
+            raise ShardingError(f"Give `alpha_s` and `beta_s_per_byte` of a link values of at least 0; got {self}.")
 
     def transfer_s(self, n_bytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * n_bytes
@@ -143,6 +147,7 @@ def _device(
     n_processors: int = 0,
     **tflops: float,
 ) -> DeviceSpec:
+    """Memory in GB, bandwidth in bytes/s, peak rates in Tflop/s by dtype."""
     rates = tuple(sorted((k, v * 1e12) for k, v in tflops.items()))
     return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels, n_processors)
 
@@ -271,12 +276,16 @@ class LogicalMesh:
     def __post_init__(self) -> None:
         shape = tuple(int(n) for n in self.shape)
         if len(shape) not in (1, 2) or min(shape) < 1:
-            raise ShardingError(f"A logical mesh has 1 or 2 axes of positive length; got {self.shape}.")
+            raise ShardingError(
+                f"Give `LogicalMesh` a shape of 1 or 2 positive lengths, such as (2, 4); got {self.shape}."
+            )
         object.__setattr__(self, "shape", shape)
         for name, default in (("alpha", _DEFAULT_ALPHA), ("beta", _DEFAULT_BETA)):
             values: Sequence[float] = getattr(self, name) or default[-len(shape) :]
             if len(values) != len(shape):
-                raise ShardingError(f"`{name}` needs one value for each axis of {shape}; got {values}.")
+                raise ShardingError(
+                    f"`LogicalMesh` has the shape {shape}, but {name}={values}. Give `{name}` one value for each axis."
+                )
             object.__setattr__(self, name, tuple(float(v) for v in values))
 
     @property
@@ -351,12 +360,13 @@ class ClusterSpec:
         object.__setattr__(self, "host_devices", tuple(self.host_devices))
         if self.host_devices and len(self.host_devices) != self.num_hosts:
             raise ShardingError(
-                f"`host_devices` has {len(self.host_devices)} devices. Pass one for each of the {self.num_hosts} "
-                "hosts, or an empty tuple."
+                f"`host_devices` has {len(self.host_devices)} devices, and `num_hosts` is {self.num_hosts}. Pass one "
+                "device for each host, or an empty tuple."
             )
         if self.num_hosts < 1 or self.devices_per_host < 1:
             raise ShardingError(
-                f"A cluster has at least one host with one device; got {self.num_hosts} x {self.devices_per_host}."
+                f"Set `num_hosts` and `devices_per_host` to at least 1; got {self.num_hosts} and "
+                f"{self.devices_per_host}."
             )
 
     @property
@@ -367,7 +377,7 @@ class ClusterSpec:
     def preset(name: PresetName, *, num_hosts: int = 1, devices_per_host: int = 8) -> ClusterSpec:
         """A cluster of hosts with rates from vendor data sheets. Raises ShardingError for an unknown name."""
         if name not in _PRESETS:
-            raise ShardingError(f"No preset `{name}`. Known: {', '.join(_PRESETS)}.")
+            raise ShardingError(f"There is no cluster preset `{name}`. Choose one of {', '.join(_PRESETS)}.")
         device, intra_host, inter_host = _PRESETS[name]
         if name in _ADAPTER_FOR_EACH:
             inter_host = LinkSpec(inter_host.alpha_s, inter_host.beta_s_per_byte / max(1, devices_per_host))
@@ -391,7 +401,11 @@ class ClusterSpec:
         """
         hosts, per_host = submesh
         if math.prod(shape) != hosts * per_host:
-            raise ShardingError(f"A submesh of {hosts} x {per_host} devices cannot be viewed as {shape}.")
+            raise ShardingError(
+                f"The logical shape {shape} has {math.prod(shape)} devices, but the submesh of {hosts} x {per_host} "
+                f"devices has {hosts * per_host}. Choose a logical shape of {hosts * per_host} devices, or another "
+                "submesh."
+            )
 
         alpha, beta = [], []
         for axis in range(len(shape)):
@@ -412,9 +426,15 @@ class ClusterSpec:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ShardingError(f"Not a cluster description: {error}. Write one with `ClusterSpec.to_json`.") from error
+            raise ShardingError(
+                f"This is no cluster description, as it is no JSON ({error}). Write one with `minialpa calibrate` or "
+                "`ClusterSpec.to_json`."
+            ) from error
         if isinstance(data, dict) and "plan" in data:
-            raise ShardingError("This is a plan, not a cluster description. Write one with `ClusterSpec.to_json`.")
+            raise ShardingError(
+                "This is a plan, not a cluster description. Write a cluster description with `minialpa calibrate` or "
+                "`ClusterSpec.to_json`."
+            )
         return ClusterSpec.from_dict(data)
 
     @staticmethod
@@ -433,7 +453,9 @@ class ClusterSpec:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ShardingError(
-                f"Not a cluster description ({error!r}). Write one with `ClusterSpec.to_json`."
+                "This is no cluster description "
+                f"({f'{error} is missing' if isinstance(error, KeyError) else str(error).rstrip('.')}). "
+                "Write one with `minialpa calibrate` or `ClusterSpec.to_json`."
             ) from error
 
 

@@ -83,7 +83,10 @@ class DataLoader(Iterator[Any]):
     def __next__(self) -> Any:
         """The next batch. Raises errors of the source or of laying out the batch, which end the loader."""
         if self._is_closed:
-            raise MinialpaError("The loader is closed. Make another one, and give it the state of this one to go on.")
+            raise MinialpaError(
+                "The loader is closed. Make another `DataLoader`, and pass `get_state()` of this one to its "
+                "`set_state` to go on."
+            )
         if self._reader is None:
             self._start()
         assert self._reader is not None
@@ -92,8 +95,10 @@ class DataLoader(Iterator[Any]):
 
         outcome = self._reader.take()
         if outcome is None and self._is_closed:
-            raise MinialpaError("The loader was closed by another thread.")
-        if isinstance(outcome, _Failed):
+            raise MinialpaError(
+                "Another thread closed the loader during this call. Make another `DataLoader` to go on."
+            )
+        if isinstance(outcome, _ReadError):
             try:
                 raise outcome.error
             finally:
@@ -126,7 +131,7 @@ class DataLoader(Iterator[Any]):
         iterator that is already past them, and for a source that ends before them.
         """
         if self._is_closed:
-            raise MinialpaError("The loader is closed. Make another one and set its state.")
+            raise MinialpaError("The loader is closed. Make another `DataLoader`, and call its `set_state`.")
         self._end_reader()
         self._state, self._has_ended = None, False
         self._batches.restore(copy.deepcopy(state))
@@ -196,7 +201,7 @@ class MeshDriverDataLoader(DataLoader):
         """
         for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
             if not isinstance(value, int) or value < 1:
-                raise MinialpaError(f"`{name}` is a positive number; got {value!r}.")
+                raise MinialpaError(f"Pass a positive integer as `{name}`; got {value!r}.")
         batches = SampleBatches(
             input_iter_func,
             n_samples=num_samples,
@@ -215,15 +220,17 @@ def _has_workers() -> bool:
 def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:
     if any(isinstance(x, PlacementSpec) for x in jax.tree.leaves(step, is_leaf=lambda x: isinstance(x, PlacementSpec))):
         raise MinialpaError(
-            "A loader takes the parallelized step in place of Alpa's placement specs: its program also knows the "
-            "devices. Pass the function that `parallelize` returned."
+            "`step` has placement specs of Alpa. Pass the function that `parallelize` returned, whose program knows "
+            "the devices."
         )
     if not hasattr(step, "place_batch"):
-        raise MinialpaError(f"`step` is the function that `parallelize` returned; got a {type(step).__name__}.")
+        raise MinialpaError(f"Pass the function that `parallelize` returned as `step`; got a {type(step).__name__}.")
     if not isinstance(prefetch_size, int) or prefetch_size < 1:
-        raise MinialpaError(f"`prefetch_size` is the number of batches to hold, 1 or more; got {prefetch_size!r}.")
+        raise MinialpaError(
+            f"Pass the number of batches to hold, 1 or more, as `prefetch_size`; got {prefetch_size!r}."
+        )
     if on_ragged not in ("fewer", "error", "drop"):
-        raise MinialpaError(f'`on_ragged` is "fewer", "error" or "drop"; got {on_ragged!r}.')
+        raise MinialpaError(f'Pass "fewer", "error" or "drop" as `on_ragged`; got {on_ragged!r}.')
 
 
 # ---- the source -----------------------------------------------------------------------------------------------------
@@ -238,7 +245,8 @@ class _Source:
         is_factory = callable(given) and not isinstance(given, Iterable)
         if not is_factory and not isinstance(given, Iterable):
             raise MinialpaError(
-                f"`source` is an iterator, an iterable or a function that returns one; got a {type(given).__name__}."
+                "Pass an iterator, an iterable or a function that returns one as `source`; got a "
+                f"{type(given).__name__}."
             )
         self._given, self._open = given, given if is_factory else lambda: given
         self._is_one_shot = isinstance(given, Iterator)
@@ -246,13 +254,13 @@ class _Source:
         self.n_read = 0
 
     def read(self) -> Any:
-        batch = next(self._opened())
+        batch = next(self._opened_iterator())
         self.n_read += 1
         return batch
 
     def state(self) -> Any:
         """The source's own state; None if it has no state."""
-        for holder in (self._opened(), self._given):
+        for holder in (self._opened_iterator(), self._given):
             if methods := state_methods(holder):
                 get, _ = methods
                 return copy.deepcopy(get())
@@ -263,7 +271,7 @@ class _Source:
         if state is None:
             self._skip_to(n_read)
             return
-        opened = self._opened()
+        opened = self._opened_iterator()
         for holder in (opened, self._given):
             if methods := state_methods(holder):
                 _, set_ = methods
@@ -272,7 +280,8 @@ class _Source:
                 except Exception as error:
                     raise MinialpaError(
                         f"`{set_.__name__}` of the source, a {type(holder).__name__}, raised {type(error).__name__} "
-                        f"for the state {_shortened(state)}: {error}. Pass a state of this kind of source."
+                        f"for the state {_short_text(state)}: {error}. Pass a state that a loader with this kind of "
+                        "source returned."
                     ) from error
                 # The state of an iterable is the state of the next iteration over it.
                 self._iterator = opened if holder is opened else iter(self._given)
@@ -284,6 +293,7 @@ class _Source:
         )
 
     def _skip_to(self, n_read: int) -> None:
+        """Continue after the first `n_read` batches: open the source anew if possible, and drop them."""
         if self._is_one_shot and n_read < self.n_read:
             raise MinialpaError(
                 f"The iterator has given {self.n_read} batches, and the state is from after batch {n_read}. Make the "
@@ -296,11 +306,11 @@ class _Source:
                 self.read()
             except StopIteration:
                 raise MinialpaError(
-                    f"The state is from after batch {n_read}, and the source ends after {self.n_read} batches. It must "
-                    "give the same batches as before."
+                    f"The state is from after batch {n_read}, and the source ends after {self.n_read} batches. Make "
+                    "the loader with a source that gives the same batches as before."
                 ) from None
 
-    def _opened(self) -> Iterator[Any]:
+    def _opened_iterator(self) -> Iterator[Any]:
         if self._iterator is None:
             self._iterator = iter(self._open())
         return self._iterator
@@ -315,18 +325,18 @@ def state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], objec
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadBatch:
     batch: Any
     state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
+class _ReadError:
     error: BaseException
 
 
 #: None is the end of the source.
-_Outcome = _Read | _Failed | None
+_Outcome = _ReadBatch | _ReadError | None
 
 
 class _Batches:
@@ -345,42 +355,43 @@ class _Batches:
         except StopIteration:
             return None
         except BaseException as error:
-            return _Failed(error)
+            return _ReadError(error)
 
         # Separate from the block above: a StopIteration of `state` is an error.
         try:
-            return _Read(batch, self.state())
+            return _ReadBatch(batch, self.state())
         except BaseException as error:
-            return _Failed(error)
+            return _ReadError(error)
 
     def lay_out(self, outcome: _Outcome) -> _Outcome:
         """The batch on the devices of the step, or the error as a value."""
-        if not isinstance(outcome, _Read):
+        if not isinstance(outcome, _ReadBatch):
             return outcome
         try:
-            return _Read(self._laid_out(outcome.batch), outcome.state)
+            return _ReadBatch(self._laid_out_batch(outcome.batch), outcome.state)
         except BaseException as error:
-            return _Failed(error)
+            return _ReadError(error)
 
     def state(self) -> dict[str, Any]:
         return {"batches": self._source.n_read, "sizes": self._first_sizes, "source": self._source.state()}
 
     def restore(self, state: Any) -> None:
         if not _is_state(state):
-            raise MinialpaError(f"A state of a loader comes from `get_state`; got {_shortened(state)}.")
+            raise MinialpaError(f"Pass a state that `get_state` of a loader returned; got {_short_text(state)}.")
         self._source.restore(state["batches"], state["source"])
         self._first_sizes = state["sizes"]
 
-    def _laid_out(self, batch: Any) -> Any:
+    def _laid_out_batch(self, batch: Any) -> Any:
+        """The batch as `place_batch` returns it, in memory that the source does not share."""
         placed = self._step.place_batch(batch)
         leaves = jax.tree.leaves(placed)
         if leaves and all(isinstance(leaf, UnreadArray) for leaf in leaves):
             # No program exists yet. With a program, workers leave a leaf unread that no stage reads.
             placed = jax.tree.map(np.asarray, placed)
-        return jax.tree.map(_owned, placed)
+        return jax.tree.map(_owned_leaf, placed)
 
     def _is_accepted(self, batch: Any) -> bool:
-        """Raises ShardingError for a size that `on_ragged` refuses."""
+        """Whether to return a batch of this size. Raises ShardingError for a size that `on_ragged` refuses."""
         if self._on_ragged == "fewer":
             return True
         sizes = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())]
@@ -393,14 +404,14 @@ class _Batches:
         if self._on_ragged == "error" or has_more:
             hint = "" if has_more else ', or "drop" to leave it out'
             raise ShardingError(
-                f"Batch {self._source.n_read} has {_text(sizes)} examples, and the first one had "
-                f'{_text(self._first_sizes)} (`on_ragged="{self._on_ragged}"`). Use `on_ragged="fewer"` to plan and '
-                f"run this size{hint}."
+                f"Batch {self._source.n_read} has {_sizes_text(sizes)} examples, and the first one had "
+                f'{_sizes_text(self._first_sizes)} (`on_ragged="{self._on_ragged}"`). Use `on_ragged="fewer"` to plan '
+                f"and run this size{hint}."
             )
         return False
 
 
-def _owned(leaf: Any) -> Any:
+def _owned_leaf(leaf: Any) -> Any:
     """A copy of a NumPy array. Arrays of Python objects are for the loop, not for the step."""
     if not isinstance(leaf, np.ndarray):
         return leaf
@@ -414,12 +425,12 @@ def _is_state(state: Any) -> bool:
     return isinstance(sizes, list) and all(type(count) is int and count >= 0 for count in (state["batches"], *sizes))
 
 
-def _shortened(state: Any) -> str:
+def _short_text(state: Any) -> str:
     text = repr(state)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _text(sizes: list[int]) -> str:
+def _sizes_text(sizes: list[int]) -> str:
     return str(sizes[0]) if len(set(sizes)) == 1 else str(sizes)
 
 
@@ -427,6 +438,8 @@ def _text(sizes: list[int]) -> str:
 
 
 class _ReaderThread:
+    """The thread that reads ahead: at most `max_queued` batches wait in its queue."""
+
     def __init__(self, batches: _Batches, max_queued: int) -> None:
         self._batches, self._max_queued = batches, max_queued
         self._changed = threading.Condition()
@@ -484,13 +497,13 @@ class _ReaderThread:
             with self._changed:
                 if not self._is_stopped:
                     self._queue.append(outcome)
-                    self._has_ended = not isinstance(outcome, _Read)
+                    self._has_ended = not isinstance(outcome, _ReadBatch)
                     self._changed.notify_all()
             # This name would keep a used batch alive until the next batch.
             del outcome
 
     def _wait_for_space(self) -> bool:
-        """False if the reader is stopped."""
+        """Wait until the queue has space. Returns False if the reader is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or len(self._queue) < self._max_queued)
             return not self._is_stopped

@@ -47,7 +47,7 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     """Raise ShardingError if the value of the option `name` does not fit `hint`."""
     kind = _kind(hint)
     if not kind.fits(value):
-        raise ShardingError(f"`{name}` is {_joined(kind.one)}; got {value!r}.{_advice(value, hint)}")
+        raise ShardingError(f"`{name}` must be {_alternatives(kind.one)}; got {value!r}.{_advice(value, hint)}")
 
 
 @functools.cache
@@ -81,6 +81,9 @@ class _Kind:
     several: tuple[str, ...]
 
 
+# Each function makes the `_Kind` of one form of annotation, from the arguments of the annotation.
+
+
 def _kind(hint: Any) -> _Kind:
     make = _MAKERS.get(typing.get_origin(hint))
     return _class(hint) if make is None else make(*typing.get_args(hint))
@@ -102,7 +105,7 @@ def _union(*hints: Any) -> _Kind:
     )
 
 
-def _limited(hint: Any, limits: Within) -> _Kind:
+def _limited_number(hint: Any, limits: Within) -> _Kind:
     number = _kind(hint)
     is_bounded = limits.most < math.inf
     text = f" from {limits.least:,} to {limits.most:,}" if is_bounded else f" >= {limits.least:,}"
@@ -123,7 +126,7 @@ def _tuple(*hints: Any) -> _Kind:
         return _sequence(hints[0])
     first, second = map(_kind, hints)
     is_alike = hints[0] == hints[1]
-    each = _joined(first.several) if is_alike else f"{_joined(first.one)} and {_joined(second.one)}"
+    each = _alternatives(first.several) if is_alike else f"{_alternatives(first.one)} and {_alternatives(second.one)}"
     return _Kind(
         fits=lambda x: isinstance(x, tuple | list) and len(x) == 2 and first.fits(x[0]) and second.fits(x[1]),
         one=(f"a pair of {each}",),
@@ -133,7 +136,7 @@ def _tuple(*hints: Any) -> _Kind:
 
 def _sequence(hint: Any) -> _Kind:
     kind = _kind(hint)
-    each = _joined(kind.several)
+    each = _alternatives(kind.several)
     return _Kind(
         fits=lambda x: isinstance(x, tuple | list) and all(map(kind.fits, x)),
         one=(f"a tuple of {each}",),
@@ -143,7 +146,7 @@ def _sequence(hint: Any) -> _Kind:
 
 def _mapping(key_hint: Any, entry_hint: Any) -> _Kind:
     key, entry = _kind(key_hint), _kind(entry_hint)
-    each = f"from {_joined(key.several)} to {_joined(entry.several)}"
+    each = f"from {_alternatives(key.several)} to {_alternatives(entry.several)}"
     return _Kind(
         fits=lambda x: isinstance(x, Mapping) and all(map(key.fits, x)) and all(map(entry.fits, x.values())),
         one=(f"a mapping {each}",),
@@ -155,7 +158,7 @@ def _number(kind: type, one: str, several: str) -> _Kind:
     return _Kind(lambda x: isinstance(x, kind) and not isinstance(x, bool), (one,), (several,))
 
 
-def _joined(words: Sequence[str]) -> str:
+def _alternatives(words: Sequence[str]) -> str:
     """Alternatives as text: "an integer >= 1 or None"."""
     if len(words) < 3:
         return " or ".join(words)
@@ -166,7 +169,7 @@ def _joined(words: Sequence[str]) -> str:
 _MAKERS: Mapping[Any, Callable[..., _Kind]] = {
     types.UnionType: _union,
     typing.Union: _union,
-    Annotated: _limited,
+    Annotated: _limited_number,
     typing.Literal: _literal,
     tuple: _tuple,
     Sequence: _sequence,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -69,22 +69,31 @@ def register_sharding_rule(
     if isinstance(operation, str):
         if static_argnums:
             raise ShardingError(
-                "Leave `static_argnums` out: it is for functions, and parameters of a primitive are static."
+                f"Remove `static_argnums={tuple(static_argnums)}` from the rule of `{operation}`: only functions take "
+                "it, and parameters of a primitive or an FFI target are always static."
             )
         target = operation.removeprefix("ffi:")
         if target == operation:
             _check_name(operation)
             return register_primitive(operation, text, localize=localize, flops=flops, check=check)
         if localize is not None:
-            raise ShardingError("An FFI target needs no parameters for shards: leave `localize` out.")
+            raise ShardingError(
+                f"Remove `localize` from the rule of the FFI target `{target}`: only primitives take it."
+            )
         return register_target(target, text, flops=flops, check=check)
 
     if not callable(operation):
-        raise ShardingError(f"A rule is for a function, a primitive or the name of one, not for {operation!r}.")
+        raise ShardingError(f"Give the rule a function, a primitive or the name of a primitive; got {operation!r}.")
     if isinstance(operation, _WithRule):
-        raise ShardingError(f"`{operation.__name__}` already has a sharding rule.")
+        raise ShardingError(
+            f"`{operation.__name__}` already has the sharding rule `{operation._text.text}`. Change the rule where it "
+            "is registered, or register the function that it wraps."
+        )
     if localize is not None:
-        raise ShardingError("A function needs no parameters for shards: leave `localize` out.")
+        raise ShardingError(
+            f"Remove `localize` from the rule of `{getattr(operation, '__name__', operation)}`: only primitives take "
+            "it."
+        )
     _note_rule(operation, text)
     return _WithRule(operation, text, tuple(static_argnums), flops, check)
 
@@ -101,8 +110,8 @@ def _note_rule(function: Callable[..., Any], text: ShardingRule) -> None:
         return
     if known != text:
         raise ShardingError(
-            f"`{getattr(function, '__name__', function)}` already has another sharding rule. Correct it where it was "
-            "given, or give the second rule to a function of its own that calls this one."
+            f"`{getattr(function, '__name__', function)}` already has another sharding rule, `{known.text}`. Change "
+            f"that rule where it is registered, or register `{text.text}` for a second function that calls this one."
         )
 
 
@@ -141,12 +150,14 @@ class _WithRule:
         try:
             known = key in self._functions
         except TypeError as error:
+            given = {f"argument {i}": x for i, x in static.items()} | {f"`{name}`": x for name, x in kwargs.items()}
+            wrong = " and ".join(name for name, x in given.items() if not isinstance(x, Hashable)) or "one of them"
             raise ShardingError(
-                f"`{self.__name__}` has a sharding rule, and static arguments that cannot be compared: {error}. Arrays "
-                "are given by position; all other arguments by `static_argnums` or by name."
+                f"`{self.__name__}` has a sharding rule, so its keyword arguments and `static_argnums` must be "
+                f"hashable, but {wrong} is not ({error}). Pass arrays by position, outside `static_argnums`."
             ) from error
         if not known:
-            self._functions[key] = self._opaque(tree, len(args), static, kwargs)
+            self._functions[key] = self._opaque_function(tree, len(args), static, kwargs)
         function, out_trees = self._functions[key]
         results = opaque_call(function, leaves)
         return jax.tree.unflatten(out_trees[-1], results)
@@ -154,7 +165,7 @@ class _WithRule:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def _opaque(
+    def _opaque_function(
         self, tree: Any, n_args: int, static: Mapping[int, Any], kwargs: Mapping[str, Any]
     ) -> tuple[OpaqueFunction, list[Any]]:
         """The function on the leaves of its arrays, and a list that receives the pytree of its results."""
@@ -217,6 +228,7 @@ def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> t
         env.update(zip(eqn.outvars, results, strict=True))
     if not n_kernels:
         raise ShardingError(
-            "The function runs no kernel outside of loops. Pass a function with an operation that has a rule."
+            f"`{getattr(fun, '__name__', fun)}` runs no operation with a registered sharding rule outside of loops. "
+            "Pass a function that calls the operation directly."
         )
     return tuple(checked)

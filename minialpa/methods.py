@@ -77,7 +77,7 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
     chosen = tuple(devices) if isinstance(devices, Iterable) else ()
     if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
         raise ShardingError(
-            f"`devices` takes a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}."
+            f"`devices` must be a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}."
         )
     twice = [device for device, n in Counter(chosen).items() if n > 1]
     if twice:
@@ -216,8 +216,9 @@ class PipeshardParallel:
         make_schedule(self.pipeline_schedule, PipelineSize(1, 1))  # raises for unknown names
         if self.pipeline_schedule == "1f1b-interleaved" and isinstance(self._stages(), AutoStageOption):
             raise ShardingError(
-                "`1f1b-interleaved` needs stages of several runs of layers, and the search makes stages of one run. "
-                "Use `1f1b`, or `UniformStageOption(num_chunks=...)`."
+                '`pipeline_schedule="1f1b-interleaved"` does not work with `stage_option="auto"`, whose stages have '
+                'consecutive layers only. Use `pipeline_schedule="1f1b"`, or '
+                "`stage_option=UniformStageOption(num_chunks=2)`."
             )
 
     def options(self) -> PlanOptions:
@@ -261,7 +262,7 @@ class PlannedFunction(Protocol):
 def _check_planned(name: str, function: Any) -> None:
     if not hasattr(function, "get_last_executable"):
         raise ShardingError(
-            f"`{name}` is a parallelized function, as `parallelize` returns it; got a {type(function).__name__}."
+            f"`{name}` must be a function that `parallelize` returned; got a {type(function).__name__}."
         )
 
 
@@ -335,8 +336,8 @@ class FollowParallel:
         executable = self.src_func.get_last_executable()
         if executable is None:
             raise ShardingError(
-                "`FollowParallel` follows the plan of a function that has run, and `src_func` has not. Call it first, "
-                "or compile it with `src_func.get_executable(...)`."
+                "`FollowParallel` follows the plan of `src_func`, which has no plan yet. Call `src_func` first, or "
+                "compile it with `src_func.get_executable(...)`."
             )
         plan: Plan = executable.get_parallel_plan()
         return plan
@@ -422,8 +423,9 @@ def get_3d_parallel_method(
     needed = data_parallel * rest
     if needed > cluster.n_devices:
         raise ShardingError(
-            f"{data_parallel} x {operator_parallel} x {pipeline_parallel} needs {needed} devices and there are "
-            f"{cluster.n_devices}. Choose degrees whose product is at most that."
+            f"`data_parallel={data_parallel}`, `operator_parallel={operator_parallel}` and "
+            f"`pipeline_parallel={pipeline_parallel}` need {needed} devices together, but there are "
+            f"{cluster.n_devices}. Choose smaller values."
         )
 
     shape = (data_parallel, operator_parallel)
@@ -445,6 +447,7 @@ def _first_devices(devices: Devices, cluster: ClusterSpec, submesh: tuple[int, i
 
 
 def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
+    """(hosts, devices per host) of the product of `shape` devices."""
     n = shape[0] * shape[1]
     return (1, n) if n <= cluster.devices_per_host else (n // cluster.devices_per_host, cluster.devices_per_host)
 
@@ -482,8 +485,9 @@ def _with_attention(stages: StageOption, attention: Attention) -> StageOption:
     for asked in own:
         if asked not in ("auto", attention):
             raise ShardingError(
-                f"A stage asks for `attention={asked!r}`, and the method has {attention!r}. Give it to "
-                "`default_auto_sharding_option`: it holds for the whole step."
+                f"The option of a stage has `attention={asked!r}`, but the method has `attention={attention!r}`, and "
+                "all stages share one value. Set "
+                f"`default_auto_sharding_option=AutoShardingOption(attention={asked!r})`."
             )
     return stages if all(asked == attention for asked in own) else new
 
@@ -495,8 +499,8 @@ FollowingMethod = CreateStateParallel | FollowParallel
 
 def _refuse_change(method: Any, name: str, value: Any) -> None:
     raise dataclasses.FrozenInstanceError(
-        f"`{type(method).__name__}` cannot be changed. Make another method, `dataclasses.replace(method, {name}=...)`, "
-        "and parallelize the function by that one."
+        f"`{name}` of a `{type(method).__name__}` cannot be changed. Make another method with "
+        f"`dataclasses.replace(method, {name}=...)`, and pass it to `parallelize`."
     )
 
 
@@ -541,8 +545,8 @@ def check_method(method: Any) -> None:
         meant = [c.__name__ for c in classes if plain == c.__name__.lower().removesuffix("parallel")]
         names = meant or [c.__name__ for c in classes]
         raise ShardingError(
-            f"`method` is an object, not a name; got {method!r}. Use "
+            f"`method` must be an object, not a name; got {method!r}. Use "
             + " or ".join(f"`{name}()`" for name in names)
             + "."
         )
-    raise ShardingError(f"`method` is a parallel method such as `ShardParallel()`, or a `Plan`; got {method!r}.")
+    raise ShardingError(f"`method` must be a parallel method such as `ShardParallel()`, or a `Plan`; got {method!r}.")

@@ -87,9 +87,9 @@ class AutoShardingOption:
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
         object.__setattr__(self, "received_axes", tuple((name, dim) for name, dim in self.received_axes))
         if self.memory_limit_bytes is not None and not self.memory_limit_bytes > 0:
-            raise ShardingError(f"`memory_limit_bytes` is above 0, or None; got {self.memory_limit_bytes!r}.")
+            raise ShardingError(f"`memory_limit_bytes` must be above 0, or None; got {self.memory_limit_bytes!r}.")
         if len(set(self.axis_names)) < len(self.axis_names):
-            raise ShardingError(f"`axis_names` is a tuple of different names; got {self.axis_names!r}.")
+            raise ShardingError(f"Give `axis_names` a different name for each axis; got {self.axis_names!r}.")
         _check_together(self)
 
     @property
@@ -124,12 +124,13 @@ class AutoShardingOption:
             return AXIS_NAMES[:n_axes]
         if n_axes > len(self.axis_names):
             raise InfeasibleError(
-                f"A logical mesh of {mesh_shape} has {n_axes} axes, and the names are {self.axis_names}. Give each "
-                "axis a name, or ask for a logical shape with as many axes as there are names."
+                f"`axis_names` is {self.axis_names}, but the devices form a mesh of shape {mesh_shape}. Give {n_axes} "
+                f"names, or set `logical_shape` to a shape of {len(self.axis_names)} axes."
             )
         return self.axis_names[len(self.axis_names) - n_axes :]
 
     def for_any_batch(self) -> AutoShardingOption:
+        """These options without the ones that need a batch which the devices divide."""
         return replace(self, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None)
 
     def without_constraints(self) -> AutoShardingOption:
@@ -151,8 +152,8 @@ class AutoShardingOption:
             given = getattr(self, field_name)
             if given not in (value, getattr(AutoShardingOption(), field_name)):
                 raise ShardingError(
-                    f"`{name}` stands for `{field_name}={value}`, and its `auto_sharding_option` has "
-                    f"`{field_name}={given}`. Use `ShardParallel` with that option, or leave it out."
+                    f"`{name}` sets `{field_name}={value}`, but its `auto_sharding_option` has `{field_name}={given}`. "
+                    f"Remove `{field_name}` from the option, or use `ShardParallel` with the option."
                 )
         return replace(self, **DATA_PARALLEL_METHODS[name])
 
@@ -180,7 +181,7 @@ def _check_together(option: AutoShardingOption) -> None:
 
 
 def _contradiction(option: str, does: str, other: str) -> ShardingError:
-    return ShardingError(f"`{option}` {does}, and `{other}` asks for something else. Leave one of them out.")
+    return ShardingError(f"`{option}` {does}, which contradicts `{other}`. Remove one of the two options.")
 
 
 #: Fields of `AutoShardingOption` that each data parallel method sets.
@@ -279,7 +280,10 @@ class AutoStageOption:
         check_fields(self)
         physical = self.submesh_physical_shape_space
         if not physical:
-            raise ShardingError("`submesh_physical_shape_space` names at least one submesh; got none.")
+            raise ShardingError(
+                "`submesh_physical_shape_space` is empty. Give at least one pair of (hosts, devices per host), or "
+                '"power_of_two" or "all".'
+            )
         if not isinstance(physical, str):
             object.__setattr__(self, "submesh_physical_shape_space", tuple((h, d) for h, d in physical))
 
@@ -400,6 +404,7 @@ class PlanOptions:
     cast_once: bool | None = None
 
     def relaxed(self, relax: Callable[[AutoShardingOption], AutoShardingOption]) -> PlanOptions:
+        """These options, with `relax` applied to the sharding options of method and stages."""
         stages = self.stages
         if isinstance(stages, UniformStageOption) and stages.submesh_autosharding_option is not None:
             stages = replace(stages, submesh_autosharding_option=relax(stages.submesh_autosharding_option))

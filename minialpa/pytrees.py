@@ -49,7 +49,7 @@ def hide_leaves(leaves: list[Any], in_modules: list[bool] | None) -> list[Any]:
     if in_modules is None and not any(map(callable, leaves)):
         return leaves
     inside = in_modules or [False] * len(leaves)
-    return [_hidden(leaf, is_inside) for leaf, is_inside in zip(leaves, inside, strict=True)]
+    return [_hidden_leaf(leaf, is_inside) for leaf, is_inside in zip(leaves, inside, strict=True)]
 
 
 def leaves_in_modules(tree: Any) -> list[bool] | None:
@@ -63,15 +63,17 @@ def leaves_in_modules(tree: Any) -> list[bool] | None:
     return inside if any(inside) else None
 
 
-def _hidden(leaf: Any, in_module: bool) -> Any:
+def _hidden_leaf(leaf: Any, in_module: bool) -> Any:
+    """A `StaticLeaf` for a function or a non-array of a module; else the leaf. Raises TraceError without a hash."""
     if not (callable(leaf) or (in_module and not isinstance(leaf, _ARRAYS))):
         return leaf
     try:
         hash(leaf)
     except TypeError as error:
         raise TraceError(
-            f"A leaf of the arguments or results is a {type(leaf).__name__}, which has no hash: {leaf!r}. Leaves that "
-            "are not arrays are part of the program and are compared by hash. Use a hashable value, or an array."
+            f"The arguments or results hold a {type(leaf).__name__}, which is neither an array nor hashable: "
+            f"{leaf!r:.200}. Put an array or a hashable value in its place, since minialpa compares values that are "
+            "not arrays by hash."
         ) from error
     return StaticLeaf(leaf, type(leaf))
 
@@ -120,7 +122,7 @@ class GraphArguments:
 
     def values_of(self, modules: tuple[Any, ...]) -> tuple[Any, ...]:
         """The values of the modules after a step. Raises TraceError if their structure has changed."""
-        graph, values = _split(modules)
+        graph, values = _split_modules(modules)
         if graph != self.graph:
             raise TraceError(
                 "The step changes an nnx module in more than the values of its variables: it sets an attribute, as "
@@ -138,11 +140,12 @@ def split_graph(named: Mapping[int | str, Any]) -> tuple[dict[int | str, Any], G
     names = tuple(name for name, value in named.items() if isinstance(value, node))
     if not names:
         return dict(named), None
-    graph, values = _split(tuple(named[name] for name in names))
+    graph, values = _split_modules(tuple(named[name] for name in names))
     return {**named, **dict(zip(names, values, strict=True))}, GraphArguments(graph, names)
 
 
-def _split(modules: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def _split_modules(modules: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The common structure of modules, and the values of each."""
     graph, states = sys.modules["flax.nnx"].split(modules)
     return graph, tuple(states.get(i, {}) for i in range(len(modules)))
 
@@ -168,7 +171,7 @@ def check_no_graph(tree: Any, what: str) -> None:
 
 
 def variables_in(tree: Any) -> list[tuple[Any, list[Any]]]:
-    """The flax.nnx variables of a pytree that are in no module, as in an `nnx.State`, with their arrays."""
+    """The flax.nnx variables of a pytree, as of an `nnx.State`, with their arrays. Callers leave modules out."""
     kind = variable_class()
     if kind is None:
         return []

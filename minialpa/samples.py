@@ -57,7 +57,8 @@ def read_samples(read: ReadSamples, start: int, stop: int, form: BatchForm) -> l
     found, tree = jax.tree.flatten(batch)
     if str(tree) != form.tree:
         raise MinialpaError(
-            f"`{call}` returned a batch with the structure {tree}, but the first batch has {form.tree}."
+            f"`{call}` returned a batch with the structure {tree}. It must return the structure of the first batch, "
+            f"{form.tree}."
         )
     leaves = [np.asarray(leaf) for leaf in found]
     for leaf, shape, dtype in zip(leaves, form.shapes, form.dtypes, strict=True):
@@ -123,7 +124,9 @@ class SampleBatches(Iterator[Any]):
         self._n_samples, self._batch_size, self._repeats = n_samples, batch_size, repeats
         self._is_read_elsewhere = is_read_elsewhere
         self._next = 0
+        #: Pytree, form and leaf types of all batches, known from the first whole batch.
         self._form: tuple[Any, BatchForm, list[Any]] | None = None
+        #: The first sample of the next batch, and its iterator.
         self._open: tuple[int, Iterator[Any]] | None = None
 
     def get_state(self) -> dict[str, int]:
@@ -143,7 +146,7 @@ class SampleBatches(Iterator[Any]):
 
         if size == self._batch_size and self._form is not None and self._is_read_elsewhere():
             self._next += 1
-            return self._unread(first)
+            return self._unread_batch(first)
         batch = self._read_here(first, size)
         self._next += 1
         if batch is None:  # the function omits a smaller last batch of an epoch
@@ -152,7 +155,7 @@ class SampleBatches(Iterator[Any]):
             self._form = _form_of(batch, size)
         return batch
 
-    def _unread(self, first: int) -> Any:
+    def _unread_batch(self, first: int) -> Any:
         assert self._form is not None
         tree, form, kinds = self._form
         batch = UnreadBatch(self._function, first, self._batch_size, form)

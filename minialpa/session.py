@@ -141,7 +141,7 @@ def _start_session(arguments: InitArguments) -> Session:
         case "local":
             return _local_session(arguments)
         case other:
-            raise MinialpaError(f'`cluster` is "local" or "ray"; got {other!r}.')
+            raise MinialpaError(f'Pass `cluster="local"` or `cluster="ray"`; got {other!r}.')
 
 
 def shutdown() -> None:
@@ -282,15 +282,17 @@ def _leave_gpus_to_workers() -> None:
 
 def _local_session(arguments: InitArguments | None) -> Session:
     devices = jax.local_devices()
-    n_hosts, per_host = (arguments.num_hosts, arguments.devices_per_host) if arguments else (None, None)
+    n_hosts = arguments.num_hosts if arguments else None
+    per_host = arguments.devices_per_host if arguments else None
     if n_hosts is None:
         n_hosts = 1
     if per_host is None:
         per_host = len(devices) // max(n_hosts, 1)
     if n_hosts < 1 or per_host < 1 or n_hosts * per_host > len(devices):
         raise ShardingError(
-            f"{n_hosts} x {per_host} devices were requested and this process has {len(devices)}. Request fewer, or on "
-            "CPU start Python with XLA_FLAGS=--xla_force_host_platform_device_count=N."
+            f"{n_hosts} x {per_host} devices (hosts x devices per host) were requested and this process has "
+            f"{len(devices)}. Pass other values of `num_hosts` and `devices_per_host`, or on CPU start Python with "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N."
         )
     chosen = tuple(devices[: n_hosts * per_host])
     return Session(chosen, describe_devices(chosen, n_hosts), arguments)

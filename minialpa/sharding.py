@@ -63,7 +63,10 @@ class Spec:
     def __post_init__(self) -> None:
         used = [axis for dim in (*self.dims, self.partial) for axis in dim]
         if len(used) != len(set(used)):
-            raise ShardingError(f"A mesh axis is used twice in {self.dims}, partial {self.partial}; use each once.")
+            raise ShardingError(
+                f"The spec with the mesh axes {self.dims} for its dimensions and {self.partial} for partial sums has "
+                "an axis twice. Use each axis once."
+            )
 
     def __str__(self) -> str:
         text = ",".join("S" + "".join(map(str, dim)) if dim else "R" for dim in self.dims)
@@ -86,7 +89,8 @@ class Spec:
         unknown = [name for dim in names for name in dim if name not in AXIS_NAMES]
         if len(entries) > ndim or unknown:
             raise ShardingError(
-                f"{partition} does not fit an array of {ndim} dimensions, over the axes {', '.join(AXIS_NAMES)}."
+                f"{partition} does not fit an array of {ndim} dimensions. Give at most {ndim} entries, with axes from "
+                f"{', '.join(AXIS_NAMES)}."
             )
         return Spec(tuple(tuple(AXIS_NAMES.index(name) for name in dim) for dim in names))
 
@@ -109,7 +113,10 @@ class Spec:
         for size, axes in zip(shape, self.dims, strict=True):
             n = math.prod(mesh_shape[axis] for axis in axes)
             if size % n:
-                raise ShardingError(f"Dimension of size {size} in shape {shape} is not divisible by {n} ({self}).")
+                raise ShardingError(
+                    f"The spec {self} splits a dimension of length {size}, of an array of shape {shape}, into {n} "
+                    f"parts. Choose a spec or a mesh whose axes divide {size}."
+                )
             out.append(size // n)
         return tuple(out)
 
@@ -162,6 +169,7 @@ def specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterable[Sp
     """Every legal spec of an array of `shape` without partial sums. Each mesh axis splits at most one dimension."""
 
     def extend(axis: int, dims: tuple[tuple[int, ...], ...]) -> Iterable[Spec]:
+        """`dims` with each choice for `axis` and later axes."""
         if axis == len(mesh_shape):
             if Spec(dims).fits(shape, mesh_shape):
                 yield Spec(dims)

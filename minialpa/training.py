@@ -183,6 +183,8 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
+    """The arguments of `train`."""
+
     step: ParallelizedFunc
     create_state: Callable[[], Any]
     batches: Any
@@ -217,11 +219,13 @@ class _Progress:
         self.is_terminated = self.is_interrupted = self.has_state = False
         self.loader: DataLoader | None = None
         self.saving: tuple[int, float] | None = None
-        self._furthest = 0
+        # At the last loss: most steps so far, and the number of losses without a further step.
+        self._most_steps_done = 0
         self._n_losses = 0
 
     def note(self, what: What, seconds: float, text: str, n_steps: int | None = None) -> None:
-        event = TrainingEvent(what=what, n_steps=n_steps or self.n_done, seconds=seconds, text=text)
+        at = self.n_done if n_steps is None else n_steps
+        event = TrainingEvent(what=what, n_steps=at, seconds=seconds, text=text)
         self.events.append(event)
         _log.log(
             logging.WARNING if what in _WARNINGS else logging.INFO, "step %d: %s (%.2f s)", event.n_steps, text, seconds
@@ -235,8 +239,8 @@ class _Progress:
 
     def note_loss(self, error: WorkerError, *, can_go_on: bool) -> None:
         """Note that the session has ended. Raises `error` if the run cannot go on."""
-        self._n_losses = 1 if self.n_done > self._furthest else self._n_losses + 1
-        self._furthest = max(self._furthest, self.n_done)
+        self._n_losses = 1 if self.n_done > self._most_steps_done else self._n_losses + 1
+        self._most_steps_done = max(self._most_steps_done, self.n_done)
         self.note("lost", 0.0, f"The session is lost: {error}")
         if not can_go_on:
             error.add_note(
@@ -280,7 +284,8 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
         yield
         return
 
-    def take_course() -> None:
+    def restore_signal() -> None:
+        """Let SIGTERM have its former effect."""
         signal.signal(signal.SIGTERM, before)
         if progress.is_terminated:
             signal.raise_signal(signal.SIGTERM)
@@ -290,7 +295,7 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
         if progress.loader is not None:
             progress.loader.end()
         if not progress.has_state:
-            take_course()
+            restore_signal()
 
     progress.has_state = False
     signal.signal(signal.SIGTERM, note)
@@ -298,7 +303,7 @@ def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
         yield
     finally:
         if signal.getsignal(signal.SIGTERM) is note:
-            take_course()
+            restore_signal()
 
 
 def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> TrainingResult | None:
@@ -339,13 +344,15 @@ def _evaluation(run: _Run, n_done: int, state: Any) -> Any:
 
 
 def _first_batch(progress: _Progress, loader: DataLoader) -> Any:
-    """Comes before the state, since its shapes decide the plan."""
+    """The first batch of the run. It comes before the state, since its shapes decide the plan."""
     if progress.first_batch is None:
         progress.first_batch = loader.get_state()
     loader.set_state(progress.first_batch)
     batch = next(loader, None)
     if batch is None and progress.is_terminated:
-        raise MinialpaError("SIGTERM ended the run before `batches` had a batch.")
+        raise MinialpaError(
+            "SIGTERM ended the run before `batches` had a batch. No step was trained; call `train` anew to start."
+        )
     if batch is None:
         raise MinialpaError("`batches` has no batch. If it is a function, it must return a new iterator each time.")
     return batch
@@ -409,7 +416,7 @@ def _first_state(
 
     # On the devices of the checkpoint, its plan gives equal numbers and needs no planning.
     has_plan = saved.get("method") == repr(run.step.method) and not isinstance(run.step.method, Plan)
-    plan, executable = _planned(run, progress, create_state.eval_shape(), batch, manager if has_plan else None)
+    plan, executable = _plan_and_compile(run, progress, create_state.eval_shape(), batch, manager if has_plan else None)
 
     if manager is None or n_saved is None:
         with progress.timed("created", "The state is created."):
@@ -423,12 +430,12 @@ def _first_state(
     return state, plan, loader
 
 
-def _planned(
+def _plan_and_compile(
     run: _Run, progress: _Progress, state: Any, batch: Any, saved: CheckpointManager | None
 ) -> tuple[Plan, Any]:
     """The plan for this session and its executable. saved: the checkpoints whose plan to try first, or None."""
     try:
-        given = None if saved is None else _plan_in(saved)
+        given = None if saved is None else _saved_plan(saved)
         if given is not None:
             run.step.use_plan(given)
         start_s = time.monotonic()
@@ -443,15 +450,17 @@ def _planned(
     except (CheckpointError, VerifyError) as error:
         if saved is None:
             raise
-        progress.note("unusable", 0.0, f"The step is planned anew, since the plan in the checkpoint fails: {error}")
+        progress.note(
+            "unusable", 0.0, f"The step is planned anew, since the plan in the checkpoint cannot be used. {error}"
+        )
         run.step.use_plan(None)
-        return _planned(run, progress, state, batch, None)
+        return _plan_and_compile(run, progress, state, batch, None)
 
 
-def _plan_in(manager: CheckpointManager) -> Plan:
+def _saved_plan(manager: CheckpointManager) -> Plan:
     plan = manager.load_plan()
     if plan is None:
-        raise CheckpointError("It is missing.")
+        raise CheckpointError("The checkpoint has no plan.")
     return plan
 
 
@@ -463,33 +472,36 @@ def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
     if n_saved == 0:
         return {}
     raise MinialpaError(
-        f"The checkpoint of step {n_saved} has no position in the batches, so `train` did not save it. Save a state "
-        "that training begins with as the checkpoint of step 0."
+        f"The checkpoint of step {n_saved} has no position in the batches, so `train` did not save it. To begin "
+        "training with its state, save that as the checkpoint of step 0 in a new `folder`."
     )
 
 
 def _one_step(run: _Run, state: Any, batch: Any, first_types: str) -> tuple[Any, Any]:
+    """The new state and the metrics. Raises MinialpaError for another result, or if a batch has other types."""
     try:
         result = run.step(state, batch)
     except (TypeError, ValueError) as error:
         if (types := _types_text(batch)) == first_types:
             raise
         raise MinialpaError(
-            f"The step raised {type(error).__name__} for a batch of {types}; the first batch was {first_types}: {error}"
+            f"The step fails on a batch of {types}, since the first batch had {first_types}. Make all batches of "
+            f"`batches` alike, or change the step. It raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise MinialpaError(
-            f"`train` calls `state, metrics = step(state, batch)`, and the step returned {_what(result)}. "
+            f"`train` calls `state, metrics = step(state, batch)`, and the step returned {_returned_text(result)}. "
             "Return a pair: the new state, and the metrics in any pytree."
         )
     return result
 
 
-def _what(result: Any) -> str:
+def _returned_text(result: Any) -> str:
     return f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
 
 
 def _types_text(batch: Any) -> str:
+    """Path, dtype and shape of each leaf, such as "['x'] float32[8, 16]"."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return ", ".join(
         f"{jax.tree_util.keystr(path)} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
@@ -530,6 +542,7 @@ def _on_host(values: Any) -> Any:
 
 
 def _restart(run: _Run, progress: _Progress) -> None:
+    """Start a session on the hosts that answer; wait for a host up to `wait_for_hosts_s`."""
     start_s = time.monotonic()
     while True:
         try:
@@ -554,15 +567,17 @@ def _hosts_text() -> str:
 def _check_arguments(
     step: Any, create_state: Any, batches: Any, n_steps: Any, save_every: Any, evaluate_every: Any
 ) -> None:
+    """Raise MinialpaError for wrong arguments of `train`."""
     if not isinstance(step, ParallelizedFunc):
-        raise MinialpaError(f"`step` is the function that `parallelize` returned; got a {type(step).__name__}.")
+        raise MinialpaError(f"Pass the function that `parallelize` returned as `step`; got a {type(step).__name__}.")
     if not callable(create_state):
         raise MinialpaError(
-            f"`create_state` is a function without arguments that makes the state; got a {type(create_state).__name__}."
+            "Pass a function without arguments that makes the state as `create_state`; got a "
+            f"{type(create_state).__name__}."
         )
     if isinstance(batches, Mapping):
         raise MinialpaError(
-            f"`batches` is a function that returns an iterator over batches, or an iterable of batches; got a "
+            "Pass a function that returns an iterator over batches, or an iterable of batches, as `batches`; got a "
             f"{type(batches).__name__}, which looks like a single batch."
         )
     if isinstance(batches, Iterator) and state_methods(batches) is None:
@@ -573,4 +588,4 @@ def _check_arguments(
     counts = {"n_steps": n_steps, "save_every": save_every, "evaluate_every": evaluate_every}
     for name, value in counts.items():
         if not (isinstance(value, int) and value > 0) and not (name == "n_steps" and value is None):
-            raise MinialpaError(f"`{name}` is a positive integer, a number of steps; got {value!r}.")
+            raise MinialpaError(f"Pass a number of steps, a positive integer, as `{name}`; got {value!r}.")

@@ -35,27 +35,35 @@ def train_step(state, batch):
     return (optax.apply_updates(params, updates), opt_state), value
 ```
 
-`f32[8,16]` is the type of a value, and `%12` the result of operation 12. Further columns are results of the phase.
+`f32[8,16]` is the type of a value, `%12` the result of operation 12, and `%18.0` the first result of operation 18.
+Further columns are results of the phase.
 """
 
 _SENTENCES = {
-    "trace": "Tracing turns the Python function into one list of operations on the whole batch, with calls inlined and "
-    "marks removed. `forward 2` numbers a part of the model, and `backward 2` its derivative: `%12` to `%14` "
-    "differentiate the product `%3`. From `%19` on, operations have no part, because they belong to the optimizer.",
-    "layers": "Forward operations receive layers, by the boundary in `loss` or, by default, by a clustering of costs. "
-    "A derivative joins its forward operation: `%16` joins `%1` in layer 0. The update has no layer.",
+    "trace": "Tracing turns the Python function into one list of operations on the whole batch, with calls inlined "
+    "and pipeline boundaries removed. A forward operation and its derivatives are a *forward group*: `forward 2` is "
+    "the product `%3`, and `backward 2` are its derivatives `%12` to `%14`. Operations of the optimizer, such as "
+    "`%20`, have no group. `minialpa_gradient` marks a gradient of `value_and_grad`.",
+    "layers": "Forward operations receive layers, by the boundary in `loss` or, by default, by a clustering of "
+    "costs. A derivative joins its forward operation: `%16` joins `%1` in layer 0. The update has no layer.",
     "rematerialise": "The backward pass of a layer recomputes activations from its inputs: `%12` to `%14` copy `%3`, "
     "`%4` and `%6`. The `optimization_barrier` `%11` keeps the compiler from merging copies and originals.",
-    "microbatch": "The list becomes a loop over 2 micro-batches, with 4,096 rows of the batch each, and an update that "
-    "runs once. The loss still divides by 8.388608e+06, the elements of the whole batch, so the sum of `%24` over the "
-    "micro-batches is the gradient of the whole batch. The update reads such sums.",
+    "microbatch": "The list becomes a loop over 2 micro-batches, with 4,096 rows of the batch each, and an update "
+    "that runs once. The loss still divides by 8.388608e+06, the elements of the whole batch, so the sum of `%24` "
+    "over the micro-batches is the gradient of the whole batch. The update reads such sums. A constant such as `%11` "
+    "joins the group of its reader, and `name %13` is a copy for several products.",
     "stages": "Each stage becomes tasks on its mesh: forward, backward and update. Compare `leaves` with `reads` to "
     "find the values that cross meshes: the activations `%1` go to mesh 1, and their cotangent `%17` comes back.",
-    "shardings": "The solver gives each value a spec on its mesh: `S0,R` splits dimension 0 over mesh axis 0, and `R` "
-    "replicates. `+P0` is a partial sum, such as the loss `%5`, which an all-reduce completes for a full read. Mesh 0 "
-    "splits the columns of `w1`; mesh 1 splits the examples, and the optimizer state of `w2`.",
+    "shardings": "The solver gives each value a spec on its mesh: `S0,R` splits dimension 0 over mesh axis 0, and "
+    "`R` replicates. Each line has the specs of results, then of operands. `+P0` is a partial sum: each device has a "
+    "summand of the loss `%5`. A third spec in the middle is the spec before a collective: `%15` is a partial sum "
+    "that a reduce-scatter turns into `R,S0`. A value that is read in another spec is resharded first: `%64` is "
+    "sliced for `%65`, and the result `w2` is gathered at the end. Mesh 0 splits the columns of `w1`; mesh 1 splits "
+    "the examples, and the optimizer state of `w2`.",
     "instructions": "The runtime executes this list once per step, over numbered buffers. The schedule is 1F1B: "
-    "`backward1` of one micro-batch precedes `forward1` of the next. `zeros1` makes an accumulator for the passes.",
+    "`backward1` of one micro-batch precedes `forward1` of the next. `zeros1` makes an accumulator, to which the "
+    "passes add inside their functions. A transfer names its target sharding: `P('x',)` splits dimension 0 over axis "
+    "0.",
 }
 
 

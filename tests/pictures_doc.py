@@ -25,7 +25,7 @@ import minialpa
 from minialpa import AutoStageOption, ClusterSpec, ManualLayerOption, PipeshardParallel, Plan, Timeline
 from minialpa.calls import Parameters
 from minialpa.inter.build_plan import build_plan
-from minialpa.inter.layers.layered_step import layered_step
+from minialpa.inter.layers.layered_step import layered_step, whole_scans
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.mesh_programs import split_by_mesh
 from minialpa.inter.microbatch.rewrite import split_micro_batches
@@ -108,7 +108,7 @@ class Step:
 STEPS = (
     Step(Parameters.bind, ("arguments as leaves,", "names and a pytree")),
     Step(trace_step, ("one flat program;", "attentions recognised"), ("trace",)),
-    Step(layered_step, ("layers, and values that", "backward recomputes"), ("layers", "rematerialise")),
+    Step(whole_scans, ("layers, and values that", "backward recomputes"), ("layers", "rematerialise")),
     Step(given_stages, ("layers and a submesh", "for each stage")),
     Step(split_micro_batches, ("loops over micro-", "batches, and updates"), ("microbatch",)),
     Step(stage_split, ("tasks: equations that", "run together on a mesh"), ("stages",)),
@@ -117,7 +117,7 @@ STEPS = (
     Step(realise, (f"{realise.__name__}: the tasks of", "the plan, from the step")),
     Step(emit_program, ("instructions over", "numbered buffers"), ("instructions",)),
 )
-_BY_MESH = Step(split_by_mesh, ())
+_BY_MESH, _LAYERED = Step(split_by_mesh, ()), Step(layered_step, ())
 _PLAN = Step(Plan.from_json, ("layers, stages, specs,", "micro-batches;", "no equations"))
 _RUNS = (
     Step(LocalExecutable.__call__, ("compiles and runs,", "in this process")),
@@ -159,7 +159,7 @@ def _planning(svg: Svg) -> None:
         if column < 3:
             svg.labelled(_LEFT[column] + _W, _LEFT[column + 1], _ROWS[row] + 34, step.value)
 
-    stages, best = f"{STEPS[2].value}, {STEPS[3].value} of each stage", f"{STEPS[7].value} with the least seconds"
+    stages, best = f"{_LAYERED.value}, {STEPS[3].value} of each stage", f"{STEPS[7].value} with the least seconds"
     for row, (down, label) in enumerate(((20, stages), (36, best))):
         x, target, y = _CENTRE[3], _CENTRE[row], _ROWS[row] + _H + down
         svg.text((x + target) / 2, y - 6, "m s c v", label)

@@ -69,7 +69,7 @@ def placed_args(parallel: Any) -> tuple[Any, Any]:
 def test_leading_sizes_that_differ() -> None:
     parallel = minialpa.parallelize(train_step)
     params, batch = placed_args(parallel)
-    message = r"leading dimensions of the batch differ: `batch\['x'\]` 16, `batch\['y'\]` 8"
+    message = r"arrays of the batch differ in their first dimension \(`batch\['x'\]` 16, `batch\['y'\]` 8"
     refused(TraceError, message, parallel, params, {"x": batch["x"], "y": batch["y"][:8]})
     works(parallel, params, batch)
 
@@ -94,7 +94,7 @@ def test_parameters_of_size_zero_simply_work() -> None:
 
 def test_micro_batches_without_a_batch() -> None:
     parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2), batch_argnums=())
-    refused(TraceError, "`batch_argnums` lists no argument", parallel, make_params(), make_batch())
+    refused(TraceError, "`batch_argnums` is empty", parallel, make_params(), make_batch())
 
 
 # ---- leaves and trees -----------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_leaves_that_are_no_arrays_of_numbers_are_named() -> None:
         (np.array(["a"]), "NumPy array of <U1.*static_argnums"),
         (_Lazy(), r"_Lazy, which has `__jax_array__`.*jnp\.asarray"),
         (np.ma.masked_array(np.ones(4)), "masked array"),
-        (jax.ShapeDtypeStruct((16, 8), jnp.float32), "shape, and a call needs arrays"),
+        (jax.ShapeDtypeStruct((16, 8), jnp.float32), "`ShapeDtypeStruct`, a shape without values. Pass an array"),
         (np.dtype("float32"), "Float32DType"),
     ):
         message = rf"`batch\['more'\]` is a.* {kind}"
@@ -124,7 +124,7 @@ def test_leaves_that_are_no_arrays_of_numbers_are_named() -> None:
         jax.ShapeDtypeStruct((-N_EXAMPLES, WIDTH), jnp.float32),
         jax.ShapeDtypeStruct((N_EXAMPLES, WIDTH), np.dtype("S3")),
     ):
-        with pytest.raises(TraceError, match=r"Argument leaf `batch\['y'\]` (is a|has shape)"):
+        with pytest.raises(TraceError, match=r"The argument `batch\['y'\]` (is a|has the shape)"):
             parallel.get_executable(params, {"x": batch["x"], "y": wrong})
     works(parallel, params, batch)
 
@@ -133,14 +133,12 @@ def test_errors_of_the_step_are_passed_on_and_tell_what_differs_from_an_earlier_
     parallel = minialpa.parallelize(train_step)
     refused(KeyError, "'v'", parallel, {"w": jnp.eye(WIDTH)}, make_batch())
     params, batch = placed_args(parallel)
-    for wrong, message in (
-        ({"w": params["w"]}, r"KeyError\('v'\)\n  `params\['v'\]`: not there; earlier float32"),
-        (
-            {**params, "w": jnp.ones((3, WIDTH))},
-            r"TypeError\(.*\n  `params\['w'\]`: float32\[3, \d+\]; earlier ",
-        ),
+    for wrong, error, change in (
+        ({"w": params["w"]}, r"KeyError\('v'\)", r"`params\['v'\]`: not there; earlier float32"),
+        ({**params, "w": jnp.ones((3, WIDTH))}, r"TypeError\(.*", r"`params\['w'\]`: float32\[3, \d+\]; earlier "),
     ):
-        refused(TraceError, f"which differ from an earlier call: {message}", parallel, wrong, batch)
+        message = rf"The step fails with {error} on arguments that differ from an earlier call\..*\n  {change}"
+        refused(TraceError, message, parallel, wrong, batch)
     works(parallel, params, batch)
 
 
@@ -148,7 +146,7 @@ def test_a_collective_in_a_step_for_one_device() -> None:
     def averaging(params: Any, batch: Any) -> Any:
         return jax.lax.pmean(loss_of(params, batch), "batch")
 
-    message = "unbound axis name: batch. The step is for one device: leave out collectives"
+    message = r"unbound axis name: batch\). Write the step for one device, without collectives"
     refused(TraceError, message, minialpa.parallelize(averaging), make_params(), make_batch())
 
 
@@ -190,12 +188,12 @@ def test_python_control_flow_on_values() -> None:
 def test_argument_numbers_that_are_no_numbers() -> None:
     for option in ("static_argnums", "donate_argnums", "batch_argnums"):
         for value, message in (
-            ("batch", "takes argument numbers; got "),
-            ((0.5,), "takes argument numbers; got "),
-            (2, "has 2, and the step has 2 arguments.*params, batch"),
-            (-3, "has -3, and the step has 2 arguments.*params, batch"),
+            ("batch", rf"Pass argument numbers, such as `\(0,\)`, as `{option}`; got 'batch'"),
+            ((0.5,), rf"Pass argument numbers, such as `\(0,\)`, as `{option}`; got \(0\.5,\)"),
+            (2, f"`{option}` has 2, and the step has 2 arguments.*params, batch"),
+            (-3, f"`{option}` has -3, and the step has 2 arguments.*params, batch"),
         ):
-            with pytest.raises(TraceError, match=f"`{option}` {message}"):
+            with pytest.raises(TraceError, match=message):
                 minialpa.parallelize(train_step, **{option: value})
 
 
@@ -210,15 +208,30 @@ def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> Pipeshard
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (ShardParallel(devices=LogicalMesh((4, 4))), "needs 16 devices and there are 8"),
-        (manual((1, 8), (1, 8)), "stages need 16 devices and the cluster has 8"),
-        (manual((1, 4)), "one submesh, logical shape and option dict for each of its 2 stages; got 1, 1 and 1"),
-        (manual((1, 4), (1, 4), layers=((0,), (0,))), r"must list the layers 0 to 1 once and in order"),
-        (ShardParallel(devices=["gpu:0"]), r"`devices` takes a list of jax devices.*got \['gpu:0'\]"),
+        (ShardParallel(devices=LogicalMesh((4, 4))), r"needs 16 devices \(.*there are 8\. Plan for 8 devices"),
+        (manual((1, 8), (1, 8)), "2 stages need 16 devices together, but the cluster has 8"),
+        (
+            manual((1, 4)),
+            "has 2 stages in `forward_stage_layer_ids`, but 1 in `submesh_physical_shapes`, 1 in .* and 1 in",
+        ),
+        (
+            manual((1, 4), (1, 4), layers=((0,), (0,))),
+            r"List each of the layers 0 to 1 .* once and in order.*got \[\[0\], \[0\]\]",
+        ),
+        (ShardParallel(devices=["gpu:0"]), r"`devices` must be a list of jax devices.*got \['gpu:0'\]"),
         (ShardParallel(devices=jax.devices()[:1] * 2), "more than once"),
-        (PipeshardParallel(layer_option=AutoLayerOption(10_000)), "cannot make 10000 layers of a pipeline. Ask for"),
-        (PipeshardParallel(stage_option=UniformStageOption(5)), "`num_stages=5` stages cannot be made of 2 layers"),
-        (PipeshardParallel(pipeline_schedule="inference"), "`inference` has no backward pass.*Use `1f1b`"),
+        (
+            PipeshardParallel(layer_option=AutoLayerOption(10_000)),
+            r"cannot be cut into 10000 layers, because it has only \d+ .*Set `layer_option=.*to at most \d+",
+        ),
+        (
+            PipeshardParallel(stage_option=UniformStageOption(5)),
+            "`num_stages=5` needs at least 5 layers, but the model has 2",
+        ),
+        (
+            PipeshardParallel(pipeline_schedule="inference"),
+            '`inference` has no backward pass.*Set `pipeline_schedule` to "1f1b"',
+        ),
     ],
 )
 def test_methods_that_ask_for_what_is_not_there(method: Any, message: str) -> None:
@@ -230,15 +243,33 @@ def test_a_pipeline_of_a_step_whose_results_need_no_operation() -> None:
     def nothing(params: Any, batch: Any) -> None:
         jax.grad(loss_of)(params, batch)
 
-    message = "no result of the step needs an operation. Return what the step computes.*or use .*`ShardParallel`"
+    message = (
+        "no result of the step needs an operation. Return the values that the step computes.*or use .*`ShardParallel`"
+    )
     refused(TraceError, message, minialpa.parallelize(nothing, method=PipeshardParallel()), make_params(), make_batch())
 
 
 def test_degrees_of_parallelism_that_do_not_fit() -> None:
     get = minialpa.get_3d_parallel_method
-    refused(ShardingError, "4 x 2 x 2 needs 16 devices and there are 8", get, 1, 4, 2, 2)
-    refused(ShardingError, "1 x 16 x 1 needs 16 devices and there are 8", get, 1, -1, 16, 1)
-    refused(ShardingError, "`data_parallel` is -1 or an integer >= 1; got '2'", get, 1, "2", 1, 1)
+    refused(
+        ShardingError,
+        "`data_parallel=4`, `operator_parallel=2` and `pipeline_parallel=2` need 16 devices together, but there are 8",
+        get,
+        1,
+        4,
+        2,
+        2,
+    )
+    refused(
+        ShardingError,
+        "`data_parallel=1`, `operator_parallel=16` and `pipeline_parallel=1` need 16 devices",
+        get,
+        1,
+        -1,
+        16,
+        1,
+    )
+    refused(ShardingError, "`data_parallel` must be -1 or an integer >= 1; got '2'", get, 1, "2", 1, 1)
     works(minialpa.parallelize(train_step, method=get(2, -1, 2, 2)), make_params(), make_batch())
 
 
@@ -281,11 +312,14 @@ def test_init_again_with_other_arguments() -> None:
 
 def test_init_with_what_is_not_there() -> None:
     wrong: dict[str, dict[str, Any]] = {
-        '`cluster` is "local" or "ray"; got \'slurm\'': {"cluster": "slurm"},
-        "2 x 8 devices were requested and this process has 8": {"num_hosts": 2, "devices_per_host": 8},
-        "-1 x 8 devices were requested": {"num_hosts": -1},
-        "1 x 0 devices were requested": {"devices_per_host": 0},
-        "9 x 0 devices were requested": {"num_nodes": 9},
+        'Pass `cluster="local"` or `cluster="ray"`; got \'slurm\'': {"cluster": "slurm"},
+        r"2 x 8 devices \(.*\) were requested and this process has 8\. .*`num_hosts`": {
+            "num_hosts": 2,
+            "devices_per_host": 8,
+        },
+        r"-1 x 8 devices \(.*\) were requested": {"num_hosts": -1},
+        r"1 x 0 devices \(.*\) were requested": {"devices_per_host": 0},
+        r"9 x 0 devices \(.*\) were requested": {"num_nodes": 9},
     }
     for message, arguments in wrong.items():
         refused(MinialpaError, message, functools.partial(minialpa.init, **arguments))
@@ -329,13 +363,32 @@ def test_code_that_needs_a_value_is_reported_by_the_names_of_the_user(
 
 def test_arguments_of_functions_in_each_others_places() -> None:
     parallel, params, batch = minialpa.parallelize(train_step), make_params(), make_batch()
-    refused(MinialpaError, "`create_state` is a function", minialpa.train, parallel, params, [batch])
+    refused(
+        MinialpaError,
+        "Pass a function without arguments that makes the state as `create_state`",
+        minialpa.train,
+        parallel,
+        params,
+        [batch],
+    )
     refused(MinialpaError, "looks like a single batch", minialpa.train, parallel, make_params, batch)
     save = functools.partial(minialpa.save_checkpoint, step=1)
-    refused(CheckpointError, "is a path, the first argument; got a dict", save, params, "checkpoints")
+    refused(
+        CheckpointError,
+        "Pass the folder of the checkpoints, a path, as the first argument; got a dict",
+        save,
+        params,
+        "checkpoints",
+    )
     plan = functools.partial(minialpa.plan, cluster=minialpa.ClusterSpec.preset("cpu"))
-    refused(TraceError, r"is a tuple of all arguments of the step; got a dict", plan, train_step, params)
-    message = r'`cluster` is a ClusterSpec, such as `ClusterSpec.preset\("h100"\)`'
+    refused(
+        TraceError,
+        r"Pass all arguments of the step as one tuple `args`, such as .*; got a dict",
+        plan,
+        train_step,
+        params,
+    )
+    message = r'Pass a ClusterSpec as `cluster`, such as `ClusterSpec.preset\("h100"\)`'
     refused(ShardingError, message, lambda: minialpa.plan(train_step, (params, batch), cluster="h100"))  # type: ignore[arg-type]
 
 

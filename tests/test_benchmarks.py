@@ -18,6 +18,7 @@ from benchmarks.registry import all_benchmarks
 from benchmarks.run import main, table
 from minialpa import InfeasibleError, Plan
 from minialpa.models import SIZES
+from minialpa.plan import bytes_text
 from minialpa.session import describe_devices
 
 #: All others take longer.
@@ -98,7 +99,7 @@ def test_stored_plans_use_every_device_and_cut_the_batch_into_whole_parts(stored
 def test_a_climb_goes_to_what_needs_least_where_nothing_fits() -> None:
     def needs(n_bytes: int) -> Outcome:
         def fail() -> Plan:
-            raise InfeasibleError(f"Stage 0: It needs at least {n_bytes:,} bytes per device and the limit is 16.")
+            raise InfeasibleError(f"Stage 0: The step needs at least {bytes_text(n_bytes)} per device, ...")
 
         return outcome("choice", fail)
 

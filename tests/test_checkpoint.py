@@ -237,7 +237,7 @@ def test_a_manager_keeps_the_last_checkpoints(tmp_path: Path) -> None:
         assert manager.restore(like=state).data == b"\x00\xff"
         with pytest.raises(CheckpointError, match="has a checkpoint of step 7"):
             manager.save(7, state)
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 5 .*; there are 6, 7"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 5 .*\. The nearest are 6, 7\."):
             manager.restore(5, like=state)
 
 
@@ -504,10 +504,12 @@ def test_a_process_that_is_killed_leaves_complete_checkpoints_and_the_folder(
 
 def test_what_no_checkpoint_can_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     for step in ("x", -1, True):
-        with pytest.raises(CheckpointError, match="`step` is an integer, 0 or more; got"):
+        with pytest.raises(CheckpointError, match="Pass an integer, 0 or more, as `step`; got"):
             minialpa.save_checkpoint(tmp_path, {"w": np.ones(3)}, step=step)  # type: ignore[arg-type]
     for options in ({"max_to_keep": "3"}, {"save_interval_steps": 0}):
-        with pytest.raises(CheckpointError, match="is a positive integer; got"):
+        with pytest.raises(
+            CheckpointError, match=r"Pass a positive integer as `(max_to_keep|save_interval_steps)`; got"
+        ):
             CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": np.ones(3)})

@@ -68,7 +68,7 @@ def test_the_doctor_says_what_is_here_and_tries_the_transports(capsys: pytest.Ca
     assert f"machine code   {cache_folder()}" in lines
     assert lines[-2:] == [
         "TCP            works",
-        "NCCL           does not work: jax sees no GPU here",
+        "NCCL           does not work: jax sees no GPU here. For an NVIDIA GPU, install `minialpa[gpu]`",
     ]
 
 
@@ -129,19 +129,22 @@ def parallel(): return minialpa.parallelize(step), jnp.eye(4), jnp.ones((8, 4))
     [
         (["mistakes:make", "--batch-size", "7"], "`mistakes:make` has no parameter `batch_size`"),
         (["mistakes:unsized"], "`mistakes:unsized` needs a batch size"),
-        (["mistakes:needs"], "and it needs width. The function returns `(step, state, batch)`"),
-        (["mistakes:turned"], "returned (ArrayImpl, ArrayImpl, function)"),
-        (["mistakes:fails"], "mistakes.py:12: NameError: name 'undefined' is not defined"),
+        (["mistakes:needs"], "and it needs width. Give each a default value."),
+        (["mistakes:turned"], "returned (ArrayImpl, ArrayImpl, function), and it must return the step"),
+        (["mistakes:fails"], "mistakes.py:12 with NameError: name 'undefined' is not defined"),
         (["mistakes:parallel"], "Return the step itself, `step.__wrapped__`"),
-        (["mistakes:run"], "`mistakes` has no `run`"),
+        (["mistakes:run"], "because `mistakes` has no `run`"),
         (["mistakes:make", "--micro-batches", "16"], "8 examples cannot be split into 16 equal micro-batches"),
         (["mistakes:make", "--method", "DataParallel", "--layers", "2"], "--layers is for pipelines, and DataParallel"),
         ([":make"], "`:make` is no `module:function`"),
         (["not_mine:make"], "There is no module `not_mine`"),
-        (["no_syntax:make"], "no_syntax.py:1: SyntaxError"),
+        (["no_syntax:make"], "no_syntax.py:1 with SyntaxError"),
         (["mistakes:make", "--cluster", "cpu.json", "--num-hosts", "2"], "`cpu.json` has its own hosts"),
         (["mistakes:make", "--save", "."], "`.` is a folder"),
-        (["mistakes:make", "--save", "nowhere/plan.json"], "There is no folder `nowhere` to write `plan.json` to."),
+        (
+            ["mistakes:make", "--save", "nowhere/plan.json"],
+            "There is no folder `nowhere` to write `plan.json` to. Make it with",
+        ),
     ],
 )
 def test_mistakes_in_the_model_that_is_to_be_planned_are_reported_in_a_line(
@@ -198,7 +201,7 @@ def test_files_that_are_no_plan_or_cluster_and_numbers_that_are_not_positive_are
     assert main(["report", str(tmp_path / "cluster.json")]) == 1
     assert "cluster.json`: Not a plan" in capsys.readouterr().err
     assert main(["plan", "mlp", "--cluster", str(tmp_path / "cluster.json")]) == 1
-    assert "cluster.json`: Not a cluster description" in capsys.readouterr().err
+    assert "cluster.json`: This is no cluster description" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "mlp", "--batch-size", "-3"])
     assert "is not positive" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_steps_start_while_a_batch_is_on_its_way_to_the_workers(monkeypatch: pyt
         monkeypatch.setattr(ClusterRuntime, "gather_noted", after_another_step)
         placed = step.place_batch(make_batch(2))
         monkeypatch.undo()
-        assert not runtime._waiting
+        assert not runtime._noted_calls
         assert_allclose(placed, make_batch(2), rtol=0, atol=0)
 
 
@@ -280,10 +280,10 @@ def test_no_more_batches_are_read_than_the_queue_holds() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     wrong = {
-        "`prefetch_size` is .*; got 0": {"prefetch_size": 0},
-        "`on_ragged` is .*; got 'pad'": {"on_ragged": "pad"},
-        "`step` is .*; got a function": {"step": train_step},
-        "`source` is .*; got a int": {"source": 3},
+        "Pass .* as `prefetch_size`; got 0": {"prefetch_size": 0},
+        "Pass .* as `on_ragged`; got 'pad'": {"on_ragged": "pad"},
+        "Pass .* as `step`; got a function": {"step": train_step},
+        "Pass .* as `source`; got a int": {"source": 3},
     }
     for message, arguments in wrong.items():
         with pytest.raises(minialpa.MinialpaError, match=message):
@@ -407,7 +407,7 @@ def test_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(minialpa.MinialpaError, match="after batch 9, and the source ends after 4 batches"):
         other.set_state({**start, "batches": 9})
     for nonsense in ({"batches": -1}, {"batches": True}, {"batches": None}, {"sizes": 3}, {"sizes": [""]}):
-        with pytest.raises(minialpa.MinialpaError, match="state of a loader comes from"):
+        with pytest.raises(minialpa.MinialpaError, match="Pass a state that `get_state` of a loader returned"):
             other.set_state({**start, **nonsense})
 
 
@@ -428,7 +428,7 @@ def test_a_mesh_driver_data_loader_reads_all_samples_and_repeats() -> None:
     with MeshDriverDataLoader(4, 10, samples, step, repeat=True, on_ragged="drop") as loader:
         loader.set_state(state)
         assert numbers(next(loader) for _ in range(3)) == [4, 0, 4]
-    with pytest.raises(minialpa.MinialpaError, match="`batch_size` is a positive number; got 0"):
+    with pytest.raises(minialpa.MinialpaError, match="Pass a positive integer as `batch_size`; got 0"):
         MeshDriverDataLoader(0, 10, samples, step)
 
 

@@ -262,35 +262,35 @@ def test_planning_effort_is_for_the_shardings_of_all_stages(effort: Any) -> None
     plan = fun.plan(state, batch)
     assert [stage.option for stage in plan.stages] == [dataclasses.replace(own, planning_effort=effort)] * 2
     assert all(stage.gap == 0 and stage.optimal for stage in plan.stages) or effort == "fast"
-    with pytest.raises(ShardingError, match=r"`planning_effort` is .*got 'slow'"):
+    with pytest.raises(ShardingError, match=r"`planning_effort` must be .*got 'slow'"):
         minialpa.parallelize(step, planning_effort="slow")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AutoStageOption(submesh_logical_shape_space=WRONG), "`submesh_logical_shape_space` is .*'wrong'"),
-        (lambda: AutoStageOption([4]), r"`submesh_physical_shape_space` is .*; got \[4\]"),
-        (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` is a number >= 0 or None; got nan"),
-        (lambda: AutoShardingOption(fixed_specs={"x": ("x",)}), "`fixed_specs` is a mapping from strings to Partition"),
-        (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` is 0, 1, or None"),
-        (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` is above 0, or None; got 0"),
+        (lambda: AutoStageOption(submesh_logical_shape_space=WRONG), "`submesh_logical_shape_space` must be .*'wrong'"),
+        (lambda: AutoStageOption([4]), r"`submesh_physical_shape_space` must be .*; got \[4\]"),
+        (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` must be a number >= 0 or None; got nan"),
+        (lambda: AutoShardingOption(fixed_specs={"x": ("x",)}), "`fixed_specs` must be a mapping from strings"),
+        (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` must be 0, 1"),
+        (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` must be above 0, or None; got 0"),
         (lambda: AutoShardingOption(enable_auto_sharding=False, prefer_reduce_scatter=True), "`prefer_reduce_scatter`"),
         (
             lambda: AutoShardingOption(force_data_parallel=True, allow_replicated_parameters=False),
-            "`force_data_parallel` replicates parameters, and `allow_replicated_parameters=False`",
+            "replicates parameters, which contradicts `allow_replicated_parameters=False`. Remove one",
         ),
-        (lambda: AutoLayerOption(remat="half"), "`remat` is 'none', 'dots', 'full', 'auto', True, or False; got"),
-        (lambda: ManualStageOption([0, 1], [(1, 4)], [(4,)]), "`forward_stage_layer_ids` is a tuple of tuples of"),
+        (lambda: AutoLayerOption(remat="half"), "`remat` must be 'none', 'dots', 'full', 'auto', True, or False; got"),
+        (lambda: ManualStageOption([0, 1], [(1, 4)], [(4,)]), "`forward_stage_layer_ids` must be a tuple of tuples"),
         (
             lambda: ShardParallel(auto_sharding_option={"force_data_parallel": True}),
-            r"is an AutoShardingOption or None; .* Write `AutoShardingOption\(force_data_parallel=True\)`\.",
+            r"must be an AutoShardingOption or None; .* Write `AutoShardingOption\(force_data_parallel=True\)`\.",
         ),
-        (lambda: ShardParallel(num_micro_batches=2**26), "`num_micro_batches` is an integer from 1 to 1,048,576"),
-        (lambda: ShardParallel(submesh=4), "`submesh` is a pair of integers >= 1 or None; got 4"),
-        (lambda: PipeshardParallel(layer_option="guess"), "`layer_option` is 'manual', a ManualLayerOption, .*'guess'"),
-        (lambda: PipeshardParallel(pipeline_schedule="2f2b"), "No schedule `2f2b`. Known: `1f1b`, `1f1b-interleaved`"),
-        (lambda: AutoParallel(stage_option="auto"), "`stage_option` is an AutoStageOption; got 'auto'"),
+        (lambda: ShardParallel(num_micro_batches=2**26), "`num_micro_batches` must be an integer from 1 to 1,048,576"),
+        (lambda: ShardParallel(submesh=4), "`submesh` must be a pair of integers >= 1 or None; got 4"),
+        (lambda: PipeshardParallel(layer_option="guess"), "`layer_option` must be 'manual', .*'guess'"),
+        (lambda: PipeshardParallel(pipeline_schedule="2f2b"), "no schedule `2f2b`. Choose one of `1f1b`, `1f1b-"),
+        (lambda: AutoParallel(stage_option="auto"), "`stage_option` must be an AutoStageOption; got 'auto'"),
     ],
 )  # fmt: skip
 def test_values_that_options_and_methods_cannot_have(make: Any, message: str) -> None:
@@ -300,7 +300,7 @@ def test_values_that_options_and_methods_cannot_have(make: Any, message: str) ->
 
 def test_a_method_refuses_options_that_are_not_what_it_stands_for() -> None:
     option = AutoShardingOption(prefer_reduce_scatter=True)
-    with pytest.raises(ShardingError, match="`DataParallel` stands for `prefer_reduce_scatter=False`"):
+    with pytest.raises(ShardingError, match=r"`DataParallel` sets `prefer_reduce_scatter=False`, but .*=True`. Remove"):
         DataParallel(None, 1, option).options()
     assert Zero3Parallel(None, 1, option).options().sharding == AutoShardingOption(
         force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True
@@ -348,7 +348,7 @@ def test_examples_that_cannot_be_split_as_asked(method: Method, batch_size: int,
 def test_an_infeasible_option_is_named_with_the_operation(method: Method) -> None:
     message = refused(method)
     # Weights of 32 features, or activations of 16 examples if the weights stay split.
-    assert re.search(r"`allow_all_gather=False` cannot be kept: float32\[(32|16, 32)", message), message
+    assert re.search(r"`allow_all_gather=False` cannot be kept, because float32\[(32|16, 32)", message), message
     assert ".py:" in message
     assert "`prefer_reduce_scatter`" in message or "`force_zero_stage_3`" in message
 

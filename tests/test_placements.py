@@ -149,7 +149,7 @@ def offloading(w: jax.Array, x: jax.Array) -> Any:
     return descend(w, lambda w: jnp.mean(jax.lax.scan(layer, x @ w, None, length=2)[0]))
 
 
-HOST_MEMORY = r"`\w+` at .*test_placements\.py:\d+.*(host|`compute_on`).*Leave it out"
+HOST_MEMORY = r"`\w+` at .*test_placements\.py:\d+.*(host|`compute_on`).*Remove it"
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ HOST_MEMORY = r"`\w+` at .*test_placements\.py:\d+.*(host|`compute_on`).*Leave i
     [
         (
             lambda w, x: jax.shard_map(summed, mesh=mesh(), in_specs=P("data"), out_specs=P())(x @ w),
-            "`jax.shard_map`.* write the step for one device",
+            "`jax.shard_map`.* Write the step for one device",
         ),
-        (lambda w, x: jax.pmap(jnp.tanh)(x.reshape(8, 2, 8)) @ w, "`jax.pmap` is a program for the devices"),
+        (lambda w, x: jax.pmap(jnp.tanh)(x.reshape(8, 2, 8)) @ w, "`jax.pmap`.* decides what each device computes"),
         (explicit, "is on a mesh with Explicit axes.*AxisType.Auto"),
         (with_ref, r"uses a mutable array .* at .*with_ref.*return the new value"),
         (lambda w, x: COUNT[...] + jnp.sum(x @ w), "uses a mutable array"),
@@ -196,7 +196,7 @@ def test_arrays_in_host_memory_are_refused_also_after_others() -> None:
     step(w, x)
 
     captured = jax.device_put(W, HOST)
-    with pytest.raises(TraceError, match="captures an array in host memory"):
+    with pytest.raises(TraceError, match="reads an array in host memory"):
         minialpa.parallelize(lambda w, x: x @ w @ jax.device_put(captured, DEVICE)).plan(W, X)
 
 

@@ -51,8 +51,8 @@ def test_a_ragged_batch_runs_in_the_most_micro_batches_that_divide_it() -> None:
     step = minialpa.parallelize(train_step, method=METHODS["shard"])
     # More examples than the first batch, and a prime number of them.
     said = runs_as_alone(step, {16: 4, 18: 3, 7: 1})
-    assert [message.split(" as ")[0] for message in said] == [
-        f"A batch of {n} examples cannot be split into 4 equal micro-batches," for n in (18, 7)
+    assert [message.split(". ")[0] for message in said] == [
+        f"A batch of {n} examples cannot be split into 4 equal micro-batches (`num_micro_batches`)" for n in (18, 7)
     ]
     assert "It runs in 3 micro-batches of 6 examples each. Memory" in said[0]
 
@@ -95,7 +95,7 @@ def test_exactness_may_be_asked_for() -> None:
             minialpa.TraceError, match=r"10 examples cannot be split into 4 equal.* divisors: 1, 2, 5, 10"
         ):
             one(make_params(), make_batch(10))
-    with pytest.raises(minialpa.ShardingError, match='`on_ragged` is "fewer" or "error"; got \'drop\''):
+    with pytest.raises(minialpa.ShardingError, match='Pass `on_ragged="fewer"` or `on_ragged="error"`; got \'drop\''):
         minialpa.parallelize(train_step, on_ragged="drop")
 
 

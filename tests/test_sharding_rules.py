@@ -91,7 +91,7 @@ def test_arguments_may_be_trees_and_static() -> None:
     assert_allclose(gradient["b"], np.full(4, 8.0, np.float32))
     # `j` is not in the second result, which depends on all of it.
     assert _texts(lambda x: dense(x, "z", params), x) == ["[a B], [B C], [C] -> [a C], [a]"]
-    with pytest.raises(ShardingError, match="static arguments that cannot be compared"):
+    with pytest.raises(ShardingError, match=r"`dense` has .* must be hashable, but `negate` is not .*by position"):
         dense(x, "z", params, negate=np.ones(2))
 
 
@@ -119,7 +119,7 @@ def test_errors_name_the_function() -> None:
         minialpa.register_sharding_rule(jax.nn.relu, "b -> b")(floats((4, 2), 0))
     with pytest.raises(ShardingError, match=r"`halved` allows splitting `b`.*instead of"):
         factors_of(trace_flat(minialpa.register_sharding_rule(halved, "b -> c b"), floats((4,), 0))[0].eqns[-1])
-    with pytest.raises(ShardingError, match="reads a value of the step by closure"):
+    with pytest.raises(ShardingError, match=r"reads a value of the step from an enclosing function. Pass"):
         jax.jit(lambda x: minialpa.register_sharding_rule(lambda y: x + y, "b -> b")(x))(floats((4,), 0))
     with pytest.raises(ShardingError, match=r"`halved` already has another sharding rule"):
         minialpa.register_sharding_rule(halved, "b -> c b", need_replication="b")
@@ -127,7 +127,7 @@ def test_errors_name_the_function() -> None:
         minialpa.register_sharding_rule("tanhh", "b -> b")
     with pytest.raises(ShardingError, match="Import the library that defines it first"):
         minialpa.register_sharding_rule("my_missing_kernel", "b -> b")
-    with pytest.raises(ShardingError, match="leave `localize` out"):
+    with pytest.raises(ShardingError, match="Remove `localize` from the rule of"):
         minialpa.register_sharding_rule(_attention, "b -> b", localize=lambda params, operands, results: params)
 
 
@@ -201,7 +201,7 @@ def test_a_primitive_takes_its_rule_by_object_or_name() -> None:
     # A parameter that holds a shape needs `localize`.
     other = _tile_primitive("my_other_tile")
     minialpa.register_sharding_rule("my_other_tile", "b -> b n")
-    with pytest.raises(ShardingError, match=r"`my_other_tile` allows splitting `b`.*or give `localize`"):
+    with pytest.raises(ShardingError, match=r"`my_other_tile` allows splitting `b`.*or pass `localize`"):
         factors_of(trace_flat(lambda x: other.bind(x, shape=(4, 3)), x)[0].eqns[-1])
 
 

@@ -208,7 +208,9 @@ def test_a_batch_that_the_step_refuses_is_named_beside_the_first_one() -> None:
         first = next(batches())
         yield from (first, first, {**first, "x": first["x"][:, :3]})
 
-    with pytest.raises(MinialpaError, match=r"batch of \['x'\] float32\[16, 3\].*; the first batch was .*16, 8\]"):
+    with pytest.raises(
+        MinialpaError, match=r"batch of \['x'\] float32\[16, 3\].*, since the first batch had .*16, 8\]"
+    ):
         minialpa.train(step_on_one_mesh(), create_state, changing)
 
 
@@ -261,13 +263,13 @@ def test_it_ends_with_the_batches_and_saves_the_end(
 
 def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
     step = step_on_one_mesh()
-    with pytest.raises(MinialpaError, match="`step` is the function"):
+    with pytest.raises(MinialpaError, match="Pass the function that `parallelize` returned as `step`"):
         minialpa.train(train_step, create_state, batches)  # type: ignore[arg-type]
     with pytest.raises(MinialpaError, match="cannot go back to a checkpoint"):
         minialpa.train(step, create_state, batches(), folder=tmp_path)
     with pytest.raises(MinialpaError, match="has no batch"):
         minialpa.train(step, create_state, list)
-    with pytest.raises(MinialpaError, match="`save_every` is a positive integer"):
+    with pytest.raises(MinialpaError, match="Pass a number of steps, a positive integer, as `save_every`"):
         minialpa.train(step, create_state, batches, save_every=0)
     step = minialpa.parallelize(lambda state, batch: train_step(state, batch)[0], method=ShardParallel())
     with pytest.raises(MinialpaError, match="Return a pair"):

@@ -55,32 +55,36 @@ class CallPattern:
 
     def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match | None:
         """The leaves of a call in which only values are new; None for another call, or one that must fail."""
-        given = self._dynamic(args, kwargs) if current_settings() == self.settings else None
+        given = self._dynamic_arguments(args, kwargs) if current_settings() == self.settings else None
         if given is None:
             return None
-        leaves, tree, nodes = (*jax.tree.flatten(given), ()) if self.modules is None else _flatten(given)
+        nodes: Sequence[Any] = ()
+        if self.modules is None:
+            leaves, tree = jax.tree.flatten(given)
+        else:
+            leaves, tree, nodes = _flatten_with_nodes(given)
         if tree != self.tree or (self.modules is not None and not self.modules.are_same(nodes)):
             return None
-        found = self._arrays(leaves)
+        found = self._array_leaves(leaves)
         if found is None:
             return None
         modules, result_of = self.modules, self.result_of
         return Match(found, result_of if modules is None else lambda made: result_of(modules.update(nodes, made)))
 
-    def _dynamic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    def _dynamic_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """The dynamic arguments, or None if names or static values differ."""
         if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
             return None
         given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
         if not self.static:
             return given
-        if not all(_is_same(given[i], value) for i, value in self.static):
+        if not all(_equals_known(given[i], value) for i, value in self.static):
             return None
         return tuple(given[i] for i in self.dynamic)
 
-    def _arrays(self, leaves: list[Any]) -> list[Any] | None:
+    def _array_leaves(self, leaves: list[Any]) -> list[Any] | None:
         """The leaves of a `Call`; None if types differ, an array is deleted, or another leaf has a new value."""
-        if self.hidden and not all(_is_same(leaves[i], value) for i, value in self.hidden):
+        if self.hidden and not all(_equals_known(leaves[i], value) for i, value in self.hidden):
             return None
         if self.arrays is not None:
             leaves = [leaves[i] for i in self.arrays]
@@ -124,15 +128,16 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
     if call.graph is None:
         values, shown_tree, arrays = with_static(tree)
     else:
-        values, shown_tree, nodes = _flatten(call.given)
+        values, shown_tree, nodes = _flatten_with_nodes(call.given)
         found = _positions(call.leaves, values)
         modules = _module_pattern(call, nodes)
         if found is None or modules is None:
             return None
         arrays, out_tree = found, out_tree.children()[1]
 
-    here = {ById(values[i]) for i in arrays} if modules else set()
-    hidden = [i for i in sorted(set(range(len(values))).difference(arrays)) if ById(values[i]) not in here]
+    # An array that modules hold in two places is a leaf of the call once. Its other place is no part of the program.
+    found_leaves = {ById(values[i]) for i in arrays} if modules else set()
+    hidden = [i for i in sorted(set(range(len(values))).difference(arrays)) if ById(values[i]) not in found_leaves]
     return CallPattern(
         n_args=call.n_args,
         keywords=keywords,
@@ -149,7 +154,7 @@ def pattern_of(call: Call, out_tree: PyTreeDef) -> CallPattern | None:
 
 
 def _module_pattern(call: Call, nodes: Sequence[Any]) -> ModulePattern | None:
-    """None if modules hold something other than variables of arrays."""
+    """The pattern of the modules of a call; None if they hold something other than variables of arrays."""
     module: Any = graph_node_class()
     variable: Any = variable_class()
     if call.graph is None or not hasattr(variable, "set_raw_value"):
@@ -172,7 +177,7 @@ def _positions(leaves: Sequence[Any], values: Sequence[Any]) -> tuple[int, ...] 
     return tuple(found) if -1 not in found and len(set(found)) == len(found) else None
 
 
-def _flatten(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
+def _flatten_with_nodes(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
     """Leaves, structure and all nodes, outer nodes first."""
     nodes: list[Any] = []
 
@@ -184,5 +189,5 @@ def _flatten(given: Any) -> tuple[list[Any], PyTreeDef, list[Any]]:
     return leaves, tree, nodes
 
 
-def _is_same(value: Any, known: Hashable) -> bool:
+def _equals_known(value: Any, known: Hashable) -> bool:
     return value is known or (type(value) is type(known) and bool(value == known))

@@ -83,8 +83,8 @@ def check_alive(call: Call, parameters: Parameters) -> None:
             # Numbers, NumPy arrays and shapes cannot be deleted.
             if isinstance(leaf, Shape):
                 raise TraceError(
-                    f"`{parameters.paths(call)[0][i]}` is a shape, and a call needs arrays. Only `plan` and "
-                    f"`get_executable` take a `{type(leaf).__name__}`."
+                    f"`{parameters.paths(call)[0][i]}` is a `{type(leaf).__name__}`, a shape without values. Pass an "
+                    "array; only `plan`, `lower` and `get_executable` take shapes."
                 )
             continue
 
@@ -96,12 +96,13 @@ def check_alive(call: Call, parameters: Parameters) -> None:
             )
         if is_deleted():
             raise DeletedArrayError(
-                f"`{parameters.paths(call)[0][i]}` has been deleted: it was donated to an earlier call, whose result "
-                "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
+                f"`{parameters.paths(call)[0][i]}` has been deleted: it was donated to an earlier call, whose "
+                "result took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
             )
 
 
 def _type_text(leaf_key: Any) -> str:
+    """The type of a leaf from its key: (class,), or (shape, dtype, is_weak, ...) for an array."""
     if len(leaf_key) == 1:
         return f"a {leaf_key[0].__name__}"
     shape, dtype, is_weak, *memory = leaf_key

@@ -55,6 +55,7 @@ class Followed:
 
     @property
     def meshes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(first device, logical shape) of each stage."""
         return tuple((stage.first_device, stage.logical_shape) for stage in self.plan.stages)
 
     def placements(self, traced: TracedStep, leaves: Sequence[Any]) -> dict[int, PlacedValue]:
@@ -100,11 +101,12 @@ def find_followed(session: Session, method: Method | FollowingMethod | Plan, lea
 
 
 def refusal(name: str, followed: Followed, own: Plan, error: Exception) -> str:
-    ended = {(stage.first_device, stage.n_devices) for stage in own.stages} != {
+    """The warning for a function that cannot run on the meshes of `followed`, and has the plan `own`."""
+    has_other_meshes = {(stage.first_device, stage.n_devices) for stage in own.stages} != {
         (stage.first_device, stage.n_devices) for stage in followed.plan.stages
     }
     cost = "each call moves the arguments that have other shardings or meshes"
-    if ended:
+    if has_other_meshes:
         cost += "; on a cluster, each switch between the two also restarts workers, which takes seconds"
     return (
         f"`{name}` has arguments where `{followed.name}` keeps its state, and cannot be planned there: {error} It has "

@@ -78,9 +78,9 @@ def parallelize(
     Raises ShardingError for a wrong option, and TraceError if `fun` is not a function.
     """
     for name in of_jit:
-        if name not in _OF_JIT:
+        if name not in _JIT_OPTIONS:
             raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
-        raise ShardingError(f"`{name}` is an option of `jax.jit`, not of `parallelize`. {_OF_JIT[name]}")
+        raise ShardingError(f"`{name}` is an option of `jax.jit`, not of `parallelize`. {_JIT_OPTIONS[name]}")
     make = functools.partial(
         ParallelizedFunc,
         method=AutoParallel() if method is None else method,
@@ -101,7 +101,7 @@ _LEFT_OUT = "Leave it out; it changes no result."
 _PLANNED = "The planner decides: leave it out, or fix shardings with `AutoShardingOption(fixed_specs=...)`."
 _DEVICES = "The `devices` of a method choose devices."
 #: Options of `jax.jit` that `parallelize` refuses, with the replacements.
-_OF_JIT = {
+_JIT_OPTIONS = {
     "abstracted_axes": "Each set of shapes is planned by itself.",
     "backend": _DEVICES,
     "compiler_options": "Plans hold the options that their programs are compiled with.",
@@ -113,15 +113,20 @@ _OF_JIT = {
 }
 
 
-def _planning(method: Method | None, cluster: ClusterSpec) -> Method:
+def _method_for_cluster(method: Method | None, cluster: ClusterSpec) -> Method:
     """The method with `cluster` as its devices. Raises ShardingError if either is not one, or for a saved plan."""
     if not isinstance(cluster, ClusterSpec):
         name = cluster if isinstance(cluster, str) else "a100-80gb"
-        raise ShardingError(f'`cluster` is a ClusterSpec, such as `ClusterSpec.preset("{name}")`; got {cluster!r}.')
+        raise ShardingError(
+            f'Pass a ClusterSpec as `cluster`, such as `ClusterSpec.preset("{name}")`; got {cluster!r}.'
+        )
     chosen = AutoParallel() if method is None else method
     check_method(chosen)
     if isinstance(chosen, Plan):
-        raise ShardingError("`method` is a saved plan, which has its own cluster. Use `replan` to plan as it did.")
+        raise ShardingError(
+            "`method` is a saved plan, which has its own cluster. Leave out `cluster` and use `minialpa.replan` to "
+            "plan with its decisions, or pass a method such as `AutoParallel()`."
+        )
     planning: Method = dataclasses.replace(chosen, devices=cluster)
     return planning
 
@@ -148,9 +153,9 @@ def plan(
     Raises InfeasibleError if no plan fits, and ShardingError for a wrong cluster or method.
     """
     step = ParallelizedFunc(
-        fun, _planning(method, cluster), batch_argnums=batch_argnums, planning_effort=planning_effort
+        fun, _method_for_cluster(method, cluster), batch_argnums=batch_argnums, planning_effort=planning_effort
     )
-    return step.plan(*_arguments(args))
+    return step.plan(*_checked_arguments(args))
 
 
 @api_boundary
@@ -164,8 +169,8 @@ def explain(
     batch_argnums: Argnums = "auto",
 ) -> str:
     """`ParallelizedFunc.explain` for the plan that `minialpa.plan` returns for the same arguments. Needs no device."""
-    return ParallelizedFunc(fun, _planning(method, cluster), batch_argnums=batch_argnums).explain(
-        what, *_arguments(args)
+    return ParallelizedFunc(fun, _method_for_cluster(method, cluster), batch_argnums=batch_argnums).explain(
+        what, *_checked_arguments(args)
     )
 
 
@@ -190,7 +195,9 @@ def check(
     Other arguments are as in `minialpa.plan`. Raises VerifyError if the plan was made for another step, and
     GpuCompileError if XLA refuses a program.
     """
-    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*_arguments(args), target=target, cache=cache)
+    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(
+        *_checked_arguments(args), target=target, cache=cache
+    )
 
 
 @api_boundary
@@ -202,7 +209,7 @@ def phases(
     Arguments are as in `minialpa.plan`. Raises VerifyError if the plan was made for another step. See
     docs/a-step-in-phases.md.
     """
-    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).phases(*_arguments(args))
+    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).phases(*_checked_arguments(args))
 
 
 @api_boundary
@@ -212,7 +219,7 @@ def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_ar
     It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
     model has other layers.
     """
-    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*_arguments(args))
+    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*_checked_arguments(args))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +254,10 @@ def get_last_dp_result() -> DPResult:
     )
 
 
-def _arguments(args: Any) -> Sequence[Any]:
+def _checked_arguments(args: Any) -> Sequence[Any]:
     if not isinstance(args, tuple | list):
-        raise TraceError(f"`args` is a tuple of all arguments of the step; got a {type(args).__name__}. Pass `(x,)`.")
+        raise TraceError(
+            "Pass all arguments of the step as one tuple `args`, such as `(state, batch)` or `(x,)`; got a "
+            f"{type(args).__name__}."
+        )
     return args

@@ -28,18 +28,19 @@ def call_checked(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwa
     config: Any = jax.config  # which does not declare its flags
     tests = {"nan": np.isnan if config.jax_debug_nans else None, "inf": np.isinf if config.jax_debug_infs else None}
     given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
-    _, graph = split_graph(dict(given))
-    if graph is None:  # The step donates copies, so that the user can inspect the arguments after an error.
+    _, graph = split_graph(dict(given))  # the structure of modules of flax.nnx among the arguments, or None
+    # The step donates copies, so that the user can inspect the arguments after an error. Modules are not copied: they
+    # get their new values in place.
+    if graph is None:
         args, kwargs = jax.tree.map(_copy, (args, kwargs))
     with jax.debug_nans(False), jax.debug_infs(False):
         result = call(*args, **kwargs)
 
-    # Modules of flax.nnx get their new values in place.
     values, graph = split_graph(dict(given))
     modules = {} if graph is None else {key: values[key] for key in graph.names}
     for what, tree in (("result", result), ("modules", modules)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            found = [kind for kind, test in tests.items() if test is not None and _any(test, leaf)]
+            found = [kind for kind, test in tests.items() if test is not None and _any_element(test, leaf)]
             if found:
                 value = f"`{what}{jax.tree_util.keystr(path)}` of {name}"
                 raise FloatingPointError(
@@ -53,5 +54,5 @@ def _copy(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, jax.Array) and not leaf.is_deleted() else leaf
 
 
-def _any(test: Callable[[Any], Any], leaf: Any) -> bool:
+def _any_element(test: Callable[[Any], Any], leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, np.inexact) and bool(np.any(test(np.asarray(leaf))))

@@ -155,9 +155,9 @@ class ParallelizedFunc:
         check_method(method)
         check_value("planning_effort", planning_effort, PlanningEffort | None)
         if on_stale not in ("refuse", "replan"):
-            raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
+            raise ShardingError(f'Pass `on_stale="refuse"` or `on_stale="replan"`; got {on_stale!r}.')
         if on_ragged not in ("fewer", "error"):
-            raise ShardingError(f'`on_ragged` is "fewer" or "error"; got {on_ragged!r}.')
+            raise ShardingError(f'Pass `on_ragged="fewer"` or `on_ragged="error"`; got {on_ragged!r}.')
         _check_function(fun)
         with suppress(Exception):  # attributes of a callable object may raise anything
             functools.update_wrapper(self, fun, updated=())
@@ -193,9 +193,9 @@ class ParallelizedFunc:
         # at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
-        self._earlier: dict[str, str] | None = None  # types of the leaves of the last call that was compiled
+        self._earlier_types: dict[str, str] | None = None  # types of the leaves of the last call that was compiled
         # Keys of calls that compute gradients.
-        self._training: set[Hashable] = set()
+        self._training_keys: set[Hashable] = set()
         self._latest = _Latest()
 
     @api_boundary
@@ -210,7 +210,7 @@ class ParallelizedFunc:
 
         call = self._parameters.bind(args, kwargs)
         check_alive(call, self._parameters)
-        executable, result_of = self._get(call)
+        executable, result_of = self._get_program(call)
         return result_of_call(call, result_of(executable.run(call.leaves)))
 
     @property
@@ -227,26 +227,28 @@ class ParallelizedFunc:
 
     def __get__(self, instance: Any, owner: type | None = None) -> ParallelizedFunc:
         """As a method, the object is argument 0, as for `jax.jit`. All objects share programs."""
-        return self if instance is None else self._on((instance,))
+        return self if instance is None else self._bound_to((instance,))
 
-    def _on(self, bound: tuple[Any, ...]) -> ParallelizedFunc:
+    def _bound_to(self, bound: tuple[Any, ...]) -> ParallelizedFunc:
+        """The same function as a method of the object in `bound`, or with () as a plain function."""
         method = object.__new__(type(self))
         method.__dict__.update(self.__dict__, _bound=bound)
         return method
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call with these arguments, after the object of a bound method."""
         return self._parameters.bind((*self._bound, *args), kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., ParallelizedFunc], tuple[Any, ...]]:
         """Copies and unpickled functions plan and compile for themselves."""
         if self._bound:
-            return ParallelizedFunc.__get__, (self._on(()), *self._bound)
+            return ParallelizedFunc.__get__, (self._bound_to(()), *self._bound)
         return functools.partial(type(self), **self._options), (self._fun, self._method)
 
     @api_boundary
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, without running."""
-        executable, _ = self._get(self._bind(args, kwargs))
+        executable, _ = self._get_program(self._bind(args, kwargs))
         return executable
 
     def get_last_executable(self) -> Executable | None:
@@ -258,7 +260,7 @@ class ParallelizedFunc:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, without compiling or running."""
         call = self._bind(args, kwargs)
-        return self._plan_there(call, self._trace(call))
+        return self._plan_in_session(call, self._trace(call))
 
     def use_plan(self, plan: Plan | None) -> None:
         """Use `plan` for calls with its step, shapes and cluster; None forgets such plans. The method plans other
@@ -269,8 +271,8 @@ class ParallelizedFunc:
         """
         if isinstance(self._method, Plan | FollowingMethod):
             raise ShardingError(
-                "`use_plan` gives a plan to a function that is planned by a method, such as `AutoParallel`. This one "
-                f"is planned by a {type(self._method).__name__}."
+                f"{self._name} takes no other plan, because its `method` is a {type(self._method).__name__}. Call "
+                "`use_plan` on a function with a method that plans, such as `method=AutoParallel()`."
             )
         if plan is None:
             self._planner.forget_given()
@@ -297,7 +299,9 @@ class ParallelizedFunc:
         """The result of a call, with a `jax.ShapeDtypeStruct` for each leaf."""
         call = self._bind(args, kwargs)
         traced = self._trace(call)
-        return shown(traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
+        shapes_of_leaves = jax.tree.leaves(state_shapes(traced))
+        result_of = shown(traced.out_tree)  # adds static leaves, which are not traced
+        return result_of(shapes_of_leaves)
 
     @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -308,15 +312,15 @@ class ParallelizedFunc:
         self._check_plans("lower")
         call = self._bind(args, kwargs)
         session = current_session()
-        traced, followed = self._trace(call), self._followed(call.key(), call, session)
+        traced, followed = self._trace(call), self._find_followed(call.key(), call, session)
         plan, target = self._plan_for(call, traced, session, followed)
-        if call.key() in self._training:
+        if call.key() in self._training_keys:
             followed = None
 
         def compile_() -> Executable:
             return compile_step(call, traced, plan, target, session)
 
-        return Lowered(plan, lambda: self._keep(call, session, followed, compile_))
+        return Lowered(plan, lambda: self._keep_program(call, session, followed, compile_))
 
     @api_boundary
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
@@ -331,7 +335,7 @@ class ParallelizedFunc:
         self._check_plans("explain")
         call = self._bind(args, kwargs)
         traced = self._trace(call)
-        plan = self._plan_there(call, traced)
+        plan = self._plan_in_session(call, traced)
         with collection_paused(), under_mesh(NO_MESH):
             return explain_step(traced, plan, what)
 
@@ -342,7 +346,7 @@ class ParallelizedFunc:
         call = self._bind(args, kwargs)
         traced = self._trace(call)
         with under_mesh(NO_MESH):
-            return check_plan(traced, self._plan_there(call, traced), target, cache)
+            return check_plan(traced, self._plan_in_session(call, traced), target, cache)
 
     def phases(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         """The step as text after each phase of planning. See `minialpa.phases`."""
@@ -352,7 +356,7 @@ class ParallelizedFunc:
         call = self._bind(args, kwargs)
         traced = self._trace(call)
         with under_mesh(NO_MESH):
-            return phases(traced, self._plan_there(call, traced))
+            return phases(traced, self._plan_in_session(call, traced))
 
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
         """Pytrees of PartitionSpecs: for the tuple of arguments, without static ones, and for the results.
@@ -363,7 +367,7 @@ class ParallelizedFunc:
         self._check_plans("export_specs")
         call = self._bind(args, kwargs)
         traced = self._trace(call)
-        plan = self._plan_there(call, traced)
+        plan = self._plan_in_session(call, traced)
         specs = plan.export_specs(mesh)
         return (
             jax.tree.unflatten(call.tree[0], [specs.inputs.get(value.path) for value in plan.inputs]),
@@ -378,7 +382,7 @@ class ParallelizedFunc:
         """
         call = self._bind(args, kwargs)
         check_alive(call, self._parameters)
-        executable, _ = self._get(call)
+        executable, _ = self._get_program(call)
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         new_args = new_args[len(self._bound) :]
         return (new_args, new_kwargs) if kwargs else new_args
@@ -425,6 +429,7 @@ class ParallelizedFunc:
         return batch
 
     def _batch_numbers(self, plan: Plan) -> tuple[int, ...]:
+        """The numbers of the arguments that hold examples; empty if one has no name."""
         if self._parameters.batch != "auto":
             return self._parameters.batch
         numbers = tuple(self._parameters.number(name) for name in plan.batch)
@@ -433,11 +438,11 @@ class ParallelizedFunc:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def _get(self, call: Call) -> Compiled:
+    def _get_program(self, call: Call) -> Compiled:
         """The program for a call, which becomes the last call."""
         session = current_session()
         n_training_steps = len(session.training_steps)
-        executable, result_of = self._find(call, session)
+        executable, result_of = self._find_program(call, session)
         self._latest.recent = LastCall(
             session=session,
             n_training_steps=n_training_steps,
@@ -447,19 +452,20 @@ class ParallelizedFunc:
         return executable, result_of
 
     @_without_mesh
-    def _find(self, call: Call, session: Session) -> Compiled:
+    def _find_program(self, call: Call, session: Session) -> Compiled:
+        """The program for a call on the present meshes, compiled if there is none."""
         key = call.key()
-        followed = self._followed(key, call, session)
+        followed = self._find_followed(key, call, session)
         where = (session.devices, session.cluster, session.runtime, followed and followed.meshes)
         found = self._executables.get((key, *where))
         if found is None:
-            found = self._keep(call, session, followed, lambda: self._compile(call, session, followed))
-        if key in self._training:
+            found = self._keep_program(call, session, followed, lambda: self._compile(call, session, followed))
+        if key in self._training_keys:
             note_training_step(session, self._name, found[0], self.target(session))
         return found
 
     @_without_mesh
-    def _keep(
+    def _keep_program(
         self, call: Call, session: Session, followed: Followed | None, compile_: Callable[[], Executable]
     ) -> Compiled:
         """The known program for a call, or else the result of `compile_`."""
@@ -473,13 +479,14 @@ class ParallelizedFunc:
                     name=self._name, parameters=self._parameters, bound=self._bound, key=key, result_of=found[1]
                 )
                 # A training step follows no other step. Only tracing shows whether this is a training step.
-                meshes = None if followed is None or key in self._training else followed.meshes
+                meshes = None if followed is None or key in self._training_keys else followed.meshes
                 self._executables[key, *where, meshes] = found
-                self._earlier = self._parameters.leaf_types(call)
+                self._earlier_types = self._parameters.leaf_types(call)
             return found
 
-    def _followed(self, key: Hashable, call: Call, session: Session) -> Followed | None:
-        if not session.training_steps or key in self._training:
+    def _find_followed(self, key: Hashable, call: Call, session: Session) -> Followed | None:
+        """The step whose meshes have the arguments of a call (`find_followed`); None for a training step."""
+        if not session.training_steps or key in self._training_keys:
             return None
         return find_followed(session, self._method, call.leaves)
 
@@ -501,8 +508,8 @@ class ParallelizedFunc:
 
         if self._parameters.donate not in ("auto", ()):
             raise ShardingError(
-                "A function that creates a state keeps its arguments: they are on every mesh. Leave `donate_argnums` "
-                "out."
+                f"{self._name} creates a state (its `method` is `CreateStateParallel`), so it keeps its arguments, "
+                "which are on every mesh. Leave `donate_argnums` and `donate_argnames` out."
             )
         with under_mesh(call.mesh):
             train_step = self._method.train_step.get_executable(state_shapes(traced), *self._method.other_args)
@@ -523,8 +530,8 @@ class ParallelizedFunc:
         """Raise ShardingError if this function creates a state, and so has no plan of its own."""
         if isinstance(self._method, CreateStateParallel):
             raise ShardingError(
-                f"A function that creates a state has the placements of the training step, and no plan of its own. Use "
-                f"`train_step.{what}`."
+                f"{self._name} creates a state (its `method` is `CreateStateParallel`), so it has no plan of its own. "
+                f"Call `train_step.{what}` of its training step instead."
             )
 
     @_without_mesh
@@ -538,28 +545,29 @@ class ParallelizedFunc:
         """
         target = self.target(session)
         if computes_gradients(traced):
-            self._training.add(call.key())
+            self._training_keys.add(call.key())
             followed = None
         if followed is None or self._planner.is_given(traced, target):
-            return self._planned(traced, target), target
+            return self._plan_by_method(traced, target), target
 
         try:
             plan = self._planner.plan_followed(traced, followed, call.leaves)
         except (InfeasibleError, ShardingError) as error:
-            plan = self._planned(traced, target)
+            plan = self._plan_by_method(traced, target)
             warnings.warn(refusal(self._name, followed, plan, error), UserWarning, stacklevel=2)
             return plan, target
-        return (self._planned(traced, target), target) if plan is None else (plan, followed.target)
+        return (self._plan_by_method(traced, target), target) if plan is None else (plan, followed.target)
 
-    def _plan_there(self, call: Call, traced: TracedStep) -> Plan:
+    def _plan_in_session(self, call: Call, traced: TracedStep) -> Plan:
         """The plan by which a call would run in the present session, if any."""
         session = running_session()
-        followed = None if session is None else self._followed(call.key(), call, session)
+        followed = None if session is None else self._find_followed(call.key(), call, session)
         return self._plan_for(call, traced, followed=followed)[0]
 
-    def _planned(self, traced: TracedStep, target: Target) -> Plan:
+    def _plan_by_method(self, traced: TracedStep, target: Target) -> Plan:
+        """The plan of this function's own method, or of `use_plan`."""
         with self._batch_named(traced):
-            return self._planner.plan(traced, target, is_first=self._earlier is None)
+            return self._planner.plan(traced, target, is_first=self._earlier_types is None)
 
     @contextmanager
     def _batch_named(self, traced: TracedStep) -> Iterator[None]:
@@ -597,6 +605,7 @@ class ParallelizedFunc:
             )
 
     def _traced_as_written(self, call: Call) -> TracedStep:
+        """The traced step with its examples and state found, and attentions not recognised yet."""
         tree, names = call.tree
         values = jax.tree.unflatten(tree, call.leaves)
         paths, numbers = self._parameters.paths(call)
@@ -642,7 +651,8 @@ class ParallelizedFunc:
         return [self._parameters.number(name) for name, found in zip(names, is_state, strict=True) if found]
 
     def _explain_mismatch(self, call: Call, error: Exception) -> None:
-        now, earlier = self._parameters.leaf_types(call), self._earlier
+        """Raise TraceError if the types of leaves differ from the last compiled call."""
+        now, earlier = self._parameters.leaf_types(call), self._earlier_types
         if earlier is None or now == earlier:
             return
         changes = [
@@ -653,17 +663,19 @@ class ParallelizedFunc:
         rest = f"\n  and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
         listed = "\n  ".join(changes[:_MOST_CHANGES])
         raise TraceError(
-            f"The step fails on these arguments, which differ from an earlier call: {error!r}\n  {listed}{rest}"
+            f"The step fails with {error!r} on arguments that differ from an earlier call. Pass arguments as before, "
+            f"or change the step so that it takes both.\n  {listed}{rest}"
         ) from with_users_frames(error)
 
 
 def _check_function(fun: Any) -> None:
     if isinstance(fun, staticmethod | classmethod):
         kind = type(fun).__name__
-        raise TraceError(f"`parallelize` takes functions; got a {kind}. Write `@{kind}` above `@minialpa.parallelize`.")
+        raise TraceError(f"`parallelize` takes no {kind}. Write `@{kind}` above `@minialpa.parallelize`.")
     if not callable(fun):
         raise TraceError(
-            f"`parallelize` takes a function; got a {type(fun).__name__}. Options such as `method=` are given by name."
+            f"Pass a function as the first argument of `parallelize`, and options by name, such as `method=...`; got a "
+            f"{type(fun).__name__}."
         )
 
 
@@ -677,6 +689,7 @@ def _default(option: dataclasses.Field[Any]) -> Any:
 
 
 def _explain_sizes(leaves: Sequence[Any], paths: Sequence[str], is_batch: Sequence[bool], error: Exception) -> None:
+    """Raise TraceError if arguments hold different numbers of examples, which likely caused `error`."""
     try:
         find_batch_dims([leaf_type(leaf, path) for leaf, path in zip(leaves, paths, strict=True)], paths, is_batch)
     except TraceError as reason:

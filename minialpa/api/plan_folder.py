@@ -53,9 +53,9 @@ class PlanFolder:
         if folder is None:
             return make()
 
-        about = _about(traced, options, target)
-        file = folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
-        plan = _read(file, about)
+        inputs_text = _planning_inputs_text(traced, options, target)
+        file = folder / f"{hashlib.sha256(inputs_text.encode()).hexdigest()[:32]}.json"
+        plan = _read_plan(file, inputs_text)
         if plan is not None and (plan.fingerprint, plan.cluster) == (traced.fingerprint, target.cluster):
             with suppress(OSError):
                 os.utime(file)  # used now
@@ -64,12 +64,17 @@ class PlanFolder:
         plan = make()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(file, f"{json.dumps(about)}\n{plan.to_json()}")
+            write_text(file, f"{json.dumps(inputs_text)}\n{plan.to_json()}")
             if self.path is None:
                 _keep_the_latest(folder)
         except OSError as error:
             if self.path is not None:  # the user asked for it
-                warnings.warn(f"The plan is not kept for later runs: {error}", UserWarning, stacklevel=2)
+                warnings.warn(
+                    f"The plan is not kept for later runs ({error}). Pass a folder that this process can write as "
+                    "`plan_cache`, or leave it out.",
+                    UserWarning,
+                    stacklevel=2,
+                )
         return plan
 
 
@@ -98,9 +103,9 @@ def folder_of(cache: PlanCache) -> PlanFolder | None:
     return PlanFolder(path=None if cache == "auto" else Path(cache))
 
 
-def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
+def _planning_inputs_text(traced: TracedStep, options: PlanOptions, target: Target) -> str:
     """The inputs of planning as text, equal in every process."""
-    versions = f"minialpa {_code()}, jax {jax.__version__}"
+    versions = f"minialpa {_source_digest()}, jax {jax.__version__}"
     # Scopes affect layers, and some options name arguments. The fingerprint has neither.
     names = (
         [(op.scope, op.origin) for op in traced.flat.ops],
@@ -109,29 +114,33 @@ def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
         traced.out_paths,
         traced.no_batch,
     )
-    written = hashlib.sha256(repr(names).encode()).hexdigest()
+    names_digest = hashlib.sha256(repr(names).encode()).hexdigest()
     rules = registered_rules(traced.flat.eqns)
     given = (rules, traced.fingerprint, options, target.cluster, target.logical_mesh, target.jax_version)
-    return "\n".join((versions, written, *map(repr, given)))
+    return "\n".join((versions, names_digest, *map(repr, given)))
 
 
-def _read(file: Path, about: str) -> Plan | None:
-    """The plan in a file, or None. Warns about a file without a plan for `about`."""
+def _read_plan(file: Path, inputs_text: str) -> Plan | None:
+    """The plan in a file, or None. Warns about a file without a plan for these inputs of planning."""
     try:
         text = file.read_text(encoding="utf-8")
         first, _, rest = text.partition("\n")
-        if json.loads(first) != about:
+        if json.loads(first) != inputs_text:
             raise VerifyError("It is for another step.")
         return Plan.from_json(rest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, VerifyError) as error:
-        warnings.warn(f"`{file}` has no plan for this step, so minialpa plans it: {error}", UserWarning, stacklevel=2)
+        warnings.warn(
+            f"`{file}` has no usable plan for this step, so minialpa plans it and replaces the file. {error}",
+            UserWarning,
+            stacklevel=2,
+        )
         return None
 
 
 @functools.cache
-def _code() -> str:
+def _source_digest() -> str:
     """A digest of minialpa's source, since a changed planner may plan differently."""
     digest, root = hashlib.sha256(), Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):

@@ -20,6 +20,7 @@ from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
 from minialpa.tracing.trace import TracedStep
 
+#: Drops options that no plan satisfies, such as data parallelism of a batch that the devices do not divide.
 Relax = Callable[[AutoShardingOption], AutoShardingOption]
 #: From options, and a function that relaxes their sharding options or None, to a plan.
 MakePlan = Callable[[PlanOptions, Relax | None], Plan]
@@ -29,10 +30,10 @@ def planning(traced: TracedStep, target: Target, folder: PlanFolder | None = Non
     """Plans for `target`, which `folder` keeps for later runs."""
 
     def make(options: PlanOptions, relax: Relax | None) -> Plan:
-        asked = options if relax is None else options.relaxed(relax)
+        final_options = options if relax is None else options.relaxed(relax)
         if folder is None:
-            return _make_plan(traced, asked, target)
-        return folder.planned(traced, asked, target, lambda: _make_plan(traced, asked, target))
+            return _make_plan(traced, final_options, target)
+        return folder.planned(traced, final_options, target, lambda: _make_plan(traced, final_options, target))
 
     return make
 
@@ -47,22 +48,24 @@ def on_known_stages(make: MakePlan, known: Plan | None, asked: PlanOptions) -> M
     `asked`.
 
     Such a batch is smaller than the others, and the state should not move for it. If `make` fails there, the options
-    decide.
+    decide, and also in the later attempt with `relax`.
     """
     if known is None or asked.layers is None:
         return make
 
-    def make_alike(options: PlanOptions, relax: Relax | None) -> Plan:
+    def make_on_stages(options: PlanOptions, relax: Relax | None) -> Plan:
         if options.n_micro_batches != asked.n_micro_batches and relax is None:
             with contextlib.suppress(MinialpaError):
-                alike = dataclasses.replace(options_of(known), n_micro_batches=options.n_micro_batches)
-                alike = dataclasses.replace(
-                    alike, keep_activations=options.keep_activations, cast_once=options.cast_once
+                known_options = dataclasses.replace(
+                    options_of(known),
+                    n_micro_batches=options.n_micro_batches,
+                    keep_activations=options.keep_activations,
+                    cast_once=options.cast_once,
                 )
-                return make(alike, relax)
+                return make(known_options, relax)
         return make(options, relax)
 
-    return make_alike
+    return make_on_stages
 
 
 def follow_plan(
@@ -97,6 +100,7 @@ def follow_plan(
 
 
 def _make_plan(traced: TracedStep, options: PlanOptions, target: Target) -> Plan:
+    """A new plan, verified. Raises TraceError if the options split examples that no argument holds."""
     from minialpa.inter.context import compiler_of
     from minialpa.inter.pipeline import plan_step
 

@@ -32,17 +32,18 @@ def numbers_to_try(traced: TracedStep, asked: int, on_ragged: OnRagged) -> tuple
 def explain_fewer(traced: TracedStep, asked: int, n: int) -> str:
     size = traced.batch_size or 0
     return (
-        f"A batch of {size} examples cannot be split into {asked} equal micro-batches, as `num_micro_batches` says. It "
-        f"runs in {count(n, 'micro-batch')} of {count(size // n, 'example')} each."
+        f"A batch of {size} examples cannot be split into {asked} equal micro-batches (`num_micro_batches`). It runs "
+        f"in {count(n, 'micro-batch')} of {count(size // n, 'example')} each."
     )
 
 
 def warn_of_fewer(traced: TracedStep, asked: int, plan: Plan) -> None:
+    """Warn if the plan has fewer micro-batches than asked, because the number asked does not divide the batch."""
     if traced.batch_size is None or traced.batch_size % asked == 0:
         return
     warnings.warn(
         f"{explain_fewer(traced, asked, plan.n_micro_batches)} Memory has to hold the activations of these examples. "
-        'With `parallelize(..., on_ragged="error")` this is an error.',
+        f'Pass batches whose size {asked} divides, or `parallelize(..., on_ragged="error")` to get an error instead.',
         UserWarning,
         stacklevel=2,
     )

@@ -78,8 +78,9 @@ def _check_devices(plan: Plan, target: Target, session: Session) -> None:
     needed = max(ends)
     if needed > n_devices:
         raise ShardingError(
-            f"The plan needs {needed} devices and there are {n_devices} (`plan.stages[{ends.index(needed)}]`). Plan "
-            "for fewer devices, or pass more."
+            f"The plan needs {needed} devices (`plan.stages[{ends.index(needed)}]` has the last of them), and there "
+            f"are {n_devices}. Plan for {n_devices} devices, or call `minialpa.init` where there are more; on CPU, "
+            f"start Python with XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )
 
 

@@ -61,22 +61,25 @@ class StepPlanner:
         self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
         self._effort = effort
         self._plans: dict[_PlannedFor, Plan] = {}
-        self._given: set[_PlannedFor] = set()
+        self._remembered_keys: set[_PlannedFor] = set()
 
     def remember(self, plan: Plan) -> None:
         """Use `plan` for its step on its cluster."""
         verify_plan(plan)
         key = (plan.fingerprint, plan.cluster, logical_mesh_of(plan))
         self._plans[key] = plan
-        self._given.add(key)
+        self._remembered_keys.add(key)
 
     def forget_given(self) -> None:
-        for key in self._given:
+        for key in self._remembered_keys:
             del self._plans[key]
-        self._given.clear()
+        self._remembered_keys.clear()
 
     def is_given(self, traced: TracedStep, target: Target) -> bool:
-        return bool(self._given) and (traced.fingerprint, target.cluster, target.logical_mesh) in self._given
+        return (
+            bool(self._remembered_keys)
+            and (traced.fingerprint, target.cluster, target.logical_mesh) in self._remembered_keys
+        )
 
     def plan_followed(self, traced: TracedStep, followed: Followed, leaves: Sequence[Any]) -> Plan | None:
         """A plan on the meshes of a training step; None if these meshes hold only examples of this call.
@@ -98,7 +101,7 @@ class StepPlanner:
                 raise
             plan = follow_plan(*arguments, AutoShardingOption.for_any_batch)
         warn_of_fewer(traced, followed.options.n_micro_batches, plan)
-        _note_last(plan, partial(_layers_in, plan))
+        _note_last_plan(plan, partial(_layers_in, plan))
         return plan
 
     def plan(self, traced: TracedStep, target: Target, *, is_first: bool) -> Plan:
@@ -119,13 +122,13 @@ class StepPlanner:
             case method:
                 key = (traced.fingerprint, target.cluster, target.logical_mesh)
                 if key not in self._plans:
-                    known = self._known_like(traced, target)
+                    known = self._plan_of_like_call(traced, target)
                     options = self._with_effort(options_for(method, traced))
                     make = on_known_stages(planning(traced, target, self._folder), known, options)
                     self._plans[key] = self._new_plan(traced, options, make, is_first=is_first)
                 plan = self._plans[key]
 
-        _note_last(plan, partial(_layers_of_stages, traced, self._method, plan))
+        _note_last_plan(plan, partial(_layers_of_stages, traced, self._method, plan))
         return plan
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
@@ -140,7 +143,7 @@ class StepPlanner:
 
         method = plan_to_method(saved)
         make = planning(traced, resolve_devices(method.devices))
-        plan = self._for_batch(traced, self._with_effort(method.options()), make)
+        plan = self._plan_for_batch(traced, self._with_effort(method.options()), make)
         warnings.warn(
             f"The plan was made for another call: {found}. minialpa keeps its stages, micro-batches, schedule and "
             f"rematerialisation, and has solved new shardings: {plan.cost.total_s:.3g} s per step instead of "
@@ -151,26 +154,29 @@ class StepPlanner:
         return plan
 
     def _with_effort(self, options: PlanOptions) -> PlanOptions:
+        """The options with the planning effort of the function, if it has one."""
         effort = self._effort
         return options.relaxed(lambda one: dataclasses.replace(one, planning_effort=effort)) if effort else options
 
     def _new_plan(self, traced: TracedStep, options: PlanOptions, make: MakePlan, *, is_first: bool) -> Plan:
         """The plan of a method. Warns if it must drop a constraint that the devices cannot satisfy."""
         try:
-            return self._for_batch(traced, options, make)
+            return self._plan_for_batch(traced, options, make)
         except InfeasibleError as error:
-            relaxed = _relaxed(traced, error, is_first=is_first)
-            if relaxed is None:
+            relaxation = _relaxation(traced, error, is_first=is_first)
+            if relaxation is None:
                 raise
-            relax, what = relaxed
+            relax, what = relaxation
             try:
-                plan = self._for_batch(traced, options, make, relax)
+                plan = self._plan_for_batch(traced, options, make, relax)
             except InfeasibleError:
                 raise error from None
             warnings.warn(f"{error} {what}", UserWarning, stacklevel=2)
             return plan
 
-    def _for_batch(self, traced: TracedStep, options: PlanOptions, make: MakePlan, relax: Relax | None = None) -> Plan:
+    def _plan_for_batch(
+        self, traced: TracedStep, options: PlanOptions, make: MakePlan, relax: Relax | None = None
+    ) -> Plan:
         """The plan with the options' number of micro-batches or, with a warning, the largest smaller number that works.
 
         Raises the first error if no number works.
@@ -191,7 +197,7 @@ class StepPlanner:
         assert uneven is not None
         raise uneven
 
-    def _known_like(self, traced: TracedStep, target: Target) -> Plan | None:
+    def _plan_of_like_call(self, traced: TracedStep, target: Target) -> Plan | None:
         """The latest plan for this cluster and equal argument paths."""
         for (_, *where), plan in reversed(self._plans.items()):
             paths = tuple(value.path for value in plan.inputs)
@@ -200,7 +206,7 @@ class StepPlanner:
         return None
 
 
-def _relaxed(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> tuple[Relax, str] | None:
+def _relaxation(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> tuple[Relax, str] | None:
     """The constraint to drop after `error`, and the text of the warning; None if every constraint must hold."""
     # A `with_sharding_constraint` may be for another mesh.
     if any(map(is_constraint, traced.flat.eqns)):
@@ -220,7 +226,7 @@ def state_shapes(traced: TracedStep) -> Any:
     return jax.tree.unflatten(traced.out_tree, shapes)
 
 
-def _note_last(plan: Plan, layers: Callable[[], tuple[tuple[int, ...], ...]]) -> None:
+def _note_last_plan(plan: Plan, layers: Callable[[], tuple[tuple[int, ...], ...]]) -> None:
     StepPlanner.last_plan, StepPlanner.last_layers = plan, staticmethod(layers)
 
 

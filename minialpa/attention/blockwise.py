@@ -29,6 +29,7 @@ from jax import lax
 from minialpa.attention.kind import AttentionKind, Step
 
 Carry = TypeVar("Carry")
+#: (maximum, total, mixed) of a block of queries: the sums of the module, over the blocks of keys so far.
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 #: Most positions in a block, if both queries and keys have several blocks.
@@ -50,7 +51,7 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
 
     # Without a score above -inf, total is 0 and the result NaN, as in a written softmax.
     out = problem.rows.unpad(mixed / total[..., None] / shrink, 3)
-    logsumexp = problem.rows.unpad(_finite(maximum) + jnp.log(total), 3)
+    logsumexp = problem.rows.unpad(_finite_or_zero(maximum) + jnp.log(total), 3)
     statistics = np.promote_types(query.dtype, np.float32)
     return [out.transpose(0, 3, 1, 2, 4).astype(value.dtype), logsumexp.transpose(0, 3, 1, 2).astype(statistics)]
 
@@ -150,7 +151,7 @@ class _Axis:
 
 
 def _axis(length: int, side: int) -> _Axis:
-    """At most `side` positions in a block: a divisor of `length` if there is a large one, else with padding."""
+    """`length` positions in blocks of at most `side`: of a large divisor of `length` if there is one, else padded."""
     fewest = max(1, -(-length // side))
     n_blocks = next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest)
     return _Axis(length=length, n_blocks=n_blocks, block=-(-length // n_blocks))
@@ -241,6 +242,7 @@ class _BlockedArrays:
         return score, functools.reduce(jnp.logical_and, conditions) if conditions else None
 
     def _window(self, i: Any, j: Any) -> list[jax.Array]:
+        """The conditions of the window for a pair of blocks: masks [1 1 1 t s]."""
         if not self.positions:
             return []
         queries, keys = self._block_positions(i, j)
@@ -264,6 +266,7 @@ class _BlockedArrays:
 def _problem(
     query: jax.Array, key: jax.Array, value: jax.Array, others: Sequence[Any], kind: AttentionKind
 ) -> _BlockedArrays:
+    """An attention in blocks. others: positions, biases and masks, in this order."""
     n, end = kind.n_positions, kind.n_positions + kind.n_biases
     positions, biases, masks = others[:n], others[n:end], others[end:]
     dtype = np.dtype(np.float32)
@@ -318,35 +321,36 @@ def _add_pair(problem: _BlockedArrays, value_sums: jax.Array, i: Any, j: Any, st
     some_seen = problem.some_seen(i, j)
     if some_seen is None:
         return _add_scores(problem, i, j, state)
-    kept: State = lax.cond(
+    new_state: State = lax.cond(
         some_seen,
         lambda: _add_scores(problem, i, j, state),
         lambda: _add_masked(problem, j, value_sums, state),
     )
-    return kept
+    return new_state
 
 
 def _add_scores(problem: _BlockedArrays, i: Any, j: Any, state: State) -> State:
+    """The state after block j of keys, from its scores."""
     old, total, mixed = state
     score, _ = problem.scores(i, j)
     maximum = jnp.maximum(old, score.max(axis=-1, initial=-jnp.inf))
     # While all scores are -inf, the shift is 0, since -inf - -inf is NaN.
-    shift = _finite(maximum)
+    shift = _finite_or_zero(maximum)
     weight = jnp.exp(score - shift[..., None])
-    kept = jnp.exp(old - shift)
+    old_weight = jnp.exp(old - shift)
     new = _product(weight, problem.columns.cut(problem.value, j, 2), ((4,), (2,)))
-    return maximum, kept * total + weight.sum(axis=-1), kept[..., None] * mixed + new
+    return maximum, old_weight * total + weight.sum(axis=-1), old_weight[..., None] * mixed + new
 
 
 def _add_masked(problem: _BlockedArrays, j: Any, value_sums: jax.Array, state: State) -> State:
-    """`_add_scores` for masked keys. With a weight of 0, 0 times infinity is NaN, too."""
+    """`_add_scores` if all keys are masked. As there, an infinite value with weight 0 gives NaN."""
     old, total, mixed = state
     maximum = jnp.maximum(old, problem.masked_score)
-    shift = _finite(maximum)
-    weight, kept = jnp.exp(problem.masked_score - shift), jnp.exp(old - shift)
+    shift = _finite_or_zero(maximum)
+    weight, old_weight = jnp.exp(problem.masked_score - shift), jnp.exp(old - shift)
     n_keys = jnp.minimum(problem.columns.block, problem.columns.length - j * problem.columns.block)
     new = weight[..., None] * lax.dynamic_index_in_dim(value_sums, j, 2)[:, :, None]
-    return maximum, kept * total + n_keys.astype(problem.dtype) * weight, kept[..., None] * mixed + new
+    return maximum, old_weight * total + n_keys.astype(problem.dtype) * weight, old_weight[..., None] * mixed + new
 
 
 def _shrink(problem: _BlockedArrays) -> jax.Array:
@@ -362,7 +366,7 @@ def _value_sums(problem: _BlockedArrays) -> jax.Array:
     return problem.value.reshape(b, g, problem.columns.n_blocks, problem.columns.block, e).sum(axis=3)
 
 
-def _finite(maximum: jax.Array) -> jax.Array:
+def _finite_or_zero(maximum: jax.Array) -> jax.Array:
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
@@ -389,6 +393,7 @@ class _Rows:
 
 
 def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
+    """The statistics of all queries, from the results of the forward pass."""
     dtype, pad = problem.dtype, problem.rows.pad
     # The sum comes before the transpose, which would copy the result.
     inner = pad((out_bar.astype(dtype) * out.astype(dtype)).sum(axis=-1).transpose(0, 2, 3, 1), 3)
@@ -406,7 +411,7 @@ def _rows_of_gradient(problem: _BlockedArrays, out: jax.Array, logsumexp: jax.Ar
     overflows = _may_overflow(problem, out_bar)
     shift, factor = lax.cond(is_coarse | overflows, recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
     if "p_bar" in problem.kind.float16:
-        inner = lax.cond(overflows, lambda: _inner(problem, shift, factor, out_bar), lambda: inner)
+        inner = lax.cond(overflows, lambda: _inner_sums(problem, shift, factor, out_bar), lambda: inner)
 
     masked = (problem.rounded(jnp.exp(problem.masked_score - shift), "softmax") * factor)[..., None] * out_bar
     b, g, r, _, e = masked.shape
@@ -428,7 +433,7 @@ def _may_overflow(problem: _BlockedArrays, out_bar: jax.Array) -> jax.Array:
     return ~(cotangent * value < 0.5 * float(jnp.finfo(jnp.float16).max))
 
 
-def _inner(problem: _BlockedArrays, shift: jax.Array, factor: jax.Array, out_bar: jax.Array) -> jax.Array:
+def _inner_sums(problem: _BlockedArrays, shift: jax.Array, factor: jax.Array, out_bar: jax.Array) -> jax.Array:
     """sum_s p p_bar, [b g r t], over all keys: if a mask hides infinity, 0 times infinity is NaN."""
 
     def add_block(i: Any, j: Any, inner: jax.Array) -> jax.Array:
@@ -474,6 +479,7 @@ def _pair_gradient(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int
 
 
 def _gradient_of_scores(problem: _BlockedArrays, rows: _Rows, requested: Sequence[int], i: Any, j: Any) -> Any:
+    """`_pair_gradient` of a pair whose scores may be visible."""
     cut = problem.rows.cut
     out_bar, query = cut(rows.out_bar, i, 3), cut(problem.query, i, 3)
     key = problem.columns.cut(problem.key, j, 2)

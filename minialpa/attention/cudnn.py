@@ -50,11 +50,11 @@ def attend(*operands: jax.Array, kind: AttentionKind) -> list[jax.Array]:
         return plain()
 
     def run(known: CudnnAttention) -> list[jax.Array]:
-        out, logsumexp = cudnn_attention(_heads(query), key, value, known)
+        out, logsumexp = cudnn_attention(_joined_heads(query), key, value, known)
         results = [out.reshape(query.shape), logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])]
         if not known.is_causal or kind.masked_score == -math.inf:
             return results
-        return _either(_masked_weigh_nothing(results[1], kind, key), lambda: results, plain)
+        return _run_either(_masked_weigh_nothing(results[1], kind, key), lambda: results, plain)
 
     return _with_kernel(run, plain, others, kind)
 
@@ -73,10 +73,10 @@ def differentiate(
 
     def gradient(known: CudnnAttention) -> list[jax.Array]:
         query_bar, *bars = cudnn_attention_gradient(
-            (_heads(query), key, value),
-            _heads(out),
+            (_joined_heads(query), key, value),
+            _joined_heads(out),
             logsumexp.reshape(*query.shape[:2], -1).transpose(0, 2, 1),
-            _heads(out_bar),
+            _joined_heads(out_bar),
             known,
         )
         return [x.astype(dtype) for x, dtype in zip((query_bar.reshape(query.shape), *bars), dtypes, strict=True)]
@@ -85,7 +85,7 @@ def differentiate(
         compute = functools.partial(gradient, known)
         if not known.is_causal or kind.masked_score == -math.inf:
             return compute()
-        return _either(_masked_weigh_nothing(logsumexp, kind, key), compute, plain)
+        return _run_either(_masked_weigh_nothing(logsumexp, kind, key), compute, plain)
 
     return _with_kernel(run, plain, others, kind)
 
@@ -114,7 +114,7 @@ def _with_kernel(
     positions: Sequence[jax.Array],
     kind: AttentionKind,
 ) -> list[jax.Array]:
-    """`_choose` if this machine has cuDNN and no old GPU."""
+    """`_choose`; without cuDNN, or on GPUs before Ampere, `plain()`."""
     with jax.named_scope(KERNEL_SCOPE):
         # Devices come last: without cuDNN, the process need not start its backend.
         if (cudnn_version() or 0) < OLDEST or _has_old_gpu():
@@ -134,7 +134,7 @@ def _choose(
     positions: Sequence[jax.Array],
     kind: AttentionKind,
 ) -> list[jax.Array]:
-    """run(the attention of cuDNN) if the positions allow it, else plain()."""
+    """`run`, which computes an attention by cuDNN, if the positions allow it, else `plain`."""
     everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
     if not kind.has_window:
         return everything()
@@ -145,17 +145,17 @@ def _choose(
     if kind.left is not None:
         sees_all &= keys.min() - queries.max() >= -kind.left
     if len(queries) != len(keys):
-        return _either(sees_all, everything, plain)
+        return _run_either(sees_all, everything, plain)
 
     # cuDNN counts queries and keys from 0, so only their differences matter.
     steps = lax.iota(np.int32, len(queries))
     is_diagonal = ((queries == queries[0] + steps) & (keys == queries[0] + steps)).all()
     window = None if kind.left is None else kind.left + 1
     diagonal = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=True, window=window))
-    return _either(is_diagonal, diagonal, lambda: _either(sees_all, everything, plain))
+    return _run_either(is_diagonal, diagonal, lambda: _run_either(sees_all, everything, plain))
 
 
-def _either(condition: jax.Array, then: Compute, otherwise: Compute) -> list[jax.Array]:
+def _run_either(condition: jax.Array, then: Compute, otherwise: Compute) -> list[jax.Array]:
     results: list[jax.Array] = lax.cond(condition, then, otherwise)
     return results
 
@@ -166,7 +166,7 @@ def _masked_weigh_nothing(logsumexp: jax.Array, kind: AttentionKind, key: jax.Ar
     return (logsumexp > kind.masked_score + NOTHING + math.log(key.shape[1])).all()
 
 
-def _heads(x: jax.Array) -> jax.Array:
+def _joined_heads(x: jax.Array) -> jax.Array:
     """[b t g r d] as [b t n d], with the queries of a key head side by side."""
     b, t, g, r, d = x.shape
     return x.reshape(b, t, g * r, d)

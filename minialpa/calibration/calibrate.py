@@ -60,7 +60,8 @@ def calibrate(devices: Sequence[jax.Device] | None = None) -> Calibration:
     """
     devices = list(devices if devices is not None else jax.local_devices())
     if len({device.device_kind for device in devices}) != 1:
-        raise ShardingError("Calibrate devices of one kind at a time: `calibrate(devices)` measures `devices` alone.")
+        kinds = ", ".join(sorted({device.device_kind for device in devices})) or "no device"
+        raise ShardingError(f"Call `calibrate(devices)` with devices of one kind; got {kinds}.")
     return fitted(describe_devices(devices), measured(devices))
 
 
@@ -87,6 +88,7 @@ def fitted(preset: ClusterSpec, found: Measurements) -> Calibration:
 
 
 def fitted_bandwidth(kernels: Sequence[ByteTime]) -> float:
+    """Bytes per second of kernels that only move bytes."""
     _, byte_s = _least_squares([[1.0, one.n_bytes] for one in kernels], [one.seconds for one in kernels])
     return 1.0 / max(byte_s, 1e-15)
 
@@ -107,7 +109,7 @@ def fitted_rates(products: Sequence[ProductTime], bandwidth: float) -> tuple[dic
 
 
 def fitted_link(sums: Sequence[ByteTime], n_devices: int) -> LinkSpec:
-    passed = 2 * (n_devices - 1) / n_devices
+    passed = 2 * (n_devices - 1) / n_devices  # Each device sends this many times its own bytes.
     alpha_s, beta = _least_squares([[1.0, passed * one.n_bytes] for one in sums], [one.seconds for one in sums])
     return LinkSpec(alpha_s, beta)
 

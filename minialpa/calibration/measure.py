@@ -73,18 +73,18 @@ def measured(devices: Sequence[jax.Device]) -> Measurements:
         n_devices=len(devices),
         products=tuple(product_times(devices)),
         kernels=tuple(kernel_times(devices)),
-        sums=tuple(_sums(_mesh(devices))) if len(devices) > 1 else (),
+        sums=tuple(_sum_times(_mesh(devices))) if len(devices) > 1 else (),
     )
 
 
 def product_times(devices: Sequence[jax.Device]) -> Iterator[ProductTime]:
     """Lazily, products of growing size for each rate."""
     for rate, dtype, precision in _rates(devices[0]):
-        yield from _products(_mesh(devices), rate, dtype, precision)
+        yield from _product_times_of_rate(_mesh(devices), rate, dtype, precision)
 
 
 def kernel_times(devices: Sequence[jax.Device]) -> Iterator[ByteTime]:
-    for n_bytes in _growing(2**18, 4):
+    for n_bytes in _growing_sizes(2**18, 4):
         seconds = _seconds(_mesh(devices), lambda carry: (carry[0] * 0.5 + 1,), "float32", (n_bytes // 4,))
         yield ByteTime(2.0 * n_bytes, seconds)
         if seconds > _LONG_S / 2 or n_bytes > 2**30:
@@ -108,13 +108,15 @@ def _rates(device: jax.Device) -> list[tuple[str, str, lax.Precision]]:
     ]
 
 
-def _products(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> Iterator[ProductTime]:
+def _product_times_of_rate(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> Iterator[ProductTime]:
+    """Lazily, times of products of growing sides in one dtype and precision."""
+
     def body(carry: Any) -> Any:
         x, y, out = carry
         out = lax.dot(x, y, precision=precision, preferred_element_type=x.dtype)
         return x.at[0, 0].add(out[0, 0] * 0), y, out  # the next product waits for this one
 
-    for side in _growing(64, 2):
+    for side in _growing_sizes(64, 2):
         longest = 0.0
         for m, k, n in ((side, side, side), (4 * side, side, side), (side, 4 * side, side), (side, side, 4 * side)):
             seconds = _seconds(mesh, body, dtype, (m, k), (k, n), (m, n))
@@ -125,15 +127,16 @@ def _products(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> It
             return
 
 
-def _sums(mesh: Mesh) -> Iterator[ByteTime]:
-    for n_bytes in _growing(2**10, 8):
+def _sum_times(mesh: Mesh) -> Iterator[ByteTime]:
+    for n_bytes in _growing_sizes(2**10, 8):
         seconds = _seconds(mesh, lambda carry: (lax.psum(carry[0], _AXIS) * 0.5,), "float32", (n_bytes // 4,))
         yield ByteTime(float(n_bytes), seconds)
         if seconds > _LONG_S or n_bytes > 2**28:
             return
 
 
-def _growing(first: int, by: int) -> Iterator[int]:
+def _growing_sizes(first: int, by: int) -> Iterator[int]:
+    """first, first * by, first * by^2, ..."""
     return (first * by**i for i in itertools.count())
 
 

@@ -94,17 +94,17 @@ class CheckpointManager:
         from minialpa.checkpoints.paths import LiteralPath, UnfinishedCheckpoint
         from minialpa.checkpoints.remote_handler import state_handler
 
-        self._directory, self._read_only = _absolute(directory), read_only
+        self._directory, self._read_only = _absolute_path(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
             raise CheckpointError(f"There is no folder `{directory}`. Pass the folder that checkpoints were saved to.")
         _check_counts(save_interval_steps=save_interval_steps, max_to_keep=max_to_keep, keep_period=keep_period)
         worst = math.inf if best_mode == "min" else -math.inf
         self._is_closed = False
-        self._best = None if best_fn is None else _number_of(best_fn, worst)
+        self._best_fn = None if best_fn is None else _number_of(best_fn, worst)
         number = None
         with _errors_of_orbax(f"Opening the checkpoints in `{directory}`"):
             if not read_only and "://" not in self._directory:
-                self._deleted()  # raises before the folder changes
+                self._folder_of_deleted()  # raises before the folder changes
                 Path(self._directory).mkdir(parents=True, exist_ok=True)
                 number = lock(Path(self._directory))
             self._orbax = ocp.CheckpointManager(
@@ -113,7 +113,7 @@ class CheckpointManager:
                     max_to_keep=max_to_keep,
                     save_interval_steps=save_interval_steps,
                     keep_period=keep_period,
-                    best_fn=self._best,
+                    best_fn=self._best_fn,
                     best_mode=best_mode,
                     # orbax's own `read_only` logs three warnings each time.
                     create=not read_only,
@@ -169,12 +169,12 @@ class CheckpointManager:
 
         if self._read_only:
             raise CheckpointError(
-                f"The manager of `{self._directory}` was made with `read_only=True`, and saves nothing."
+                f"The manager of `{self._directory}` was made with `read_only=True`. Open it without this to save."
             )
         if self._is_closed:
             raise CheckpointError(f"The manager of `{self._directory}` is closed. Open another one to save there.")
         if not _is_whole(step, 0):
-            raise CheckpointError(f"`step` is an integer, 0 or more; got {step!r}.")
+            raise CheckpointError(f"Pass an integer, 0 or more, as `step`; got {step!r}.")
         if step in self.all_steps():
             raise CheckpointError(
                 f"`{self._directory}` has a checkpoint of step {step}. Choose another step or folder."
@@ -187,12 +187,12 @@ class CheckpointManager:
         if plan is not None:
             items["plan"] = ocp.args.JsonSave(json.loads(plan.to_json()))
         if data is not None:
-            items["data"] = ocp.args.JsonSave(_as_json(data))
+            items["data"] = ocp.args.JsonSave(_data_as_json(data))
         self._delete_old()
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         if numbers is not None:
-            if self._best is not None:
-                self._best(numbers)  # raises here; orbax would call it only after the files are written
+            if self._best_fn is not None:
+                self._best_fn(numbers)  # raises here; orbax would call it only after the files are written
             items["numbers"] = ocp.args.JsonSave(numbers)
         with _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
             return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=numbers, force=force))
@@ -219,30 +219,39 @@ class CheckpointManager:
 
         ocp = _orbax()
         self.wait_until_finished()
-        step = self._existing(step)
+        step = self._existing_step(step)
         target = target_tree(like)
         name = f"step {step} in `{self._directory}`"
-        advice = f"The checkpoint is damaged. Restore an older one; `train` does if `{self._directory}/{step}` is gone."
+        advice = (
+            f"The checkpoint is damaged. Restore another step, or delete `{self._directory}/{step}`: `train` then "
+            "continues from the step before."
+        )
         with _errors_of_orbax(f"Reading {name}", advice):
-            if not self._has(step, "state"):
-                raise CheckpointError(f"There is no `state` in {name}. minialpa did not save this checkpoint.")
+            if not self._has_item(step, "state"):
+                raise CheckpointError(
+                    f"There is no `state` in {name}, so minialpa did not save this checkpoint. Restore another step, "
+                    "or read this one with the program that saved it."
+                )
             # Raises for an unreadable folder, which orbax would take for empty.
             list((self._orbax.directory / str(step)).iterdir())
             stored = self._orbax.item_metadata(step)["state"]
             if stored is None:
-                raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
+                raise CheckpointError(
+                    f"The metadata of the `state` of {name} is missing, because saving was interrupted or a file was "
+                    f"deleted. {advice}"
+                )
             weak = (stored.custom_metadata or {}).get("weak_numbers", ())
             arguments = restore_arguments(target, stored.tree, name, weak, partial_restore=partial_restore)
             item = target
             if partial_restore:
                 item, arguments = (in_stored_tree(tree, stored.tree) for tree in (target, arguments))
             items = {"state": ocp.args.PyTreeRestore(item=item, restore_args=arguments)}
-            items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
+            items |= {extra: ocp.args.JsonRestore() for extra in ("data", "numbers") if self._has_item(step, extra)}
             found = self._orbax.restore(step, args=ocp.args.Composite(**items))
             state = out_of_stored_tree(found["state"], target) if partial_restore else found["state"]
             state = show_static(restored(state, target, name, weak))
             data, metrics = found.get("data"), found.get("numbers")
-            return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
+            return Checkpoint(step=step, state=state, data=_data_of_json(data), metrics=metrics)
 
     def load_plan(self, step: int | None = None) -> Plan | None:
         """The plan in a checkpoint, by default the latest one; None if it has no plan.
@@ -257,12 +266,12 @@ class CheckpointManager:
 
         Raises CheckpointError for a missing checkpoint.
         """
-        return _of_json(self._load_json(step, "data"))
+        return _data_of_json(self._load_json(step, "data"))
 
     def _load_json(self, step: int | None, item: str) -> Any:
         self.wait_until_finished()
-        step = self._existing(step)
-        if not self._has(step, item):
+        step = self._existing_step(step)
+        if not self._has_item(step, item):
             return None
         ocp = _orbax()
         with _errors_of_orbax(f"Reading the item `{item}` of step {step} in `{self._directory}`"):
@@ -309,13 +318,17 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def _existing(self, step: int | None) -> int:
+    def _existing_step(self, step: int | None) -> int:
         steps = self.all_steps()
         if not steps:
-            raise CheckpointError(f"There is no checkpoint in `{self._directory}`: no folder has the name of a step.")
+            raise CheckpointError(
+                f"There is no checkpoint in `{self._directory}`, since no folder in it has the number of a step as its "
+                "name. Pass the folder that checkpoints were saved to."
+            )
         if step is not None and step not in steps:
             raise CheckpointError(
-                f"There is no checkpoint of step {step} in `{self._directory}`; there are {', '.join(map(str, steps))}."
+                f"There is no checkpoint of step {step} in `{self._directory}`. The nearest are "
+                f"{', '.join(map(str, sorted(sorted(steps, key=lambda other: abs(other - step))[:8])))}."
             )
         return steps[-1] if step is None else step
 
@@ -327,15 +340,15 @@ class CheckpointManager:
         from minialpa.checkpoints.paths import unfinished_checkpoints
 
         for unfinished in unfinished_checkpoints(Path(self._directory)):
-            deleted = self._deleted()
+            deleted = self._folder_of_deleted()
             deleted.mkdir(exist_ok=True)
             unfinished.rename(deleted / unfinished.name)
 
     def _delete_old(self) -> None:
-        for old in self._deleted().glob("*"):
+        for old in self._folder_of_deleted().glob("*"):
             shutil.rmtree(old, ignore_errors=True)
 
-    def _deleted(self) -> Path:
+    def _folder_of_deleted(self) -> Path:
         """The folder of checkpoints to delete. Raises CheckpointError for a link, which may lead anywhere."""
         path = Path(self._directory, _DELETED)
         if path.is_symlink():
@@ -345,7 +358,7 @@ class CheckpointManager:
             )
         return path
 
-    def _has(self, step: int, item: str) -> bool:
+    def _has_item(self, step: int, item: str) -> bool:
         return bool((self._orbax.directory / str(step) / item).exists())
 
 
@@ -355,7 +368,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan:
     See `CheckpointManager.save` for possible leaves. Raises CheckpointError if the step exists.
     """
     with CheckpointManager(path) as manager:
-        manager.save(step, tree, plan=plan, force=True)
+        manager.save(step, tree, plan=plan, force=True)  # `force`: at any interval; an existing step is an error
 
 
 def restore_checkpoint(
@@ -373,7 +386,7 @@ def _check_counts(save_interval_steps: Any, **optional: Any) -> None:
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {"save_interval_steps": save_interval_steps, **given}.items():
         if not _is_whole(value, 1):
-            raise CheckpointError(f"`{name}` is a positive integer; got {value!r}.")
+            raise CheckpointError(f"Pass a positive integer as `{name}`; got {value!r}.")
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -400,11 +413,11 @@ def _number_of(best_fn: Callable[[Any], float], worst: float) -> Callable[[Any],
     return number
 
 
-def _absolute(directory: str | os.PathLike[str]) -> str:
+def _absolute_path(directory: str | os.PathLike[str]) -> str:
     """An absolute path, or an address, for orbax. Raises CheckpointError for a name that tensorstore cannot write."""
     if not isinstance(directory, str | os.PathLike):
         raise CheckpointError(
-            f"The folder of a checkpoint is a path, the first argument; got a {type(directory).__name__}."
+            f"Pass the folder of the checkpoints, a path, as the first argument; got a {type(directory).__name__}."
         )
     text = os.fspath(directory)
     if "://" in text:
@@ -433,7 +446,7 @@ def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
         advice = "" if _is_of_the_system(error) else then
         text = str(error).split(" [tensorstore_spec=")[0]  # a page of JSON that repeats the file name follows
         raise CheckpointError(
-            f"{doing} failed: {type(error).__name__}: {text.rstrip('.')}. {advice}".rstrip()
+            f"{doing} failed with {type(error).__name__}: {text.rstrip('.')}. {advice}".rstrip()
         ) from error
 
 
@@ -444,12 +457,12 @@ def _is_of_the_system(error: Exception) -> bool:
     return isinstance(error, MemoryError) or _SYSTEM.search(str(error)) is not None
 
 
-def _as_json(data: Any) -> dict[str, Any]:
+def _data_as_json(data: Any) -> dict[str, Any]:
     """The state of a data iterator for JSON. Raises CheckpointError if JSON would change it."""
     if isinstance(data, bytes):
         return {"bytes": base64.b64encode(data).decode()}
     try:
-        is_kept = _same(json.loads(json.dumps(data)), data)
+        is_kept = _equal_with_types(json.loads(json.dumps(data)), data)
     except (TypeError, ValueError):
         is_kept = False
     if not is_kept:
@@ -460,18 +473,18 @@ def _as_json(data: Any) -> dict[str, Any]:
     return {"value": data}
 
 
-def _same(read: Any, data: Any) -> bool:
+def _equal_with_types(read: Any, data: Any) -> bool:
     """Whether two values and their types are equal: in Python, True equals 1."""
     if type(read) is not type(data):
         return False
     if isinstance(data, dict):
-        return read.keys() == data.keys() and all(_same(read[key], data[key]) for key in data)
+        return read.keys() == data.keys() and all(_equal_with_types(read[key], data[key]) for key in data)
     if isinstance(data, list):
-        return len(read) == len(data) and all(map(_same, read, data))
+        return len(read) == len(data) and all(map(_equal_with_types, read, data))
     return bool(read == data)
 
 
-def _of_json(data: dict[str, Any] | None) -> Any:
+def _data_of_json(data: dict[str, Any] | None) -> Any:
     if data is None:
         return None
     return base64.b64decode(data["bytes"]) if "bytes" in data else data["value"]

@@ -50,7 +50,7 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
             if runtime is None:
                 pending += await super().serialize([value.fetch_once()], [info], [arg])
             else:
-                on_workers.setdefault(runtime, []).append(_to_write(value, info, arg))
+                on_workers.setdefault(runtime, []).append(_array_to_write(value, info, arg))
         return pending + [start_writing(runtime, arrays) for runtime, arrays in on_workers.items()]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
@@ -62,7 +62,7 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
                 on_workers.setdefault(arg.target.session, {})[i] = _blocks_to_read(arg.target, info)
             else:
                 (whole,) = await super().deserialize([info], [ocp.RestoreArgs(restore_type=np.ndarray)])
-                found[i] = _in_blocks(whole, arg.target)
+                found[i] = _split_in_blocks(whole, arg.target)
 
         for runtime, requested in on_workers.items():
             arrays = iter(read_arrays(runtime, [array for blocks in requested.values() for array in blocks]))
@@ -73,8 +73,10 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
 
 
 def state_handler() -> Any:
-    kept = [(kind, type_handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray, jax.Array)]
-    registry = type_handlers.create_type_handler_registry((RemoteArray, RemoteArrayHandler()), *kept)
+    default_handlers = [
+        (kind, type_handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray, jax.Array)
+    ]
+    registry = type_handlers.create_type_handler_registry((RemoteArray, RemoteArrayHandler()), *default_handlers)
     # Compressing weights takes most of the time and saves few bytes.
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
@@ -106,7 +108,9 @@ def target_of(value: RemoteArray, runtime: ClusterRuntime) -> DistributedTarget:
     )
 
 
-def _to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
+def _array_to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
+    """The description of an array on workers for its writers. info, arg: of orbax, for this leaf."""
+
     def stored(chunk_shape: tuple[int, ...], worker: int) -> StoredArray:
         spec = type_handlers.get_json_tspec_write(
             info,
@@ -124,6 +128,7 @@ def _to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
 
 
 def _blocks_to_read(target: DistributedTarget, info: Any) -> list[RequestedArray]:
+    """The array to read, or each of its blocks. info: of orbax, for this leaf."""
     spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
     stored = StoredArray(str(info.parent_dir), _context(), spec)
     requested = []
@@ -139,13 +144,23 @@ def _context() -> Any:
     return type_handlers.get_ts_context(use_ocdbt=True).spec.to_json()
 
 
-def _in_blocks(whole: np.ndarray[Any, Any], target: BlockedTarget) -> BlockedArray:
-    if whole.dtype != (np.uint32 if jax.numpy.issubdtype(target.dtype, jax.dtypes.extended) else target.dtype):
-        raise CheckpointError(f"An array of {whole.dtype} was read where {target.dtype} is stored. It is damaged.")
+def _split_in_blocks(whole: np.ndarray[Any, Any], target: BlockedTarget) -> BlockedArray:
+    """Cut an array into the row blocks of its target. Files hold stacked weights whole; a plan may cut them by layers.
+
+    whole: as read from a file; uint32 for typed random keys. Raises CheckpointError for another dtype.
+    """
+    is_key = jax.numpy.issubdtype(target.dtype, jax.dtypes.extended)
+    stored_dtype = np.uint32 if is_key else target.dtype
+    if whole.dtype != stored_dtype:
+        raise CheckpointError(
+            f"The checkpoint is damaged: a file has an array of {whole.dtype}, and the metadata records "
+            f"{target.dtype}. Restore another step."
+        )
     blocks = []
     for (start, stop), sharding in zip(target.rows, target.shardings, strict=True):
         rows: Any = whole[start:stop]
-        if jax.numpy.issubdtype(target.dtype, jax.dtypes.extended):
-            rows = jax.random.wrap_key_data(rows, impl=KEY_NAMES[str(target.dtype)[4:-1]])
+        if is_key:
+            implementation = str(target.dtype)[4:-1]  # `fry` in `key<fry>`
+            rows = jax.random.wrap_key_data(rows, impl=KEY_NAMES[implementation])
         blocks.append(jax.device_put(rows, sharding))
     return BlockedArray(blocks)

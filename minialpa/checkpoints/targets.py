@@ -42,8 +42,8 @@ def savable(state: Any) -> Any:
             )
         names[name] = text
     if not names:
-        raise CheckpointError("The state has no leaves, so there is nothing to save.")
-    return jax.tree.map(_as_saved, state)
+        raise CheckpointError("The state has no arrays and no numbers. Pass the state that the step returns.")
+    return jax.tree.map(_leaf_to_save, state)
 
 
 def weak_numbers(state: Any) -> list[str]:
@@ -69,8 +69,8 @@ def target_tree(like: Any) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, PlacementSpec):
             raise CheckpointError(
-                "A `PlacementSpec` names meshes by number. Pass the executable itself, or a part of its "
-                "`get_input_targets()`, which has shardings."
+                f"The target of `{jax.tree_util.keystr(path)}` is a `PlacementSpec`, which names meshes by number. "
+                "Pass the executable itself, or a part of its `get_input_targets()`, which has shardings."
             )
         if not hasattr(leaf, "shape") and not isinstance(leaf, _Number):
             text = jax.tree_util.keystr(path)
@@ -93,24 +93,24 @@ def restore_arguments(
 
     Raises CheckpointError with a list of leaves that differ in path, shape or dtype.
     """
-    there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
+    stored_leaves = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
     if not leaves:
         raise CheckpointError(
             f"The target has no arrays, so there is nothing to read from {name}. Pass a state, or the executable of a "
             "step: `step.get_executable(...)`."
         )
-    wrong = list(_differences(leaves, there, partial_restore=partial_restore))
+    wrong = list(_differences(leaves, stored_leaves, partial_restore=partial_restore))
     if wrong:
         listed = "\n  ".join(wrong[:_MOST_NAMES])
         rest = f"\n  and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
         raise CheckpointError(
             f"The checkpoint of {name} is of another model:\n  {listed}{rest}\nPass a target with the structure, "
-            f"shapes and dtypes that were saved.{_part_hint(leaves, there)}"
+            f"shapes and dtypes that were saved.{_part_hint(leaves, stored_leaves)}"
         )
 
     def argument(path: Any, leaf: Any) -> Any:
-        return _restore_argument(leaf, there[_name(path)], is_weak=".".join(_name(path)) in weak)
+        return _restore_argument(leaf, stored_leaves[_name(path)], is_weak=".".join(_name(path)) in weak)
 
     return jax.tree.unflatten(tree, [argument(path, leaf) for path, leaf in leaves])
 
@@ -133,17 +133,20 @@ def out_of_stored_tree(state: Any, target: Any) -> Any:
 
 
 def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
-    """The leaves that orbax read, with the types of their targets."""
+    """The leaves that orbax read, with the types of their targets. name, weak: as in `restore_arguments`.
+
+    Raises CheckpointError for another shape or dtype.
+    """
 
     def checked(path: Any, requested: Any, found: Any) -> Any:
         text = jax.tree_util.keystr(path)
         if isinstance(requested, _Number) or (np.shape(found) == () and isinstance(found, np.ndarray)):
-            found = _number(found, requested, text, name)
+            found = _number_like_target(found, requested, text, name)
             return _weakly_typed(found) if ".".join(_name(path)) in weak else found
         if tuple(found.shape) != tuple(requested.shape) or found.dtype != requested.dtype:
             raise CheckpointError(
                 f"`{text}` in {name} is {_type_text(found.shape, found.dtype)}; expected "
-                f"{_type_text(requested.shape, requested.dtype)}."
+                f"{_type_text(requested.shape, requested.dtype)}. Pass a target of the stored type."
             )
         return _weakly_typed(found) if ".".join(_name(path)) in weak else found
 
@@ -158,27 +161,36 @@ def _name(path: Any) -> tuple[str, ...]:
 
 def _check_savable(leaf: Any, text: str) -> None:
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-        raise CheckpointError(f"`{text}` is a {type(leaf).__name__}, which has no value. Save arrays.")
+        raise CheckpointError(f"`{text}` is a {type(leaf).__name__}, which has no value. Save an array in its place.")
     if isinstance(leaf, jax.Array | RemoteArray):
         if leaf.is_deleted():
             raise CheckpointError(
-                f"`{text}` has been deleted: it was donated to a step. Save that step's result, or save it before the "
-                "step."
+                f"`{text}` has been deleted: it was donated to a step. Save that step's result, or save it before "
+                "the step."
             )
         if not isinstance(leaf, RemoteArray) and not leaf.is_fully_addressable:
-            raise CheckpointError(f"`{text}` is on devices of several processes. Save arrays of this process.")
+            raise CheckpointError(
+                f"`{text}` is on devices of several processes. Bring it to this process first, for example with "
+                "`jax.experimental.multihost_utils.process_allgather`."
+            )
     elif not isinstance(leaf, np.ndarray | np.generic | _Number):
-        raise CheckpointError(f"`{text}` is a {type(leaf).__name__}. Save pytrees of arrays and numbers.")
+        raise CheckpointError(
+            f"`{text}` is a {type(leaf).__name__}. Replace it by an array or a number, or leave it out."
+        )
 
     value = np.asarray(leaf) if isinstance(leaf, _Number) else leaf  # ints beyond every dtype become objects
     if 0 in value.shape:
-        raise CheckpointError(f"`{text}` has the shape {value.shape}, and orbax saves no arrays without elements.")
+        raise CheckpointError(
+            f"`{text}` has the shape {value.shape}, and orbax saves no arrays without elements. Leave it out."
+        )
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
     if not is_key and (value.dtype.kind in "OSTUMm" or value.dtype.names is not None):
-        raise CheckpointError(f"`{text}` has the dtype {value.dtype}, which checkpoints do not hold. Save numbers.")
+        raise CheckpointError(
+            f"`{text}` has the dtype {value.dtype}, which checkpoints do not hold. Convert it to a dtype of numbers."
+        )
 
 
-def _as_saved(leaf: Any) -> Any:
+def _leaf_to_save(leaf: Any) -> Any:
     if isinstance(leaf, RemoteArray) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.fetch_once()  # a jax array of keys, which orbax saves with their implementation
     # orbax has no type for these numbers.
@@ -192,7 +204,7 @@ def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any], *, partial_r
         shape, dtype = _stored_type(leaf)
         if path not in there:
             yield f"`{text}`: not in the checkpoint; expected {_type_text(shape, dtype)}"
-        elif not _fits(there[path], leaf):
+        elif not _type_fits(there[path], leaf):
             found = there[path]
             yield (
                 f"`{text}`: the checkpoint has {_type_text(found.shape, found.dtype)}; expected "
@@ -231,7 +243,8 @@ def _stored_type(target: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(value.shape), np.dtype(value.dtype)
 
 
-def _fits(found: Any, target: Any) -> bool:
+def _type_fits(found: Any, target: Any) -> bool:
+    """Whether a stored leaf has the shape and dtype of its target; for numbers, the kind of dtype."""
     shape, dtype = _stored_type(target)
     if tuple(found.shape) != shape:
         return False
@@ -251,6 +264,7 @@ def _kind(dtype: Any) -> Any:
 
 
 def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
+    """orbax's RestoreArgs for one leaf. found: orbax's metadata of the leaf."""
     if isinstance(target, _Number | np.generic) or _is_number(found):
         return ocp.RestoreArgs(restore_type=np.ndarray)
     runtime = runtime_of(target)
@@ -270,7 +284,7 @@ def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
     return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
 
 
-def _number(found: Any, target: Any, text: str, name: str) -> Any:
+def _number_like_target(found: Any, target: Any, text: str, name: str) -> Any:
     """A number with the type of its target: of Python, NumPy, or jax on the same devices."""
     value = np.asarray(found)
     if isinstance(target, _Number):
@@ -279,7 +293,9 @@ def _number(found: Any, target: Any, text: str, name: str) -> Any:
         cast = value.astype(target.dtype)
         is_exact = bool(np.array_equal(cast.astype(value.dtype), value, equal_nan=value.dtype.kind in "fc"))
     if not is_exact:
-        raise CheckpointError(f"`{text}` in {name} is {value.item()}, which {target.dtype} does not hold.")
+        raise CheckpointError(
+            f"`{text}` in {name} is {value.item()}, which {target.dtype} does not hold. Pass a target of {value.dtype}."
+        )
     if isinstance(target, np.generic):
         return cast[()]
     if isinstance(target, np.ndarray):

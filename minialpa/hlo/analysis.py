@@ -80,13 +80,13 @@ def seconds(found: Iterable[HloCollective], mesh: LogicalMesh) -> float:
     last = max((device for one in found for group in one.groups for device in group), default=0)
     if last >= mesh.n_devices:
         raise ShardingError(
-            f"The program exchanges data with device {last} and the mesh {mesh.shape} has {mesh.n_devices} devices. "
-            "Give the mesh that the program was compiled for."
+            f"The program exchanges data with device {last}, but `mesh`, of shape {mesh.shape}, has the devices 0 to "
+            f"{mesh.n_devices - 1}. Pass the mesh for which the program was compiled."
         )
-    return sum(one.times * _one_s(one, mesh) for one in found)
+    return sum(one.times * _collective_s(one, mesh) for one in found)
 
 
-def _one_s(one: HloCollective, mesh: LogicalMesh) -> float:
+def _collective_s(one: HloCollective, mesh: LogicalMesh) -> float:
     """Seconds of the slowest group.
 
     A sub-grid (n_0 x n_1 devices of the mesh, hence any set of whole axes) has the price of a mesh of that shape, any
@@ -94,7 +94,7 @@ def _one_s(one: HloCollective, mesh: LogicalMesh) -> float:
     buffer over the slowest link that it crosses: alpha + beta * n_bytes.
     """
     if one.kind == "collective-permute":
-        pairs = [_crossed(_places(group, mesh)) for group in one.groups if len(set(group)) > 1]
+        pairs = [_crossed_axes(_mesh_positions(group, mesh)) for group in one.groups if len(set(group)) > 1]
         return max((mesh.permute_s(one.n_bytes, axes) for axes in pairs), default=0.0)
 
     times = []
@@ -105,22 +105,23 @@ def _one_s(one: HloCollective, mesh: LogicalMesh) -> float:
     return max(times, default=0.0)
 
 
-def _places(group: Sequence[int], mesh: LogicalMesh) -> list[tuple[int, ...]]:
+def _mesh_positions(group: Sequence[int], mesh: LogicalMesh) -> list[tuple[int, ...]]:
+    """The position on the mesh of each device of a group."""
     places = list(itertools.product(*map(range, mesh.shape)))
     return [places[device] for device in group]
 
 
-def _crossed(places: Sequence[Sequence[int]]) -> list[int]:
+def _crossed_axes(places: Sequence[Sequence[int]]) -> list[int]:
     return [axis for axis, column in enumerate(zip(*places, strict=True)) if len(set(column)) > 1]
 
 
 def _sub_grid(group: Sequence[int], mesh: LogicalMesh) -> LogicalMesh:
     """The group as a mesh: a grid with the links of `mesh`, or a ring over the slowest link."""
-    places = _places(group, mesh)
+    places = _mesh_positions(group, mesh)
     columns = [sorted(set(column)) for column in zip(*places, strict=True)]
     if set(places) == set(itertools.product(*columns)):
         return dataclasses.replace(mesh, shape=tuple(map(len, columns)))
-    axes = _crossed(places)
+    axes = _crossed_axes(places)
     alpha, beta = max(mesh.alpha[a] for a in axes), max(mesh.beta[a] for a in axes)
     return LogicalMesh((len(group),), (alpha,), (beta,))
 
@@ -182,6 +183,7 @@ def runs(module: Module) -> dict[str, int]:
 
 
 def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, int]]:
+    """The computations that an instruction runs, and how often it runs each."""
     if instruction.opcode == "while":
         for name in instruction.called("body", "condition"):
             yield name, instruction.n_trips

@@ -95,16 +95,16 @@ def parse_module(text: str) -> Module:
 
     if not entry:
         raise VerifyError(
-            "Not the text of a compiled program: it has no `ENTRY`. Pass the result of `compiled.as_text()`."
+            "This is no text of a compiled program, as it has no `ENTRY`. Pass the result of `compiled.as_text()`."
         )
     return Module(computations, entry, math.prod(map(int, counts)))
 
 
 def _instruction(line: str) -> Instruction:
     left, right = line.split(" = ", 1)
-    end_of_shape = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
+    end_of_shape = _closing_parenthesis(right, 0) + 1 if right.startswith("(") else right.index(" ")
     opening = right.index("(", end_of_shape)
-    closing = _closing(right, opening)
+    closing = _closing_parenthesis(right, opening)
     return Instruction(
         name=left.split()[-1].lstrip("%"),
         shape=right[:end_of_shape],
@@ -114,13 +114,14 @@ def _instruction(line: str) -> Instruction:
     )
 
 
-def _closing(text: str, opening: int) -> int:
+def _closing_parenthesis(text: str, opening: int) -> int:
+    """The position of the parenthesis that matches `text[opening]`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if mark[0] == "(" else -1
         if depth == 0:
             return mark.start()
-    raise VerifyError(f"A parenthesis is not closed in `{text[:200]}`. Pass the whole text of the program.")
+    raise VerifyError(f"A parenthesis is not closed in `{text[:200]}`. Pass the whole text of `compiled.as_text()`.")
 
 
 def split_tuple(text: str) -> list[str]:
@@ -178,7 +179,10 @@ def parse_groups(attributes: str, n_devices: int) -> Groups:
         return _rows(_iota(iota[1]))
     if axes := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?\]?(?:T\([\d,]+\))?)\))? \{(.*?)\}", text):
         return _mesh_groups(*axes.groups())
-    raise VerifyError(f"Replica groups in a form that is not known: `{text[:80]}`. Extend `parse_groups` for it.")
+    raise VerifyError(
+        f"The compiled program has device groups in an unknown form, `{text[:80]}`. This is a bug in minialpa: report "
+        "it with this message."
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -25,8 +25,9 @@ from minialpa.options import (
     UniformStageOption,
 )
 from minialpa.plan import PlacedValue, Plan
-from minialpa.plan.text import bytes_text, count, operator_lines, seconds_text
+from minialpa.plan.text import count, operator_lines, seconds_text
 from minialpa.sharding import Spec, specs_of
+from minialpa.support.sizes import bytes_text
 from minialpa.tracing.trace import TracedStep
 
 #: Most arguments and results, and specs of each, that are explained: each alternative is a plan.
@@ -55,7 +56,7 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
     if what in of_plan:
         found = list(of_plan[what](traced, plan))
         note = "" if found else "\nNo other choice is possible. Rematerialisation, for example, needs gradients."
-        return _table(plan, [Alternative(_name_of(plan), plan), *found]) + note
+        return _table_text(plan, [Alternative(_plan_name(plan), plan), *found]) + note
 
     # Other texts are names. Plans with other specs take long for many values.
     values = named_values(traced, plan, what)
@@ -77,13 +78,14 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
 
 def forced_spec(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int, spec: Spec) -> Alternative:
     """The plan in which the argument or result `value` has `spec` on the mesh of `stage`."""
-    found = _planned(str(spec.partition_spec()), traced, plan, _with_spec(plan, value.path, spec, stage))
-    if found.plan is None or _spec_in(found.plan, value.path, stage) == spec:
+    found = _alternative_by(str(spec.partition_spec()), traced, plan, _options_with_spec(plan, value.path, spec, stage))
+    if found.plan is None or _spec_in_plan(found.plan, value.path, stage) == spec:
         return found
     return dataclasses.replace(found, plan=None, reason="not possible: the options do not allow it")
 
 
-def _with_spec(plan: Plan, path: str, spec: Spec, stage: int) -> PlanOptions:
+def _options_with_spec(plan: Plan, path: str, spec: Spec, stage: int) -> PlanOptions:
+    """The options of `plan`, with one spec fixed."""
     options = options_of(plan)
     option = plan.stages[stage].option
     names = option.names_on(plan.stages[stage].logical_shape)
@@ -97,7 +99,7 @@ def _with_spec(plan: Plan, path: str, spec: Spec, stage: int) -> PlanOptions:
     )
 
 
-def _spec_in(plan: Plan, path: str, stage: int) -> Spec | None:
+def _spec_in_plan(plan: Plan, path: str, stage: int) -> Spec | None:
     for value in (*plan.inputs, *plan.outputs):
         if value.path == path and stage in value.mesh_ids:
             return value.specs[value.mesh_ids.index(stage)]
@@ -113,6 +115,7 @@ def named_values(traced: TracedStep, plan: Plan, what: str) -> list[tuple[Placed
 
 
 def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int) -> str:
+    """Table of all specs of one leaf on one mesh."""
     shape = plan.stages[stage].logical_shape
     chosen = value.specs[value.mesh_ids.index(stage)]
 
@@ -120,7 +123,7 @@ def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: in
     found = [forced_spec(traced, plan, value, stage, spec) for spec in others[:_MOST_SPECS]]
     lines = [
         f"{value.path} {value.dtype}{list(value.shape)} on mesh {stage} of shape {shape}",
-        _table(plan, [Alternative(str(chosen.partition_spec()), plan), *found]),
+        _table_text(plan, [Alternative(str(chosen.partition_spec()), plan), *found]),
     ]
     if len(others) > _MOST_SPECS:
         lines.append(f"  and {len(others) - _MOST_SPECS} more")
@@ -144,7 +147,7 @@ def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative
     for other in sorted({1, n // 2, 2 * n, 4 * n} - {0, n}):
         if size % other == 0:
             options = dataclasses.replace(options_of(plan), n_micro_batches=other)
-            yield _planned(count(other, "micro-batch"), traced, plan, options)
+            yield _alternative_by(count(other, "micro-batch"), traced, plan, options)
 
 
 def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
@@ -152,13 +155,13 @@ def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
     choices: tuple[Remat, ...] = ("none", "dots", "full")
     if not plan.layer_of_group:
         for remat in choices[1:] if traced.n_groups else ():
-            yield _planned(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), remat=remat))
+            yield _alternative_by(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), remat=remat))
         return
 
     for remat in choices:
         layers = FixedLayerOption(plan.layer_of_group, (remat,) * len(plan.remat), plan.row_blocks)
         if layers.remat != plan.remat:
-            yield _planned(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), layers=layers))
+            yield _alternative_by(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), layers=layers))
 
 
 def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
@@ -172,16 +175,16 @@ def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
                 sharding=options.sharding,
                 logical_shape=shape,
             )
-            yield _planned(f"no pipeline, shape {shape}", traced, plan, one_stage)
+            yield _alternative_by(f"no pipeline, shape {shape}", traced, plan, one_stage)
     most = len(plan.remat) or min(n, traced.n_groups)
     for k in range(2, most + 1):
         if n % k == 0:
             layers = options.layers or AutoLayerOption(layer_num=k)
             equal = dataclasses.replace(options, layers=layers, stages=UniformStageOption(k), logical_shape=None)
-            yield _planned(f"{k} equal stages", traced, plan, equal)
+            yield _alternative_by(f"{k} equal stages", traced, plan, equal)
 
 
-def _name_of(plan: Plan) -> str:
+def _plan_name(plan: Plan) -> str:
     kept = "/".join(sorted(set(plan.remat)))
     remat = f", remat {kept}" if kept else ""
     return f"{count(len(plan.stages), 'stage')}, {count(plan.n_micro_batches, 'micro-batch')}{remat}"
@@ -190,7 +193,7 @@ def _name_of(plan: Plan) -> str:
 # ---- planning and printing ------------------------------------------------------------------------------------------
 
 
-def _planned(name: str, traced: TracedStep, plan: Plan, options: PlanOptions) -> Alternative:
+def _alternative_by(name: str, traced: TracedStep, plan: Plan, options: PlanOptions) -> Alternative:
     try:
         return Alternative(name, plan_step(traced, plan.cluster, options, logical_mesh=logical_mesh_of(plan)))
     except InfeasibleError as error:
@@ -203,12 +206,13 @@ def _first_sentence(error: Exception) -> str:
     return str(error).splitlines()[0].split(". ")[0].rstrip(".")
 
 
-def _table(plan: Plan, found: Sequence[Alternative]) -> str:
+def _table_text(plan: Plan, found: Sequence[Alternative]) -> str:
+    """Plans by seconds; then the reasons of impossible ones."""
     possible = [(a.name, a.plan) for a in found if a.plan is not None]
     rows = [["", "per step", "against the plan", "compute", "communication", "bubble", "update", "peak memory"]]
     for name, other in (possible[0], *sorted(possible[1:], key=lambda pair: pair[1].cost.total_s)):
         cost = other.cost
-        change = "chosen" if other is plan else _change(plan.cost.total_s, cost.total_s)
+        change = "chosen" if other is plan else _change_text(plan.cost.total_s, cost.total_s)
         times = (cost.total_s, cost.compute_s, cost.communication_s, cost.bubble_s, cost.update_s)
         total, *parts = map(seconds_text, times)
         rows.append([name, total, change, *parts, bytes_text(max(cost.peak_bytes))])
@@ -218,7 +222,7 @@ def _table(plan: Plan, found: Sequence[Alternative]) -> str:
     return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
-def _change(old: float, new: float) -> str:
+def _change_text(old: float, new: float) -> str:
     if abs(new - old) <= 1e-9 * old:
         return "same"
     share = f" ({(new - old) / old:+.1%})" if 0 < new < 10 * old else ""

@@ -112,15 +112,18 @@ class SolvedMesh:
 def plan_stages(context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage]) -> Plan:
     """The plan with these stages. Raises StageTooLargeError if a stage does not fit, or is too slow."""
     placed = place_stages(context, layered, stages)
-    casting = _casting_once(context, placed)
+    casting = _stages_with_one_cast(context, placed)
     if casting is not None:
         context, placed = casting
     return build_plan(context, placed, solve_meshes(context, placed))
 
 
-def _casting_once(context: PlanningContext, placed: PlacedStages) -> tuple[PlanningContext, PlacedStages] | None:
-    """The single stage with weights cast once per step, if memory is short and that takes less time and memory; or
-    None.
+def _stages_with_one_cast(
+    context: PlanningContext, placed: PlacedStages
+) -> tuple[PlanningContext, PlacedStages] | None:
+    """The context and the single stage with weights cast once per step instead of in each pass.
+
+    None unless memory is short and the casts take neither more time nor more memory.
 
     The comparison is in unlimited memory, because shardings that save memory take the solver long. In other cases,
     `pipeline` compares finished plans.
@@ -128,18 +131,18 @@ def _casting_once(context: PlanningContext, placed: PlacedStages) -> tuple[Plann
     options = context.options
     if len(placed.stages) > 1 or options.n_micro_batches == 1 or options.cast_once is not None:
         return None
-    free = _in_unlimited_memory(context, placed)
+    free = _free_solution(context, placed)
     if free is None or free.fits or not casts_weights(placed.staged.split):
         return None
 
-    asked = context.asking(cast_once=True)
-    casting = place_stages(asked, placed.layered, placed.stages)
-    other = _in_unlimited_memory(asked, casting)
+    casting_context = context.asking(cast_once=True)
+    casting = place_stages(casting_context, placed.layered, placed.stages)
+    other = _free_solution(casting_context, casting)
     is_better = other is not None and other.seconds <= free.seconds and other.n_bytes <= free.n_bytes
-    return (asked, casting) if is_better else None
+    return (casting_context, casting) if is_better else None
 
 
-def _in_unlimited_memory(context: PlanningContext, placed: PlacedStages) -> FreeSolution | None:
+def _free_solution(context: PlanningContext, placed: PlacedStages) -> FreeSolution | None:
     """`SolvedMesh.free` of a single stage; None if options forbid all shardings, or the caller has a faster plan."""
     try:
         return solve_meshes(context, placed, saves_memory=False)[0].free
@@ -152,11 +155,12 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     options = context.options
     chunks = chunks_of([stage.layers for stage in stages])
     check_chunks(chunks, options.schedule)
-    staged, short = _staged_short(context, layered, chunks) or (_staged(context, layered, chunks), None)
+    staged, short = _short_staged_step(context, layered, chunks) or (_whole_staged_step(context, layered, chunks), None)
 
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
         raise ShardingError(
-            "The schedule `inference` has no backward pass, but the step computes gradients. Use `1f1b` or `gpipe`."
+            "The schedule `inference` has no backward pass, but the step computes gradients. Set "
+            '`pipeline_schedule` to "1f1b" or "gpipe".'
         )
     # A single stage waits for no other: it ends each micro-batch before it starts the next.
     name = options.schedule if len(stages) > 1 else "1f1b"
@@ -166,30 +170,31 @@ def place_stages(context: PlanningContext, layered: LayeredStep, stages: Sequenc
     )
 
 
-def _staged(context: PlanningContext, layered: LayeredStep, chunks: Chunks) -> StagedStep:
+def _whole_staged_step(context: PlanningContext, layered: LayeredStep, chunks: Chunks) -> StagedStep:
     options = context.options
-    n, rows, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
+    n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
     groups = chunks.of_group(layered.of_group)
 
     # Attempts that differ only in shardings share one staged step.
     return context.staged.get_or_make(
-        (_made_by(layered), chunks, n, rows, casts),
-        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_activations=rows, cast_once=casts),
+        (_layers_key(layered), chunks, n, keeps, casts),
+        lambda: stage_step(layered.step, n, groups, chunks.stage_of, keep_activations=keeps, cast_once=casts),
     )
 
 
-def _made_by(layered: LayeredStep) -> Hashable:
+def _layers_key(layered: LayeredStep) -> Hashable:
+    """A cache key. Without layers, the equations identify the step."""
     return (layered.of_group, layered.remat, layered.row_blocks) if layered.of_group else layered.plain.flat
 
 
-def _staged_short(
+def _short_staged_step(
     context: PlanningContext, layered: LayeredStep, chunks: Chunks
 ) -> tuple[StagedStep, ShortStep] | None:
-    """None if too few equations repeat."""
+    """The tasks of a short step, and the short step; None if too few equations repeat."""
     if not context.shortens or len(layered.plain.flat.eqns) < _LEAST_SHORTENED:
         return None
     options = context.options
-    n, rows, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
+    n, keeps, casts = options.n_micro_batches, bool(options.keep_activations), bool(options.cast_once)
     sublayer_of_group, layer_of_sublayer = sublayers_of_layers(layered.plain, layered.of_group)
     try:
         whole = context.sublayered.get_or_make(
@@ -200,8 +205,8 @@ def _staged_short(
         if short is None or len(short.short.step.flat.eqns) > _MOST_OF_WHOLE * len(layered.plain.flat.eqns):
             return None
         staged = context.staged.get_or_make(
-            ("short", layered.plain.flat, _made_by(layered), chunks, n, rows, casts),
-            lambda: staged_short_step(short, n, chunks, keep_activations=rows, cast_once=casts),
+            ("short", layered.plain.flat, _layers_key(layered), chunks, n, keeps, casts),
+            lambda: staged_short_step(short, n, chunks, keep_activations=keeps, cast_once=casts),
         )
     except TraceError:
         return None
@@ -210,8 +215,9 @@ def _staged_short(
 
 def staged_step_of(context: PlanningContext, plan: Plan) -> StagedStep:
     """The tasks of a plan that was made in this context."""
-    if isinstance(plan, Sketch):
+    if isinstance(plan, Sketch):  # a plan of a short step has its tasks
         return plan.placed.staged
+    # The key of `_whole_staged_step`, so that the tasks are made once.
     made_by = (plan.layer_of_group, plan.remat, plan.row_blocks) if plan.layer_of_group else context.traced.flat
     return context.staged.get_or_make(
         (made_by, plan_chunks(plan), plan.n_micro_batches, plan.keeps_activations, plan.casts_once),
@@ -229,13 +235,13 @@ def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory
     solved: list[SolvedMesh] = []
     for mesh in range(len(placed.stages)):
         context.report("Shardings of stages", mesh, len(placed.stages))
-        slowest = _slowest(placed, solved)
+        slowest = _slowest_stage(placed, solved)
         solved.append(_solve_mesh(context, placed, mesh, saves_memory=saves_memory, slowest=slowest))
     context.report("Shardings of stages", len(solved), len(solved))
     return solved
 
 
-def _slowest(placed: PlacedStages, solved: Sequence[SolvedMesh]) -> SlowestStage | None:
+def _slowest_stage(placed: PlacedStages, solved: Sequence[SolvedMesh]) -> SlowestStage | None:
     """The slowest stage so far, and the seconds that each other stage may waste.
 
     Only one micro-batch of the other stages lengthens the step.
@@ -315,7 +321,9 @@ class Sketch(Plan):
 def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
     layered, staged, options = placed.layered, placed.staged, context.options
     stages = tuple(_stage_plan(placed, mesh, found) for mesh, found in enumerate(solved))
-    collectives = [_merged(found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)]
+    collectives = [
+        _planned_collectives(found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)
+    ]
 
     return Plan(
         fingerprint=layered.fingerprint,
@@ -392,9 +400,11 @@ def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperato
     return tuple(operators)
 
 
-def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
+def _planned_collectives(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
+    """Equal collectives are one entry with a count."""
     counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
     for task in moved:
+        # The last run of a loop may have other collectives.
         n_runs = n_micro_batches if task.task.per_micro_batch else 1
         runs = [(n_runs, task.collectives)] if task.last is None else [(n_runs - 1, task.collectives), (1, task.last)]
         for n, one in ((n, one) for n, collectives in runs for one in collectives):
@@ -469,7 +479,9 @@ def best_of(
 ) -> Plan:
     """The best plan of all attempts; of equals, the first. If no attempt succeeds, raises the last `excused` error."""
     plans: list[Plan] = []
-    failure: MinialpaError = InfeasibleError("There is no plan to choose from.")
+    failure: MinialpaError = InfeasibleError(
+        "There is no plan to choose from. This is a bug in minialpa: report it with this message."
+    )
     for attempt in attempts:
         try:
             plans.append(attempt())

@@ -57,10 +57,11 @@ def best_with_methods_by_name(
     if not plans:
         assert failure is not None
         raise failure
-    best, found = min(plans, key=lambda plan: plan.cost.total_s), plans[0].certificate
-    if found is None:
+    best = min(plans, key=lambda plan: plan.cost.total_s)
+    certificate = plans[0].certificate
+    if certificate is None:
         return best
-    return replace(best, certificate=replace(found, bound_s=min(found.bound_s, best.cost.total_s)))
+    return replace(best, certificate=replace(certificate, bound_s=min(certificate.bound_s, best.cost.total_s)))
 
 
 def _least_s(plans: Sequence[Plan]) -> float:
@@ -164,6 +165,7 @@ class _MethodTries:
         return self._outcomes[options]
 
     def _outcome(self, options: PlanOptions) -> _Outcome:
+        """Plans the options, or variants if the plan is too slow."""
         try:
             made = [self._best_variant(self._plan(options))]
         except StageTooLargeError as error:
@@ -196,9 +198,9 @@ class _MethodTries:
 
         plans, are_bounded = [], True
         choices = [(False, True) if is_open else (False,) for is_open in self._variants_of[n]]
-        for rows, cast in itertools.product(*choices):
+        for keeps, casts in itertools.product(*choices):
             variant = replace(
-                options, keep_activations=rows or options.keep_activations, cast_once=cast or options.cast_once
+                options, keep_activations=keeps or options.keep_activations, cast_once=casts or options.cast_once
             )
             if variant == options:
                 continue
@@ -251,17 +253,18 @@ def shardings_by_name(option: AutoShardingOption, auto: AutoStageOption) -> Iter
 
 
 def _options_by_name(context: PlanningContext, auto: AutoStageOption, n: int) -> Iterator[PlanOptions]:
+    """Each method, in one stage with n micro-batches."""
     options, layers = context.options, context.options.layers
-    asked = replace(options, n_micro_batches=n, choose_micro_batches=False, layers=None, stages=None)
+    one_stage = replace(options, n_micro_batches=n, choose_micro_batches=False, layers=None, stages=None)
     shardings = list(shardings_by_name(options.sharding, auto))
     remat: RematChoice = "none" if layers is None or isinstance(layers, FixedLayerOption) else layers.remat
     if remat != "auto" or len(context.traced.flat.eqns) <= _FEW_EQUATIONS:
         for sharding in shardings:
-            yield replace(asked, sharding=sharding, remat=remat)
+            yield replace(one_stage, sharding=sharding, remat=remat)
         return
 
     # Free shardings that save memory take the solver longest, and the search has tried them.
     for sharding in shardings[1:]:
-        yield replace(asked, sharding=sharding, remat="none")
+        yield replace(one_stage, sharding=sharding, remat="none")
     for sharding in shardings:
-        yield replace(asked, sharding=sharding, remat="full")
+        yield replace(one_stage, sharding=sharding, remat="full")

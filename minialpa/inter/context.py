@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import warnings
 from collections.abc import Callable
@@ -144,8 +145,8 @@ def _warn_of_missing_rules(context: PlanningContext) -> None:
 def _warn_of_missing_boundaries(context: PlanningContext) -> None:
     if isinstance(context.options.layers, ManualLayerOption) and context.traced.n_boundaries == 0:
         warnings.warn(
-            "The layers of this pipeline end at `mark_pipeline_boundary()`, but the step has no such call: it is one "
-            "stage. Mark boundaries in the model, or use `AutoLayerOption()`.",
+            "The layers of this pipeline end at `mark_pipeline_boundary()`, but the step has no such call, so it is "
+            "one stage. Call `mark_pipeline_boundary()` in the model, or set `layer_option=AutoLayerOption()`.",
             UserWarning,
             stacklevel=3,
         )
@@ -156,16 +157,18 @@ def _check_fixed_specs(context: PlanningContext) -> None:
     unknown = {name for option in options for name in option.named_axes} - {*names}
     if unknown and names:
         raise ShardingError(
-            f"`fixed_specs` or `received_axes` name the axes {sorted(unknown)}, but the meshes have {', '.join(names)}."
+            f"`fixed_specs` or `received_axes` has the mesh axes {', '.join(sorted(unknown))}, but `axis_names` lists "
+            f"{', '.join(names)}. Use these names, or add the others to `AutoShardingOption(axis_names=...)`."
         )
 
     paths = (*context.traced.in_paths, *context.traced.out_paths)
     for pattern in dict.fromkeys(pattern for option in options for pattern, _ in option.fixed_pairs):
         if not any(matches(pattern, path) for path in paths):
-            listed = ", ".join(f"`{path}`" for path in paths[:_MOST_PATHS]) + (", ..." if paths[_MOST_PATHS:] else "")
+            near = difflib.get_close_matches(pattern, paths, _MOST_PATHS, cutoff=0.0)
+            listed = ", ".join(f"`{path}`" for path in near) + (", ..." if paths[_MOST_PATHS:] else "")
             raise ShardingError(
-                f"`fixed_specs` has the key `{pattern}`, which matches no argument or result. Choose from {listed}; "
-                "`*` stands for any text."
+                f"`fixed_specs` has the key `{pattern}`, which matches no argument or result. Choose from {listed}, "
+                "with `*` for any text."
             )
 
 
@@ -177,12 +180,16 @@ def _check_submeshes(context: PlanningContext) -> None:
         if not 1 <= h <= cluster.num_hosts or not (1 <= n <= per_host if h == 1 else n == per_host):
             raise ShardingError(
                 f"`submesh_physical_shape_space` has ({h}, {n}), but the cluster has {cluster.num_hosts} hosts of "
-                f"{per_host} devices. A submesh is a part of one host, (1, n), or whole hosts, (h, {per_host})."
+                f"{per_host} devices. Give (1, n) with n up to {per_host} for a part of a host, or (h, {per_host}) "
+                f"with h up to {cluster.num_hosts} for whole hosts."
             )
 
 
 def _check_logical_mesh(context: PlanningContext) -> None:
-    """The user's LogicalMesh excludes other views of its devices. Stages are checked when they are placed."""
+    """Raise ShardingError if options ask for another view of the devices than the user's LogicalMesh.
+
+    Stages are checked when they are placed.
+    """
     mesh, options = context.logical_mesh, context.options
     if mesh is None:
         return
@@ -190,15 +197,19 @@ def _check_logical_mesh(context: PlanningContext) -> None:
     if options.layers is not None:
         if isinstance(options.stages, AutoStageOption):
             raise ShardingError(
-                "A LogicalMesh is one view of its devices, but a search compares views. Pass a ClusterSpec or a list "
-                "of devices, or use `ShardParallel`."
+                "The search for stages compares mesh shapes, but `devices` is a LogicalMesh of one shape, "
+                f"{mesh.shape}. Pass a ClusterSpec or a list of devices as `devices`, or use `ShardParallel`."
             )
         return
 
     shape, submesh = options.logical_shape, options.submesh
     if shape is not None and tuple(shape) != tuple(mesh.shape):
         raise ShardingError(
-            f"`logical_shape` is {tuple(shape)}, but `devices` is a LogicalMesh of {mesh.shape}. Omit one."
+            f"`logical_shape` is {tuple(shape)}, but `devices` is a LogicalMesh of {mesh.shape}. Remove "
+            "`logical_shape`."
         )
     if submesh is not None and submesh[0] * submesh[1] != mesh.n_devices:
-        raise ShardingError(f"`submesh` is {submesh}, but `devices` is a LogicalMesh of {mesh.shape}. Omit one.")
+        raise ShardingError(
+            f"`submesh` is {submesh}, but `devices` is a LogicalMesh of {mesh.shape}. Remove `submesh`, or pass a "
+            "ClusterSpec as `devices`."
+        )

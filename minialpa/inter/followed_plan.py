@@ -51,7 +51,7 @@ class _Homes:
             return {}
         rows = value.rows or (None,) * len(value.mesh_ids)
         held = zip(value.mesh_ids, value.specs, rows, strict=True)
-        return {mesh: spec for mesh, spec, own in held if own == part.rows}
+        return {mesh: spec for mesh, spec, block in held if block == part.rows}
 
     def blocks_of(self, leaf: int) -> tuple[tuple[int, int], ...]:
         """The rows of each block of a leaf; empty if it is not cut."""
@@ -73,15 +73,15 @@ def plan_following(
     """
     context = dataclasses.replace(context, shortens=False)  # the plan names leaves of the whole step
     homes = _find_homes(context.traced, source) if placements is None else _Homes(placements)
-    cut = _cut_as(context.whole, homes)
+    cut = _cut_into_blocks(context.whole, homes)
     parts = [cut.step.argument(i) for i in range(len(cut.step.flat.invars))]
-    names = {part: _name(context.traced.in_paths[part.leaf], part.rows) for part in parts}
+    names = {part: _leaf_name(context.traced.in_paths[part.leaf], part.rows) for part in parts}
 
     # Options name leaves by their paths, and blocks of one leaf may have different specs.
     named = dataclasses.replace(cut.step, in_paths=tuple(names[part] for part in parts))
     followed = dataclasses.replace(cut, step=named)
     if source.layer_of_group:
-        deciding = [number for number in homes.of_leaf if _decides(context.traced, number)]
+        deciding = [number for number in homes.of_leaf if _decides_stage(context.traced, number)]
         deciders = _Homes({number: homes.of_leaf[number] for number in deciding})
         followed = dataclasses.replace(followed, of_group=_stage_of_groups(named, parts, deciders))
         no_remat: list[Remat] = ["none" for _ in source.stages]
@@ -89,7 +89,7 @@ def plan_following(
     else:
         layered = dataclasses.replace(context.whole, plain=named)
 
-    stages = list(_stages(context, source, homes, names, relax))
+    stages = list(_stages_with_fixed_specs(context, source, homes, names, relax))
     plan = plan_stages(context, layered, stages)
     paths = context.traced.in_paths
     inputs = tuple(dataclasses.replace(value, path=path) for value, path in zip(plan.inputs, paths, strict=True))
@@ -116,27 +116,28 @@ def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
     leaves = zip(traced.flat.invars, traced.in_paths, traced.batch_dims, strict=True)
     for number, (var, path, batch_dim) in enumerate(leaves):
         keys = _keys(path)
-        same = _same_leaves(endings, keys, var) or _same_leaves(endings, keys[1:], var, len(keys))
-        if batch_dim is not None or not same:
+        matches = _same_leaves(endings, keys, var) or _same_leaves(endings, keys[1:], var, len(keys))
+        if batch_dim is not None or not matches:
             continue
-        of_leaf[number] = same[0]
-        others = [one for one in same if dataclasses.replace(one, path=same[0].path) != same[0]]
+        of_leaf[number] = matches[0]
+        others = [one for one in matches if dataclasses.replace(one, path=matches[0].path) != matches[0]]
         if others:  # in different places
             del of_leaf[number]
-            ambiguous.append(f"`{path}` may be `{same[0].path}` or `{others[0].path}`")
+            ambiguous.append(f"`{path}` may be `{matches[0].path}` or `{others[0].path}`")
 
     if ambiguous:
         message = (
-            f"`FollowParallel` matches leaves by path and type, and {ambiguous[0]}, which the followed function "
-            "keeps in different places. Name the argument like this part of the state."
+            f"`FollowParallel` matches arguments of the two functions by name, shape and dtype, but {ambiguous[0]}, "
+            "and `src_func` keeps the two in different places. Give the argument the name of the right one."
         )
         if not of_leaf:
             raise ShardingError(message)
-        warnings.warn(f"{message} Its place is planned anew, so calls may move it.", UserWarning, stacklevel=2)
+        warnings.warn(f"{message} Until then, calls may move it to other devices.", UserWarning, stacklevel=2)
     elif not of_leaf:
         raise ShardingError(
-            "`FollowParallel` matches the leaves of both functions by path and type, and no leaf matches. The followed "
-            f"function has {_some(value.path for value in source.inputs)}; this function has {_some(traced.in_paths)}."
+            "`FollowParallel` matches arguments of the two functions by name, shape and dtype, but no argument "
+            f"matches. `src_func` has {_listed_paths(value.path for value in source.inputs)}, and this function has "
+            f"{_listed_paths(traced.in_paths)}. Give an argument the name that the state has in `src_func`."
         )
     return _Homes(of_leaf)
 
@@ -154,19 +155,19 @@ def _keys(path: str) -> tuple[str, ...]:
     return tuple(key.strip(".[]'") for key in re.findall(r"\['.*?'\]|\[[^\]]*\]|\.?[^.\[]+", path))
 
 
-def _some(paths: Iterator[str] | Sequence[str]) -> str:
+def _listed_paths(paths: Iterator[str] | Sequence[str]) -> str:
     listed = [f"`{path}`" for path in paths]
     return ", ".join(listed[:4]) + (", ..." if listed[4:] else "")
 
 
-def _name(path: str, rows: tuple[int, int] | None) -> str:
+def _leaf_name(path: str, rows: tuple[int, int] | None) -> str:
     return path if rows is None else f"{path}[{rows[0]}:{rows[1]}]"
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
 
-def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
+def _cut_into_blocks(whole: LayeredStep, homes: _Homes) -> CutStep:
     """The function with its scans over layers cut into the step's blocks."""
     traced = whole.step
     stacks = find_stacks(traced)
@@ -175,7 +176,7 @@ def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
         if var in stacks.stack_of and homes.blocks_of(leaf):
             blocks[stacks.stack_of[var]] = homes.blocks_of(leaf)
 
-    _check_cut(traced, {var: blocks[stack] for var, stack in stacks.stack_of.items()}, homes)
+    _check_blocks(traced, {var: blocks[stack] for var, stack in stacks.stack_of.items()}, homes)
     if all(len(of_stack) == 1 for of_stack in blocks):
         return CutStep(whole=whole, step=traced, of_group=())
 
@@ -184,7 +185,7 @@ def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
     return CutStep(whole=whole, step=cut.step, of_group=(), row_blocks=row_blocks, groups=cut.groups)
 
 
-def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int], ...]], homes: _Homes) -> None:
+def _check_blocks(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int], ...]], homes: _Homes) -> None:
     """Raise ShardingError unless the function reads leaves in the step's blocks.
 
     blocks_of: the blocks of each stacked variable of the function.
@@ -194,13 +195,14 @@ def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int]
         is_cut = blocks_of.get(var) == homes.blocks_of(leaf)
         if var in read and homes.blocks_of(leaf) and not is_cut:
             raise ShardingError(
-                f"`{traced.in_paths[leaf]}` is kept in the rows {homes.blocks_of(leaf)} on several meshes, but this "
-                "function does not scan over its rows, as the followed function does. Scan over it in the same "
-                "way, or use another method than `FollowParallel`."
+                f"`src_func` scans over the layers of `{traced.in_paths[leaf]}` and keeps layers "
+                f"{', '.join(f'{start} to {stop - 1}' for start, stop in homes.blocks_of(leaf))} on different stages, "
+                "but this function does not scan over it in this way. Use the same `jax.lax.scan` in both functions, "
+                "or another method than `FollowParallel`."
             )
 
 
-def _decides(traced: TracedStep, leaf: int) -> bool:
+def _decides_stage(traced: TracedStep, leaf: int) -> bool:
     """Whether equations run on the mesh of a leaf.
 
     Examples and integers move to their readers, such as a token from the last stage that the first stage reads next.
@@ -238,7 +240,7 @@ def _stages_by_leaves(step: TracedStep, parts: Sequence[LeafPart], homes: _Homes
     return stages
 
 
-def _stages(
+def _stages_with_fixed_specs(
     context: PlanningContext,
     source: Plan,
     homes: _Homes,

@@ -38,6 +38,7 @@ from minialpa.inter.search.user_stages import DecidedStage, placed_stages
 from minialpa.intra.graph.constraints import shape_of_constraints
 from minialpa.options import AutoLayerOption, AutoStageOption, Remat, remats_of
 from minialpa.plan import Plan
+from minialpa.support.sizes import bytes_text
 
 #: A plan that fits is the answer up to this multiple of a faster plan that does not fit. By choice: plans in between
 #: take longer to find than they save.
@@ -50,28 +51,32 @@ _LAYERS = AutoLayerOption(remat="auto")
 
 def plan_on_submesh(context: PlanningContext) -> Plan:
     """The step in one stage, on the submesh and logical shape of the options; by default on all devices."""
-    cluster, options, view = context.cluster, context.options, context.logical_mesh
+    cluster, options, user_mesh = context.cluster, context.options, context.logical_mesh
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
-    shape = options.logical_shape or (view.shape if view else _default_shape(context, submesh[0] * submesh[1]))
+    shape = options.logical_shape
+    if not shape:
+        shape = user_mesh.shape if user_mesh else _default_shape(context, submesh[0] * submesh[1])
     candidate = Candidate(submesh, shape)
-    placed_stages([((), candidate, options.sharding)], cluster)  # raises for a submesh that the cluster does not have
+    only_stage = ((), candidate, options.sharding)  # layers, submesh and options
+    placed_stages([only_stage], cluster)  # raises for a submesh that the cluster does not have
     stage = DecidedStage(layers=(), candidate=candidate, option=options.sharding, first_device=0)
 
     choices = remats_of(options.remat)
-    if choices == ("none",) or context.traced.n_groups == 0:  # without gradients, no value waits
+    if choices == ("none",) or context.traced.n_groups == 0:  # without gradients, no value waits for a backward pass
         return plan_stages(context, context.whole, [stage])
     if len(choices) == 1:
-        tries = _RematTries(context, _cut(context), stage)
-        return plan_stages(context, tries.layered(choices[0], "none", tries.most), [tries.layered_stage()])
-    return _with_least_recomputation(context, stage)
+        attempts = _RematAttempts(context, _cut_into_layers(context), stage)
+        layered = attempts.layered(recompute=choices[0], kept="none", n=attempts.n_may_recompute)
+        return plan_stages(context, layered, [attempts.layered_stage()])
+    return _plan_with_least_recomputation(context, stage)
 
 
 def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
     """If the options leave the shape open: the mesh of the step's sharding constraints, or one axis."""
     option = context.options.sharding
     is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None
-    asked = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.keep_constraints and is_open else None
-    return asked or (n_devices,)
+    shape = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.keep_constraints and is_open else None
+    return shape or (n_devices,)
 
 
 def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Plan:
@@ -87,16 +92,20 @@ def plan_on_best_submesh(context: PlanningContext, auto: AutoStageOption) -> Pla
     n_least = cluster.n_devices if context.options.use_all_devices else 1
     found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]
     if not found:
-        raise InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
+        raise InfeasibleError(
+            f"`submesh_physical_shape_space` has no submesh of all {cluster.n_devices} devices. Add "
+            f"({cluster.num_hosts}, {cluster.devices_per_host}) to it, or use `AutoParallel`, which may leave devices "
+            "idle."
+        )
     return best_of(partial(attempt, candidate) for candidate in found)
 
 
 # ---- rematerialisation -----------------------------------------------------------------------------------------------
 
 
-def _with_least_recomputation(context: PlanningContext, stage: DecidedStage) -> Plan:
+def _plan_with_least_recomputation(context: PlanningContext, stage: DecidedStage) -> Plan:
     """The plan that keeps all values or, if memory is short, a faster plan."""
-    first = _tried(context, context.whole, stage)
+    first = _attempt(context, context.whole, stage)
     if first.is_good:
         return first.plan_or_raise()
     if not context.solver.compiler.waits_at_barriers:
@@ -105,15 +114,15 @@ def _with_least_recomputation(context: PlanningContext, stage: DecidedStage) -> 
             "backward pass needs them."
         )
     try:
-        cut = _cut(context)
+        cut = _cut_into_layers(context)
     except TraceError as error:
-        return first.plan_or_raise(f"Rematerialisation needs layers, but the step cannot be cut into layers: {error}")
+        return first.plan_or_raise(f"Rematerialisation needs layers, but the step cannot be cut into layers. {error}")
 
-    tries = _RematTries(context, cut, stage)
-    if not tries.most:
+    attempts = _RematAttempts(context, cut, stage)
+    if not attempts.n_may_recompute:
         return first.plan_or_raise("Rematerialisation needs two layers, and the step has one.")
 
-    found = list(tries.recomputing(first))
+    found = list(attempts.recomputing(first))
     plans = [one.plan for one in (first, *found) if one.plan is not None]
     if plans:
         return min(plans, key=preference)
@@ -122,17 +131,17 @@ def _with_least_recomputation(context: PlanningContext, stage: DecidedStage) -> 
         return too_slow.plan_or_raise()
     least = min((one.free.n_bytes for one in found if one.free is not None), default=math.inf)
     return first.plan_or_raise(
-        f"Rematerialisation of {tries.most} of {cut.n_layers} layers is not enough: with it, the fastest shardings "
-        f"need {least:,.0f} bytes."
+        f"Rematerialisation of {attempts.n_may_recompute} of {cut.n_layers} layers is not enough, as the fastest "
+        f"shardings then need {bytes_text(least)} per device."
     )
 
 
-def _cut(context: PlanningContext) -> CutStep:
+def _cut_into_layers(context: PlanningContext) -> CutStep:
     return context.cut_scans(_LAYERS) or context.whole_scans(_LAYERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Try:
+class _Attempt:
     """The outcome of one choice of rematerialisation.
 
     Attributes:
@@ -160,40 +169,44 @@ class _Try:
         raise InfeasibleError(f"{self.failure}\n{note}") if note else self.failure
 
 
-def _tried(context: PlanningContext, layered: LayeredStep, stage: DecidedStage, *, saves_memory: bool = True) -> _Try:
+def _attempt(
+    context: PlanningContext, layered: LayeredStep, stage: DecidedStage, *, saves_memory: bool = True
+) -> _Attempt:
     placed = place_stages(context, layered, [stage])
     try:
         solved = solve_meshes(context, placed, saves_memory=saves_memory)
     except StageTooLargeError as failure:
-        return _Try(plan=None, free=failure.free, failure=failure)
-    return _Try(plan=build_plan(context, placed, solved), free=solved[0].free, failure=None)
+        return _Attempt(plan=None, free=failure.free, failure=failure)
+    return _Attempt(plan=build_plan(context, placed, solved), free=solved[0].free, failure=None)
 
 
 @dataclass(frozen=True, slots=True)
-class _RematTries:
+class _RematAttempts:
+    """Attempts to plan a single stage with rematerialisation in some layers."""
+
     context: PlanningContext
     cut: CutStep
     stage: DecidedStage
 
     @property
-    def most(self) -> int:
+    def n_may_recompute(self) -> int:
         """Number of layers that may recompute values: all except the last."""
         return self.cut.n_layers - 1
 
     def layered(self, recompute: Remat, kept: Remat, n: int) -> LayeredStep:
         """`recompute` in the first n layers, `kept` in the next, and all values kept in the last layer."""
-        return layered_step(self.cut, (recompute,) * n + (kept,) * (self.most - n) + ("none",))
+        return layered_step(self.cut, (recompute,) * n + (kept,) * (self.n_may_recompute - n) + ("none",))
 
     def layered_stage(self) -> DecidedStage:
         return dataclasses.replace(self.stage, layers=tuple(range(self.cut.n_layers)))
 
-    def recomputing(self, first: _Try) -> Iterator[_Try]:
+    def recomputing(self, first: _Attempt) -> Iterator[_Attempt]:
         """Attempts that may beat `first`, which keeps all values."""
         kept: Remat = "none"
         choices: tuple[Remat, ...] = ("dots", "full")
         last = first
         for recompute in choices:
-            found = self._tried(recompute, kept, self.most)
+            found = self._attempt(recompute, kept, self.n_may_recompute)
             if found.plan is not None:
                 yield found
                 yield from self._mixes(kept, recompute, (last, found))
@@ -205,14 +218,14 @@ class _RematTries:
 
         # The fastest shardings never fit.
         for recompute in choices:
-            yield self._tried(recompute, kept, self.most, saves_memory=True)
+            yield self._attempt(recompute, kept, self.n_may_recompute, saves_memory=True)
 
-    def _mixes(self, kept: Remat, recompute: Remat, ends: tuple[_Try, _Try]) -> Iterator[_Try]:
+    def _mixes(self, kept: Remat, recompute: Remat, ends: tuple[_Attempt, _Attempt]) -> Iterator[_Attempt]:
         """Attempts with `recompute` in the first layers and `kept` in the others.
 
         ends: the attempts with `kept` in all layers, which does not fit, and with `recompute` in all, which fits.
         """
-        too_few, enough = 0, self.most
+        too_few, enough = 0, self.n_may_recompute
         free = [one.free for one in ends]
         for _ in range(_MOST_MIXES):
             assert free[0] is not None and free[1] is not None, ends
@@ -221,7 +234,7 @@ class _RematTries:
             missing = (free[0].n_bytes - free[0].limit_bytes) / (free[0].n_bytes - free[1].n_bytes)
             n = min(enough - 1, max(too_few + 1, too_few + math.ceil(missing * (enough - too_few))))
 
-            found = self._tried(recompute, kept, n)
+            found = self._attempt(recompute, kept, n)
             if found.free is None:
                 return
             yield found
@@ -230,8 +243,8 @@ class _RematTries:
             else:
                 too_few, free[0] = n, found.free
 
-    def _tried(self, recompute: Remat, kept: Remat, n: int, *, saves_memory: bool = False) -> _Try:
+    def _attempt(self, recompute: Remat, kept: Remat, n: int, *, saves_memory: bool = False) -> _Attempt:
         # Mixes may be faster than `below_s` even if these shardings are not.
         below_s = self.context.below_s if saves_memory else math.inf
         context = dataclasses.replace(self.context, below_s=below_s)
-        return _tried(context, self.layered(recompute, kept, n), self.layered_stage(), saves_memory=saves_memory)
+        return _attempt(context, self.layered(recompute, kept, n), self.layered_stage(), saves_memory=saves_memory)

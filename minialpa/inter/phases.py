@@ -25,7 +25,9 @@ from minialpa.tracing.trace import TracedStep
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _RealisedPlan:
+    """A traced step, its plan, and the step rewritten by the plan."""
+
     traced: TracedStep
     plan: Plan
     realised: RealisedStep
@@ -43,13 +45,13 @@ class Phase:
 
     name: str
     adds: str
-    lines: Callable[[_Planned], Iterator[str]]
-    verify: Callable[[_Planned], None]
+    lines: Callable[[_RealisedPlan], Iterator[str]]
+    verify: Callable[[_RealisedPlan], None]
 
 
 def phases(traced: TracedStep, plan: Plan) -> dict[str, str]:
     """Name -> text of each phase, in order. Raises VerifyError if the plan is for another step."""
-    planned = _Planned(traced, plan, realise(traced, plan))
+    planned = _RealisedPlan(traced, plan, realise(traced, plan))
     texts = {}
     for phase in PHASES:
         phase.verify(planned)
@@ -60,19 +62,19 @@ def phases(traced: TracedStep, plan: Plan) -> dict[str, str]:
 # ---- before micro-batches --------------------------------------------------------------------------------------------
 
 
-def _traced(planned: _Planned) -> Iterator[str]:
-    return _whole_batch(planned.traced, (direction, modules, where))
+def _traced_lines(planned: _RealisedPlan) -> Iterator[str]:
+    return _whole_batch_lines(planned.traced, (direction, modules, where))
 
 
-def _layers(planned: _Planned) -> Iterator[str]:
-    return _whole_batch(planned.realised.cut, (_layer_of(planned.plan), direction, modules))
+def _layer_lines(planned: _RealisedPlan) -> Iterator[str]:
+    return _whole_batch_lines(planned.realised.cut, (_layer_fact(planned.plan), direction, modules))
 
 
-def _rematerialised(planned: _Planned) -> Iterator[str]:
-    return _whole_batch(planned.realised.rematerialised, (_layer_of(planned.plan), direction, modules))
+def _rematerialised_lines(planned: _RealisedPlan) -> Iterator[str]:
+    return _whole_batch_lines(planned.realised.rematerialised, (_layer_fact(planned.plan), direction, modules))
 
 
-def _layer_of(plan: Plan) -> Fact:
+def _layer_fact(plan: Plan) -> Fact:
     def layer(_: int, op: Op) -> str:
         groups, group = plan.layer_of_group, op.origin.group
         return f"layer {groups[group]}" if groups and group is not None else ""
@@ -80,13 +82,13 @@ def _layer_of(plan: Plan) -> Fact:
     return layer
 
 
-def _whole_batch(step: TracedStep, facts: Sequence[Fact]) -> Iterator[str]:
+def _whole_batch_lines(step: TracedStep, facts: Sequence[Fact]) -> Iterator[str]:
     text = step.flat.text(_input_names(step))
-    yield from _inputs(step)
+    yield from _input_lines(step)
     yield ""
     yield from text.lines(facts)
     yield ""
-    yield from _results(step, step.flat, text)
+    yield from _result_lines(step, step.flat, text)
 
 
 def _input_names(step: TracedStep) -> dict[Var, str]:
@@ -94,13 +96,13 @@ def _input_names(step: TracedStep) -> dict[Var, str]:
     return constants | dict(zip(step.flat.invars, step.in_paths, strict=True))
 
 
-def _inputs(step: TracedStep) -> Iterator[str]:
+def _input_lines(step: TracedStep) -> Iterator[str]:
     for value, path, dim in zip(step.flat.invars, step.in_paths, step.batch_dims, strict=True):
         examples = "" if dim is None else f"   dimension {dim} holds the examples"
         yield f"argument {path} {type_text(value)}{examples}"
 
 
-def _results(step: TracedStep, block: Block, text: ProgramText) -> Iterator[str]:
+def _result_lines(step: TracedStep, block: Block, text: ProgramText) -> Iterator[str]:
     for atom, path, replaced in zip(block.outvars, step.out_paths, step.aliases, strict=True):
         instead = "" if replaced is None else f"   replaces {step.in_paths[replaced]}"
         yield f"{path} = {text.name_of(atom)}{instead}"
@@ -109,7 +111,7 @@ def _results(step: TracedStep, block: Block, text: ProgramText) -> Iterator[str]
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def _split(planned: _Planned) -> Iterator[str]:
+def _split_lines(planned: _RealisedPlan) -> Iterator[str]:
     split = planned.realised.staged.split
     block, text = _split_text(split)
     for whole, rows in split.micro_inputs:
@@ -120,12 +122,13 @@ def _split(planned: _Planned) -> Iterator[str]:
             yield ""
             yield f"{_segment_name(segment, split)}:"
             yield from text.lines((direction, modules), numbers)
-        yield from _combined(split, segment, text)
+        yield from _combined_lines(split, segment, text)
     yield ""
-    yield from _results(split.traced, block, text)
+    yield from _result_lines(split.traced, block, text)
 
 
 def _segment_name(segment: int, split: SplitStep) -> str:
+    """Segment 0 is the prologue, segment 2 k - 1 is loop k, and segment 2 k follows loop k."""
     if segment == 0:
         return "once, before the micro-batches"
     loop = f" (loop {(segment + 1) // 2})" if split.n_loops > 1 else ""
@@ -134,7 +137,7 @@ def _segment_name(segment: int, split: SplitStep) -> str:
     return f"for each of {split.n_micro_batches} micro-batches{loop}" if split.n_micro_batches > 1 else f"once{loop}"
 
 
-def _combined(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str]:
+def _combined_lines(split: SplitStep, segment: int, text: ProgramText) -> Iterator[str]:
     """One line for each value that combines the micro-batches of a loop."""
     made = {value for op in split.in_segment(segment) for value in op.eqn.outvars}
     for one in split.accumulators:
@@ -162,48 +165,50 @@ def _split_text(split: SplitStep) -> tuple[Block, ProgramText]:
 # ---- tasks and shardings ---------------------------------------------------------------------------------------------
 
 
-def _tasks(planned: _Planned) -> Iterator[str]:
+def _task_lines(planned: _RealisedPlan) -> Iterator[str]:
     staged = planned.realised.staged
     block, text = _split_text(staged.split)
     for task in staged.tasks:
         yield f"{task.name} on mesh {task.mesh}, {_segment_name(task.segment, staged.split)}:"
         yield f"  reads {', '.join(map(text.name_of, task.invars))}"
-        yield from (f"  {line}" for line in text.lines((modules,), _numbers(task.eqns, block)))
+        yield from (f"  {line}" for line in text.lines((modules,), _operation_numbers(task.eqns, block)))
         yield f"  leaves {', '.join(map(text.name_of, task.outvars))}"
         yield ""
 
 
-def _numbers(eqns: Sequence[JaxprEqn], block: Block) -> list[int]:
+def _operation_numbers(eqns: Sequence[JaxprEqn], block: Block) -> list[int]:
+    """Numbers in `block`, which name operations in all phases."""
     number = {eqn: i for i, eqn in enumerate(block.eqns)}
     return [number[eqn] for eqn in eqns]
 
 
-def _shardings(planned: _Planned) -> Iterator[str]:
+def _sharding_lines(planned: _RealisedPlan) -> Iterator[str]:
     staged, plan = planned.realised.staged, planned.plan
     block, text = _split_text(staged.split)
     for k, (problem, stage) in enumerate(zip(mesh_problems(staged), plan.stages, strict=True)):
         yield f"mesh {k} of {' x '.join(map(str, stage.logical_shape))} devices, from device {stage.first_device} on:"
         for (value, _), spec in zip(problem.inputs, stage.input_specs, strict=True):
-            yield f"  {text.name_of(value)} {type_text(value)} {_spec(spec)}"
-        specs = _specs(problem, stage.equation_specs, block)
-        yield from (f"  {line}" for line in text.lines((specs,), _numbers(problem.eqns, block)))
+            yield f"  {text.name_of(value)} {type_text(value)} {_spec_text(spec)}"
+        specs = _specs_fact(problem, stage.equation_specs, block)
+        yield from (f"  {line}" for line in text.lines((specs,), _operation_numbers(problem.eqns, block)))
         yield ""
     for result in plan.outputs:
         places = zip(result.specs, result.mesh_ids, strict=True)
-        yield f"{result.path} {', '.join(f'{_spec(spec)} on mesh {mesh}' for spec, mesh in places)}"
+        yield f"{result.path} {', '.join(f'{_spec_text(spec)} on mesh {mesh}' for spec, mesh in places)}"
 
 
-def _spec(spec: Spec) -> str:
+def _spec_text(spec: Spec) -> str:
     return str(spec) or "scalar"
 
 
-def _specs(problem: MeshEquations, chosen: Sequence[EquationSpecs], block: Block) -> Fact:
-    of_number = dict(zip(_numbers(problem.eqns, block), chosen, strict=True))
+def _specs_fact(problem: MeshEquations, chosen: Sequence[EquationSpecs], block: Block) -> Fact:
+    """Prints `S0,R <- S0,R R,R`: results, then operands; with the computed spec between, if a collective follows."""
+    of_number = dict(zip(_operation_numbers(problem.eqns, block), chosen, strict=True))
 
     def specs(number: int, _: Op) -> str:
         one = of_number[number]
-        results, operands = (" ".join(map(_spec, some)) for some in (one.results, one.operands))
-        return f"{results} <- {operands}"
+        steps = (one.results, one.made, one.operands) if one.made != one.results else (one.results, one.operands)
+        return " <- ".join(" ".join(map(_spec_text, specs)) for specs in steps)
 
     return specs
 
@@ -211,46 +216,50 @@ def _specs(problem: MeshEquations, chosen: Sequence[EquationSpecs], block: Block
 # ---- instructions ----------------------------------------------------------------------------------------------------
 
 
-def _instructions(planned: _Planned) -> Iterator[str]:
+def _instruction_lines(planned: _RealisedPlan) -> Iterator[str]:
     program = emit_program(planned.traced, planned.plan)
     for slot in program.inputs:
         part = planned.realised.cut.argument(slot.leaf)
-        rows = f"{_rows(part.rows)}{_rows(slot.rows)}"  # a block of a stacked leaf, and a micro-batch of examples
+        # A block of a stacked leaf, and the examples of a micro-batch.
+        rows = f"{_rows_text(part.rows)}{_rows_text(slot.rows)}"
         yield f"b{slot.buffer} = {planned.traced.in_paths[part.leaf]}{rows} on mesh {slot.mesh}"
     yield ""
-    yield from (_instruction(program, one) for one in program.instructions)
+    yield from (_instruction_text(program, one) for one in program.instructions)
     yield ""
     for k, output in enumerate(program.outputs):
         part = planned.realised.cut.result(k)
-        yield f"{planned.traced.out_paths[part.leaf]}{_rows(part.rows)} = {_buffers(output.buffers)}"
+        yield f"{planned.traced.out_paths[part.leaf]}{_rows_text(part.rows)} = {_buffers_text(output.buffers)}"
 
 
-def _rows(rows: Sequence[int] | None) -> str:
+def _rows_text(rows: Sequence[int] | None) -> str:
     return "" if rows is None else f", rows {rows[0]} to {rows[1]}"
 
 
-def _instruction(program: Program, one: Instruction) -> str:
+def _instruction_text(program: Program, one: Instruction) -> str:
+    """For example `b4 = forward0(b1, b2) on mesh 0`."""
     match one:
         case Run():
             function = program.functions[one.function]
-            return f"{_buffers(one.outputs)} = {function.name}({_buffers(one.inputs)}) on mesh {function.mesh}"
+            return (
+                f"{_buffers_text(one.outputs)} = {function.name}({_buffers_text(one.inputs)}) on mesh {function.mesh}"
+            )
         case Accumulate():
             name = program.functions[one.function].name
-            return f"{_buffers(one.accumulators)} += {_buffers(one.values)}   by {name}"
+            return f"{_buffers_text(one.accumulators)} += {_buffers_text(one.values)}   by {name}"
         case Transfer():
             return f"b{one.target} = b{one.source} sent to mesh {one.mesh} as {one.spec}"
         case _:
-            return f"free {_buffers(one.buffers)}"
+            return f"free {_buffers_text(one.buffers)}"
 
 
-def _buffers(numbers: Sequence[int]) -> str:
+def _buffers_text(numbers: Sequence[int]) -> str:
     return ", ".join(f"b{number}" for number in numbers)
 
 
 # ---- verifiers -------------------------------------------------------------------------------------------------------
 
 
-def _verify_split(planned: _Planned) -> None:
+def _verify_split(planned: _RealisedPlan) -> None:
     """A combined value exists once the last of its parts does."""
     split = planned.realised.staged.split
     block, _ = _split_text(split)
@@ -261,12 +270,12 @@ def _verify_split(planned: _Planned) -> None:
     verify_block(block, known_before | rows | index, later=later)
 
 
-def _verify_tasks(planned: _Planned) -> None:
+def _verify_tasks(planned: _RealisedPlan) -> None:
     for task in planned.realised.staged.tasks:
         verify_block(Block(invars=task.invars, ops=tuple(map(Op, task.eqns)), outvars=task.outvars))
 
 
-def _verify_shardings(planned: _Planned) -> None:
+def _verify_shardings(planned: _RealisedPlan) -> None:
     staged = planned.realised.staged
     verify_staged(staged, mesh_problems(staged), planned.plan)
 
@@ -276,24 +285,29 @@ PHASES = (
     Phase(
         "trace",
         "the step for the whole batch; parts of the step, modules of the model, source lines",
-        _traced,
+        _traced_lines,
         lambda planned: verify_block(planned.traced.flat),
     ),
     Phase(
         "layers",
         "the layer of each forward operation and of its derivatives; scans cut between layers",
-        _layers,
+        _layer_lines,
         lambda planned: verify_block(planned.realised.cut.flat),
     ),
     Phase(
         "rematerialise",
         "values that backward passes recompute instead of keeping them",
-        _rematerialised,
+        _rematerialised_lines,
         lambda planned: verify_block(planned.realised.rematerialised.flat),
     ),
-    Phase("microbatch", "operations of each micro-batch, and operations that run once", _split, _verify_split),
-    Phase("stages", "tasks: which operations run together, on which mesh", _tasks, _verify_tasks),
-    Phase("shardings", "the specs of each value: results <- operands", _shardings, _verify_shardings),
+    Phase("microbatch", "operations of each micro-batch, and operations that run once", _split_lines, _verify_split),
+    Phase("stages", "tasks: which operations run together, on which mesh", _task_lines, _verify_tasks),
+    Phase(
+        "shardings",
+        "the specs of each value: results <- operands, or results <- computed <- operands before a collective",
+        _sharding_lines,
+        _verify_shardings,
+    ),
     # `emit_program` verifies the instructions that it returns.
-    Phase("instructions", "operations of the runtime over numbered buffers", _instructions, lambda planned: None),
+    Phase("instructions", "operations of the runtime over numbered buffers", _instruction_lines, lambda planned: None),
 )

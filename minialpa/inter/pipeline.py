@@ -1,7 +1,16 @@
 """The planner: a traced step, a cluster and options in, a `Plan` out. Pure functions; no devices.
 
-Checks, layers, stages, refinements, variants and methods by name run in the order of README.md. Stages come from the
-user (here), from a search (searched_plan.py), or are one stage (one_stage.py). All become plans in build_plan.py.
+The planner tries plans in this order and keeps the fastest that fits:
+
+    check the request                                                             context.py
+    stages: one stage, the user's stages, or the stages that a search finds       one_stage.py, here, searched_plan.py
+    for each choice of stages: layers -> micro-batches -> tasks -> specs -> plan  build_plan.py
+    refinements: change one decision, keep the change if the plan gets faster     refine.py
+    variants: activations kept or recomputed, weights cast once or in each pass   here
+    after a search: fixed methods such as DataParallel, for comparison            by_name.py
+
+Most attempts plan a *short step*, in which four layers stand for each run of equal layers. Such a plan is a `Sketch`.
+The best sketches become plans of the whole step in the end (whole_plan.py).
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption,
 from minialpa.plan import Plan
 from minialpa.tracing.trace import TracedStep
 
-#: Short plans that are expanded, the best first. If all fail, the planner replans the whole step.
+#: Sketches that are expanded to the whole step, the best first. If all fail, the planner replans the whole step.
 _MOST_SKETCHES = 3
 
 
@@ -47,7 +56,7 @@ def plan_step(
 ) -> Plan:
     """Plan `traced` on `cluster`.
 
-    compiler: rules of memory; by default `compiler_of(cluster)`, which ignores the installed jax.
+    compiler: the model of the memory that XLA allocates; by default `compiler_of(cluster)`.
     logical_mesh: the user's view of all devices; None if the planner chooses.
     progress: `progress(what, done, total)` reports long work.
     Raises InfeasibleError if no plan fits in memory, ShardingError if the step or the cluster cannot have the options.
@@ -71,7 +80,10 @@ def plan_step(
 
 
 def _whole(context: PlanningContext, best: Plan) -> Plan:
-    """The plan of the whole step for `best`, or for the next best attempts if it does not fit."""
+    """The plan of the whole step for `best`, or for the next best attempts if it does not fit.
+
+    Only attempts on the same devices compete. The lower bound that the search proved holds for all of them.
+    """
     others = [plan for plan in context.made if plan.cluster == best.cluster and preference(plan) > preference(best)]
     ranked = [best, *sorted(others, key=preference)[: _MOST_SKETCHES - 1]]
     return _first_whole([dataclasses.replace(plan, certificate=best.certificate) for plan in ranked])
@@ -91,7 +103,7 @@ def _best_plan(context: PlanningContext) -> Plan:
     if not isinstance(options.stages, AutoStageOption):
         return best_variant(_planned(context))
 
-    # Some spaces of logical shapes are options of the shardings.
+    # If the search may use only data-parallel or only model-parallel shapes, shardings are restricted in the same way.
     auto = options.stages
     searched = context.asking(sharding=auto.sharding(options.sharding))
     plan = plan_if_not_searched(searched, auto)
@@ -101,9 +113,9 @@ def _best_plan(context: PlanningContext) -> Plan:
 
 
 def _planned(context: PlanningContext) -> Plan:
-    """As `_best_plan`, without variants and methods by name."""
+    """The best plan without variants, and without a comparison with fixed methods."""
     options = context.options
-    if options.layers is None:
+    if options.layers is None:  # a method without a pipeline
         return plan_on_submesh(context)
     if not isinstance(options.stages, AutoStageOption):
         return _plan_on_given_stages(context, options.layers)
@@ -150,8 +162,8 @@ def _cut_step(context: PlanningContext, layers: LayerOption, *, recomputes: bool
 def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedStage]) -> None:
     if logical_mesh is not None and any(s.candidate.n_devices != logical_mesh.n_devices for s in stages):
         raise ShardingError(
-            f"`devices` is a LogicalMesh of {logical_mesh.shape}, one view of all of its devices, but the "
-            f"{len(stages)} stages use parts of them. Pass a ClusterSpec or a list of devices."
+            f"`devices` is a LogicalMesh of {logical_mesh.shape}, which has no parts for the {len(stages)} stages. "
+            "Pass a ClusterSpec or a list of devices as `devices`."
         )
 
 

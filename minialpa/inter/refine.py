@@ -32,12 +32,12 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
         return best
 
     # Each chunk is one layer of the new step.
-    of_stage = [tuple(c for c, k in enumerate(chunks.stage_of) if k == stage) for stage in range(chunks.n_stages)]
-    stages = [as_planned(s, context.cluster, layers) for layers, s in zip(of_stage, best.stages, strict=True)]
-    asked = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
+    layers_of = [tuple(c for c, k in enumerate(chunks.stage_of) if k == stage) for stage in range(chunks.n_stages)]
+    stages = [as_planned(s, context.cluster, layers) for layers, s in zip(layers_of, best.stages, strict=True)]
+    with_number = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
     try:
-        plan = plan_stages(asked, layered, stages)
+        plan = plan_stages(with_number, layered, stages)
     except InfeasibleError:
         return best
     if plan.cost.total_s > _AS_FAST * best.cost.total_s:
@@ -49,19 +49,19 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     """`best`, or its submeshes with several runs of layers each, if a shorter bubble is worth the transfers."""
     n_stages, n_layers = len(best.stages), len(best.remat)
     shapes = {(stage.submesh, stage.logical_shape) for stage in best.stages}
-    alike = len(shapes) == 1 and not context.cluster.host_devices
-    if n_stages == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
+    are_alike = len(shapes) == 1 and not context.cluster.host_devices
+    if n_stages == 1 or not are_alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
         return best
 
     # Each stage has several runs of layers of about equal work.
     layered = layered_step(cut, best.remat)
-    asked = context.asking(n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
+    interleaved = context.asking(n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
     flops = layer_flops(cut.step, best.layer_of_group)
 
     def attempt(n_chunks: int) -> Plan:
         runs = balanced_runs(flops, n_stages * n_chunks)
         stages = [as_planned(stage, context.cluster, sum(runs[k::n_stages], ())) for k, stage in enumerate(best.stages)]
-        return plan_stages(asked, layered, stages)
+        return plan_stages(interleaved, layered, stages)
 
     possible = [n_chunks for n_chunks in (2, 4) if n_stages * n_chunks <= n_layers]
     return best_of([lambda: best, *(partial(attempt, n_chunks) for n_chunks in possible)])

@@ -46,6 +46,7 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
+from minialpa.support.sizes import bytes_text
 
 #: Seconds of a search for each equation: about 0.01 in models of 200 to 1,600 equations, above 0.02 in one of 7,500.
 SEARCH_S_PER_EQUATION = 0.02
@@ -83,11 +84,13 @@ def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Pla
 
 
 def _needs_search(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
+    """Whether options exclude plans without a search."""
     asks_for_more = auto.cached_costs is not None or "none" not in [remat[0] for remat in remats(layers, 1)]
-    return asks_for_more or not _whole_clusters(context, auto)
+    return asks_for_more or not _candidates_of_all_devices(context, auto)
 
 
 def _planned_steps(context: PlanningContext, auto: AutoStageOption) -> float:
+    """Steps of the training run."""
     given = auto.planned_steps
     return PLANNED_STEPS[context.options.sharding.planning_effort] if given is None else given
 
@@ -114,11 +117,11 @@ def plan_without_search(context: PlanningContext, auto: AutoStageOption) -> Plan
     It costs at most as much as `ShardParallel` and the data parallel methods on all devices. Raises InfeasibleError if
     the fastest shardings on all devices do not fit.
     """
-    asked = context.asking_for_fewest()
-    best = _on_all_devices(asked, auto)
+    fewest = context.asking_for_fewest()  # one micro-batch, if the number is open
+    best = _plan_on_all_devices(fewest, auto)
     if context.options.use_all_devices:
         return best
-    return best_of([lambda: best, partial(on_one_device, asked, auto)])
+    return best_of([lambda: best, partial(on_one_device, fewest, auto)])
 
 
 def or_equal_stages(
@@ -146,25 +149,27 @@ def or_equal_stages(
         if n_devices % p or gain_s * n_steps - compile_s <= search_s:
             continue
         below_s = best.cost.total_s - compile_s / n_steps
-        asked = context.asking(
+        with_stages = context.asking(
             n_micro_batches=n, layers=AutoLayerOption(layer_num=p), stages=UniformStageOption(p), use_all_devices=True
         )
         with contextlib.suppress(InfeasibleError, TraceError):
-            found = planned(replace(asked, below_s=below_s))
+            found = planned(replace(with_stages, below_s=below_s))
             best = found if found.cost.total_s < below_s else best
     return best
 
 
 def on_one_device(context: PlanningContext, auto: AutoStageOption) -> Plan:
+    """One stage on a device of the first host."""
     cluster = context.cluster
     alone = replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
     plan = plan_on_best_submesh(replace(context, cluster=alone), auto)
     return replace(plan, cluster=cluster)
 
 
-def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
+def _plan_on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
+    """The fastest of `ShardParallel` and data parallel methods."""
     option = context.options.sharding
-    stage = DecidedStage((), _whole_clusters(context, auto)[0], option, 0)
+    stage = DecidedStage((), _candidates_of_all_devices(context, auto)[0], option, 0)
     placed = place_stages(context, context.whole, [stage])
 
     def attempt(sharding: AutoShardingOption, below_s: float) -> tuple[Plan, float]:
@@ -173,7 +178,10 @@ def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
         solved = solve_meshes(replace(context, below_s=below_s), named)
         free = solved[0].free
         if free is not None and not free.fits:
-            raise InfeasibleError("Memory is short, so rematerialisation may be faster than these shardings.")
+            raise InfeasibleError(
+                f"The fastest shardings need {bytes_text(free.n_bytes)} per device, and the limit is "
+                f"{bytes_text(free.limit_bytes)}, so rematerialisation may be faster."
+            )
         return build_plan(context, named, solved), free.bound_s if free is not None else 0.0
 
     best, bound_s = attempt(option, math.inf)
@@ -185,7 +193,7 @@ def _on_all_devices(context: PlanningContext, auto: AutoStageOption) -> Plan:
     return best
 
 
-def _whole_clusters(context: PlanningContext, auto: AutoStageOption) -> list[Candidate]:
+def _candidates_of_all_devices(context: PlanningContext, auto: AutoStageOption) -> list[Candidate]:
     """The submeshes of all devices; empty if devices differ, or if the space has no such submesh."""
     cluster = context.cluster
     if cluster.host_devices:

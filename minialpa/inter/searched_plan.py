@@ -43,7 +43,7 @@ def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto:
 
     def attempt(scans_are_cut: bool) -> Plan:
         step = cut if cut is not None and scans_are_cut else context.whole_scans(layers)
-        found = _search(context, step, layers, auto)
+        found = _best_searched_plan(context, step, layers, auto)
         return or_longer_scans(context, found, step)
 
     # Outside of whole scans, there may be too few operations for layers, or for batches.
@@ -51,7 +51,7 @@ def plan_on_searched_stages(context: PlanningContext, layers: LayerOption, auto:
     return best_of(attempts, (InfeasibleError, TraceError))
 
 
-def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: AutoStageOption) -> Plan:
+def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: AutoStageOption) -> Plan:
     options = context.options
     space = Space(
         micro_batches=options.micro_batch_choices(cut.step.batch_size),
@@ -61,7 +61,7 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         use_all_devices=options.use_all_devices,
         tolerance=auto.tolerance,
     )
-    known = load_costs(auto.cached_costs)
+    costs = load_costs(auto.cached_costs)
     sublayers = SublayerSearch(
         traced=cut.step,
         layer_of_group=cut.of_group,
@@ -71,16 +71,16 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         option=options.sharding,
         strategy_cache=context.solver.strategy_cache,
     )
-    bounds = StageBounds(sublayers, known)
+    bounds = StageBounds(sublayers, costs)  # adds its costs to `costs`
     search = StageSearch(bounds, context.report)
-    solved = _solve_what_is_found(context, cut, search)
-    save_costs(auto.cached_costs, known)
+    solved = _plan_found_pipelines(context, cut, search)
+    save_costs(auto.cached_costs, costs)
     if not solved.plans:
         assert solved.failure is not None
-        raise _explained(context, solved.failure, auto)
+        raise _explained_error(context, solved.failure, auto)
 
     best, found = min(solved.plans, key=lambda pair: preference(pair[0]))
-    alike = [partial(_planned, context, cut, other) for other in search.alike(found)]
+    alike = [partial(_plan_of, context, cut, other) for other in search.alike(found)]
     best = best_of([lambda: best, *alike])
     bound_s = min(solved.certificate.bound_s, best.cost.total_s)
 
@@ -94,7 +94,7 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
 
 
 @dataclass(frozen=True, slots=True)
-class _Solved:
+class _SearchResult:
     """Plans with their pipelines, bounds on all other pipelines, and why a pipeline did not fit, if so."""
 
     plans: tuple[tuple[Plan, FoundPipeline], ...]
@@ -102,12 +102,12 @@ class _Solved:
     failure: InfeasibleError | None
 
 
-def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch) -> _Solved:
+def _plan_found_pipelines(context: PlanningContext, cut: CutStep, search: StageSearch) -> _SearchResult:
     """Plan the best pipeline, report the costs of its stages to the search; repeat while another sum is lower."""
     plans: list[tuple[Plan, FoundPipeline]] = []
     failure: InfeasibleError | None = None
     certificate: Certificate | None = None
-    excess = 1.0  # cost of whole stages / sum of their sublayers
+    excess = 1.0  # (seconds of the first plan) / (seconds by the sums of its sublayers)
 
     for _ in range(_MAX_ROUNDS):
         try:
@@ -121,12 +121,12 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
         best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
-        # Its true cost does not change the choice.
+        # The search finds a planned pipeline once more: the true cost of that plan does not change the choice.
         if any((other.stages, other.n_micro_batches) == (found.stages, found.n_micro_batches) for _, other in plans):
             break
 
         try:
-            plan = _planned(context, cut, found)
+            plan = _plan_of(context, cut, found)
         except StageTooLargeError as error:
             search.exclude(found, error.stage, error.n_live)
             failure = error
@@ -136,10 +136,10 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
         if not plans and len(cut.step.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
         plans.append((plan, found))
-    return _Solved(tuple(plans), certificate or search.certificate, failure)
+    return _SearchResult(tuple(plans), certificate or search.certificate, failure)
 
 
-def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Plan:
+def _plan_of(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Plan:
     """The plan of a found pipeline. Raises StageTooLargeError if a stage does not fit as a whole."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     option = context.options.sharding
@@ -150,7 +150,7 @@ def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline) -> Pl
     return plan_stages(context.asking(n_micro_batches=found.n_micro_batches), layered, stages)
 
 
-def _explained(context: PlanningContext, failure: InfeasibleError, auto: AutoStageOption) -> InfeasibleError:
+def _explained_error(context: PlanningContext, failure: InfeasibleError, auto: AutoStageOption) -> InfeasibleError:
     """The error without a plan: if options may be the reason, the error of the whole step on all devices."""
     options = context.options
 

@@ -80,7 +80,7 @@ def sublayers_of_layers(step: TracedStep, layer_of_group: Sequence[int]) -> tupl
 
 
 def sublayered_whole(step: TracedStep, sublayer_of_group: tuple[int, ...], n_micro_batches: int) -> SublayeredWhole:
-    """Raises TraceError if the step cannot be split into so many micro-batches."""
+    """The step in sublayers. Raises TraceError if it cannot be split into so many micro-batches."""
     whole = whole_step(step, sublayer_of_group)
     staged = stage_step(step, n_micro_batches, sublayer_of_group, range(whole.n_sublayers))
     problems = {sublayer: mesh_equations(staged, sublayer) for sublayer in range(whole.n_sublayers)}
@@ -94,11 +94,12 @@ def sublayered_whole(step: TracedStep, sublayer_of_group: tuple[int, ...], n_mic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortStep:
-    """A step without most of its repeated units, before rematerialisation.
+    """A step without most of its repeated units, before rematerialisation. A unit is one or more sublayers.
 
     Attributes:
-        layered: the whole step.
-        layer_of_sublayer: the layer of each sublayer.
+        short: six equal sublayers have `short.runs_as` = (0, 1, 2, 2, 2, 5): 2 stands for 3 and 4.
+        layered: the whole step with its layers.
+        layer_of_sublayer: the layer of each sublayer of the whole step.
     """
 
     whole: SublayeredWhole
@@ -108,7 +109,10 @@ class ShortStep:
 
     @property
     def layer_of_group(self) -> tuple[int, ...]:
-        """The layer of each forward group of the short step."""
+        """The layer of each forward group of the whole step, whose numbers the short step keeps. Empty without layers.
+
+        A group of a left-out sublayer has the layer of the sublayer that stands for it.
+        """
         if not self.layered.of_group:
             return ()
         runs_as, layers = self.short.runs_as, self.layer_of_sublayer
@@ -135,16 +139,16 @@ def short_step_of(
     """
     n_of_layer = Counter(layer_of_sublayer)
     seen = Counter[int]()
-    apart: list[Hashable] = []
+    settings: list[Hashable] = []  # sublayers repeat only with equal settings
     for layer in layer_of_sublayer:
         chunk = chunk_of_layer[layer] if chunk_of_layer else 0
         remat = layered.remat[layer] if layered.remat else "none"
         # A layer is rematerialised as a whole, so a unit has whole layers.
         place = (seen[layer], n_of_layer[layer]) if remat != "none" else 0
         seen[layer] += 1
-        apart.append((chunk, remat, place))
+        settings.append((chunk, remat, place))
 
-    keys = list(zip(whole.kinds, apart, strict=True))
+    keys = list(zip(whole.kinds, settings, strict=True))
     short = with_models(whole.sublayers, whole.where, [keys.index(key) for key in keys])
     if isinstance(short, NotShortened):
         return None
@@ -161,7 +165,7 @@ def staged_short_step(
     staged = stage_step(
         traced, n_micro_batches, groups, chunks.stage_of, keep_activations=keep_activations, cast_once=cast_once
     )
-    return replace(staged, repeats=_repeats(step, staged))
+    return replace(staged, repeats=_repeats_of(step, staged))
 
 
 def _sublayers_of_equations(step: ShortStep, staged: StagedStep, *, is_short: bool) -> list[int]:
@@ -191,7 +195,8 @@ def _sublayers_of_equations(step: ShortStep, staged: StagedStep, *, is_short: bo
     return known[::-1]
 
 
-def _repeats(step: ShortStep, staged: StagedStep) -> Repeats:
+def _repeats_of(step: ShortStep, staged: StagedStep) -> Repeats:
+    """For each equation and variable, how many of the whole step it stands for."""
     short, places = step.short, step.places(staged, is_short=True)
     eqn_at = {place: eqn for eqn, place in places.items()}
 
@@ -203,13 +208,16 @@ def _repeats(step: ShortStep, staged: StagedStep) -> Repeats:
         model = short.models[place.sublayer]
         equations[eqn] = Repeated(model.n, UnitPass(model.run, place.segment, place.direction))
         other = eqn_at.get(place._replace(sublayer=model.before))
-        if other is not None and _is_alike(eqn, other):
+        if other is not None and _are_alike(eqn, other):
             alike[eqn] = other
-    return Repeats(equations, _counts(staged, equations), alike)
+    return Repeats(equations, _variable_counts(staged, equations), alike)
 
 
-def _counts(staged: StagedStep, equations: Mapping[JaxprEqn, Repeated]) -> dict[Var, int]:
-    """`Repeats.variables`."""
+def _variable_counts(staged: StagedStep, equations: Mapping[JaxprEqn, Repeated]) -> dict[Var, int]:
+    """`Repeats.variables`: how many variables each variable stands for.
+
+    An argument that also other equations read is shared by all units and counts once.
+    """
     counts = {v: one.n for eqn, one in equations.items() for v in eqn.outvars}
     shared: set[Var] = set()
     of_input: dict[Var, int] = {}
@@ -227,7 +235,8 @@ def _counts(staged: StagedStep, equations: Mapping[JaxprEqn, Repeated]) -> dict[
     return counts
 
 
-def _is_alike(eqn: JaxprEqn, other: JaxprEqn) -> bool:
+def _are_alike(eqn: JaxprEqn, other: JaxprEqn) -> bool:
+    """Whether primitives and types are equal."""
     return eqn.primitive is other.primitive and all(
         aval_of(a) == aval_of(b)
         for a, b in itertools.zip_longest((*eqn.invars, *eqn.outvars), (*other.invars, *other.outvars))
@@ -249,7 +258,7 @@ class Expansion:
         self.of: dict[JaxprEqn, JaxprEqn] = {}
         for eqn, place in step.places(whole, is_short=False).items():
             found = at.get(place._replace(sublayer=runs_as[place.sublayer]))
-            if found is None or not _is_alike(eqn, found):
+            if found is None or not _are_alike(eqn, found):
                 raise NotExpandedError(f"`{eqn.primitive.name}` at {place} has no counterpart in the short step.")
             self.of[eqn] = found
 
@@ -261,7 +270,7 @@ class Expansion:
         if len(chosen) < len(places):
             raise NotExpandedError("An equation runs on another mesh in the short step.")
 
-        like = self._variables(problem, short)
+        like = self._counterparts(problem, short)
         specs = {v: found.specs[other] for v, other in like.items() if other in found.specs}
         missing = [v for v, _ in problem.inputs if v not in specs]
         if missing:
@@ -274,7 +283,8 @@ class Expansion:
             compute_s=tuple(found.compute_s[i] for i in chosen),
         )
 
-    def _variables(self, problem: MeshEquations, short: MeshEquations) -> dict[Var, Var]:
+    def _counterparts(self, problem: MeshEquations, short: MeshEquations) -> dict[Var, Var]:
+        """Variables of the whole step -> of the short step."""
         like: dict[Var, Var] = {}
         for eqn in problem.eqns:
             other = self.of[eqn]

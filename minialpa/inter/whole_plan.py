@@ -20,6 +20,7 @@ from minialpa.inter.short_plan import Expansion
 from minialpa.inter.staging.mesh_problem import mesh_collectives, mesh_equations, mesh_programs
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.plan import Plan
+from minialpa.support.sizes import bytes_text
 
 #: Solutions of a short step, with lower and lower limits, that are expanded.
 _MOST_CORRECTIONS = 3
@@ -36,29 +37,34 @@ def whole_plan(plan: Plan) -> Plan:
         return plan
     placed, context, solved = plan.placed, plan.context, plan.solved
     assert placed.short is not None
-    whole = _whole(context, placed, placed.short.layered)
+    whole = _placed_whole(context, placed, placed.short.layered)
     expansion = Expansion(placed.short, placed.staged, whole.staged)
 
     reserved_bytes = [0.0] * len(solved)
     for _ in range(_MOST_CORRECTIONS):
-        measured = [_measured(context, whole, expansion, mesh, found) for mesh, found in enumerate(solved)]
+        measured = [_measured_mesh(context, whole, expansion, mesh, found) for mesh, found in enumerate(solved)]
         missing = [_missing_bytes(placed.stages[mesh], found) for mesh, found in enumerate(measured)]
         if max(missing) <= 0:
             made = plan_of(context, whole, measured)
             return dataclasses.replace(made, cluster=plan.cluster, certificate=plan.certificate)
 
         # Equal limits on all meshes that lack memory: stages that are alike are solved once.
-        errors = [_needed(one) - _needed(other) for one, other in zip(measured, solved, strict=True)]
+        errors = [_needed_bytes(one) - _needed_bytes(other) for one, other in zip(measured, solved, strict=True)]
         reserved_bytes = [
             max(less, *errors) if lacks > 0 else less for less, lacks in zip(reserved_bytes, missing, strict=True)
         ]
-        asked = dataclasses.replace(context, below_s=math.inf)
-        solved = tuple(solve_meshes(asked, _with_less_memory(placed, solved, reserved_bytes)))
+        unbounded = dataclasses.replace(context, below_s=math.inf)
+        solved = tuple(solve_meshes(unbounded, _with_less_memory(placed, solved, reserved_bytes)))
     worst = max(range(len(missing)), key=lambda mesh: missing[mesh])
-    raise StageTooLargeError(f"Stage {worst} lacks {missing[worst]:,.0f} bytes per device.", worst, 1)
+    raise StageTooLargeError(
+        f"Stage {worst} needs {bytes_text(missing[worst])} more memory per device than the limit. Use more devices or "
+        "micro-batches, or raise `memory_limit_bytes`.",
+        worst,
+        1,
+    )
 
 
-def _whole(context: PlanningContext, placed: PlacedStages, layered: LayeredStep) -> PlacedStages:
+def _placed_whole(context: PlanningContext, placed: PlacedStages, layered: LayeredStep) -> PlacedStages:
     options = context.options
     staged = stage_step(
         layered.step,
@@ -71,11 +77,11 @@ def _whole(context: PlanningContext, placed: PlacedStages, layered: LayeredStep)
     return dataclasses.replace(placed, staged=staged, short=None)
 
 
-def _needed(solved: SolvedMesh) -> float:
+def _needed_bytes(solved: SolvedMesh) -> float:
     return needed(solved.memory, solved.live)
 
 
-def _measured(
+def _measured_mesh(
     context: PlanningContext, whole: PlacedStages, expansion: Expansion, mesh: int, found: SolvedMesh
 ) -> SolvedMesh:
     """`found`, a solved mesh of a short step, measured in the whole step."""

@@ -23,6 +23,7 @@ _Readers = dict[tuple[JaxprEqn | None, int], Spec]
 
 
 def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
+    """`program`, in which the narrower arrays of conversions move."""
     readers = _readers(program)
     equations, specs = dict(program.equations), dict(program.specs)
     # Backwards, so that a move passes several conversions in a row.

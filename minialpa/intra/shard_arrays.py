@@ -45,7 +45,7 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
     def on_shards(*stored: Any) -> tuple[Any, ...]:
         shards = [_shard_of(array, spec) for array, spec in zip(stored, in_specs, strict=True)]
         results = walk(program, shards, ops)
-        return tuple(_stored(shard, spec) for shard, spec in zip(results, program.out_specs, strict=True))
+        return tuple(_stored_array(shard, spec) for shard, spec in zip(results, program.out_specs, strict=True))
 
     if max(mesh_shape) == 1:
         return on_shards
@@ -64,7 +64,8 @@ def _shard_of(stored: Any, spec: Spec) -> Any:
     return stored.reshape(stored.shape[len(spec.partial) :]) if spec.partial else stored
 
 
-def _stored(shard: Any, spec: Spec) -> Any:
+def _stored_array(shard: Any, spec: Spec) -> Any:
+    """The reverse of `_shard_of`."""
     return jnp.expand_dims(shard, range(len(spec.partial))) if spec.partial else shard
 
 
@@ -90,6 +91,7 @@ def _run(mesh_shape: Shape, eqn: JaxprEqn, factors: Factors, chosen: EquationSpe
 
     axes = split_axes(factors, chosen)
     n_splits = {factor: math.prod(mesh_shape[axis] for axis in own) for factor, own in axes.items()}
+    # For rules that depend on positions.
     parts = {factor: lax.axis_index(_names(own)) for factor, own in axes.items() if factor in factors.positional}
     results = run_shard(eqn, factors, operands, n_splits, parts)
     _check_shapes(eqn, chosen, results, mesh_shape)
@@ -109,8 +111,8 @@ def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
     """Run an equation with side effects on the first device only; the others get its results."""
     if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
         raise TraceError(
-            f"`{eqn.primitive.name}` at {source_line(eqn)} runs an ordered `jax.debug` callback, which jax supports on "
-            "one device only. Use `ordered=False`, or `jax.experimental.io_callback(..., ordered=True)`."
+            f"`{eqn.primitive.name}` at {source_line(eqn)} is an ordered `jax.debug` callback, which jax runs on one "
+            "device only. Set `ordered=False`, or use `jax.experimental.io_callback(..., ordered=True)`."
         )
     names = _names(range(n_axes))
     is_first = lax.axis_index(names) == 0
@@ -124,12 +126,14 @@ def _check_shapes(eqn: JaxprEqn, chosen: EquationSpecs, results: Sequence[Any], 
         expected = spec.shard_shape(shape_of(v), mesh_shape)
         if tuple(np.shape(shard)) != expected:
             raise VerifyError(
-                f"The sharding rule of `{eqn.primitive.name}` makes a shard of shape {np.shape(shard)}; spec {spec} of "
-                f"shape {shape_of(v)} has shards of shape {expected}. The rule is wrong; please report it."
+                f"The sharding rule of `{eqn.primitive.name}` at {source_line(eqn)} makes a shard of shape "
+                f"{np.shape(shard)}, but an array of shape {shape_of(v)} in the spec {spec} has shards of shape "
+                f"{expected}. This is a bug in minialpa: report it with this message."
             )
 
 
 def _loop(mesh_shape: Shape, eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[Any]) -> list[Any]:
+    """Run a planned scan as a scan over shards."""
     ops = _array_ops(mesh_shape)
 
     def iteration(carry: Any, slices: Any) -> Any:
@@ -161,6 +165,7 @@ def _names(axes: Sequence[int]) -> tuple[str, ...]:
 
 
 def wait_for_all(arrays: Sequence[Any]) -> list[Any]:
+    """An optimization barrier that XLA for GPUs keeps, too."""
     return list(lax.platform_dependent(*arrays, cuda=wait_by_data, default=_barrier))
 
 
@@ -188,7 +193,11 @@ def _barrier(*arrays: Any) -> tuple[Any, ...]:
 
 
 def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
-    if is_narrow(x.dtype):
+    """The shard of this device after a step of a resharding.
+
+    On 4 devices, `cut-halves` takes slices 2 and 5 of 8 on device 1. `swap` makes the same shard of slices 2 and 3.
+    """
+    if is_narrow(x.dtype):  # int2 and int4 move as int8
         return take_step(x.astype(np.int8), step, mesh_shape).astype(x.dtype)
     names = _names(step.axes)
     n_devices = math.prod(mesh_shape[axis] for axis in step.axes)

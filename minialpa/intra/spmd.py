@@ -61,7 +61,7 @@ class ShardedEquations:
         specs: for each variable, the spec in which its maker leaves it.
         forbidden: kinds of collectives that resharding may not use.
         combined: kinds of sums that start together.
-        live_on_entry, required_outputs, in_loop: see `hidden_values`.
+        live_on_entry, required_outputs, in_loop: for `hidden_values`, which finds the collectives that work can hide.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -99,12 +99,13 @@ class _Shards(Generic[T]):
         self.held: dict[tuple[Var, Spec], T] = {}
         #: Operands after an exchange of halves.
         self.swapped: dict[tuple[Var, ReshardStep], T] = {}
-        #: As in the prices of the plan.
+        #: How many sums start with the sum of a value, as in the prices of the plan.
         self.n_together = sum_groups(program.eqns).n_together
         #: `iota` equations, by result.
         self.makers: dict[Var, JaxprEqn] = {}
 
     def operand(self, atom: Atom, spec: Spec) -> T:
+        """The shard of `atom` in `spec`, resharded at the first request."""
         if is_literal(atom):
             return self.moved(self.ops.literal(atom), atom, Spec.replicated(len(shape_of(atom))), spec)
         if (atom, spec) not in self.held:
@@ -150,16 +151,17 @@ class _Shards(Generic[T]):
             self.held[v, dst] = self.moved(finished, v, src, dst)
 
     def _run_balanced(self, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[T]) -> list[T]:
+        """Run an equation between exchanges that give devices equal work (balance.py)."""
         balance = balance_of(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         assert balance is not None, (eqn.primitive, chosen)
 
         steps = zip(eqn.invars, operands, balance.operands, strict=True)
-        swapped = [shard if step is None else self._swapped(atom, shard, step) for atom, shard, step in steps]
+        swapped = [shard if step is None else self._after_exchange(atom, shard, step) for atom, shard, step in steps]
         made = self.ops.run(eqn, factors, chosen, swapped)
         ends = zip(eqn.outvars, made, balance.results, strict=True)
         return [shard if step is None else self.ops.move(shard, step, v) for v, shard, step in ends]
 
-    def _swapped(self, atom: Atom, shard: T, step: ReshardStep) -> T:
+    def _after_exchange(self, atom: Atom, shard: T, step: ReshardStep) -> T:
         if is_literal(atom):
             return self.ops.move(shard, step, atom)
         if (atom, step) in self.swapped:
@@ -177,13 +179,13 @@ class _Shards(Generic[T]):
         return self.swapped[atom, step]
 
     def _run_loop(self, eqn: JaxprEqn, chosen: EquationSpecs, operands: list[T]) -> None:
-        body, inside = _iteration(eqn, chosen, self.program)
+        body, inside = _iteration_of(eqn, chosen, self.program)
         results = self.ops.loop(eqn, body, inside, operands)
         specs = zip(eqn.outvars, chosen.results, strict=True)
         self.held.update(zip(specs, results, strict=True))
 
 
-def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) -> tuple[ScanBody, ShardedEquations]:
+def _iteration_of(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) -> tuple[ScanBody, ShardedEquations]:
     body = scan_body(eqn)
     assert body is not None, eqn.primitive
     specs, out_specs = body_specs(body, chosen)
@@ -213,8 +215,10 @@ class Communication(NamedTuple):
     Attributes:
         times: runs per run of the program.
         group: the group with which it starts (`sum_groups`); None if it starts alone.
+        loop: the scan that runs it, or None.
         can_hide: whether all the work of the loop, or of the program, can hide it (`hidden_values`).
-        after: bit i is set if it waits for collective i of the program, which sums with the gradients.
+        after: a bitmask; bit i is set if its operand depends, directly or not, on collective i of the program, a sum
+            that starts with the gradients.
         n: how many successive collectives it stands for (`Repeats`).
     """
 
@@ -229,13 +233,14 @@ class Communication(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
+    """The collectives that `program` runs, in order."""
     found: list[Communication] = []
     groups = sum_groups(program.eqns).number
     hidden = hidden_values(
         program.eqns, program.invars, program.live_on_entry, program.required_outputs, in_loop=program.in_loop
     )
 
-    # A shard is a set of bits: the sums for which it waits.
+    # In place of a shard: bit i is set if the value waits for collective i, a sum with the gradients.
     def move(after: int, step: ReshardStep, atom: Atom) -> int:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:

@@ -77,13 +77,13 @@ def _verify_inputs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec
 
 def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
     """Raise VerifyError unless the devices of `mesh` can hold the array `v` in `spec`."""
-    expected = _expected(spec, shape_of(v), mesh.shape)
+    expected = _lacking_property(spec, shape_of(v), mesh.shape)
     require(expected is None, where, spec, expected or "")
     require(not spec.partial or is_summable(v), where, spec, "no partial sum, as the elements are not numbers")
 
 
 @functools.lru_cache(maxsize=4096)
-def _expected(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
+def _lacking_property(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
     """Text: the property that `spec` of an array of `shape` lacks; None if `spec` is right."""
     if not all(axis < len(mesh_shape) and mesh_shape[axis] > 1 for axis in (*spec.axes, *spec.partial)):
         return f"axes of a mesh of shape {mesh_shape} that have several devices"
@@ -176,7 +176,7 @@ class _Verifier:
 
         for place, specs, nearest in ((_OPERANDS, chosen.operands, operands), (_MADE, chosen.made, made)):
             for k, (spec, expected) in enumerate(zip(specs, nearest, strict=True)):
-                text = f"{expected} by the rule of `{eqn.primitive.name}`, next to {_listed(chosen)}"
+                text = f"{expected} by the rule of `{eqn.primitive.name}`, next to {_specs_text(chosen)}"
                 require(spec == expected, f"{where}[{place}][{k}]", spec, text)
 
     def _check_balanced(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
@@ -225,7 +225,7 @@ def _check_replicated(eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
             require(not spec.axes and not spec.partial, f"{where}[{place}][{k}]", spec, expected)
 
 
-def _listed(chosen: EquationSpecs) -> str:
+def _specs_text(chosen: EquationSpecs) -> str:
     def texts(specs: Sequence[Spec]) -> str:
         return "[" + "] [".join(map(str, specs)) + "]"
 

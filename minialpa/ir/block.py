@@ -62,7 +62,7 @@ class Block:
         return replace(self, ops=tuple(op if op.eqn is eqn else replace(op, eqn=eqn) for op, eqn in ops))
 
     def with_each_written_as(self, written: Iterable[Sequence[JaxprEqn]]) -> Block:
-        """The block with any number of equations for each operation, which keep its facts."""
+        """The block with any number of equations for each operation, which keep its origin, scope and source."""
         pairs = zip(self.ops, written, strict=True)
         return replace(self, ops=tuple(replace(op, eqn=eqn) for op, eqns in pairs for eqn in eqns))
 
@@ -95,7 +95,10 @@ def verify_block(block: Block, known: AbstractSet[Var] = frozenset(), *, later: 
 
     def require(atom: Atom, i: int, what: str) -> None:
         if not is_literal(atom) and atom not in there and later.get(atom, i + 1) > i:
-            raise VerifyError(f"{what} reads a value of type {aval_of(atom)} that is not defined before it.")
+            raise VerifyError(
+                f"{what} reads a value of type {aval_of(atom)} that is not defined before it. This is a bug in "
+                "minialpa: report it with this message."
+            )
 
     for i, eqn in enumerate(block.eqns):
         what = f"Operation %{i}, `{eqn.primitive.name}`,"
@@ -103,7 +106,10 @@ def verify_block(block: Block, known: AbstractSet[Var] = frozenset(), *, later: 
             require(atom, i, what)
         for value in eqn.outvars:
             if value in there:
-                raise VerifyError(f"{what} defines a value that is already defined.")
+                raise VerifyError(
+                    f"{what} defines a value that is already defined. This is a bug in minialpa: report it with this "
+                    "message."
+                )
             there.add(value)
         _verify_types(eqn, what)
     for atom in block.outvars:
@@ -114,4 +120,7 @@ def _verify_types(eqn: JaxprEqn, what: str) -> None:
     made = result_avals(eqn, tuple(map(aval_of, eqn.invars)), eqn.params)
     for expected, found in zip(made, map(aval_of, eqn.outvars), strict=True):
         if any(getattr(expected, name, None) != getattr(found, name, None) for name in ("shape", "dtype")):
-            raise VerifyError(f"{what} computes {expected}, but its result has the type {found}.")
+            raise VerifyError(
+                f"{what} computes {expected}, but its result has the type {found}. This is a bug in minialpa: report "
+                "it with this message."
+            )

@@ -1,4 +1,4 @@
-"""`Op`: an equation of jax with its facts; and the name scopes that encode its `Origin`."""
+"""`Op`: an equation of jax with its place in the step; and the name scopes that encode its `Origin`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER = Origin(direction="other", group=None, layer=0)
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An equation with its facts.
+    """An equation and its place in the step.
 
     Attributes:
         scope: the name scopes of its trace.

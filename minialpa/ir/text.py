@@ -58,7 +58,9 @@ class ProgramText:
     def name_of(self, atom: Atom) -> str:
         """`%12` or `%12.1` for a result, the path of an argument, the value of a short literal."""
         if is_literal(atom):
-            text = str(atom.val)
+            # jax's literals are subclasses of int that print their dtype.
+            is_integer = isinstance(atom.val, int) and not isinstance(atom.val, bool)
+            text = str(int(atom.val) if is_integer else atom.val)
             return text if len(text) <= _MOST_LETTERS else type_text(atom)
         number = self._made_by.get(atom)
         if number is None:
@@ -69,7 +71,7 @@ class ProgramText:
     def lines(self, facts: Sequence[Fact], numbers: Sequence[int] | None = None) -> list[str]:
         """facts: additional columns. numbers: of the printed operations; all by default."""
         chosen = range(len(self._ops)) if numbers is None else numbers
-        return _aligned([self._line(i, facts) for i in chosen])
+        return _aligned_text([self._line(i, facts) for i in chosen])
 
     def _line(self, i: int, facts: Sequence[Fact]) -> Line:
         op = self._ops[i]
@@ -123,13 +125,13 @@ _LEFT_OUT = (
 def _parameters(op: Op) -> str:
     shown = []
     for name, value in op.eqn.params.items():
-        text = _contracted(value) if name == "dimension_numbers" else _parameter(value)
+        text = _contracted_dims(value) if name == "dimension_numbers" else _parameter(value)
         if text and name not in _LEFT_OUT:
             shown.append(text if name == "dimension_numbers" else f"{name}={text}")
     return f"[{' '.join(shown)}]" if shown else ""
 
 
-def _contracted(numbers: Any) -> str:
+def _contracted_dims(numbers: Any) -> str:
     """`1x0 batch=0x0` for a product; empty for other operations."""
     try:
         contracted, batch = ([f"{a}x{b}" for a, b in zip(*pair, strict=True)] for pair in numbers)
@@ -168,7 +170,8 @@ def where(_: int, op: Op) -> str:
 # ---- layout ----------------------------------------------------------------------------------------------------------
 
 
-def _aligned(lines: Sequence[Line]) -> list[str]:
+def _aligned_text(lines: Sequence[Line]) -> list[str]:
+    """The lines in aligned columns, each repetition once."""
     n_columns = len(lines[0].cells) if lines else 0
     shown = [k for k in range(n_columns) if any(line.cells[k] for line in lines)]
     groups = list(_repetitions(lines))
@@ -189,6 +192,7 @@ def _aligned(lines: Sequence[Line]) -> list[str]:
 
 
 def _repetitions(lines: Sequence[Line]) -> Iterator[tuple[int, int, int]]:
+    """(first line, length, times) of consecutive repetitions."""
     start = 0
     while start < len(lines):
         period, times = _repetition(lines, start)
@@ -204,7 +208,7 @@ def _repetition(lines: Sequence[Line], start: int) -> tuple[int, int]:
         if 2 * period > len(lines) - start:
             break
         n = 0
-        while start + n + period < len(lines) and _alike(lines, start, n, period):
+        while start + n + period < len(lines) and _lines_repeat(lines, start, n, period):
             n += 1
         times = n // period + 1
         if period * (times - 1) > saved:
@@ -212,7 +216,7 @@ def _repetition(lines: Sequence[Line], start: int) -> tuple[int, int]:
     return best
 
 
-def _alike(lines: Sequence[Line], start: int, n: int, period: int) -> bool:
+def _lines_repeat(lines: Sequence[Line], start: int, n: int, period: int) -> bool:
     """Whether lines `start + n` and `start + n + period` are equal, with equal operands or operands as far apart.
 
     Where later repetitions read the repetition before them, the first one may read any earlier value.
@@ -222,7 +226,8 @@ def _alike(lines: Sequence[Line], start: int, n: int, period: int) -> bool:
         return False
     first, second = lines[start].number, lines[start + period].number
 
-    def same(a: int | str, b: int | str) -> bool:
+    def reads_repeat(a: int | str, b: int | str) -> bool:
+        """Whether operand `b` of the later line corresponds to operand `a` of the earlier one."""
         if a == b:
             return True
         if not isinstance(b, int):
@@ -231,4 +236,4 @@ def _alike(lines: Sequence[Line], start: int, n: int, period: int) -> bool:
             return first <= b < second
         return isinstance(a, int) and abs(b - a) == other.number - one.number
 
-    return all(same(a, b) for a, b in zip(one.reads, other.reads, strict=True))
+    return all(reads_repeat(a, b) for a, b in zip(one.reads, other.reads, strict=True))

@@ -44,5 +44,6 @@ def build(name: str, **sizes: Any) -> ModelCase:
     near = difflib.get_close_matches(name.lower(), [*MODELS, *SIZES], n=1, cutoff=0.7)
     meant = f" Do you mean `{near[0]}`?" if near else ""
     raise TraceError(
-        f"There is no model `{name}`.{meant} Known models: {', '.join(MODELS)}; known sizes: {', '.join(SIZES)}."
+        f"There is no model `{name}`.{meant} Pass one of {', '.join(MODELS)}, or one of the {len(SIZES)} sizes in "
+        "`minialpa.models.SIZES`, such as `gpt-1.3b`."
     )

@@ -66,8 +66,8 @@ class Boundaries:
     def __post_init__(self) -> None:
         if self.hook is not None and not 0 <= self.count < self.n_blocks:
             raise TraceError(
-                f"{self.count} boundaries do not fit between {self.n_blocks} blocks. `n_boundaries` must be in "
-                f"0..{self.n_blocks - 1}; add layers or ask for fewer. Layers in a scan are one block."
+                f"{self.count} boundaries do not fit between {self.n_blocks} blocks. Pass `n_boundaries` from 0 to "
+                f"{self.n_blocks - 1}, or more layers; layers in a scan are one block."
             )
 
     def after(self, block: int) -> None:
@@ -143,7 +143,7 @@ def make_case(
     hashable: Any = {field: tuple(value) if isinstance(value, list) else value for field, value in arguments.items()}
     model = kind(**hashable)
     if model.optimizer not in OPTIMIZERS:
-        raise TraceError(f"There is no optimizer `{model.optimizer}`. Known optimizers: {', '.join(OPTIMIZERS)}.")
+        raise TraceError(f"There is no optimizer `{model.optimizer}`. Pass one of {', '.join(OPTIMIZERS)}.")
     network = Network(model, Boundaries(boundary, n_boundaries, model.n_blocks), name=kind.__name__)
     # One object for all states: it is part of the structure that a step is compiled for.
     optimizer = OPTIMIZERS[model.optimizer](model.learning_rate)
@@ -155,10 +155,10 @@ def make_case(
         params_key, dropout_key = jax.random.split(key)
         example = make_batch(0, 1)
 
-        quiet = network.clone(boundaries=Boundaries())
+        without_hook = network.clone(boundaries=Boundaries())
         with jax.numpy_dtype_promotion("standard"):
             rngs = {"params": params_key, "dropout": dropout_key}
-            variables = _variables(quiet, rngs, *(example[leaf] for leaf in model.inputs))
+            variables = _variables(without_hook, rngs, *(example[leaf] for leaf in model.inputs))
 
         state = ModelState.create(
             apply_fn=network.apply,

@@ -152,6 +152,7 @@ def top2_gating(logits: jax.Array, n_slots: int) -> Gating:
     share = jnp.mean(gates, axis=1) * jnp.mean(first, axis=1)
     imbalance = n_experts * jnp.mean(jnp.sum(share, axis=-1))
 
+    # The rank of a token among the tokens of its expert is its slot.
     rank_first = jnp.cumsum(first, axis=1) - first
     rank_second = jnp.cumsum(second, axis=1) - second + jnp.sum(first, axis=1, keepdims=True)
     total = jnp.sum(gates * (first + second), axis=-1, keepdims=True)

@@ -96,12 +96,13 @@ class TransformerBlock(nn.Module):
         model, drop = self.model, self.model.drop()
 
         def around(layer: Callable[[jax.Array], jax.Array], x: jax.Array, name: str | None) -> jax.Array:
+            """x + layer(norm(x)), or norm(x + layer(x)), with dropout after the layer."""
             y: jax.Array = drop(layer(model.normalised(x, name) if model.norm_first else x))
             return x + y if model.norm_first else model.normalised(x + y, name)
 
         x = around(lambda y: model.attention(y, bias, self.causal), x, model.norm_names[0])
         if memory is not None:
-            cross = Attention(model.n_heads, False, model.dtype, name="cross_attention")
+            cross = Attention(model.n_heads, causal=False, dtype=model.dtype, name="cross_attention")
             x = around(lambda y: cross(y, memory), x, None)
         return around(model.feed_forward, x, model.norm_names[1])
 
@@ -197,7 +198,8 @@ class Llama(Tokens):
     def __post_init__(self) -> None:
         if self.loss_chunks and self.seq_len % self.loss_chunks:
             raise TraceError(
-                f"`loss_chunks={self.loss_chunks}` does not divide the {self.seq_len} positions of `seq_len`."
+                f"`loss_chunks={self.loss_chunks}` does not divide `seq_len={self.seq_len}`. Pass a divisor, or 0 for "
+                "no chunks."
             )
 
     @property
@@ -218,14 +220,15 @@ class Llama(Tokens):
 
     def blocks(self, network: Network, x: jax.Array) -> jax.Array:
         if self.scan_layers:
-            return self._scanned(x)
+            return self._scan_blocks(x)
         block = nn.remat(TransformerBlock) if self.remat_blocks else TransformerBlock
         for i in range(self.n_layers):
             x = block(self, name=f"block_{i}")(x)
             network.boundaries.after(i)
         return x
 
-    def _scanned(self, x: jax.Array) -> jax.Array:
+    def _scan_blocks(self, x: jax.Array) -> jax.Array:
+
         def layer(block: TransformerBlock, x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return block(x), None
 
@@ -285,6 +288,7 @@ class T5(Tokens):
         return embed.attend(self._stack(network, "decoder", embed(tokens), memory))
 
     def _stack(self, network: Network, name: str, x: jax.Array, memory: jax.Array | None) -> jax.Array:
+        """The encoder; or the decoder, which reads the output `memory` of the encoder."""
         bias = PositionBias(self.n_heads, self.reach, name=f"{name}_bias")(x.shape[1])
         first = 0 if memory is None else self.n_layers
         for i in range(self.n_layers):
@@ -297,7 +301,7 @@ class T5(Tokens):
         return {"source": source, **next_tokens(rng, n, self.seq_len, self.vocab_size)}
 
 
-def _seeing_all(model: Transformer, x: jax.Array, bias: jax.Array | None, causal: bool) -> jax.Array:
+def _attend_to_all(model: Transformer, x: jax.Array, bias: jax.Array | None, causal: bool) -> jax.Array:
     """Attention in which all positions see each other."""
     attention = nn.MultiHeadDotProductAttention(model.n_heads, use_bias=False, dtype=model.dtype, name="attention")
     y: jax.Array = attention(x)
@@ -312,7 +316,7 @@ class Bert(Tokens):
     """
 
     norm_first: ClassVar = False
-    attention = _seeing_all
+    attention = _attend_to_all
 
     def forward(self, network: Network, tokens: jax.Array) -> jax.Array:
         embed = self.embedding()
@@ -338,7 +342,7 @@ class Vit(Transformer):
     """
 
     inputs: ClassVar = ("image",)
-    attention = _seeing_all
+    attention = _attend_to_all
 
     image_size: int = 16
     patch: int = 4

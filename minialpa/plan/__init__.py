@@ -14,8 +14,9 @@ from minialpa.plan.record import (
     PlannedTransfer,
     StagePlan,
 )
-from minialpa.plan.text import bytes_text, seconds_text
+from minialpa.plan.text import seconds_text
 from minialpa.plan.verify import verify_plan
+from minialpa.support.sizes import bytes_text
 
 __all__ = [
     "Certificate",

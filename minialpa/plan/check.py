@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from minialpa.plan.text import bytes_text, seconds_text
+from minialpa.plan.text import seconds_text
+from minialpa.support.sizes import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,8 @@ def _stage_lines(k: int, stage: StageCheck) -> Iterator[str]:
         f"(planned {seconds_text(stage.planned_s)})"
     )
     for kind in sorted({*stage.planned_collectives, *stage.compiled_collectives}):
-        planned, made = (of.get(kind, 0.0) for of in (stage.planned_collectives, stage.compiled_collectives))
-        yield f"  {kind}: {bytes_text(made)} per step (planned {bytes_text(planned)})"
+        planned, compiled = (of.get(kind, 0.0) for of in (stage.planned_collectives, stage.compiled_collectives))
+        yield f"  {kind}: {bytes_text(compiled)} per step (planned {bytes_text(planned)})"
     for one in stage.functions:
         yield (
             f"  {one.name}: {one.times_per_step} x {seconds_text(one.total_s)}, kernels {seconds_text(one.kernels_s)}, "

@@ -19,11 +19,13 @@ from minialpa.sharding import AXIS_NAMES
 
 def export_specs(plan: PlanRecord, mesh: int = 0) -> ExportedSpecs:
     if not 0 <= mesh < len(plan.stages):
-        raise ShardingError(f"The plan has the meshes 0 to {len(plan.stages) - 1}; got {mesh}.")
-    return ExportedSpecs(_on_mesh(plan.inputs, mesh), _on_mesh(plan.outputs, mesh))
+        raise ShardingError(
+            f"The plan has the meshes 0 to {len(plan.stages) - 1}, one for each stage; got `mesh={mesh}`."
+        )
+    return ExportedSpecs(_specs_on_mesh(plan.inputs, mesh), _specs_on_mesh(plan.outputs, mesh))
 
 
-def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
+def _specs_on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
     """Specs of the values on one mesh. A value in several blocks has the spec of its first block there.
 
     An argument that no equation reads has no mesh and is replicated.
@@ -42,11 +44,11 @@ def to_python(plan: PlanRecord, mesh: int = 0) -> str:
     specs = export_specs(plan, mesh)
     stage = plan.stages[mesh]
     names = AXIS_NAMES[: len(stage.logical_shape)]
-    args = dict.fromkeys(_argument(v.path) for v in plan.inputs)
+    args = dict.fromkeys(_argument_of(v.path) for v in plan.inputs)
 
     return _SOURCE.format(
         header=header(plan),
-        warnings="".join(f"\n{line}\n" for line in _not_exported(plan, mesh)),
+        warnings="".join(f"\n{line}\n" for line in _warnings_for(plan, mesh)),
         devices=f"{stage.first_device}:{stage.first_device + stage.n_devices}",
         shape=stage.logical_shape,
         names="(" + ", ".join(f'"{name}"' for name in names) + ",)",
@@ -57,13 +59,14 @@ def to_python(plan: PlanRecord, mesh: int = 0) -> str:
     )
 
 
-def _argument(path: str) -> str:
+def _argument_of(path: str) -> str:
     """The argument of a leaf: its name, or `args[0]` for a step without argument names."""
     found = re.match(r"args\[\d+\]|\w+", path)
     return found.group() if found else path
 
 
-def _not_exported(plan: PlanRecord, mesh: int) -> list[str]:
+def _warnings_for(plan: PlanRecord, mesh: int) -> list[str]:
+    """Decisions that the source does not contain."""
     lines = []
     if len(plan.stages) > 1:
         lines.append(

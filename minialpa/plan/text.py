@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord
+from minialpa.support.sizes import bytes_text
 from minialpa.tracing.ragged_products import RaggedProduct
 
 
@@ -102,6 +103,7 @@ def explain(plan: PlanRecord, what: str) -> str:
 
 
 def operator_lines(plan: PlanRecord, operators: Sequence[PlannedOperator]) -> list[str]:
+    """`layer 1 forward: dot_general [8, 16] S0,R = S0,R x R,R  (2 times)`"""
     counts: dict[str, int] = {}
     for op in operators:
         layer = f"layer {op.layer} " if plan.layer_of_group and op.layer is not None else ""
@@ -117,17 +119,6 @@ def seconds_text(value: float) -> str:
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"
     return f"{value * 1e9:.3g} ns" if value > 1e-15 else "0 s"
-
-
-def bytes_text(value: float) -> str:
-    """Three digits and a unit: `1.25 GB`; a kB is 1000 bytes."""
-    if value < 1000:
-        return f"{value:.0f} B"  # an average may be less than a byte
-    for unit in ("kB", "MB"):
-        value /= 1000
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-    return f"{value / 1000:.3g} GB"
 
 
 def count(n: int, noun: str) -> str:

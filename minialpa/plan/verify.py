@@ -77,7 +77,7 @@ def require(holds: bool, where: str, found: Any, expected: str) -> None:
         text = str(found)
         shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise VerifyError(
-            f"Not a plan that can run: `plan.{where}` is {shown}; expected {expected}. Make a new plan of the step."
+            f"The plan cannot run, as `plan.{where}` is {shown}; expected {expected}. Make a new plan of the step."
         )
 
 
@@ -210,7 +210,7 @@ def _check_operator(op: PlannedOperator, stage: StagePlan, n_layers: int, where:
 
 def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str) -> None:
     meshes, specs = value.mesh_ids, value.specs
-    rows = value.rows or ((0, 0),) * len(meshes)
+    rows = value.rows or ((0, 0),) * len(meshes)  # (0, 0) stands for all rows
     require(len(rows) == len(meshes), f"{where}.rows", rows, f"rows for each mesh of {meshes}, or none")
     places = set(zip(meshes, rows, strict=True))
     require(len(places) == len(meshes), f"{where}.mesh_ids", meshes, "each mesh once, or once for each block of rows")

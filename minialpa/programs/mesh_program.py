@@ -50,6 +50,7 @@ class ArrayType:
         return data if self.key is None else jax.random.wrap_key_data(data, impl=KEY_NAMES[self.key])
 
     def data(self, array: Any) -> Any:
+        """The inverse of `typed`."""
         return array if self.key is None else jax.random.key_data(array)
 
 

@@ -146,14 +146,17 @@ class LeafBlocks:
     def __post_init__(self) -> None:
         for kind, leaves in (("Argument", self.arguments), ("Result", self.results)):
             for number, blocks in enumerate(leaves):
-                if blocks is not None and not _make_a_leaf(blocks):
-                    raise VerifyError(f"{kind} leaf {number} is cut into the rows {blocks}, which do not make a leaf.")
+                if blocks is not None and not _are_a_whole_leaf(blocks):
+                    raise VerifyError(
+                        f"{kind} leaf {number} is cut into the rows {blocks}, which are not all its rows in order. "
+                        "This is a bug in minialpa: report it with this message."
+                    )
 
     def __bool__(self) -> bool:
         return bool(self.arguments or self.results)
 
 
-def _make_a_leaf(blocks: BlockRows) -> bool:
+def _are_a_whole_leaf(blocks: BlockRows) -> bool:
     stops = [0, *(stop for _, stop in blocks)]
     return len(blocks) > 1 and all(start == before < stop for before, (start, stop) in zip(stops, blocks, strict=False))
 
@@ -192,6 +195,7 @@ class Program:
 
 
 def reads(instruction: Instruction) -> tuple[int, ...]:
+    """Buffers that the instruction reads."""
     match instruction:
         case Run():
             return instruction.inputs
@@ -204,6 +208,7 @@ def reads(instruction: Instruction) -> tuple[int, ...]:
 
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
+    """Buffers that the instruction writes."""
     match instruction:
         case Run():
             return instruction.outputs
@@ -239,31 +244,50 @@ def verify_program(program: Program) -> None:
 
     lost = [buffer for slot in program.outputs for buffer in slot.buffers if buffer not in live]
     if lost:
-        raise VerifyError(f"Result buffers {lost} are empty at the end.")
+        raise VerifyError(
+            f"The program of the step ends with the empty result buffers {lost}. This is a bug in minialpa: report it "
+            "with this message."
+        )
 
 
 def _check_freed(i: int, instruction: Free, live: set[int]) -> None:
     gone = [buffer for buffer in instruction.buffers if buffer not in live]
     if gone:
-        raise VerifyError(f"Instruction {i} frees buffers {gone}, which are empty.")
+        raise VerifyError(
+            f"Instruction {i} of the step frees the buffers {gone}, which are empty. This is a bug in minialpa: report "
+            "it with this message."
+        )
     if len(set(instruction.buffers)) < len(instruction.buffers):
-        raise VerifyError(f"Instruction {i} frees buffers {list(instruction.buffers)}, some of them twice.")
+        raise VerifyError(
+            f"Instruction {i} of the step frees the buffers {list(instruction.buffers)}, some of them twice. This is a "
+            "bug in minialpa: report it with this message."
+        )
 
 
 def _check_read(i: int, instruction: Instruction, live: set[int]) -> None:
     missing = [buffer for buffer in reads(instruction) if buffer not in live]
     if missing:
-        raise VerifyError(f"Instruction {i} ({instruction}) reads buffers {missing}, which are empty.")
+        raise VerifyError(
+            f"Instruction {i} of the step ({instruction}) reads the buffers {missing}, which are empty. This is a bug "
+            "in minialpa: report it with this message."
+        )
 
 
 def _check_call(program: Program, i: int, call: Run | Accumulate) -> None:
     function = program.functions[call.function]
     if len(reads(call)) != len(function.in_avals) or len(writes(call)) != len(function.out_specs):
-        raise VerifyError(f"Instruction {i} calls `{function.name}` with a wrong number of buffers.")
+        raise VerifyError(
+            f"Instruction {i} of the step calls `{function.name}` with {len(reads(call))} operands and "
+            f"{len(writes(call))} results in place of {len(function.in_avals)} and {len(function.out_specs)}. This is "
+            "a bug in minialpa: report it with this message."
+        )
 
 
 def _check_donated(program: Program, i: int, run: Run) -> None:
     donated = {run.inputs[k] for k in program.functions[run.function].donated}
     following = program.instructions[i + 1] if i + 1 < len(program.instructions) else None
     if donated and not (isinstance(following, Free) and donated <= set(following.buffers)):
-        raise VerifyError(f"Instruction {i} donates buffers {sorted(donated)}, which are not freed after it.")
+        raise VerifyError(
+            f"Instruction {i} of the step donates the buffers {sorted(donated)}, which the next instruction does not "
+            "free. This is a bug in minialpa: report it with this message."
+        )

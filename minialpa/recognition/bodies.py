@@ -63,10 +63,13 @@ def with_recognised_bodies(
 ) -> list[NewEquation] | None:
     """The equations of a program with the attentions in bodies as operations; None without attentions."""
     written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
-    return _in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, should_rewrite=should_rewrite))
+    return _rewritten_in_bodies(
+        _Program(eqns=flat.eqns, outvars=outvars, written=written, should_rewrite=should_rewrite)
+    )
 
 
-def _in_bodies(program: _Program) -> list[NewEquation] | None:
+def _rewritten_in_bodies(program: _Program) -> list[NewEquation] | None:
+    """The equations with the attentions inside their bodies as operations; None without attentions."""
     eqns = program.eqns
     if not any(sub_jaxprs(eqn) for eqn in eqns):
         return None
@@ -130,7 +133,9 @@ def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> Close
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     written = Written(consts=consts)
-    new = _recognised(_Program(eqns=flat.eqns, outvars=flat.outvars, written=written, should_rewrite=should_rewrite))
+    new = _rewritten_everywhere(
+        _Program(eqns=flat.eqns, outvars=flat.outvars, written=written, should_rewrite=should_rewrite)
+    )
     if new is None:
         return closed
 
@@ -146,11 +151,11 @@ def _with_equations(closed: ClosedJaxpr, should_rewrite: ShouldRewrite) -> Close
     return made if all(same) and not made.consts else closed
 
 
-def _recognised(program: _Program) -> list[JaxprEqn] | None:
+def _rewritten_everywhere(program: _Program) -> list[JaxprEqn] | None:
     """The equations, also inside bodies, with attentions as operations; None without any."""
     own = program.rewritten()
     chosen = list(program.eqns) if own is None else [one.eqn for one in own]
-    inner = _in_bodies(replace(program, eqns=chosen))
+    inner = _rewritten_in_bodies(replace(program, eqns=chosen))
     if inner is not None:
         return [one.eqn for one in inner]
     return None if own is None else chosen
@@ -161,11 +166,12 @@ def _recognised(program: _Program) -> list[JaxprEqn] | None:
 
 def _scan_alone(program: _Program, eqn: JaxprEqn) -> list[JaxprEqn] | None:
     body = read_body(eqn, {})
-    new = _recognised(_of_bodies(program, body.eqns, body.results, body))
+    new = _rewritten_everywhere(_program_of_bodies(program, body.eqns, body.results, body))
     return None if new is None else scan_of(replace(body, eqns=tuple(new)))
 
 
-def _of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[Atom], *bodies: Body) -> _Program:
+def _program_of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[Atom], *bodies: Body) -> _Program:
+    """Equations of bodies as a program that knows their captured arrays."""
     consts = dict(program.written.consts)
     for body in bodies:
         consts |= body.consts
@@ -179,11 +185,11 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
     """
     first = read_body(program.eqns[i], {})
     second = read_body(program.eqns[k], {array: atom for atom, array in first.stacked})
-    first_only = replace(first, stacked=_read_elsewhere(program, first, k))
+    first_only = replace(first, stacked=_stacks_read_elsewhere(program, first, k))
 
     n = len(first.eqns)
     results = [*first_only.results, *second.results]
-    both = _of_bodies(program, [*first.eqns, *second.eqns], results, first, second)
+    both = _program_of_bodies(program, [*first.eqns, *second.eqns], results, first, second)
     new = both.rewritten(section=[0] * n + [1] * len(second.eqns))
     if new is None:
         return None
@@ -201,7 +207,7 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
     return {i: scan_of(first), k: scan_of(second)}
 
 
-def _read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
+def _stacks_read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
     """The stacks of the first scan that have a reader other than the rows of scan k."""
     n_consts, n_carry = scan_counts(program.eqns[k])
     read = {var for j, eqn in enumerate(program.eqns) if j != k for var in operand_vars(eqn)}

@@ -34,7 +34,10 @@ Group = tuple[Label, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableRequest:
-    """A variable that an attention computes; equation number `place` computed it before."""
+    """A variable that the program reads from an attention: its result, or a gradient.
+
+    place: the number of the equation that computed the variable before.
+    """
 
     var: Var
     role: Role
@@ -46,7 +49,7 @@ class Operands:
     """The arrays that an attention reads, with their indices.
 
     Attributes:
-        value: the array of values.
+        value: V, the array of values.
         cotangent: the cotangent of the result; None in the forward pass.
         window: the window of positions.
         parts: the other masks.
@@ -176,7 +179,7 @@ def emit_attention(operands: Operands, requests: Sequence[VariableRequest], dtyp
         for request in requests:
             role = request.role
             if role.name == "out":
-                out.append(writer.result(raw[0], "btgr", _only_free(role.axes, writer), request))
+                out.append(writer.result(raw[0], "btgr", _feature_indices(role.axes, writer), request))
             else:
                 out.append(writer.result(raw[1], "btgr", (), request))
         return [*raw, *out]
@@ -225,7 +228,7 @@ def emit_gradient(
                 results.append(writer.bias_gradient(x, biases[role.bias], request))
             else:
                 x, letters = raw[names.index(role.name)], "btgr" if role.name == "query" else "bsg"
-                results.append(writer.result(x, letters, _only_free(role.axes, writer), request))
+                results.append(writer.result(x, letters, _feature_indices(role.axes, writer), request))
         return [*raw, *results]
 
     eqns, atoms = equations_for(compute, *forward, *variables)
@@ -233,11 +236,14 @@ def emit_gradient(
     return Emitted(eqns=eqns, results=atoms[n:], raw=atoms[:n])
 
 
-def _only_free(axes: Axes, writer: _LayoutWriter) -> Group:
+def _feature_indices(axes: Axes, writer: _LayoutWriter) -> Group:
+    """The indices that the scores lack."""
     return tuple(label for label in axes if label is not None and label not in writer.operands.softmax.labels)
 
 
 class _LayoutWriter:
+    """Brings operands to the layouts of the primitives, and results back. `read` has the array of each variable."""
+
     def __init__(self, operands: Operands, dtype: Any) -> None:
         self.operands, self.dtype = operands, dtype
         self.groups = operands.groups
@@ -309,6 +315,7 @@ class _LayoutWriter:
         return self._in_layout(x, labels, {}, request)
 
     def _in_layout(self, x: Any, labels: Sequence[Label], others: Mapping[Label, int], request: VariableRequest) -> Any:
+        """An array with indices `labels` in the layout of the requested variable. others: lengths of features."""
         axes = request.role.axes
         sizes = {**self.operands.sizes, **others}
         x = _reshaped(x, [sizes[label] for label in labels])

@@ -47,6 +47,7 @@ class Known:
     ) -> None:
         """rules: for primitives through which arrays are followed back to leaves.
         factors: has the forms of operands of products of matrices.
+        followed: forms of variables that depend on an exponential of scores.
         """
         self.indices, self.forms = indices, dict[Var, Form]()
         self._producers, self._numbers, self._followed = producers, numbers, followed
@@ -59,14 +60,14 @@ class Known:
         if atom in self._followed:
             return self._followed[atom]
         if atom not in self.forms:
-            self.forms[atom] = self._outside(atom)
+            self.forms[atom] = self._form_outside(atom)
         return self.forms[atom]
 
     def factor(self, atom: Atom) -> Form:
         """The form of an operand of a product of matrices, in which another such product is a leaf."""
         return self[atom] if self._factors is None else self._factors[atom]
 
-    def _outside(self, var: Var) -> Form:
+    def _form_outside(self, var: Var) -> Form:
         """A leaf in some layout, or a product of two."""
         eqn = self._producers.get(var)
         rule = None if eqn is None else self._rules.get(eqn.primitive.name)
@@ -100,7 +101,7 @@ def _form_of_literal(literal: Literal) -> Form:
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def _same(known: Known, eqn: JaxprEqn) -> Form:
+def _operand_form(known: Known, eqn: JaxprEqn) -> Form:
     return known[eqn.invars[0]]
 
 
@@ -138,6 +139,7 @@ def _broadcast_in_dim(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _reshape(known: Known, eqn: JaxprEqn) -> Form:
+    """A reshape that only adds or drops dimensions of length 1."""
     form = known[eqn.invars[0]]
     if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
         raise NoFormula
@@ -160,16 +162,16 @@ def _part_of_number(known: Known, eqn: JaxprEqn) -> Form:
 LAYOUTS: Mapping[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "convert_element_type": _convert,
-    "copy": _same,
-    "copy_p": _same,
+    "copy": _operand_form,
+    "copy_p": _operand_form,
     "dynamic_slice": _part_of_number,
     "expand_dims": _reshape,
-    "name": _same,
+    "name": _operand_form,
     "reduce_precision": _reduce_precision,
     "reshape": _reshape,
     "slice": _part_of_number,
     "squeeze": _reshape,
-    "stop_gradient": _same,
+    "stop_gradient": _operand_form,
     "transpose": _transpose,
 }
 
@@ -223,7 +225,7 @@ def _is_choice_of_floats(eqn: JaxprEqn) -> bool:
     return is_boolean and is_by_element and aval_of(result).dtype.name in FLOATS
 
 
-def _number(fun: Callable[..., object]) -> Rule:
+def _number_rule(fun: Callable[..., object]) -> Rule:
     def rule(known: Known, eqn: JaxprEqn) -> Form:
         terms = [known[atom].term for atom in eqn.invars]
         dtype = aval_of(eqn.outvars[0]).dtype
@@ -239,30 +241,30 @@ def _number(fun: Callable[..., object]) -> Rule:
 # ---- sums ----------------------------------------------------------------------------------------------------------
 
 
-def _reduced(known: Known, eqn: JaxprEqn) -> Form:
+def _reduction(known: Known, eqn: JaxprEqn) -> Form:
     """A sum or a maximum along dimensions; the identity if these have length 1."""
     form = _with_fixed_names(known, known[eqn.invars[0]])
     dims, shape = eqn.params["axes"], shape_of(eqn.invars[0])
     if any(form.axes[i] is None and shape[i] != 1 for i in dims) or isinstance(form.term, Number):
         raise NoFormula
     over = frozenset(form.axes[i] for i in dims) - {None}
-    return Form(_without(form.axes, dims), rewritten(eqn, [form.term], over) if over else form.term)
+    return Form(_axes_without(form.axes, dims), rewritten(eqn, [form.term], over) if over else form.term)
 
 
 def dot_general(known: Known, eqn: JaxprEqn) -> Form:
     """out[batch, free of left, free of right] = sum over contracted dimensions of left * right."""
     (left_dims, right_dims), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     contracted, batch = (list(zip(*pair, strict=True)) for pair in eqn.params["dimension_numbers"])
-    left, right = known.indices.joined(*_factors(known, eqn), [*batch, *contracted])
+    left, right = known.indices.joined(*_product_operands(known, eqn), [*batch, *contracted])
 
     axes = (
-        *(_label(left, right, pair) for pair in batch),
-        *_without(left.axes, {*left_batch, *left_dims}),
-        *_without(right.axes, {*right_batch, *right_dims}),
+        *(_pair_label(left, right, pair) for pair in batch),
+        *_axes_without(left.axes, {*left_batch, *left_dims}),
+        *_axes_without(right.axes, {*right_batch, *right_dims}),
     )
     named = check_apart(axes)
-    over = frozenset(_label(left, right, pair) for pair in contracted)
-    if any(_label(left, right, (i, j)) is None and shape_of(eqn.invars[0])[i] != 1 for i, j in contracted):
+    over = frozenset(_pair_label(left, right, pair) for pair in contracted)
+    if any(_pair_label(left, right, (i, j)) is None and shape_of(eqn.invars[0])[i] != 1 for i, j in contracted):
         raise NoFormula
     over -= {None}
     if over & named:
@@ -273,7 +275,7 @@ def dot_general(known: Known, eqn: JaxprEqn) -> Form:
     return Form(axes, term)
 
 
-def _factors(known: Known, eqn: JaxprEqn) -> tuple[Form, Form]:
+def _product_operands(known: Known, eqn: JaxprEqn) -> tuple[Form, Form]:
     left, right = (known.factor(atom) for atom in eqn.invars)
     # If an operand is a number everywhere, such as a mask of ones, the other one may be a product.
     if isinstance(left.term, Number):
@@ -283,19 +285,19 @@ def _factors(known: Known, eqn: JaxprEqn) -> tuple[Form, Form]:
     return left, right
 
 
-def _label(left: Form, right: Form, pair: tuple[int, int]) -> Label | None:
+def _pair_label(left: Form, right: Form, pair: tuple[int, int]) -> Label | None:
     i, j = pair
     return left.axes[i] if left.axes[i] is not None else right.axes[j]
 
 
-def _without(axes: Axes, dims: Collection[int]) -> Axes:
+def _axes_without(axes: Axes, dims: Collection[int]) -> Axes:
     return tuple(label for i, label in enumerate(axes) if i not in dims)
 
 
 # ---- rules by primitive --------------------------------------------------------------------------------------------
 
 
-def _first(one: Rule, other: Rule) -> Rule:
+def _first_that_applies(one: Rule, other: Rule) -> Rule:
     def rule(known: Known, eqn: JaxprEqn) -> Form:
         try:
             return one(known, eqn)
@@ -308,28 +310,28 @@ def _first(one: Rule, other: Rule) -> Rule:
 #: Rules for arrays before the scores.
 OUTSIDE: Mapping[str, Rule] = {
     **LAYOUTS,
-    "div": _number(np.divide),
-    "mul": _number(np.multiply),
-    "neg": _number(np.negative),
-    "pow": _number(np.power),
-    "rsqrt": _number(lambda x: 1 / np.sqrt(x)),
-    "sqrt": _number(np.sqrt),
+    "div": _number_rule(np.divide),
+    "mul": _number_rule(np.multiply),
+    "neg": _number_rule(np.negative),
+    "pow": _number_rule(np.power),
+    "rsqrt": _number_rule(lambda x: 1 / np.sqrt(x)),
+    "sqrt": _number_rule(np.sqrt),
 }
 
 RULES: Mapping[str, Rule] = {
     **OUTSIDE,
     "add": _elementwise,
     "add_any": _elementwise,
-    "div": _first(OUTSIDE["div"], _elementwise),
+    "div": _first_that_applies(OUTSIDE["div"], _elementwise),
     "dot_general": dot_general,
     "exp": _elementwise,
     "integer_pow": _elementwise,
     "max": _elementwise,
-    "mul": _first(OUTSIDE["mul"], _elementwise),
-    "neg": _first(OUTSIDE["neg"], _elementwise),
+    "mul": _first_that_applies(OUTSIDE["mul"], _elementwise),
+    "neg": _first_that_applies(OUTSIDE["neg"], _elementwise),
     "optimization_barrier": LAYOUTS["copy"],
-    "reduce_max": _reduced,
-    "reduce_sum": _reduced,
+    "reduce_max": _reduction,
+    "reduce_sum": _reduction,
     "select_n": _select_n,
     "sub": _difference,
 }

@@ -30,7 +30,7 @@ def find_forms(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> d
     to_exponentials = _equations_to_exponentials(eqns)
     follower = _Follower(producers)
     for eqn in eqns if to_exponentials else ():
-        follower.follow(eqn, eqn in to_exponentials)
+        follower.follow(eqn, is_to_exponential=eqn in to_exponentials)
     return follower.followed
 
 
@@ -65,7 +65,7 @@ class _Follower:
         rules = {**OUTSIDE, "dot_general": dot_general}
         self._known = Known(producers, indices, numbers, self.followed, rules=rules, factors=factors)
 
-    def follow(self, eqn: JaxprEqn, is_to_exponential: bool) -> None:
+    def follow(self, eqn: JaxprEqn, *, is_to_exponential: bool) -> None:
         """Record the form of an equation's result, if the equation belongs to an attention and has a rule."""
         name = eqn.primitive.name
         rule = RULES.get(name)

@@ -36,11 +36,11 @@ class Indices:
 
     def with_fixed_names(self, form: Form) -> Form:
         """The form of scores with fixed names for its indices. No leaf has these names."""
-        names = {label: self._fixed_names.setdefault(label, next(self._names)) for label in self._free(form)}
+        names = {label: self._fixed_names.setdefault(label, next(self._names)) for label in self._free_names(form)}
         self.fixed.update(names.values())
         return with_names(form, names)
 
-    def _free(self, form: Form) -> list[Label]:
+    def _free_names(self, form: Form) -> list[Label]:
         return [label for label in form.axes if label is not None and label not in self.fixed]
 
     # ---- elementwise -----------------------------------------------------------------------------------------------
@@ -54,9 +54,9 @@ class Indices:
                 out.append(form)
                 continue
             # The name of another dimension would make two indices one.
-            form = self.apart(form, set(self._free(form)) & set(axes))
+            form = self.apart(form, set(self._free_names(form)) & set(axes))
             axes = tuple(own if label is None else label for label, own in zip(axes, form.axes, strict=True))
-            out.append(with_names(form, _changes(form.axes, axes)))
+            out.append(with_names(form, _changed_names(form.axes, axes)))
 
         named = check_apart(axes)
         if any(form.term.labels - named for form in out):
@@ -112,7 +112,7 @@ def check_apart(axes: Axes) -> set[Label]:
     return set(named)
 
 
-def _changes(old: Axes, new: Axes) -> dict[Label, Label]:
+def _changed_names(old: Axes, new: Axes) -> dict[Label, Label]:
     names = {a: b for a, b in zip(old, new, strict=True) if a is not None}
     return {a: b for a, b in names.items() if a != b}
 

@@ -104,7 +104,8 @@ class MaskReader:
         found = None if eqn is None or handler is None else handler(self, eqn, axes, positive)
         return whole if found is None else found
 
-    def _together(self, parts: Sequence[_Boolean]) -> list[Condition] | None:
+    def _conditions_of_all(self, parts: Sequence[_Boolean]) -> list[Condition] | None:
+        """`_conditions` of several booleans together."""
         found: list[Condition] = []
         for part in parts:
             conditions = self._conditions(*part)
@@ -119,16 +120,16 @@ class MaskReader:
         inner = _operand_axes(eqn, axes)
         if inner is None or not _is_boolean(eqn.invars[0]):
             return None
-        return self._together([(eqn.invars[0], inner, positive)])
+        return self._conditions_of_all([(eqn.invars[0], inner, positive)])
 
     def _of_negation(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        return self._together([(eqn.invars[0], axes, not positive)])
+        return self._conditions_of_all([(eqn.invars[0], axes, not positive)])
 
     def _of_logic(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
         """A true `and` has true operands, and a false `or` false operands."""
         if eqn.primitive.name != ("and" if positive else "or") or not _is_boolean(eqn.outvars[0]):
             return None
-        return self._together([(x, _shrunk(x, axes), positive) for x in eqn.invars])
+        return self._conditions_of_all([(x, _operand_indices(x, axes), positive) for x in eqn.invars])
 
     def _of_choice(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
         """A choice between an array and False is true where both the array and the chooser are."""
@@ -137,10 +138,10 @@ class MaskReader:
         if not positive or not _is_boolean(which) or len(cases) != 2 or not is_by_element:
             return None
         if_false, if_true = cases
-        if self._value(if_false) == 0:
-            return self._together([(which, axes, True), (if_true, axes, True)])
-        if self._value(if_true) == 0:
-            return self._together([(which, axes, False), (if_false, axes, True)])
+        if self._number_everywhere(if_false) == 0:
+            return self._conditions_of_all([(which, axes, True), (if_true, axes, True)])
+        if self._number_everywhere(if_true) == 0:
+            return self._conditions_of_all([(which, axes, False), (if_false, axes, True)])
         return None
 
     def _of_comparison(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
@@ -148,7 +149,7 @@ class MaskReader:
         return None if window is None else [window]
 
     def _of_equality(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
-        if self._value(eqn.invars[1]) != 0:
+        if self._number_everywhere(eqn.invars[1]) != 0:
             return None
         return self._of_number(eqn.invars[0], axes, positive == (eqn.primitive.name == "ne")) or None
 
@@ -163,10 +164,11 @@ class MaskReader:
             return None
         if not _is_boolean(operand):
             return self._of_number(operand, inner, positive)
-        found = self._together([(operand, inner, positive)])
+        found = self._conditions_of_all([(operand, inner, positive)])
         return [MaskCondition(operand, inner, positive)] if found is None else found
 
-    def _value(self, atom: Atom) -> float | None:
+    def _number_everywhere(self, atom: Atom) -> float | None:
+        """The value of an array with one value everywhere; None if unknown."""
         while not is_literal(atom):
             eqn = self.producers.get(atom)
             if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -177,6 +179,7 @@ class MaskReader:
     # ---- windows ---------------------------------------------------------------------------------------------------
 
     def _window_of_comparison(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> Window | None:
+        """The window in which a comparison of positions is `positive`, if there is one."""
         # For integers, a > b is a - b - 1 >= 0.
         sign, offset = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}[eqn.primitive.name]
         a, b = map(AffineProgram(self.producers, self.consts).affine, eqn.invars)
@@ -208,6 +211,7 @@ class MaskReader:
         return None
 
     def _window_of_array(self, value: np.ndarray, axes: Axes) -> Window | None:
+        """The window of a constant mask that is a band along the diagonal; None for other masks."""
         labels = [label for label in axes if label is not None]
         if value.dtype != np.bool_ or len(labels) != 2 or self.key not in labels or not value.any():
             return None
@@ -275,6 +279,7 @@ def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
     return tuple(None if size == 1 else next(left) for size in old)
 
 
-def _shrunk(atom: Atom, axes: Axes) -> Axes:
+def _operand_indices(atom: Atom, axes: Axes) -> Axes:
+    """The indices of an operand that is broadcast to `axes`."""
     shape = shape_of(atom)
     return tuple(None if size == 1 else label for size, label in zip(shape, axes, strict=True)) if shape else ()

@@ -80,6 +80,7 @@ def rewritten(eqn: JaxprEqn, terms: Sequence[Term], over: frozenset[Label] = fro
 
 
 def _product(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    """Scores without scale, biases and masks: a product of queries and keys."""
     left, right = terms
     if len(over) != 1 or not _has_usual_precision(eqn):
         raise NoFormula
@@ -104,7 +105,7 @@ def _is_float16(atom: Atom) -> bool:
     return bool(aval_of(atom).dtype == jnp.float16)
 
 
-def _scaled(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+def _scaled_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     scores, c = _other_and_number(terms)
     steps = scores.float16 | ({"scale"} if _is_float16(eqn.outvars[0]) else set())
     return replace(scores, scale=_factor(eqn, c), float16=steps)
@@ -118,7 +119,7 @@ def _factor(eqn: JaxprEqn, c: float) -> float:
     return c if eqn.primitive.name == "mul" else 1 / c
 
 
-def _biased(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+def _biased_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     scores, bias = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     # In 16 bits, a large number loses the number that is added to it.
     if aval_of(eqn.outvars[0]).dtype.itemsize < 4 or scores.masks:
@@ -126,7 +127,7 @@ def _biased(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     return replace(scores, biases=(*scores.biases, (bias, -1.0 if eqn.primitive.name == "sub" else 1.0)))
 
 
-def _masked(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+def _masked_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     mask, scores, c = _choice(terms)
     if math.isnan(c) or c == math.inf or (scores.masks and scores.masked_score != c):
         raise NoFormula
@@ -139,14 +140,15 @@ def _choice(terms: Sequence[Any]) -> tuple[Mask, Any, float]:
     """
     which, if_false, if_true = terms
     if isinstance(if_false, Number):
-        return Mask(which, True), if_true, if_false.value
-    return Mask(which, False), if_false, if_true.value
+        return Mask(which, positive=True), if_true, if_false.value
+    return Mask(which, positive=False), if_false, if_true.value
 
 
 # ---- softmax and its derivative ------------------------------------------------------------------------------------
 
 
 def _maximum(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    """The maximum over keys, which defines the softmax."""
     if len(over) != 1:
         raise NoFormula
     (key,) = over
@@ -161,7 +163,7 @@ def _n_keys(softmax: Softmax) -> int:
     return n_keys
 
 
-def _part(kind: Kind) -> Build:
+def _softmax_term(kind: Kind) -> Build:
     """A builder for whole terms of one softmax, with one array of values and one cotangent, in the dtype of the
     maximum.
     """
@@ -177,7 +179,7 @@ def _part(kind: Kind) -> Build:
         own = frozenset({softmax.key_position}) if kind in OF_QUERIES else frozenset()
         if over and over != own:
             raise NoFormula
-        value, cotangent, is_float16 = _one_pair(terms, softmax)
+        value, cotangent, is_float16 = _values_and_cotangent(terms, softmax)
         labels = softmax.labels - own
         return SoftmaxArray(
             kind=kind, softmax=softmax, labels=labels, value=value, cotangent=cotangent, has_float16_bar=is_float16
@@ -186,7 +188,7 @@ def _part(kind: Kind) -> Build:
     return build
 
 
-def _one_pair(terms: Sequence[Any], softmax: Softmax) -> tuple[Leaf | None, Leaf | None, bool]:
+def _values_and_cotangent(terms: Sequence[Any], softmax: Softmax) -> tuple[Leaf | None, Leaf | None, bool]:
     """The values and cotangent in these terms, and whether their product is float16. Raises NoFormula for several."""
     pairs: set[tuple[Leaf | None, Leaf | None, bool]] = set()
     for term in terms:
@@ -200,13 +202,14 @@ def _one_pair(terms: Sequence[Any], softmax: Softmax) -> tuple[Leaf | None, Leaf
     return pairs.pop() if pairs else (None, None, False)
 
 
-def _shifted(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+def _shifted_scores(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     if terms[0] != terms[1].softmax.scores:
         raise NoFormula
-    return _part(Kind.SHIFTED)(eqn, terms, over)
+    return _softmax_term(Kind.SHIFTED)(eqn, terms, over)
 
 
 def _value_and_cotangent(product: Scores, softmax: Softmax) -> tuple[Leaf, Leaf]:
+    """The values and the cotangent of the result, whose product is p_bar."""
     is_value = [softmax.key_position in leaf.labels for leaf in (product.left, product.right)]
     if sorted(is_value) != [False, True] or not product.labels <= softmax.labels:
         raise NoFormula
@@ -225,7 +228,7 @@ def _inverse_square(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label])
     is_large = _is_float16(eqn.outvars[0]) and _n_keys(terms[0].softmax) ** 2 > _MOST_IN_FLOAT16
     if eqn.params["y"] != -2 or is_large:
         raise NoFormula
-    return _part(Kind.TOTAL_SQUARED)(eqn, terms, over)
+    return _softmax_term(Kind.TOTAL_SQUARED)(eqn, terms, over)
 
 
 def _lower_bound(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
@@ -235,7 +238,7 @@ def _lower_bound(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) ->
     return part
 
 
-def _hidden(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+def _hidden_under_mask(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     mask, part, c = _choice(terms)
     if c != 0 or mask not in part.softmax.scores.masks or not part.is_whole or part.is_scaled:
         raise NoFormula
@@ -252,7 +255,7 @@ def _scaled_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> 
 # ---- results -------------------------------------------------------------------------------------------------------
 
 
-def _mixed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+def _product_with_probabilities(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     """A product of probabilities with values, summed over keys, or with the cotangent, summed over queries."""
     part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
     softmax, key = part.softmax, part.softmax.key_position
@@ -303,14 +306,14 @@ def _is_scores_bar(eqn: JaxprEqn, part: SoftmaxArray, var: Any) -> bool:
     return _is_float16(var) == ("product" in scores.float16)
 
 
-def _summed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+def _summed_gradient(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
     return replace(terms[0], labels=terms[0].labels - over)
 
 
 # ---- identities ----------------------------------------------------------------------------------------------------
 
 
-def _same(number: float) -> Build:
+def _other_operand(number: float) -> Build:
     """The other operand, if one operand is this number."""
 
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
@@ -327,7 +330,7 @@ def _other_and_number(terms: Sequence[Any]) -> tuple[Any, float]:
     return (second, first.value) if isinstance(first, Number) else (first, second.value)
 
 
-def _either(*builds: Build) -> Build:
+def _first_that_builds(*builds: Build) -> Build:
     def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
         for one in builds[:-1]:
             try:
@@ -351,7 +354,7 @@ def converted(term: Term, old: Any, new: Any) -> Term:
     old, new = np.dtype(old), np.dtype(new)
     is_wider = has_all(new, old)
     if isinstance(term, Number):
-        return Number(_rounded(term.value, new))
+        return Number(_rounded_number(term.value, new))
     if is_wider or isinstance(term, Leaf):
         if isinstance(term, Leaf) and not is_wider:
             raise NoFormula
@@ -363,11 +366,12 @@ def converted(term: Term, old: Any, new: Any) -> Term:
     if new == jnp.float16:
         term = _as_float16(term)
     if isinstance(term, Scores) and term.masks:
-        return replace(term, masked_score=_rounded(term.masked_score, new))
+        return replace(term, masked_score=_rounded_number(term.masked_score, new))
     return term
 
 
 def _as_float16(term: Scores | SoftmaxArray) -> Scores | SoftmaxArray:
+    """A term rounded to float16. Raises NoFormula unless the primitives round there, too."""
     if isinstance(term, Scores):
         if "product" not in term.float16:
             raise NoFormula
@@ -378,7 +382,7 @@ def _as_float16(term: Scores | SoftmaxArray) -> Scores | SoftmaxArray:
     return term
 
 
-def _rounded(value: float, dtype: Any) -> float:
+def _rounded_number(value: float, dtype: Any) -> float:
     with np.errstate(over="ignore"):
         return float(np.asarray(value, dtype))
 
@@ -389,24 +393,25 @@ K = Kind
 
 
 def _row(primitive: str, operands: tuple[Kind, ...], result: Kind, build: Build | None = None) -> Rewrite:
-    build = _part(result) if build is None else build
+    build = _softmax_term(result) if build is None else build
     return Rewrite(primitive=primitive, operands=operands, result=result, build=build)
 
 
 def _rows_of_scores(scores: Kind) -> list[Rewrite]:
-    by_number = _either(_same(1.0), _scaled) if scores is K.PRODUCT else _same(1.0)
+    """The rows for operands of kind `scores`, PRODUCT or SCORE."""
+    by_number = _first_that_builds(_other_operand(1.0), _scaled_scores) if scores is K.PRODUCT else _other_operand(1.0)
     return [
         _row("mul", (scores, K.NUMBER), K.SCORE, by_number),
         _row("mul", (K.NUMBER, scores), K.SCORE, by_number),
         _row("div", (scores, K.NUMBER), K.SCORE, by_number),
-        _row("add", (scores, K.NUMBER), K.SCORE, _same(0.0)),
-        _row("add", (scores, K.LEAF), K.SCORE, _biased),
-        _row("add", (K.LEAF, scores), K.SCORE, _biased),
-        _row("sub", (scores, K.LEAF), K.SCORE, _biased),
-        _row("select_n", (K.LEAF, K.NUMBER, scores), K.SCORE, _masked),
-        _row("select_n", (K.LEAF, scores, K.NUMBER), K.SCORE, _masked),
+        _row("add", (scores, K.NUMBER), K.SCORE, _other_operand(0.0)),
+        _row("add", (scores, K.LEAF), K.SCORE, _biased_scores),
+        _row("add", (K.LEAF, scores), K.SCORE, _biased_scores),
+        _row("sub", (scores, K.LEAF), K.SCORE, _biased_scores),
+        _row("select_n", (K.LEAF, K.NUMBER, scores), K.SCORE, _masked_scores),
+        _row("select_n", (K.LEAF, scores, K.NUMBER), K.SCORE, _masked_scores),
         _row("reduce_max", (scores,), K.MAXIMUM, _maximum),
-        _row("sub", (scores, K.MAXIMUM), K.SHIFTED, _shifted),
+        _row("sub", (scores, K.MAXIMUM), K.SHIFTED, _shifted_scores),
     ]
 
 
@@ -418,15 +423,15 @@ REWRITES: tuple[Rewrite, ...] = (
     _row("exp", (K.SHIFTED,), K.WEIGHT),
     _row("reduce_sum", (K.WEIGHT,), K.TOTAL),
     _row("div", (K.WEIGHT, K.TOTAL), K.PROBABILITY),
-    _row("mul", (K.PROBABILITY, K.NUMBER), K.PROBABILITY, _same(1.0)),
+    _row("mul", (K.PROBABILITY, K.NUMBER), K.PROBABILITY, _other_operand(1.0)),
     *(
-        _row("dot_general", operands, kind, _same(1.0))
+        _row("dot_general", operands, kind, _other_operand(1.0))
         for kind in (K.PROBABILITY, K.PRODUCT)
         for operands in ((kind, K.NUMBER), (K.NUMBER, kind))
     ),
     # OUT, or VALUE_BAR if the sum is over queries.
-    _row("dot_general", (K.PROBABILITY, K.LEAF), K.OUT, _mixed),
-    _row("dot_general", (K.LEAF, K.PROBABILITY), K.OUT, _mixed),
+    _row("dot_general", (K.PROBABILITY, K.LEAF), K.OUT, _product_with_probabilities),
+    _row("dot_general", (K.LEAF, K.PROBABILITY), K.OUT, _product_with_probabilities),
     # The derivative of a quotient, as jax writes it.
     _row("integer_pow", (K.TOTAL,), K.TOTAL_SQUARED, _inverse_square),
     _row("div", (K.PRODUCT, K.TOTAL), K.DIVIDED),
@@ -436,15 +441,18 @@ REWRITES: tuple[Rewrite, ...] = (
     _row("neg", (K.MEAN,), K.MINUS_MEAN),
     _row("add_any", (K.DIVIDED, K.MINUS_MEAN), K.CENTRED),
     _row("mul", (K.CENTRED, K.WEIGHT), K.SCORE_BAR),
-    _row("select_n", (K.LEAF, K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _hidden),
-    _row("select_n", (K.LEAF, K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _hidden),
+    _row("select_n", (K.LEAF, K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _hidden_under_mask),
+    _row("select_n", (K.LEAF, K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _hidden_under_mask),
     _row("mul", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar),
     _row("mul", (K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _scaled_bar),
     _row("div", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar),
     # QUERY_BAR, or KEY_BAR if the sum is over queries.
     _row("dot_general", (K.SCORE_BAR, K.LEAF), K.QUERY_BAR, _operand_bar),
     _row("dot_general", (K.LEAF, K.SCORE_BAR), K.QUERY_BAR, _operand_bar),
-    *(_row("reduce_sum", (kind,), kind, _summed) for kind in (K.SCORE_BAR, K.QUERY_BAR, K.KEY_BAR, K.VALUE_BAR)),
+    *(
+        _row("reduce_sum", (kind,), kind, _summed_gradient)
+        for kind in (K.SCORE_BAR, K.QUERY_BAR, K.KEY_BAR, K.VALUE_BAR)
+    ),
 )
 
 _RULES = {(row.primitive, row.operands): row for row in REWRITES}

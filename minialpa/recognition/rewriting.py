@@ -54,6 +54,8 @@ class Written:
 
 @dataclass(slots=True)
 class _AttentionRequests:
+    """The variables that the program reads from one attention."""
+
     results: list[VariableRequest] = field(default_factory=list)
     gradients: list[VariableRequest] = field(default_factory=list)
 
@@ -108,13 +110,14 @@ class _Rewriter:
         self._parts = _parts_by_softmax(eqns, forms)
 
     def run(self, section: Sequence[int]) -> list[NewEquation] | None:
-        left: set[Softmax] = set()
+        """The new equations in order; None without attentions. Refused attentions stay as written."""
+        as_written: set[Softmax] = set()
         while True:
-            attentions, kept = self._choose(left)
-            refused = {softmax for softmax, asked in attentions.items() if not self._is_good(softmax, asked, kept)}
+            attentions, kept = self._choose(as_written)
+            refused = {softmax for softmax, asked in attentions.items() if not self._is_accepted(softmax, asked, kept)}
             if not refused:
                 break
-            left |= refused
+            as_written |= refused
         if not attentions:
             return None
 
@@ -127,8 +130,8 @@ class _Rewriter:
 
     # ---- which attentions ------------------------------------------------------------------------------------------
 
-    def _choose(self, left: Set[Softmax]) -> tuple[dict[Softmax, _AttentionRequests], dict[int, set[Var]]]:
-        """The requests of each attention except `left`, and the needed results of each equation that stays."""
+    def _choose(self, as_written: Set[Softmax]) -> tuple[dict[Softmax, _AttentionRequests], dict[int, set[Var]]]:
+        """The requests of each attention except `as_written`, and the needed results of each equation that stays."""
         needed = {atom for atom in self._outvars if not is_literal(atom)}
         attentions: dict[Softmax, _AttentionRequests] = {}
         kept: dict[int, set[Var]] = {}
@@ -138,7 +141,7 @@ class _Rewriter:
             if not requested and not eqn.effects:
                 continue
             role = self._role(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
-            if role is None or role.softmax in left:
+            if role is None or role.softmax in as_written:
                 kept[i] = requested
                 needed.update(operand_vars(self._needed_part(eqn, requested)))
                 continue
@@ -172,6 +175,7 @@ class _Rewriter:
         return [leaf.var for leaf in leaves]
 
     def _operands_of(self, request: VariableRequest) -> Operands | None:
+        """The operands of the attention of a request; None if the primitives do not support them."""
         if request.var not in self._operands:
             try:
                 found = operands_of(request.role, self._reader)
@@ -183,9 +187,9 @@ class _Rewriter:
     def _reader(self, softmax: Softmax) -> MaskReader:
         return MaskReader(self._written.producers, self._written.consts, softmax.key_position, softmax.query_positions)
 
-    def _is_good(self, softmax: Softmax, attention: _AttentionRequests, kept: Mapping[int, set[Var]]) -> bool:
+    def _is_accepted(self, softmax: Softmax, attention: _AttentionRequests, kept: Mapping[int, set[Var]]) -> bool:
         """Whether one call of each primitive computes all requests, and the product of the scores is dropped."""
-        forward, backward = self._sides(attention)
+        forward, backward = self._operands_of_passes(attention)
         if forward is None or (attention.gradients and backward is None):
             return False
         requests = attention.results + attention.gradients
@@ -197,7 +201,7 @@ class _Rewriter:
             return False
         return self._accept(forward, [i for i in self._parts[softmax] if i not in kept])
 
-    def _sides(self, attention: _AttentionRequests) -> tuple[Operands | None, Operands | None]:
+    def _operands_of_passes(self, attention: _AttentionRequests) -> tuple[Operands | None, Operands | None]:
         """The operands of the forward pass and of the gradient, if known."""
         found = [self._operands_of(request) for request in attention.results + attention.gradients]
         backward = [operands for operands in found if operands is not None and operands.cotangent is not None]
@@ -213,22 +217,22 @@ class _Rewriter:
     # ---- the new equations -----------------------------------------------------------------------------------------
 
     def _emit(self, attention: _AttentionRequests) -> list[NewEquation]:
-        forward, backward = self._sides(attention)
+        forward, backward = self._operands_of_passes(attention)
         assert forward is not None, attention
         dtype = shared_dtype(forward, attention.results)
         results = sorted(attention.results, key=lambda request: request.place)
         place = results[0].place if results else min(request.place for request in attention.gradients)
         emitted = emit_attention(forward, results, dtype)
-        new, names = self._new(emitted.eqns, emitted.results, results, place)
+        new, names = self._new_equations(emitted.eqns, emitted.results, results, place)
         if attention.gradients:
             assert backward is not None, attention
             gradients = sorted(attention.gradients, key=lambda request: request.place)
             raw = [names.get(atom, atom) for atom in emitted.raw]
             after = emit_gradient(backward, raw, gradients, dtype)
-            new += self._new(after.eqns, after.results, gradients, gradients[0].place, place)[0]
+            new += self._new_equations(after.eqns, after.results, gradients, gradients[0].place, place)[0]
         return new
 
-    def _new(
+    def _new_equations(
         self,
         eqns: Sequence[JaxprEqn],
         results: Sequence[Atom],
@@ -290,7 +294,10 @@ def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEqua
 
 
 def _have_one_call(attention: _AttentionRequests) -> bool:
-    """Whether all requests share one array of values, one cotangent, and one dtype of p_bar."""
+    """Whether one call of each primitive serves all requests.
+
+    They share V, the cotangent of the result, and the dtype of p_bar, the cotangent of the probabilities.
+    """
     roles = [request.role for request in attention.results + attention.gradients]
     gradients = [request.role for request in attention.gradients]
     values = {role.value.number for role in roles if role.value is not None}

@@ -50,6 +50,7 @@ class Body:
 
     @property
     def read(self) -> dict[Var, None]:
+        """The variables that the equations and the results read."""
         operands = [var for eqn in self.eqns for var in operand_vars(eqn)]
         return dict.fromkeys([*operands, *variables_in(self.results)])
 
@@ -59,7 +60,10 @@ def variables_in(atoms: Sequence[Atom]) -> list[Var]:
 
 
 def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
-    """linked: for a stacked array, the value of the same iteration in another body."""
+    """The scan as a body with fresh variables.
+
+    linked: for a stacked array, the value of the same iteration in another body.
+    """
     closed = eqn.params["jaxpr"]
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     n_consts, n_carry = scan_counts(eqn)
@@ -81,7 +85,7 @@ def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
     for one in flat.eqns:
         names |= {var: fresh_var(aval_of(var)) for var in one.outvars}
         eqns.append(reading(one, names).replace(outvars=[names[var] for var in one.outvars]))
-    results = _named(flat.outvars, names)
+    results = _renamed_atoms(flat.outvars, names)
     return Body(
         eqn=eqn,
         carries=tuple(carries),
@@ -100,12 +104,12 @@ def with_rows(body: Body, rows: Sequence[tuple[Var, Var, Atom]]) -> Body:
         body,
         rows=(*body.rows, *((row, array) for _, row, array in rows)),
         eqns=tuple(reading(eqn, names) for eqn in body.eqns),
-        new_carries=tuple(_named(body.new_carries, names)),
-        stacked=tuple((_named([atom], names)[0], array) for atom, array in body.stacked),
+        new_carries=tuple(_renamed_atoms(body.new_carries, names)),
+        stacked=tuple((_renamed_atoms([atom], names)[0], array) for atom, array in body.stacked),
     )
 
 
-def _named(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+def _renamed_atoms(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
     return [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
 
 
@@ -115,7 +119,7 @@ def _named(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
 def scan_of(body: Body) -> list[JaxprEqn]:
     """The equations of a scan with this body, with the source line of the old scan."""
     _, n_carry = scan_counts(body.eqn)
-    outer = _read_from_outside(body)
+    outer = _outer_variables(body)
 
     def compute(*arrays: Any) -> list[Any]:
         return _scan(body, dict(zip(outer, arrays, strict=True)))
@@ -126,7 +130,7 @@ def scan_of(body: Body) -> list[JaxprEqn]:
     return [with_source_of(eqn, body.eqn) for eqn in named]
 
 
-def _read_from_outside(body: Body) -> list[Var]:
+def _outer_variables(body: Body) -> list[Var]:
     made = body.variables.keys() | body.consts.keys()
     stacked = [array for _, array in body.rows]
     captured = [var for var in body.read if var not in made]
@@ -139,6 +143,7 @@ def _first_carries(body: Body) -> list[Atom]:
 
 
 def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
+    """The results of the scan. env: values of the variables from outside."""
     params, n_carry = body.eqn.params, len(body.carries)
     read = body.read
     rows = [(row, array) for row, array in body.rows if row in read]
@@ -147,11 +152,11 @@ def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
         inner = {**env, **body.consts, **dict(zip(body.carries, carry, strict=True))}
         inner |= dict(zip([row for row, _ in rows], xs, strict=True))
         found = run(body.eqns, body.results, inner)
-        carries = [_like(new, old) for new, old in zip(found[:n_carry], carry, strict=True)]
-        stacked = [_like(x, aval_of(var)) for x, (_, var) in zip(found[n_carry:], body.stacked, strict=True)]
+        carries = [_with_dtype_of(new, old) for new, old in zip(found[:n_carry], carry, strict=True)]
+        stacked = [_with_dtype_of(x, aval_of(var)) for x, (_, var) in zip(found[n_carry:], body.stacked, strict=True)]
         return carries, stacked
 
-    first = [_like(value_of(atom, env), aval_of(var))
+    first = [_with_dtype_of(value_of(atom, env), aval_of(var))
              for atom, var in zip(_first_carries(body), body.carries, strict=True)]  # fmt: skip
     end, stacked = lax.scan(
         iterate,
@@ -177,5 +182,5 @@ def value_of(atom: Atom, env: Mapping[Var, Any]) -> Any:
     return atom.val if is_literal(atom) else env[atom]
 
 
-def _like(x: Any, other: Any) -> Any:
+def _with_dtype_of(x: Any, other: Any) -> Any:
     return lax.convert_element_type(x, other.dtype)

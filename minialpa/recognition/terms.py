@@ -198,6 +198,7 @@ class SoftmaxArray:
 
     @property
     def is_whole(self) -> bool:
+        """Whether the term has all indices of its kind, so no sum has removed one."""
         own = {self.softmax.key_position} if self.kind in OF_QUERIES else set()
         return self.labels == self.softmax.labels - own
 
@@ -211,6 +212,7 @@ Term = Number | Leaf | Scores | SoftmaxArray
 
 
 def kind_of(term: Term) -> Kind:
+    """The kind of a term, which selects the row of `REWRITES`."""
     match term:
         case Number():
             return Kind.NUMBER
@@ -223,6 +225,8 @@ def kind_of(term: Term) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Form:
+    """An array as a formula, and the index of each dimension."""
+
     axes: Axes
     term: Term
 

@@ -88,6 +88,7 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
 
 
 def _letters(eqn: JaxprEqn) -> tuple[FactorTable, dict[str, Dim]]:
+    """A table with a factor for each letter of the module, and these factors."""
     b, t, g, r, d = shape_of(eqn.invars[0])
     s, e = shape_of(eqn.invars[1])[1], shape_of(eqn.invars[2])[-1]
     table = FactorTable()

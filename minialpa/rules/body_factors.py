@@ -41,6 +41,7 @@ class BodySplits:
 
 
 def body_splits(region: Region) -> BodySplits:
+    """The groups of a region, with outcomes for groups of inputs and results."""
     groups, zeros = find_groups(region), zero_arrays(region)
     at_boundary = dict.fromkeys(group for atom in (*region.inputs, *region.result_atoms) for group in groups.of(atom))
 
@@ -67,6 +68,7 @@ class BoundaryTable:
         return tuple(self._dim(node_of(atom, d), size) for d, size in enumerate(shape_of(atom)))
 
     def _dim(self, node: Node, size: int) -> tuple[int, ...]:
+        """The factors of a dimension: its group's factor, then a blocked rest."""
         group = self.splits.groups.find(node)
         outcome = self.splits.outcomes.get(group)
         if outcome is None or size <= 1:
@@ -129,6 +131,7 @@ class BodyShards:
         return self._run(part, args, eval_on_shards)
 
     def _run(self, part: int, args: Sequence[Any], evaluate: Callable[..., list[Any]]) -> list[Any]:
+        """The results of a part on shards, equation by equation."""
         program = self.region.parts[part]
         consts = zip(program.constvars, program.consts, strict=True)
         env: dict[Any, Any] = {var: self._own_part(var, value) for var, value in consts}
@@ -171,6 +174,7 @@ class BodyShards:
 
 
 def _n_splits(splits: BodySplits, local: Shapes) -> dict[Node, int]:
+    """The number of parts of each split group, from local shapes of inputs and results."""
     atoms = (*splits.region.inputs, *(atoms[0] for atoms in splits.region.results))
     n_splits: dict[Node, int] = {}
     for atom, local_shape in zip(atoms, local, strict=True):
@@ -181,21 +185,22 @@ def _n_splits(splits: BodySplits, local: Shapes) -> dict[Node, int]:
 
 
 def local_params(
-    eqn: JaxprEqn, splits: BodySplits, inputs: Shapes, results: Shapes, named: Callable[[Callable[[int], Any]], Any]
+    eqn: JaxprEqn, splits: BodySplits, inputs: Shapes, results: Shapes, params_of: Callable[[Callable[[int], Any]], Any]
 ) -> dict[str, Any]:
     """The parameters of a control flow equation on shards of these shapes.
 
-    Programs that depend on positions are unknown until `on_shards` runs: then the parameter `shards` describes the cut.
-    No primitive has such a parameter, so the equation cannot run before.
+    Programs that depend on positions, as through an `iota`, are unknown until `on_shards` runs: then the parameter
+    `shards` describes the cut. No primitive has such a parameter, so the equation cannot run before.
 
-    named: from `program(i)`, which gives part i on shards, to the parameters with the parts.
+    params_of: makes the parameters with inner programs. A scan has `lambda program: {"jaxpr": program(0)}`, where
+        `program(i)` is part i of the region on shards.
     """
     region, groups = splits.region, splits.groups
     n_splits = _n_splits(splits, (*inputs, *results))
     shards = BodyShards(region=region, groups=groups, n_splits=n_splits, starts={})
     if not groups.positional.isdisjoint(n_splits):
         return dict(eqn.params, shards=shards)
-    return dict(eqn.params, **named(shards.program))
+    return dict(eqn.params, **params_of(shards.program))
 
 
 def started(shards: BodyShards, starts: Starts) -> BodyShards:

@@ -96,6 +96,7 @@ class Groups:
 
 
 def find_groups(region: Region) -> Groups:
+    """The groups that equations, branches and carries of a region link."""
     links = _Links()
     for eqn in region.eqns:
         if eqn.outvars:  # equations without results, such as callbacks, accept any shard
@@ -185,6 +186,7 @@ class _Links:
 
 
 def _link_equation(links: _Links, eqn: JaxprEqn, factors: Factors) -> None:
+    """Join the dimensions that each factor cuts; mark blocked and positional groups."""
     # Splitting an inner factor of a dimension would leave strided blocks.
     longer = ([f for f in dim if factors.sizes[f] > 1] for _, dims in _arrays(eqn, factors) for dim in dims)
     inner = {f for dim in longer for f in dim[1:]}

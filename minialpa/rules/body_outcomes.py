@@ -63,7 +63,7 @@ def follow(region: Region, groups: Groups, group: Node, zeros: frozenset[Atom]) 
         grown = {i for r, i in region.carried if _is_partial(outcome.results[r])}
         if grown <= sums:
             is_sound = followed.is_sound and _are_carries_sums(outcome, region)
-            return _ended(region, followed) if is_sound else None
+            return _outcome_at_exit(region, followed) if is_sound else None
         sums |= grown
 
 
@@ -86,7 +86,7 @@ def _are_carries_sums(outcome: Outcome, region: Region) -> bool:
     return len(partial) <= 1 and all(outcome.results[r] in ("split", "sum", *_REPLICATED) for r in carried)
 
 
-def _ended(region: Region, followed: _Followed) -> Outcome | None:
+def _outcome_at_exit(region: Region, followed: _Followed) -> Outcome | None:
     """The outcome of all iterations; None if shards may exit too early or too late.
 
     With a test for each example, `while` keeps the carries of examples whose test is false.
@@ -101,10 +101,10 @@ def _ended(region: Region, followed: _Followed) -> Outcome | None:
     if len(partial) != 1 or followed.states[partial[0]] != "or" or followed.outcome.sums or is_literal(test):
         return None
 
-    return _ended_apart(region, followed.outcome, region.loop_exits[partial[0]])
+    return _outcome_of_separate_exits(region, followed.outcome, region.loop_exits[partial[0]])
 
 
-def _ended_apart(region: Region, outcome: Outcome, loop_exit: LoopExit) -> Outcome | None:
+def _outcome_of_separate_exits(region: Region, outcome: Outcome, loop_exit: LoopExit) -> Outcome | None:
     """The outcome if shards exit by their own part of a condition: skipped iterations change counters only."""
     raised = counters(region.parts[1], len(region.carried))
     results = list(outcome.results)
@@ -150,6 +150,7 @@ class _Followed:
 def _follow_once(
     region: Region, groups: Groups, group: Node, zeros: frozenset[Atom], sums: frozenset[int]
 ) -> _Followed:
+    """One iteration, in which the inputs `sums` are partial sums."""
     partial: dict[Atom, State] = {atom: "sum" for i, atom in enumerate(region.inputs) if i in sums}
     states = _States(groups=groups, group=group, zeros=zeros, partial=partial)
     is_sound = True
@@ -158,13 +159,13 @@ def _follow_once(
         fits = _follow_equation(eqn, region.factors[eqn], members.get(i, set()), states)
         is_sound = is_sound and fits
 
-    joined = [_joined([states[atom] for atom in atoms]) for atoms in region.results]
+    joined = [_common_state([states[atom] for atom in atoms]) for atoms in region.results]
     do_branches_agree = all(state is not None for state in joined)
     outcome = Outcome(tuple(state or "sum" for state in joined), sums)
     return _Followed(outcome, is_sound and do_branches_agree, states)
 
 
-def _joined(states: Sequence[State]) -> State | None:
+def _common_state(states: Sequence[State]) -> State | None:
     """The common state of a result in all branches, None if they differ. Zeros fit any state."""
     found = set(states)
     if len(found) > 1:
@@ -204,17 +205,19 @@ def _result_state(
     partial = {k for k, state in enumerate(states) if _is_partial(state)}
     affecting = [f for f in split if factors.affects(f, result)]
     if affecting:
-        state, fits = _cut(factors, affecting[0], states, partial, result)
+        state, fits = _state_if_cut(factors, affecting[0], states, partial, result)
         # Two factors cut together would omit the products of part i of one and part j of the other.
         return state, fits and len(affecting) == 1
     if not partial:
         return "same", True
     if eqn.primitive.name in _LOGIC:
-        return _passed_logic(eqn, states, partial)
-    return _passed(factors, states, partial)
+        return _state_of_logic(eqn, states, partial)
+    return _state_if_passed(factors, states, partial)
 
 
-def _cut(factors: Factors, factor: int, states: Sequence[State], partial: set[int], result: int) -> tuple[State, bool]:
+def _state_if_cut(
+    factors: Factors, factor: int, states: Sequence[State], partial: set[int], result: int
+) -> tuple[State, bool]:
     """`_result_state` of a result that `factor` affects. partial: the partial operands."""
     if not factors.is_partial(factor, result):
         return "split", not partial
@@ -225,7 +228,7 @@ def _cut(factors: Factors, factor: int, states: Sequence[State], partial: set[in
     return reduction, partial <= counted_once and all(states[k] in ("zero", reduction) for k in counted_once)
 
 
-def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
+def _state_if_passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
     """`_result_state` of partial operands of an equation that should be linear in them.
 
     In a jointly linear equation, such as an addition, other linear operands must be zero, since every shard adds them.
@@ -239,7 +242,7 @@ def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tup
     return state, fits and factors.linear == "each" and len(partial) == 1
 
 
-def _passed_logic(eqn: JaxprEqn, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
+def _state_of_logic(eqn: JaxprEqn, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
     """`_result_state` of a logical function of partial booleans.
 
     `any(p) or q` is `any(p or q)`; `any(p) and q` is `any(p and q)` unless q is partial. The same for `all`.

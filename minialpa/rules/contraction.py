@@ -1,4 +1,7 @@
-"""Rules of `dot_general` and `conv_general_dilated`: linear in each operand; partial sums over contracted factors."""
+"""Rules of `dot_general` and `conv_general_dilated`: linear in each operand; partial sums over contracted factors.
+
+A `Dim` is the tuple of factors of one dimension, outermost first; `Dims` are the dimensions of an array.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ def _in_order(dims: dict[int, Dim]) -> Dims:
 
 @rule("dot_general")
 def _dot_general(eqn: JaxprEqn) -> Factors:
-    """Results are `[batch, rest of lhs, rest of rhs]`; flops = 2 * batch * m * n * k."""
+    """`[b i k], [b k j] -> [b i j]   sum(k)`; flops = 2 * b * i * j * k.
+
+    b: batch dimensions; i, j: other dimensions of lhs and rhs; k: contracted dimensions. In the code, factors have
+    numbers. A blocked factor is never split.
+    """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs_shape, rhs_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     table = FactorTable()

@@ -34,7 +34,7 @@ from minialpa.tracing.evaluation import eval_on_shards
 from minialpa.tracing.flattening import flatten_calls
 
 
-def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
+def _inlined_program(closed: Any, inputs: Sequence[Atom] | None = None) -> Block:
     """The program of a closed jaxpr with calls inlined; on the variables `inputs` if given."""
     flat = flatten_calls(getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ())))
     if inputs is None:
@@ -68,7 +68,7 @@ def _by_position(run: _Run) -> OnShards:
 
 @_remember
 def _scan_splits(body: Any, n_consts: int, n_carry: int) -> BodySplits:
-    flat = _inlined(body)
+    flat = _inlined_program(body)
     carried = tuple((i, n_consts + i) for i in range(n_carry))
     results = tuple((atom,) for atom in flat.outvars)
     return body_splits(Region(parts=(flat,), inputs=flat.invars, results=results, carried=carried))
@@ -85,8 +85,8 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
     length = stacked[0][0] if stacked else eqn.params["length"]
 
     splits = _scan_splits(eqn.params["jaxpr"], n_consts, n_carry)
-    named = lambda part: {"jaxpr": part(0)}  # noqa: E731
-    return local_params(eqn, splits, body_inputs, body_results, named) | {"length": length}
+    params_of = lambda program: {"jaxpr": program(0)}  # noqa: E731
+    return local_params(eqn, splits, body_inputs, body_results, params_of) | {"length": length}
 
 
 def _run_scan(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:
@@ -145,10 +145,10 @@ def _while_splits(
     condition: Any, body: Any, n_condition_consts: int, n_body_consts: int, equal: tuple[int, ...]
 ) -> BodySplits:
     """`equal` as in `Region`."""
-    flat = _inlined(body)
+    flat = _inlined_program(body)
     # Test and body share the carries, not the constants.
-    consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
-    test = _inlined(condition, (*consts, *flat.invars[n_body_consts:]))
+    consts = tuple(fresh_var(var.aval) for var in _inlined_program(condition).invars[:n_condition_consts])
+    test = _inlined_program(condition, (*consts, *flat.invars[n_body_consts:]))
     n_consts = n_condition_consts + n_body_consts
 
     return body_splits(
@@ -173,8 +173,8 @@ def _splits_of_while(eqn: JaxprEqn) -> BodySplits:
 
 
 def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    named = lambda part: {"cond_jaxpr": part(0), "body_jaxpr": part(1)}  # noqa: E731
-    return local_params(eqn, _splits_of_while(eqn), operands, results, named)
+    params_of = lambda program: {"cond_jaxpr": program(0), "body_jaxpr": program(1)}  # noqa: E731
+    return local_params(eqn, _splits_of_while(eqn), operands, results, params_of)
 
 
 def _run_while(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:
@@ -210,8 +210,8 @@ def _while(eqn: JaxprEqn) -> Factors:
 
 @_remember
 def _cond_splits(branches: tuple[Any, ...]) -> BodySplits:
-    first = _inlined(branches[0])
-    parts = (first, *(_inlined(branch, first.invars) for branch in branches[1:]))
+    first = _inlined_program(branches[0])
+    parts = (first, *(_inlined_program(branch, first.invars) for branch in branches[1:]))
     results = tuple(zip(*(part.outvars for part in parts), strict=True))
     return body_splits(Region(parts=parts, inputs=first.invars, results=results))
 
@@ -219,8 +219,8 @@ def _cond_splits(branches: tuple[Any, ...]) -> BodySplits:
 def _local_cond(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
     splits = _cond_splits(eqn.params["branches"])
     n_branches = len(splits.region.parts)
-    named = lambda part: {"branches": tuple(part(i) for i in range(n_branches))}  # noqa: E731
-    return local_params(eqn, splits, operands[1:], results, named)
+    params_of = lambda program: {"branches": tuple(program(i) for i in range(n_branches))}  # noqa: E731
+    return local_params(eqn, splits, operands[1:], results, params_of)
 
 
 def _run_cond(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], shards: BodyShards) -> list[Any]:

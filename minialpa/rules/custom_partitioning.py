@@ -46,7 +46,8 @@ def _name(eqn: JaxprEqn) -> str:
 # ---- the rule -------------------------------------------------------------------------------------------------------
 
 
-def _text_of(eqn: JaxprEqn) -> ShardingRule | None:
+def _rule_of(eqn: JaxprEqn) -> ShardingRule | None:
+    """The sharding rule of a call; None without one."""
     given = eqn.params["sharding_rule"]
     options: Mapping[str, Any] = {}
     if callable(given):
@@ -55,8 +56,8 @@ def _text_of(eqn: JaxprEqn) -> ShardingRule | None:
         if isinstance(given, tuple | list):
             given, options = given
     if isinstance(given, SdyShardingRule):
-        return _of_shardy(given)
-    return None if given is None else _of_words(given, dict(options))
+        return _rule_from_shardy(given)
+    return None if given is None else _rule_from_words(given, dict(options))
 
 
 def _type(atom: Atom) -> Any:
@@ -64,7 +65,8 @@ def _type(atom: Atom) -> Any:
     return SimpleNamespace(shape=shape, rank=len(shape), element_type=aval_of(atom).dtype)
 
 
-def _of_words(text: str, options: dict[str, Any]) -> ShardingRule:
+def _rule_from_words(text: str, options: dict[str, Any]) -> ShardingRule:
+    """A rule in jax's notation, with the lengths of inner factors in `options`."""
     factor_options = {
         name: tuple(options.pop(f"{name}_factors", ())) for name in ("reduction", "need_replication", "permutation")
     }
@@ -74,7 +76,7 @@ def _of_words(text: str, options: dict[str, Any]) -> ShardingRule:
     )
 
 
-def _of_shardy(given: SdyShardingRule) -> ShardingRule:
+def _rule_from_shardy(given: SdyShardingRule) -> ShardingRule:
     def array(mapping: Sequence[Any]) -> ArrayRule:
         dims = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
         if dims and dims[0][0].startswith(BATCHING):
@@ -105,6 +107,7 @@ def _axis(factor: int) -> str:
 
 
 def _mesh(n_splits: Mapping[int, int]) -> AbstractMesh:
+    """A mesh with an axis for each factor f, of length `n_splits[f]`."""
     names = tuple(map(_axis, n_splits))
     return AbstractMesh(tuple(n_splits.values()), names, axis_types=(AxisType.Auto,) * len(names))
 
@@ -121,10 +124,10 @@ class _Proposal:
         """The function for shards of these shapes, as a closed jaxpr. Raises _RefusedError."""
         params, mesh = self.eqn.params, _mesh(self.n_splits)
         whole_operands = [
-            self._whole(*each) for each in zip(self.eqn.invars, operands, self.factors.operands, strict=True)
+            self._whole_array(*each) for each in zip(self.eqn.invars, operands, self.factors.operands, strict=True)
         ]
         whole_results = [
-            self._whole(*each) for each in zip(self.eqn.outvars, results, self.factors.results, strict=True)
+            self._whole_array(*each) for each in zip(self.eqn.outvars, results, self.factors.results, strict=True)
         ]
         try:
             _, function, result_shardings, operand_shardings = params["partition"](
@@ -150,7 +153,8 @@ class _Proposal:
             raise _RefusedError(f"its function makes {shapes_of(closed.out_avals)} instead of {tuple(results)}")
         return closed
 
-    def _whole(self, atom: Atom, local: Sequence[int], dims: Dims) -> Any:
+    def _whole_array(self, atom: Atom, local: Sequence[int], dims: Dims) -> Any:
+        """A whole array with the proposed sharding, from its local shape."""
         leading = [self.factors.leading(dim) for dim in dims]
         axes = [None if f is None or f not in self.n_splits else _axis(f) for f in leading]
         shape = [
@@ -181,6 +185,7 @@ def _struct(atom: Atom, shape: Sequence[int], sharding: Any = None) -> Any:
 
 
 def _check_accepted(answered: Any, proposed: Sequence[Any]) -> None:
+    """Raise _RefusedError unless `partition` returns the proposed shardings."""
     leaves = jax.tree.leaves(answered, is_leaf=lambda leaf: leaf is None or isinstance(leaf, jax.sharding.Sharding))
     if len(leaves) != len(proposed):
         raise _RefusedError("`partition` returns a wrong number of shardings")
@@ -196,10 +201,7 @@ def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
     spec = getattr(sharding, "spec", None)
     if spec is None:
         return None
-    axes = [
-        () if factor_options is None else factor_options if isinstance(factor_options, tuple) else (factor_options,)
-        for factor_options in spec
-    ]
+    axes = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return (*axes, *[()] * (rank - len(axes)))
 
 
@@ -216,10 +218,10 @@ def _named_axes(eqn: JaxprEqn) -> Iterable[str]:
 # ---- factors --------------------------------------------------------------------------------------------------------
 
 
-def _of_rule(eqn: JaxprEqn) -> Factors | None:
+def _factors_of_rule(eqn: JaxprEqn) -> Factors | None:
     """The factors that the rule proposes; None without a readable rule."""
     try:
-        text = _text_of(eqn)
+        text = _rule_of(eqn)
     except ShardingError:
         raise
     except Exception:
@@ -240,7 +242,8 @@ def _accepts(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> bo
 
 
 def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    factors = _of_rule(eqn)
+    """The parameters with the function for shards. Raises ShardingError if `partition` refuses them."""
+    factors = _factors_of_rule(eqn)
     assert factors is not None, eqn
     n_splits = _n_splits(factors, (*eqn.invars, *eqn.outvars), (*operands, *results))
     if not n_splits:
@@ -249,13 +252,14 @@ def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
         call = _Proposal(eqn, factors, n_splits).local_function(operands, results)
     except _RefusedError as refused:
         raise ShardingError(
-            f"`{_name(eqn)}` cannot be computed on shards of shapes {list(operands)}, although its rule allows them: "
-            f"{refused}. Name the factor in `need_replication_factors`."
+            f"The sharding rule of `{_name(eqn)}` allows shards of shapes {list(operands)}, but {refused}. Correct the "
+            "rule or `partition`, or list the split factor in `need_replication_factors`."
         ) from refused
     return dict(eqn.params, call=call)
 
 
 def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[int, int]:
+    """The number of parts of each split factor, from local shapes."""
     n_splits: dict[int, int] = {}
     for atom, dims, local in zip(atoms, (*factors.operands, *factors.results), shapes, strict=True):
         for dim, whole, size in zip(dims, aval_of(atom).shape, local, strict=True):
@@ -269,7 +273,8 @@ def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[i
 
 @rule("custom_partitioning", localize=_local_call, named=_name)
 def _custom_partitioning(eqn: JaxprEqn) -> Factors:
-    factors = _of_rule(eqn)
+    """The factors of the rule; factors that `partition` refuses are blocked."""
+    factors = _factors_of_rule(eqn)
     if factors is None or eqn.effects:
         return replicated_factors(eqn, jaxpr_flops(eqn.params["call"]))
 

@@ -14,6 +14,7 @@ from minialpa.rules.known_rules import rule
 
 
 def _follow(atom: Any, shape: tuple[int, ...], result: Dims) -> Dims:
+    """Dims of an operand that is broadcast to `shape`."""
     if not shape_of(atom):
         return ()
     return tuple(dim if size == n else () for size, n, dim in zip(shape_of(atom), shape, result, strict=True))

@@ -33,7 +33,7 @@ def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Seq
     return tuple(at_window[i] if i in at_window else next(rest) for i in range(n))
 
 
-def _shared(operand_dims: Sequence[int], index_dims: Sequence[int], batch: Sequence[Dim]) -> dict[int, Dim]:
+def _shared_dims(operand_dims: Sequence[int], index_dims: Sequence[int], batch: Sequence[Dim]) -> dict[int, Dim]:
     """Dimensions of the operand that are batch dimensions of indices, too."""
     return {i: batch[j] for i, j in zip(operand_dims, index_dims, strict=True)}
 
@@ -121,10 +121,11 @@ def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[st
 
 @rule("gather", localize=_local_gather, on_shards=_gather_on_shards)
 def _gather(eqn: JaxprEqn) -> Factors:
+    """`batch` is b of the module, `window` is w, and positional dimensions are V."""
     numbers, table = eqn.params["dimension_numbers"], FactorTable()
     shape, index_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     batch = table.dims(index_shape[:-1])
-    shared = _shared(numbers.operand_batching_dims, numbers.start_indices_batching_dims, batch)
+    shared = _shared_dims(numbers.operand_batching_dims, numbers.start_indices_batching_dims, batch)
     indexed = set(numbers.start_index_map) if is_summable(eqn.outvars[0]) else set()
 
     operand, window = [], []
@@ -192,7 +193,7 @@ def _scatter(eqn: JaxprEqn) -> Factors:
         table.dim(size) if i in shared_indices else table.dim(size, blocked=combine is None, reduction=combine)
         for i, size in enumerate(index_shape[:-1])
     )
-    shared = _shared(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, batch)
+    shared = _shared_dims(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, batch)
 
     updated = iter(update_shape[i] for i in numbers.update_window_dims)
     operand, window = [], []

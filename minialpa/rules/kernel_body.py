@@ -96,6 +96,7 @@ class _FirstIteration:
     def _touch(
         self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written, *, is_read: bool
     ) -> None:
+        """Follow an equation on scratch memory. is_read: whether its result has a reader."""
         match eqn.primitive.name:
             case "get":
                 self._read(eqn, values, names, written, n_before=1)
@@ -109,14 +110,14 @@ class _FirstIteration:
                 self._branches(eqn, values, names, written)
             case "scan":
                 (inner,) = sub_jaxprs(eqn)
-                self._inside(inner, eqn.invars, names, _copy(written))
+                self._follow_inside(inner, eqn.invars, names, _copy(written))
             case name if name in CALLS:
                 inner, *_ = sub_jaxprs(eqn)
-                self._inside(inner, eqn.invars, names, written, values)
+                self._follow_inside(inner, eqn.invars, names, written, values)
             case _:
                 raise _CarriedError
 
-    def _inside(
+    def _follow_inside(
         self,
         closed: Any,
         operands: Sequence[Any],
@@ -134,17 +135,18 @@ class _FirstIteration:
         self.body(jaxpr, known, inner, written)
 
     def _branches(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written) -> None:
+        """Follow the branch that runs or, if unknown, all: each must write an element."""
         branches = eqn.params["branches"]
         index = read(values, eqn.invars[0]).known
         if index is not None:
             taken = min(max(int(index), 0), len(branches) - 1)
-            self._inside(branches[taken], eqn.invars[1:], names, written, values)
+            self._follow_inside(branches[taken], eqn.invars[1:], names, written, values)
             return
 
         after = []
         for branch in branches:
             inner = _copy(written)
-            self._inside(branch, eqn.invars[1:], names, inner, values)
+            self._follow_inside(branch, eqn.invars[1:], names, inner, values)
             after.append(inner)
         for i in written:
             written[i] = np.all([inner[i] for inner in after], axis=0)
@@ -156,16 +158,16 @@ class _FirstIteration:
         if any(not is_literal(atom) and atom in names for atom in eqn.invars[1:]):
             raise _CarriedError
         region = self._region(eqn, values, n_before)
-        known = written[names[_variable(eqn)]]
+        known = written[names[_accessed_memory(eqn)]]
         if not np.all(known if region is None else known[region]):
             raise _CarriedError
 
     def _write(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], names: _Names, written: _Written) -> None:
-        if _variable(eqn) not in names:
+        if _accessed_memory(eqn) not in names:
             raise _CarriedError
         region = self._region(eqn, values, n_before=2)
         if region is not None:
-            written[names[_variable(eqn)]][region] = True
+            written[names[_accessed_memory(eqn)]][region] = True
 
     def _region(self, eqn: JaxprEqn, values: Mapping[Var, KnownScalar], n_before: int) -> tuple[Any, ...] | None:
         """The elements of a `get` or `swap`, as a NumPy index; None if unknown."""
@@ -196,7 +198,7 @@ class _FirstIteration:
         return int(known) if known is not None and known.ndim == 0 else None
 
 
-def _variable(eqn: JaxprEqn) -> Var:
+def _accessed_memory(eqn: JaxprEqn) -> Var:
     memory = eqn.invars[0]
     assert not is_literal(memory), eqn
     return memory

@@ -85,6 +85,7 @@ def read(values: Mapping[Var, KnownScalar], atom: Atom) -> KnownScalar:
 
 
 def compute(eqn: JaxprEqn, operands: Sequence[KnownScalar]) -> list[KnownScalar]:
+    """The results of an equation; unknown unless its operands are known."""
     axes = frozenset[int]().union(*(operand.axes for operand in operands))
     known = [operand.known for operand in operands]
     name = eqn.primitive.name

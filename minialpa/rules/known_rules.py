@@ -60,6 +60,7 @@ def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def forget() -> None:
+    """Empty the caches of `cached`, whose values depend on the rules."""
     for cache in _CACHES:
         cache.cache_clear()
 
@@ -82,7 +83,10 @@ def rule(
     def register(fun: Rule) -> Rule:
         for name in primitives:
             if name in _RULES:
-                raise VerifyError(f"Primitive `{name}` already has a rule.")
+                raise VerifyError(
+                    f"The primitive `{name}` already has a rule. This is a bug in minialpa: report it with this "
+                    "message."
+                )
             _RULES[name] = _Entry(fun, localize, on_shards, by_equal_operands, named)
             keep(name)
         return fun
@@ -115,6 +119,7 @@ def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
 
 
 def operation_name(eqn: JaxprEqn) -> str:
+    """The user's name of a kernel; otherwise the primitive's name."""
     entry = _RULES.get(eqn.primitive.name)
     return str(eqn.primitive.name) if entry is None or entry.named is None else entry.named(eqn)
 
@@ -152,7 +157,7 @@ def factors_of(eqn: JaxprEqn) -> Factors:
     try:
         return _factors(kind_of(eqn))
     except TypeError:  # a parameter that cannot be hashed
-        return _by_rule(eqn)
+        return _factors_by_rule(eqn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +182,7 @@ def kind_of(eqn: JaxprEqn) -> RuleKey:
 
 @cached(maxsize=4096)
 def _factors(kind: RuleKey) -> Factors:
-    return _by_rule(kind.eqn)
+    return _factors_by_rule(kind.eqn)
 
 
 def equal_operands(eqn: JaxprEqn) -> tuple[int, ...]:
@@ -194,7 +199,7 @@ def _array_key(atom: Any) -> Hashable:
     return str(value.dtype), value.shape, value.tobytes()
 
 
-def _by_rule(eqn: JaxprEqn) -> Factors:
+def _factors_by_rule(eqn: JaxprEqn) -> Factors:
     entry = _RULES.get(eqn.primitive.name)
     if entry is None:
         return replicated_factors(eqn)

@@ -20,7 +20,7 @@ from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import Starts, rule
 
 
-def _moved(eqn: JaxprEqn, table: FactorTable, operand: Dims, result: Dims) -> Factors:
+def _factors_of_move(eqn: JaxprEqn, table: FactorTable, operand: Dims, result: Dims) -> Factors:
     return table.build(eqn, [operand], [result], linear="joint", linear_operands=(0,))
 
 
@@ -38,14 +38,14 @@ def _broadcast_in_dim(eqn: JaxprEqn) -> Factors:
     operand = tuple(
         result[i] if size == shape[i] else () for size, i in zip(shape_of(eqn.invars[0]), targets, strict=True)
     )
-    return _moved(eqn, table, operand, result)
+    return _factors_of_move(eqn, table, operand, result)
 
 
 @rule("transpose")
 def _transpose(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     operand = table.dims(shape_of(eqn.invars[0]))
-    return _moved(eqn, table, operand, tuple(operand[i] for i in eqn.params["permutation"]))
+    return _factors_of_move(eqn, table, operand, tuple(operand[i] for i in eqn.params["permutation"]))
 
 
 @rule("squeeze")
@@ -53,7 +53,7 @@ def _squeeze(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     operand = table.dims(shape_of(eqn.invars[0]))
     dropped = {i % len(operand) for i in eqn.params["dimensions"]}
-    return _moved(eqn, table, operand, tuple(dim for i, dim in enumerate(operand) if i not in dropped))
+    return _factors_of_move(eqn, table, operand, tuple(dim for i, dim in enumerate(operand) if i not in dropped))
 
 
 @rule("rev")
@@ -61,7 +61,7 @@ def _rev(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     reversed_dims = set(eqn.params["dimensions"])
     dims = tuple(table.dim(size, blocked=i in reversed_dims) for i, size in enumerate(shape_of(eqn.invars[0])))
-    return _moved(eqn, table, dims, dims)
+    return _factors_of_move(eqn, table, dims, dims)
 
 
 def _local_tile(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -75,10 +75,12 @@ def _tile(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     operand = table.dims(shape_of(eqn.invars[0]))
     repetitions = table.dims(eqn.params["reps"])
-    return _moved(eqn, table, operand, tuple(rep + dim for rep, dim in zip(repetitions, operand, strict=True)))
+    return _factors_of_move(
+        eqn, table, operand, tuple(rep + dim for rep, dim in zip(repetitions, operand, strict=True))
+    )
 
 
-def _joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: int) -> list[Dims]:
+def _dims_joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: int) -> list[Dims]:
     """Dims of arrays that agree in all dimensions except `axis`."""
     common = table.dims(shapes[0][:axis] + shapes[0][axis + 1 :])
     return [(*common[:axis], table.dim(shape[axis], blocked=True), *common[axis:]) for shape in shapes]
@@ -87,7 +89,7 @@ def _joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: i
 @rule("concatenate")
 def _concatenate(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
-    *operands, result = _joined_along(
+    *operands, result = _dims_joined_along(
         table, [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)], eqn.params["dimension"]
     )
     return table.build(eqn, operands, [result], linear="joint", linear_operands=range(len(operands)))
@@ -96,7 +98,7 @@ def _concatenate(eqn: JaxprEqn) -> Factors:
 @rule("split")
 def _split(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
-    operand, *results = _joined_along(
+    operand, *results = _dims_joined_along(
         table, [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)], eqn.params["axis"]
     )
     return table.build(eqn, [operand], results, linear="joint", linear_operands=(0,))
@@ -239,7 +241,7 @@ def _slice(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     source, target = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     operand, result = _whole_or_blocked(table, source, target, _are_equal(source, target))
-    return _moved(eqn, table, operand, result)
+    return _factors_of_move(eqn, table, operand, result)
 
 
 def _local_dynamic_slice(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def loop_exits(test: Block, body: Block, n_carries: int, equal: Sequence[int]) -
         if is_literal(condition):
             continue
         inside = values.copy()
-        inside.assume(condition, False, producers_of(test))
+        inside.assume(condition, value=False, producers=producers_of(test))
         inside.run(body)
         carries = body.invars[len(body.invars) - n_carries :]
         pairs = enumerate(zip(carries, body.outvars, strict=True))

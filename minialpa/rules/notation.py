@@ -37,7 +37,7 @@ def parse_rule(
     """
     sides = text.split("->") if isinstance(text, str) else []
     if len(sides) != 2:
-        raise ShardingError(f"A sharding rule reads `operands -> results`, as in `b i, i j -> b j`. Got {text!r}.")
+        raise ShardingError(f"Write a sharding rule as `operands -> results`, such as `b i, i j -> b j`; got {text!r}.")
 
     operands, results = (_arrays(side, text) for side in sides)
     by_factor = dict(reductions) if isinstance(reductions, Mapping) else dict.fromkeys(_names(reductions), "sum")
@@ -49,7 +49,7 @@ def parse_rule(
         replicated=_names(need_replication),
         sizes=tuple((factor_sizes or {}).items()),
     )
-    _check(rule)
+    _check_rule(rule)
     return rule
 
 
@@ -66,14 +66,16 @@ def _array(part: str, text: str) -> ArrayRule:
     found = _ARRAY.fullmatch(part)
     if found is None:
         raise ShardingError(
-            f"The sharding rule `{text}` has `{part.strip()}` as an array, which cannot be read. Write one name for "
-            "each dimension, or several in parentheses, after `...` for leading dimensions, as in `... b (h d)`."
+            f"The part `{part.strip()}` of the sharding rule `{text}` cannot be read. Write one name for each "
+            "dimension of an array, or several names in parentheses, with `...` first for leading dimensions, such as "
+            "`... b (h d)`."
         )
     leading = None if found[1] is None else found[1][3:] or "0"
     return ArrayRule(leading, tuple(tuple(dim.strip("()").split()) for dim in _DIMENSION.findall(found[2])))
 
 
-def _check(rule: ShardingRule) -> None:
+def _check_rule(rule: ShardingRule) -> None:
+    """Raise ShardingError if the parts of a rule contradict each other."""
     names = rule.names()
     for what, given in (
         ("reductions", dict(rule.reductions)),
@@ -83,16 +85,18 @@ def _check(rule: ShardingRule) -> None:
         for name in given:
             if name not in names:
                 raise ShardingError(
-                    f"`{what}` names the factor `{name}`, which is not in the sharding rule `{rule.text}`."
+                    f"`{what}` has the name `{name}`, which is not in the sharding rule `{rule.text}`. Use one of "
+                    f"{', '.join(f'`{one}`' for one in names)}."
                 )
     for name, how in rule.reductions:
         if how not in get_args(Reduction):
             raise ShardingError(
-                f"`reductions` combines `{name}` by {how!r}. Choose from {', '.join(get_args(Reduction))}."
+                f"`reductions` has {how!r} for `{name}`. Choose one of {', '.join(get_args(Reduction))}."
             )
         if name in rule.replicated:
             raise ShardingError(
-                f"The factor `{name}` of `{rule.text}` is in `reductions` and in `need_replication`. Remove one."
+                f"`{name}` of the sharding rule `{rule.text}` is in `reductions` and in `need_replication`. Remove it "
+                "from one of the two."
             )
     _check_factor_sizes(rule)
     _check_diagonals(rule)
@@ -106,12 +110,11 @@ def _check_factor_sizes(rule: ShardingRule) -> None:
         # The outermost factor of a dimension is shorter on shards.
         if name in whole or name not in inner:
             raise ShardingError(
-                f"Leave `{name}` out of `factor_sizes`: its length follows from the arrays of each call."
+                f"Remove `{name}` from `factor_sizes` of the rule `{rule.text}`: its length follows from the arrays of "
+                "each call."
             )
         if not isinstance(size, int) or size < 1:
-            raise ShardingError(
-                f"`factor_sizes` gives the factor `{name}` the length {size!r}. Give a positive integer."
-            )
+            raise ShardingError(f"`factor_sizes` has the length {size!r} for `{name}`. Give a positive integer.")
 
 
 def _check_diagonals(rule: ShardingRule) -> None:
@@ -121,6 +124,7 @@ def _check_diagonals(rule: ShardingRule) -> None:
         twice = next((name for name in names if names.count(name) > 1 and name not in rule.replicated), None)
         if twice is not None:
             raise ShardingError(
-                f"In the sharding rule `{rule.text}`, {rule.array_name(i)} has the factor `{twice}` twice. Its "
-                f"shards would lie on a diagonal: give the dimensions two names, or `need_replication=('{twice}',)`."
+                f"{rule.array_name(i).capitalize()} of the sharding rule `{rule.text}` has the name `{twice}` twice, "
+                "so its shards would lie on a diagonal. Give the dimensions two names, or set "
+                f"`need_replication=('{twice}',)`."
             )

@@ -48,6 +48,7 @@ class _Cut:
 
 
 def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
+    """The axes that may be cut."""
     body = eqn.params["jaxpr"]
     n_read = len(body.invars) - grid.n_scratch - grid.n_results
     writes_operands = any(number < n_read for number in written_operands(body))
@@ -64,6 +65,7 @@ def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
 
 
 def _interchangeable_axes(body: Any, grid: KernelGrid) -> Iterator[int]:
+    """The axes whose position the body does not read, and along which it carries no values."""
     # The axes of `vmap` have no number in the body.
     own_axes = [axis for axis in range(len(grid.sizes)) if axis not in grid.vmapped]
     asked = {own_axes[axis] for axis in positions_read(body)}

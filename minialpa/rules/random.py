@@ -40,7 +40,7 @@ def _random_fold_in(eqn: JaxprEqn) -> Factors:
     return elementwise(eqn) if _are_keys_independent(eqn) else replicated_factors(eqn)
 
 
-def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
+def _factors_led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
     """All arrays begin with the dimensions of the keys."""
     table = FactorTable()
     shapes = [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
@@ -52,7 +52,7 @@ def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
 
 @rule("random_unwrap", "random_wrap")
 def _wrap(eqn: JaxprEqn) -> Factors:
-    return _led_by_keys(eqn)
+    return _factors_led_by_keys(eqn)
 
 
 def _local_bits(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -87,12 +87,12 @@ def _bits(eqn: JaxprEqn) -> Factors:
     config: Any = jax.config  # which does not declare its flags
     with under_settings_of(eqn):
         is_counted = config.jax_threefry_partitionable and n_drawn < 2**32
-    return _led_by_keys(eqn, positional=is_counted)
+    return _factors_led_by_keys(eqn, positional=is_counted)
 
 
 @rule("random_gamma", "random_split")
 def _draw(eqn: JaxprEqn) -> Factors:
-    return _led_by_keys(eqn) if _are_keys_independent(eqn) else replicated_factors(eqn)
+    return _factors_led_by_keys(eqn) if _are_keys_independent(eqn) else replicated_factors(eqn)
 
 
 @rule("rng_bit_generator", "rng_uniform")

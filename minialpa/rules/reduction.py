@@ -90,7 +90,7 @@ def _top_k(eqn: JaxprEqn) -> Factors:
     return table.build(eqn, [operand], [result for _ in eqn.outvars])
 
 
-def _batched(table: FactorTable, eqn: JaxprEqn, batch: Dims) -> tuple[list[Dims], list[Dims]]:
+def _batched_dims(table: FactorTable, eqn: JaxprEqn, batch: Dims) -> tuple[list[Dims], list[Dims]]:
     """Dims of operands and of results: `batch`, then blocked dimensions."""
 
     def dims(shape: tuple[int, ...]) -> Dims:
@@ -105,7 +105,7 @@ def _fft(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     shape = shape_of(eqn.invars[0])
     batch = table.dims(shape[: len(shape) - len(eqn.params["fft_lengths"])])
-    operands, results = _batched(table, eqn, batch)
+    operands, results = _batched_dims(table, eqn, batch)
     n_transformed = max(math.prod(eqn.params["fft_lengths"]), 1)
     flops = 5.0 * max(n_elements(eqn.invars[0]), n_elements(eqn.outvars[0])) * math.log2(n_transformed)
     return table.build(eqn, operands, results, linear="joint", linear_operands=(0,), flops=flops)
@@ -134,7 +134,7 @@ def _decomposition(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     name, shape = eqn.primitive.name, shape_of(eqn.invars[0])
     n_core = 1 if name == "lu_pivots_to_permutation" else 2
-    operands, results = _batched(table, eqn, table.dims(shape[: len(shape) - n_core]))
+    operands, results = _batched_dims(table, eqn, table.dims(shape[: len(shape) - n_core]))
     return table.build(eqn, operands, results, flops=_CUBIC.get(name, 0.0) * n_elements(eqn.invars[0]) * shape[-1])
 
 
@@ -163,7 +163,7 @@ def _is_trivial(eqn: JaxprEqn, i: int) -> bool:
     return padding == (0, 0) and all(eqn.params[name][i] == 1 for name in ones if name in eqn.params)
 
 
-def _windowed(table: FactorTable, eqn: JaxprEqn, large: Sequence[int], small: Sequence[int]) -> tuple[Dims, Dims]:
+def _windowed_dims(table: FactorTable, eqn: JaxprEqn, large: Sequence[int], small: Sequence[int]) -> tuple[Dims, Dims]:
     """Dims of the array under the windows, and of the array with one element per window."""
     pairs = []
     for i, (size, n_windows) in enumerate(zip(large, small, strict=True)):
@@ -181,7 +181,7 @@ def _window_flops(eqn: JaxprEqn, n_windows: int) -> float:
 def _reduce_window(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     n_arrays = len(eqn.outvars)
-    array, result = _windowed(table, eqn, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
+    array, result = _windowed_dims(table, eqn, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
     operands = [array] * n_arrays + [()] * (len(eqn.invars) - n_arrays)
     linear = (0,) if eqn.primitive.name == "reduce_window_sum" else ()
     flops = _window_flops(eqn, n_elements(eqn.outvars[0]))
@@ -192,7 +192,7 @@ def _reduce_window(eqn: JaxprEqn) -> Factors:
 def _select_and_scatter_add(eqn: JaxprEqn) -> Factors:
     """Gradient of max pooling: (gradient of each window, array) -> gradient of the array."""
     table = FactorTable()
-    array, windows = _windowed(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.invars[0]))
+    array, windows = _windowed_dims(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.invars[0]))
     flops = _window_flops(eqn, n_elements(eqn.invars[0]))
     return table.build(eqn, [windows, array], [array], linear="joint", linear_operands=(0,), flops=flops)
 
@@ -201,6 +201,6 @@ def _select_and_scatter_add(eqn: JaxprEqn) -> Factors:
 def _select_and_gather_add(eqn: JaxprEqn) -> Factors:
     """Tangent of max pooling: (tangent of the array, array) -> tangent of each window."""
     table = FactorTable()
-    array, windows = _windowed(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.outvars[0]))
+    array, windows = _windowed_dims(table, eqn, shape_of(eqn.invars[1]), shape_of(eqn.outvars[0]))
     flops = _window_flops(eqn, n_elements(eqn.outvars[0]))
     return table.build(eqn, [array, array], [windows], linear="joint", linear_operands=(0,), flops=flops)

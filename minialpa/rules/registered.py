@@ -47,15 +47,15 @@ def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operatio
             raise
         except Exception as error:
             raise ShardingError(
-                f"The sharding rule of `{operation}` allows splitting `{names[f]}`, and the operation does not take "
-                f"shards of shapes {list(operands)}. Correct the rule, or add the factor to `need_replication`. "
+                f"The sharding rule of `{operation}` allows splitting `{names[f]}`, but the operation does not take "
+                f"shards of shapes {list(operands)}. Correct the rule, or add `{names[f]}` to `need_replication`. "
                 f"{type(error).__name__}: {error}"
             ) from error
         if made != results:
             raise ShardingError(
-                f"The sharding rule of `{operation}` allows splitting `{names[f]}`, and from shards of shapes "
+                f"The sharding rule of `{operation}` allows splitting `{names[f]}`, but from shards of shapes "
                 f"{list(operands)} the operation makes results of shapes {list(made)} instead of {list(results)}. "
-                "Correct the rule, or give `localize` if parameters of the operation hold shapes."
+                "Correct the rule, or pass `localize` if parameters of the operation contain shapes."
             )
 
 
@@ -86,6 +86,8 @@ def _equation_flops(eqn: JaxprEqn) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _UserRule:
+    """check: whether the first step with the operation tests the rule."""
+
     text: ShardingRule
     flops: Flops | None
     check: bool
@@ -115,7 +117,7 @@ def register_primitive(
 ) -> None:
     """Give a primitive a rule. Raises ShardingError if it has one."""
     if has_rule(name):
-        raise ShardingError(f"The primitive `{name}` already has a sharding rule.")
+        raise ShardingError(f"The primitive `{name}` already has a sharding rule. Remove the second rule for it.")
 
     def local(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
         return dict(eqn.params) if localize is None else localize(dict(eqn.params), operands, results)
@@ -142,9 +144,12 @@ def _factors_by(
 
 
 def register_target(name: str, text: ShardingRule, *, flops: Flops | None, check: bool) -> None:
-    """Give calls of a foreign function a rule. Raises ShardingError if they have one."""
+    """Give calls of a foreign function a rule. Raises ShardingError if they have one.
+
+    text: the parsed rule. check: see `_UserRule`.
+    """
     if name in _TARGETS:
-        raise ShardingError(f"The FFI target `{name}` already has a sharding rule.")
+        raise ShardingError(f"The FFI target `{name}` already has a sharding rule. Remove the second rule for it.")
     _TARGETS[name] = _UserRule(text, flops, check)
     forget()
 
@@ -208,8 +213,8 @@ class OpaqueFunction:
             closed = jax.make_jaxpr(self.fun)(*structs)
             if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
                 raise ShardingError(
-                    f"`{self.name}`, which has a sharding rule, reads a value of the step by closure. Its rule does "
-                    "not cover that value: pass it as an argument."
+                    f"`{self.name}`, which has a sharding rule, reads a value of the step from an enclosing function. "
+                    "Pass the value to it as an argument, and add the argument to the rule."
                 )
             self._traced[key] = closed
         return self._traced[key]
@@ -251,13 +256,13 @@ class OpaqueFunction:
             fun = jax.vmap(self.fun, in_axes=tuple(0 if batched else None for batched in is_batched))
             flops, dims = self.flops, tuple(is_batched)
 
-            def derivative_flops(*types: Any) -> float:
+            def batched_flops(*types: Any) -> float:
                 assert flops is not None
                 rest = [jax.ShapeDtypeStruct(t.shape[b:], t.dtype) for t, b in zip(types, dims, strict=True)]
                 n = max(t.shape[0] for t, b in zip(types, dims, strict=True) if b)
                 return float(n) * flops(*rest)
 
-            given = None if flops is None else derivative_flops
+            given = None if flops is None else batched_flops
             self._derived[key] = OpaqueFunction(self.name, fun, text, given, check=self.check)
         return self._derived[key]
 
@@ -287,6 +292,7 @@ def _forward(function: OpaqueFunction, *arrays: Any) -> Any:
 
 
 def _backward(function: OpaqueFunction, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    """The cotangents of all operands, which are float0 for integers."""
     avals = [jax.typeof(array) for array in arrays]
     derivative = function.derivative(avals, function.jaxpr(avals).out_avals)
     of_results = [c for c in cotangents if getattr(c, "dtype", None) != jax.dtypes.float0]

@@ -86,13 +86,13 @@ def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) 
     for f, n in factors.smallest_splits():
         problem = _problem_of(eqn, factors, (f, n), operands, results)
         if problem:
-            raise ShardingError(f"{_claim(eqn, factors, f)}, and {problem}.")
-        yield _dims_of(factors, f), n
+            raise ShardingError(f"{_claim(eqn, factors, f)}, but {problem}.")
+        yield _dims_text(factors, f), n
 
 
 def _claim(eqn: JaxprEqn, factors: Factors, factor: int) -> str:
     """The claim of a rule about a factor, by the user's name of the factor if there is one."""
-    dims, rule, operation = _dims_of(factors, factor), rule_to_check(eqn), operation_name(eqn)
+    dims, rule, operation = _dims_text(factors, factor), rule_to_check(eqn), operation_name(eqn)
     if rule is None:
         return f"The sharding rule of `{operation}` allows splitting it along {dims} (array: dimension)"
     name = list(rule.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), operation).sizes)[factor]
@@ -100,7 +100,8 @@ def _claim(eqn: JaxprEqn, factors: Factors, factor: int) -> str:
     return f"The sharding rule of `{operation}`, `{rule.text}`, allows splitting `{name}` ({dims}){how}"
 
 
-def _dims_of(factors: Factors, factor: int) -> str:
+def _dims_text(factors: Factors, factor: int) -> str:
+    """The dimensions with a factor: `operand 0: 1, result 0: 1`."""
     found = [
         f"{kind} {i}: {d}"
         for kind, arrays in (("operand", factors.operands), ("result", factors.results))
@@ -141,6 +142,7 @@ def _as_numpy(array: Any) -> np.ndarray:
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:
+    """A description of the difference; empty for equal arrays."""
     if found.shape != expected.shape:
         return f"its shape is {found.shape} instead of {expected.shape}"
     if found.dtype != expected.dtype:
@@ -162,17 +164,18 @@ def _run(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[Any]) -> l
     """On CPUs, Pallas interprets kernels."""
     devices = [x.devices() for x in operands if isinstance(x, jax.Array)]
     if all(device.platform == "cpu" for some in devices for device in some):
-        params = {name: _interpreted(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
+        params = {name: _with_interpreted_kernels(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
     return eval_on_shards(eqn, operands, params)
 
 
 @functools.lru_cache(maxsize=256)
-def _interpreted(program: ClosedJaxpr) -> ClosedJaxpr:
+def _with_interpreted_kernels(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program, in which Pallas interprets kernels."""
     if not _has_kernel(program.jaxpr):
         return program
     flat = flatten_calls(program.jaxpr, tuple(program.consts))
     eqns = [
-        with_each_body(_interpreted, eqn)
+        with_each_body(_with_interpreted_kernels, eqn)
         if eqn.primitive.name != "pallas_call"
         else eqn.replace(params=dict(eqn.params, interpret=True))
         for eqn in flat.eqns
@@ -214,20 +217,20 @@ def _why_unchecked(kind: RuleKey, on_default_device: bool) -> str:
 
     failure = "it is too large"
     for device in _devices(on_default_device):
-        with _undisturbed(device, kind.eqn):
-            has_run, problem = _tried(kind.eqn, rule)
+        with _on_one_device(device, kind.eqn):
+            has_run, problem = _check_on_small_arrays(kind.eqn, rule)
         if has_run and problem:
             raise ShardingError(
-                f"{problem} Small arrays of random values show it. Add the factor to `need_replication`, or "
-                "correct the rule or `reductions`. If the operation does not take random values, try it with "
+                f"{problem} A test on small random arrays found this. Correct the rule or `reductions`, or add the "
+                "name to `need_replication`. If the operation does not take random values, test it with "
                 "`minialpa.check_sharding_rule` on your values, and register it with `check=False`."
             )
         if has_run:
             return ""
         failure = problem or failure
     return (
-        f"The sharding rule of `{operation_name(kind.eqn)}`, `{rule.text}`, is not checked, because the operation does "
-        f"not run here: {failure}. Try it with `minialpa.check_sharding_rule` where it runs, and register it with "
+        f"The sharding rule of `{operation_name(kind.eqn)}`, `{rule.text}`, is not tested, because the operation does "
+        f"not run here ({failure}). Test it with `minialpa.check_sharding_rule` where it runs, and register it with "
         "`check=False`."
     )
 
@@ -251,7 +254,7 @@ def _devices(on_default_device: bool) -> Iterator[jax.Device]:
 
 
 @contextmanager
-def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
+def _on_one_device(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
     """Use one device, with the equation's settings and without jax's optional checks."""
     with (
         under_settings_of(eqn),
@@ -263,7 +266,7 @@ def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def _tried(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str]:
+def _check_on_small_arrays(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str]:
     """Whether an operation runs, and the fault of its rule or the reason why it does not run.
 
     The smallest sizes that run decide, unless the rule is wrong there: then the largest ones decide.
@@ -275,13 +278,14 @@ def _tried(eqn: JaxprEqn, rule: ShardingRule) -> tuple[bool, str]:
 
 
 def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> tuple[bool, str]:
+    """`_check_on_small_arrays` for the first of these sizes on which the operation runs."""
     failure = ""
     for operands, results in sizes:
         try:
             small = _with_shapes(eqn, operands, results)
             if factors_of(small).flops > _MOST_FLOPS:
                 continue
-            values, whole = _computed(small)
+            values, whole = _run_on_random_values(small)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             continue
@@ -303,7 +307,7 @@ def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shape
     for most in (*_LENGTHS, max(named.sizes.values(), default=1)):
         # An operation may need the full length of blocked factors.
         for kept in (given, given | named.blocked()):
-            sizes = {name: n if name in kept else _shrunk(n, most) for name, n in named.sizes.items()}
+            sizes = {name: n if name in kept else _shrunk_length(n, most) for name, n in named.sizes.items()}
             shapes = _shapes(named.operands, sizes), _shapes(named.results, sizes)
             n_elements = sum(math.prod(shape) for some in shapes for shape in some)
             if n_elements <= _MOST_ELEMENTS:
@@ -311,7 +315,7 @@ def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shape
     return sorted(found, key=lambda shapes: found[shapes])
 
 
-def _shrunk(n: int, most: int) -> int:
+def _shrunk_length(n: int, most: int) -> int:
     """A length of at most `most` for n: its largest divisor, which most blocks fit, else `most`."""
     if n <= most:
         return n
@@ -338,19 +342,19 @@ def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
     return small
 
 
-def _computed(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
+def _run_on_random_values(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
     """Random operands and their results, with numbers of both signs if the results are finite."""
     signed = lambda rng, shape: rng.normal(size=shape)  # noqa: E731
     positive = lambda rng, shape: rng.uniform(0.1, 0.9, shape)  # noqa: E731
     for draw in (signed, positive):
-        values = _drawn(eqn, draw)
+        values = _random_operands(eqn, draw)
         results = _run(eqn, eqn.params, values)
         if all(np.all(np.isfinite(x)) for x in results if jnp.issubdtype(x.dtype, np.inexact)):
             break
     return values, results
 
 
-def _drawn(eqn: JaxprEqn, draw: Any) -> list[Any]:
+def _random_operands(eqn: JaxprEqn, draw: Any) -> list[Any]:
     """Values of the operands. Integers are less than every length: they may be positions."""
     rng = np.random.default_rng(0)
     most = min((n for shape in shapes_of(eqn.invars) for n in shape if n > 1), default=2)

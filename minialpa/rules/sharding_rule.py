@@ -92,7 +92,7 @@ class ShardingRule:
 
     def named_factors(self, operands: Shapes, results: Shapes, operation: str) -> NamedFactors:
         """The factors of a call of `operation`. Raises ShardingError if the shapes do not fit the rule."""
-        named = self._named(operands, results, operation)
+        named = self._named_dims(operands, results, operation)
         shapes = (*operands, *results)
         sizes = self._sizes(named, shapes, operation)
 
@@ -103,13 +103,13 @@ class ShardingRule:
         )
         return NamedFactors(sizes=sizes, operands=arrays[: len(operands)], results=arrays[len(operands) :], rule=self)
 
-    def _named(self, operands: Shapes, results: Shapes, operation: str) -> list[tuple[Names, ...]]:
+    def _named_dims(self, operands: Shapes, results: Shapes, operation: str) -> list[tuple[Names, ...]]:
         """The factors of each dimension of each array. Raises ShardingError for wrong numbers or ranks."""
         for kind, rules, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(rules) != len(shapes):
                 raise ShardingError(
-                    f"The sharding rule of `{operation}`, `{self.text}`, has {len(rules)} {kind}s, and the call has "
-                    f"{len(shapes)}."
+                    f"The sharding rule of `{operation}`, `{self.text}`, has {len(rules)} {kind}s, but the call has "
+                    f"{len(shapes)}. Write {len(shapes)} {kind}s in the rule."
                 )
 
         named, n_leading = [], dict[str, int]()
@@ -127,9 +127,9 @@ class ShardingRule:
                 rank = len(dims) - len(array.dims)
                 if n_leading.setdefault(array.leading, rank) != rank:
                     raise ShardingError(
-                        f"In the sharding rule of `{operation}`, `{self.text}`, `...{array.leading}` stands for "
-                        f"{n_leading[array.leading]} dimensions, and for {rank} in {self.array_name(i)}. Write `...1` "
-                        "for leading dimensions that differ from `...`."
+                        f"In the sharding rule of `{operation}`, `{self.text}`, `...{array.leading.removeprefix('0')}` "
+                        f"stands for {n_leading[array.leading]} dimensions in one array and for {rank} in "
+                        f"{self.array_name(i)}. Write `...1` in one of the two."
                     )
         return named
 
@@ -155,14 +155,14 @@ class ShardingRule:
         unknown = [name for name in dimension.names if name not in sizes]
         if unknown:
             raise ShardingError(
-                f"In the sharding rule of `{operation}`, `{self.text}`, the length of `{unknown[-1]}` is unknown, in "
-                f"{where}, of length {dimension.length}. Give `factor_sizes={{'{unknown[-1]}': ...}}`."
+                f"The sharding rule of `{operation}`, `{self.text}`, does not determine the length of `{unknown[-1]}` "
+                f"in {where}, of length {dimension.length}. Set `factor_sizes={{'{unknown[-1]}': ...}}`."
             )
         if math.prod(sizes[name] for name in dimension.names) != dimension.length:
             lengths = " * ".join(f"{sizes[name]} ({name})" for name in dimension.names)
             raise ShardingError(
-                f"The sharding rule of `{operation}`, `{self.text}`, does not fit the call: {where} has length "
-                f"{dimension.length} instead of {lengths}."
+                f"The sharding rule of `{operation}`, `{self.text}`, does not fit the call, because {where} has the "
+                f"length {dimension.length} instead of {lengths}. Correct the rule or the shapes of the arrays."
             )
 
 
@@ -199,6 +199,7 @@ class NamedFactors:
     rule: ShardingRule
 
     def blocked(self) -> frozenset[str]:
+        """The factors that may not be split."""
         read = {name for dims in self.operands for dim in dims for name in dim}
         # A result without a factor may differ between shards.
         lost = self._absent_from_results().difference(dict(self.rule.reductions))
@@ -211,6 +212,7 @@ class NamedFactors:
         return frozenset(filter(is_blocked, self.sizes))
 
     def factors(self, flops: float) -> Factors:
+        """The factors by number, in the order of `sizes`."""
         numbers = {name: f for f, name in enumerate(self.sizes)}
 
         def numbered(arrays: tuple[tuple[Names, ...], ...]) -> tuple[Dims, ...]:
@@ -253,7 +255,7 @@ def batched_rule(rule: ShardingRule, is_batched: Sequence[bool], operands: Shape
     return replace(
         rule,
         operands=tuple(map(array, rule.operands, operands, is_batched)),
-        results=tuple(array(one, shape, True) for one, shape in zip(rule.results, results, strict=True)),
+        results=tuple(array(one, shape, batched=True) for one, shape in zip(rule.results, results, strict=True)),
     )
 
 

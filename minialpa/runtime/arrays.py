@@ -44,7 +44,7 @@ class BlockedArray(RemoteArray):
 
     def rows(self, start: int, stop: int) -> Any:
         """Rows `start` to `stop`: one block, or parts joined on the devices of the first. Remote parts are fetched."""
-        read = [
+        cuts = [
             (block, max(start - first, 0), min(stop, end) - first)
             for block, (first, end) in zip(self.blocks, self.ranges, strict=True)
             if first < stop and start < end
@@ -52,14 +52,14 @@ class BlockedArray(RemoteArray):
         # All blocks at once, because a step reads them one after the other.
         prefetch(self.blocks)
 
-        is_whole = [(a, b) == (0, block.shape[0]) and isinstance(block, jax.Array) for block, a, b in read]
-        parts = [block if whole else block[a:b] for (block, a, b), whole in zip(read, is_whole, strict=True)]
+        is_whole = [(a, b) == (0, block.shape[0]) and isinstance(block, jax.Array) for block, a, b in cuts]
+        parts = [block if whole else block[a:b] for (block, a, b), whole in zip(cuts, is_whole, strict=True)]
         if len(parts) == 1:
             return parts[0]
         if any(isinstance(x, np.ndarray) for x in parts):
             return np.concatenate([np.asarray(x) for x in parts])
-        near = [parts[0], *(jax.device_put(x, parts[0].sharding) for x in parts[1:])]
-        return jnp.concatenate(near)
+        on_first_devices = [parts[0], *(jax.device_put(x, parts[0].sharding) for x in parts[1:])]
+        return jnp.concatenate(on_first_devices)
 
     def _fetch(self) -> Any:
         self._fetch_all([self])

@@ -26,6 +26,7 @@ def diagnose_transports() -> dict[str, str]:
 
 
 def _outcome(attempt: Callable[[], bool]) -> str:
+    """The text for one transport. attempt: sends an array, and returns whether it arrives unchanged."""
     try:
         return "works" if attempt() else "changes the values that it carries"
     except Exception as error:
@@ -33,6 +34,7 @@ def _outcome(attempt: Callable[[], bool]) -> str:
 
 
 def _through_tcp() -> bool:
+    """Whether an array arrives unchanged from one transport of this process at another."""
     secret = secrets.token_bytes(32)
     here, there = (HostTransport(secret, number) for number in range(2))
     try:
@@ -57,7 +59,7 @@ def _through_nccl() -> bool:
     """Whether an array arrives unchanged from a GPU at itself, over a communicator of one rank."""
     devices = [device for device in jax.local_devices() if device.platform in ("gpu", "cuda")]
     if not devices:
-        raise WorkerError("jax sees no GPU here")
+        raise WorkerError("jax sees no GPU here. For an NVIDIA GPU, install `minialpa[gpu]`")
     from minialpa.runtime.transports.nccl import Endpoint, exchange, new_id
 
     end = Endpoint(devices[0], new_id(), rank=0, n_ranks=1)

@@ -119,14 +119,14 @@ class Executable:
         if not all(homes):
             return None
 
-        held = [(i, mesh, spec) for i, of_block in enumerate(homes) for mesh, spec in of_block]
+        copies = [(i, mesh, spec) for i, of_block in enumerate(homes) for mesh, spec in of_block]
         return PlacedValue(
             path=path,
             shape=leaf.shape,
             dtype=str(leaf.dtype),
-            mesh_ids=tuple(mesh for _, mesh, _ in held),
-            specs=tuple(Spec.of(spec, len(leaf.shape)) for *_, spec in held),
-            rows=tuple(leaf.ranges[i] for i, *_ in held) if is_blocked else (),
+            mesh_ids=tuple(mesh for _, mesh, _ in copies),
+            specs=tuple(Spec.of(spec, len(leaf.shape)) for *_, spec in copies),
+            rows=tuple(leaf.ranges[i] for i, *_ in copies) if is_blocked else (),
         )
 
     @property
@@ -232,6 +232,7 @@ _Layouts = tuple[tuple[MeshShape, PartitionSpec], ...]
 
 
 def _target_on_workers(target: Any, rows: BlockRows | None, layouts: tuple[_Layouts, ...], session: Any) -> Any:
+    """The same target in all its layouts on workers; unchanged for typed keys, or if a block has no layout."""
     if jnp.issubdtype(target.dtype, jax.dtypes.extended) or not all(layouts):
         return target
     return DistributedTarget(shape=target.shape, dtype=target.dtype, session=session, rows=rows or (), layouts=layouts)

@@ -29,7 +29,7 @@ from minialpa.sharding import device_mesh
 from minialpa.support.private_jax import ArrayImpl
 
 #: Held by the thread that issues a step. All executables share the devices of this process.
-_order = threading.RLock()
+_step_lock = threading.RLock()
 
 
 def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
@@ -39,8 +39,8 @@ def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
         n = int(np.prod(shape.logical_shape))
         if shape.first_device + n > len(devices):
             raise ShardingError(
-                f"The plan needs devices {shape.first_device} to {shape.first_device + n - 1}, and there are "
-                f"{len(devices)} devices. Pass more devices, or plan for fewer."
+                f"The plan needs devices {shape.first_device} to {shape.first_device + n - 1}, counted from 0, and "
+                f"there are {len(devices)} devices. Plan for {len(devices)} devices, or start the session with more."
             )
         meshes.append(device_mesh(devices[shape.first_device : shape.first_device + n], shape.logical_shape))
     return meshes
@@ -66,22 +66,22 @@ class LocalExecutable:
             for slot in program.constants
         }
         self._trace: StepTrace | None = None
-        self._whole = _whole_function(program)
+        self._whole_function_number = _whole_function(program)
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """See `Runner`. Each result is on the first of its meshes."""
-        with _order:
+        """Start one step; returns its result leaves. Each result is on the first of its meshes."""
+        with _step_lock:
             _check_usable(leaves)
             return self._step(leaves, traced)
 
     def turn(self) -> AbstractContextManager[Any]:
-        return _order
+        return _step_lock
 
     def _step(self, leaves: Sequence[Any], traced: bool) -> list[Any]:
-        if self._whole is not None and not traced:
+        if self._whole_function_number is not None and not traced:
             arguments = self._arguments.of_step(leaves)
             try:
-                return list(self.compiled[self._whole](*arguments))
+                return list(self.compiled[self._whole_function_number](*arguments))
             except Exception as error:
                 self._raise(error, 0)
 
@@ -98,7 +98,7 @@ class LocalExecutable:
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         # NumPy arrays need no lock: a loader that places them does not delay steps.
         has_arrays = any(isinstance(leaf, jax.Array | RemoteArray) for leaf in leaves)
-        with _order if has_arrays else nullcontext():
+        with _step_lock if has_arrays else nullcontext():
             _check_usable(leaves)
             return self._arguments.kept(leaves)
 
@@ -121,6 +121,7 @@ class LocalExecutable:
         return {"devices": "\n".join(f"mesh {i}: {mesh.devices.tolist()}" for i, mesh in enumerate(self.meshes))}
 
     def sync(self) -> None:
+        """Wait for all live arrays on these devices."""
         mine = {device for mesh in self.meshes for device in mesh.devices.flat}
         for array in jax.live_arrays(next(iter(mine)).platform):
             try:
@@ -144,8 +145,9 @@ class LocalExecutable:
             raise error
         recent = ", ".join(type(x).__name__ for x in self.program.instructions[max(0, i - 4) : i])
         raise WorkerError(
-            f"Instruction {i} ({self._interpreter.name(i)}) failed: {error}\nInstructions before it: "
-            f"{recent or 'none'}. If an argument was donated to an earlier call, pass that call's result instead."
+            f"The step failed at instruction {i} ({self._interpreter.name(i)}). {error}\nInstructions before it: "
+            f"{recent or 'none'}. If memory ran out, raise `num_micro_batches` or use more devices; if an argument was "
+            "donated to an earlier call, pass that call's result instead."
         ) from error
 
 
@@ -154,13 +156,14 @@ class DevicePuts:
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._meshes = meshes
-        self._homes = _homes(program)
+        self._mesh_of_buffer = _mesh_of_buffer(program)
         self._results = {b for slot in program.outputs for b in slot.buffers}
 
     def action(self, instruction: Any) -> Action:
+        """The function that carries out a `Transfer` on the buffers of a step."""
         assert isinstance(instruction, Transfer), instruction
         source, target = instruction.source, instruction.target
-        place = _target(self._meshes[instruction.mesh], instruction.spec, target in self._results)
+        place = _placement(self._meshes[instruction.mesh], instruction.spec, is_result=target in self._results)
 
         def put(buffers: Buffers) -> None:
             buffers[target] = jax.device_put(buffers[source], place)
@@ -181,7 +184,7 @@ class DevicePuts:
             source, target = instruction.source, instruction.target
             trace.note_array(
                 instruction.mesh,
-                f"from stage {self._homes[source]}",
+                f"from stage {self._mesh_of_buffer[source]}",
                 f"buffer {target}",
                 issued_s,
                 buffers[target],
@@ -225,12 +228,13 @@ def _whole_function(program: Program) -> int | None:
     return None
 
 
-def _target(mesh: Mesh, spec: PartitionSpec, is_result: bool) -> Any:
+def _placement(mesh: Mesh, spec: PartitionSpec, *, is_result: bool) -> Any:
     """The placement for `device_put`. A single device takes half as long as its sharding, which only results need."""
     return mesh.devices.item() if mesh.size == 1 and not is_result else NamedSharding(mesh, spec)
 
 
-def _homes(program: Program) -> dict[int, int]:
+def _mesh_of_buffer(program: Program) -> dict[int, int]:
+    """The number of the mesh of each buffer."""
     slots: tuple[InputSlot | ConstantSlot, ...] = (*program.inputs, *program.constants)
     homes = {slot.buffer: slot.mesh for slot in slots}
     for instruction in program.instructions:
@@ -243,6 +247,7 @@ def _homes(program: Program) -> dict[int, int]:
 
 
 def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> list[Any]:
+    """All functions of the program, compiled. with_flag: for traced steps, see `lower`."""
     return compile_all(
         lower(
             function.fun,

@@ -33,23 +33,23 @@ class LocalArguments:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
         self._shardings = [NamedSharding(meshes[slot.mesh], slot.spec) for slot in program.inputs]
         self._is_donated = [slot.leaf in program.donated_leaves for slot in program.inputs]
-        self._read_by_call = _read_by_one_call(program)
-        self._cut = _cut_leaves(program)
+        self._inputs_of_one_call = _find_inputs_of_one_call(program)
+        self._inputs_of_cut_leaf = _find_cut_leaves(program)
         self._overwritten_rows = overwritten_rows(program)
         self.buffers = tuple(slot.buffer for slot in program.inputs)
         self.leaves = tuple(slot.leaf for slot in program.inputs)
         self._cutters = {
             number: RowCutter([(self._inputs[i].rows, self._shardings[i]) for i in inputs])
-            for number, inputs in self._cut.items()
+            for number, inputs in self._inputs_of_cut_leaf.items()
         }
         #: For each input, the sharding of the last leaf that was used in place. Training loops repeat the same object.
-        self._settled: list[Any] = [None] * len(program.inputs)
+        self._settled_shardings: list[Any] = [None] * len(program.inputs)
 
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
         """The array of each input."""
         values = [leaves[number] for number in self.leaves]
         if len(set(map(id, leaves))) == len(leaves):
-            settled = self._settled
+            settled = self._settled_shardings
             work = [i for i, x in enumerate(values) if type(x) is not ArrayImpl or x.sharding is not settled[i]]
         else:  # of one array in two places, only one may take over its memory
             work = list(range(len(values)))
@@ -60,11 +60,11 @@ class LocalArguments:
         missing = [i for i in work if not self._is_placed(i, values[i])]
         self._copy_for_donation(values, work, set(missing))
         if missing:
-            self._put(values, missing, leaves)
+            self._put_missing(values, missing, leaves)
         for i in work:
             value, slot = values[i], self._inputs[i]
             if type(value) is ArrayImpl and value is leaves[slot.leaf] and slot.rows is None:
-                self._settled[i] = value.sharding if _has_sharding(value, self._shardings[i]) else None
+                self._settled_shardings[i] = value.sharding if _has_sharding(value, self._shardings[i]) else None
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
@@ -78,14 +78,14 @@ class LocalArguments:
             leaf = leaves[slot.leaf]
             if (
                 leaf is not None
-                and slot.leaf not in self._cut
+                and slot.leaf not in self._inputs_of_cut_leaf
                 and out[slot.leaf] is leaf
                 and getattr(leaf, "sharding", None) != sharding
             ):
-                placed = jax.device_put(_owned_here(_in_this_process(leaf)), sharding)
-                out[slot.leaf] = self._owned(placed, leaf, slot)
+                placed = jax.device_put(_copied_if_numpy(_value_in_this_process(leaf)), sharding)
+                out[slot.leaf] = self._copied_if_shared(placed, leaf, slot)
 
-        for number, slots in self._cut.items():
+        for number, slots in self._inputs_of_cut_leaf.items():
             if leaves[number] is not None and cover_all_rows(
                 {self._inputs[i].rows for i in slots}, np.shape(leaves[number])
             ):
@@ -93,12 +93,13 @@ class LocalArguments:
         return out
 
     def _micro_batched(self, leaf: Any, slots: Sequence[int]) -> Any:
+        """A leaf of the batch, cut into the rows and shardings of the inputs with the numbers `slots`."""
         places = list(dict.fromkeys((self._inputs[i].rows, self._shardings[i]) for i in slots))
         if isinstance(leaf, MicroBatchedArray) and all(_placed_part(leaf, *place) is not None for place in places):
             return leaf
 
-        here = _in_this_process(leaf)
-        cut = {rows: _owned_here(_rows_of(here, rows)) for rows, _ in places}
+        here = _value_in_this_process(leaf)
+        cut = {rows: _copied_if_numpy(_rows_of(here, rows)) for rows, _ in places}
         placed = jax.device_put([cut[rows] for rows, _ in places], [sharding for _, sharding in places])
         parts: dict[MicroRows, list[Any]] = {}
         for (rows, _), array in zip(places, placed, strict=True):
@@ -117,18 +118,18 @@ class LocalArguments:
                 part = _copy(part)
 
             if part is None and slot.leaf not in here:
-                here[slot.leaf] = _in_this_process(leaf)
-                if slot.leaf in self._cut and isinstance(here[slot.leaf], jax.Array):
+                here[slot.leaf] = _value_in_this_process(leaf)
+                if slot.leaf in self._inputs_of_cut_leaf and isinstance(here[slot.leaf], jax.Array):
                     cut = self._cutters[slot.leaf](here[slot.leaf])
-                    rows.update(zip(self._cut[slot.leaf], cut, strict=True))
+                    rows.update(zip(self._inputs_of_cut_leaf[slot.leaf], cut, strict=True))
             if part is None:
-                part = rows[i] if i in rows else _owned_here(_rows_of(here[slot.leaf], slot.rows))
+                part = rows[i] if i in rows else _copied_if_numpy(_rows_of(here[slot.leaf], slot.rows))
             values[i] = part
 
     def _is_placed(self, i: int, value: Any) -> bool:
         """Whether input `i` has its sharding, or the function that reads it places it."""
         sharding = self._shardings[i]
-        return (i in self._read_by_call and _is_loose(value, sharding)) or _has_sharding(value, sharding)
+        return (i in self._inputs_of_one_call and _is_loose(value, sharding)) or _has_sharding(value, sharding)
 
     def _copy_for_donation(self, values: list[Any], inputs: Sequence[int], missing: set[int]) -> None:
         """Replace donated inputs by copies where a call must not take over their memory.
@@ -147,13 +148,13 @@ class LocalArguments:
                 values[i] = jax.device_put(_copy(values[i]), self._shardings[i])
             seen.add(id(values[i]))
 
-    def _put(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
+    def _put_missing(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
         shardings = [self._shardings[i] for i in missing]
-        put = [_easy_to_put(values[i], sharding) for i, sharding in zip(missing, shardings, strict=True)]
+        put = [_value_to_put(values[i], sharding) for i, sharding in zip(missing, shardings, strict=True)]
         for i, array in zip(missing, jax.device_put(put, shardings), strict=True):
-            values[i] = self._owned(array, leaves[self._inputs[i].leaf], self._inputs[i])
+            values[i] = self._copied_if_shared(array, leaves[self._inputs[i].leaf], self._inputs[i])
 
-    def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
+    def _copied_if_shared(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
         """`array`, copied if it has memory of the caller's `leaf` and the program donates it.
 
         `device_put` may use the leaf's buffer on a device that has it.
@@ -172,29 +173,30 @@ class RowCutter:
         self._is_cut = [rows is not None for rows, _ in places]
         cut = [(rows, sharding) for rows, sharding in places if rows is not None]
         self._devices = {frozenset(sharding.device_set) for _, sharding in cut}
-        self._by_itself = jax.jit(functools.partial(_all_rows, [rows for rows, _ in cut]))
-        self._laid_out = jax.jit(self._by_itself, out_shardings=[sharding for _, sharding in cut])
+        self._cut_anywhere = jax.jit(functools.partial(_slices_of_rows, [rows for rows, _ in cut]))
+        self._cut_in_shardings = jax.jit(self._cut_anywhere, out_shardings=[sharding for _, sharding in cut])
 
     def __call__(self, array: jax.Array) -> list[Any]:
         """For each input, its rows, in the input's sharding if the array is on the same devices."""
         devices = array.sharding.device_set
-        cut = self._laid_out if self._devices == {frozenset(devices)} else self._by_itself
+        cut = self._cut_in_shardings if self._devices == {frozenset(devices)} else self._cut_anywhere
         with under_mesh(NO_MESH):
             rows = iter(paced(cut, devices)(array))
         return [next(rows) if is_cut else array for is_cut in self._is_cut]
 
 
-def _all_rows(rows: Sequence[tuple[int, int, int]], array: Any) -> list[Any]:
+def _slices_of_rows(rows: Sequence[tuple[int, int, int]], array: Any) -> list[Any]:
+    """For each (start, stop, dimension), these rows of `array`."""
     return [jax.lax.slice_in_dim(array, start, stop, axis=dim) for start, stop, dim in rows]
 
 
-def _cut_leaves(program: Program) -> dict[int, list[int]]:
+def _find_cut_leaves(program: Program) -> dict[int, list[int]]:
     """For each leaf that is cut into micro-batches, the inputs that read it."""
     cut = {slot.leaf for slot in program.inputs if slot.rows is not None}
     return {leaf: [i for i, slot in enumerate(program.inputs) if slot.leaf == leaf] for leaf in sorted(cut)}
 
 
-def _read_by_one_call(program: Program) -> frozenset[int]:
+def _find_inputs_of_one_call(program: Program) -> frozenset[int]:
     """Inputs that only one `Run` reads, without donation. Its call places loose values faster than `device_put`
     does.
     """
@@ -232,12 +234,12 @@ def _copy(array: Any) -> Any:
         return array.copy()
 
 
-def _owned_here(value: Any) -> Any:
+def _copied_if_numpy(value: Any) -> Any:
     """The value; NumPy arrays are copied, because the caller may write to them before jax reads them."""
     return own_copy(value) if isinstance(value, np.ndarray) else value
 
 
-def _easy_to_put(value: Any, sharding: NamedSharding) -> Any:
+def _value_to_put(value: Any, sharding: NamedSharding) -> Any:
     """The value, or a NumPy copy of a small array on one CPU device.
 
     From one device, `device_put` compiles the cut of each shape into shards, which takes longer than the copy.
@@ -249,7 +251,7 @@ def _easy_to_put(value: Any, sharding: NamedSharding) -> Any:
     return own_copy(np.asarray(value)) if is_plain and not others and device.platform == "cpu" else value
 
 
-def _in_this_process(leaf: Any) -> Any:
+def _value_in_this_process(leaf: Any) -> Any:
     """The value of a remote array, joined on the host because no device needs memory for all of it."""
     return leaf[...] if isinstance(leaf, RemoteArray) else leaf
 

@@ -90,10 +90,12 @@ class BlockedCalls:
         return joined_leaves(results, self._blocks.results)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `Runner.place`. A leaf with rows that no stage reads stays unchanged."""
+        """Argument leaves, laid out as the step reads them (`Runner.place`). A leaf with rows that no stage reads stays
+        unchanged.
+        """
         blocks = self._blocks.arguments
-        given = split_leaves(leaves, blocks)
-        placed = iter(zip(given, self._runner.place(given), strict=True))
+        parts = split_leaves(leaves, blocks)
+        placed = iter(zip(parts, self._runner.place(parts), strict=True))
         return [
             next(placed)[1] if of_leaf is None else _placed_leaf(leaf, [next(placed) for _ in of_leaf])
             for leaf, of_leaf in zip(leaves, blocks or (None,) * len(leaves), strict=True)

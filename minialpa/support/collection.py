@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Reference counting goes on."""
+    """A context without garbage collection; reference counting goes on."""
     enabled = gc.isenabled()
     gc.disable()
     try:

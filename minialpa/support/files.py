@@ -42,6 +42,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def _replace(target: Path, partial: Path, data: bytes) -> None:
+    """Write `partial`, and move it to `target` with the owner and mode of the old file."""
     with partial.open("xb") as file:
         file.write(data)
         file.flush()

@@ -132,8 +132,8 @@ def users_mesh() -> UsersMesh:
 
 @contextmanager
 def under_mesh(mesh: UsersMesh) -> Iterator[None]:
-    """A context with this mesh, also inside a trace. jax compares it with the mesh of the program that it lowers."""
-    if users_mesh() == mesh:  # jax retraces even for an equal setting
+    """A context with this mesh, also inside a trace. jax raises an error if a program has arrays on another mesh."""
+    if users_mesh() == mesh:  # jax would retrace after setting an equal mesh
         yield
         return
     abstract = private_config.abstract_mesh_context_manager.swap_local(mesh.abstract)
@@ -270,7 +270,7 @@ def compiled_primitives() -> set[str]:
 
 
 def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:
-    """In a `shard_map`, the array varies over all mesh axes over which an operand varies."""
+    """The type of an array. In a `shard_map`, the array varies over all mesh axes over which an operand varies."""
     varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
     if not varying:
         return jax.core.ShapedArray(tuple(shape), dtype)
@@ -345,6 +345,7 @@ def kernel_grid(params: Mapping[str, Any]) -> KernelGrid:
 
 
 def _block_length(block: Any) -> int | None:
+    """The length of a block in a dimension; None where blocks have no fixed length."""
     if isinstance(block, int):
         return block
     match type(block).__name__:
@@ -435,7 +436,8 @@ class CudnnAttention:
     is_causal: bool
     window: int | None
 
-    def params(self, compute: Any) -> dict[str, Any]:
+    def params(self, compute: Callable[..., Any]) -> dict[str, Any]:
+        """The parameters of `compute`, jax's private function of this attention or of its gradient."""
         from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 
         return {

@@ -114,6 +114,7 @@ def has_same_values(x: Affine, y: Affine) -> bool:
 
 
 def at_place(x: Affine | None, at: At | None) -> Affine | None:
+    """The slice of `x` at `at`; `x` if `at` is None."""
     if x is None or at is None:
         return x
     one = [(s, n) if d != at.dim else (0, 1) for d, (s, n) in enumerate(zip(x.strides, x.shape, strict=True))]

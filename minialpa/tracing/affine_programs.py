@@ -53,13 +53,14 @@ class AffineProgram:
         if is_literal(atom):
             return of_constant(np.asarray(atom.val), shape_of(atom), at)
         if (atom, at) not in self._known:
-            found = self._found(atom, at)
+            found = self._follow_back(atom, at)
             self._known[atom, at] = found if found is not None and fits(found, dtype) else None
         return self._known[atom, at]
 
-    def _found(self, var: Var, at: At | None) -> Affine | None:
+    def _follow_back(self, var: Var, at: At | None) -> Affine | None:
+        """`affine` before the test for overflow."""
         if var in self.inputs:
-            return self._of_input(self.inputs[var], at)
+            return self._follow_input(self.inputs[var], at)
         if var in self.values:
             return of_value(self.values[var], at)
 
@@ -73,14 +74,15 @@ class AffineProgram:
         if eqn.primitive.name == "optimization_barrier":
             return self.affine(eqn.invars[r], at)
         if eqn.primitive.name == "scan":
-            return _of_scan(self, eqn, r, at)
+            return _follow_scan(self, eqn, r, at)
         if eqn.primitive.name == "cond":
-            found = [_of_branch(self, eqn, k, r, at) for k in range(len(eqn.params["branches"]))]
+            found = [_follow_branch(self, eqn, k, r, at) for k in range(len(eqn.params["branches"]))]
             return found[0] if all(one == found[0] for one in found) else None
         rule = RULES.get(eqn.primitive.name)
         return None if rule is None else rule(self.affine, eqn, at)
 
-    def _of_input(self, outside: Outside, at: At | None) -> Affine | None:
+    def _follow_input(self, outside: Outside, at: At | None) -> Affine | None:
+        """An input, from its operand in the program around this one."""
         around = self.around
         assert around is not None, outside
         if outside.is_stacked:
@@ -94,14 +96,17 @@ class AffineProgram:
         if self.branch is not None and eqn is not None and eqn.primitive.name == "cond":
             index, number = self.branch
             if eqn.invars[0] is index:
-                return _of_branch(around, eqn, number, eqn.outvars.index(outside.atom), at)
+                return _follow_branch(around, eqn, number, eqn.outvars.index(outside.atom), at)
         return around.affine(outside.atom, at)
 
 
 def inside(
     closed: Any, around: AffineProgram, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> AffineProgram:
-    """The `AffineProgram` of a jaxpr, closed or not, in `around`. inputs: the operand of each input, if known."""
+    """The `AffineProgram` of a jaxpr, closed or not, in `around`. inputs: the operand of each input, if known.
+
+    branch: for a branch of a `cond`, as in `AffineProgram`.
+    """
     jaxpr = getattr(closed, "jaxpr", closed)
     known = {var: outside for var, outside in zip(jaxpr.invars, inputs, strict=True) if outside is not None}
     producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -113,7 +118,9 @@ def inputs_of_scan(eqn: JaxprEqn) -> list[Outside | None]:
     """The operand for each input of a scan's body; None for carries that change."""
     n_consts, n_carry = scan_counts(eqn)
     jaxpr = eqn.params["jaxpr"].jaxpr
-    inputs: list[Outside | None] = [Outside(atom, k >= n_consts + n_carry) for k, atom in enumerate(eqn.invars)]
+    inputs: list[Outside | None] = [
+        Outside(atom, is_stacked=k >= n_consts + n_carry) for k, atom in enumerate(eqn.invars)
+    ]
     for r in range(n_carry):
         if jaxpr.outvars[r] is not jaxpr.invars[n_consts + r]:
             inputs[n_consts + r] = None
@@ -128,15 +135,16 @@ def _result_inside(
     at: At | None,
     branch: tuple[Atom, int] | None = None,
 ) -> Affine | None:
+    """Result `r` of a jaxpr in `around`; other parameters as in `inside`."""
     return inside(closed, around, inputs, branch).affine(getattr(closed, "jaxpr", closed).outvars[r], at)
 
 
-def _of_branch(around: AffineProgram, eqn: JaxprEqn, number: int, r: int, at: At | None) -> Affine | None:
+def _follow_branch(around: AffineProgram, eqn: JaxprEqn, number: int, r: int, at: At | None) -> Affine | None:
     inputs = [Outside(atom) for atom in eqn.invars[1:]]
     return _result_inside(around, eqn.params["branches"][number], inputs, r, at, (eqn.invars[0], number))
 
 
-def _of_scan(around: AffineProgram, eqn: JaxprEqn, r: int, at: At | None) -> Affine | None:
+def _follow_scan(around: AffineProgram, eqn: JaxprEqn, r: int, at: At | None) -> Affine | None:
     """An unchanged carry, or stacked slices that are equal in all iterations."""
     n_consts, n_carry = scan_counts(eqn)
     inputs = inputs_of_scan(eqn)

@@ -17,6 +17,7 @@ from minialpa.tracing.affine import Affine, At, at_place, combined, filled, has_
 
 #: An operand, or its slice, as an affine function.
 Read = Callable[[Atom, At | None], Affine | None]
+#: (reader of operands, equation, slice of the result) -> the result, or its slice.
 Rule = Callable[[Read, JaxprEqn, At | None], Affine | None]
 RULES: dict[str, Rule] = {}
 

@@ -41,8 +41,8 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         raise TraceError(_why_no_array(np.empty((), found.dtype), path))
     if not all(isinstance(n, int | np.integer) and n >= 0 for n in found.shape):
         raise TraceError(
-            f"Argument leaf `{path}` has shape {found.shape} and dtype {found.dtype}. All dimensions must be known "
-            "integers >= 0."
+            f"The argument `{path}` has the shape {found.shape} and the dtype {found.dtype}. Pass an array whose "
+            "dimensions are all known integers of at least 0."
         )
 
     refuse_argument_in_host(leaf, path)
@@ -60,7 +60,7 @@ def _why_no_array(leaf: Any, path: str) -> str:
         instead = "`jnp.asarray(x)`"
     else:
         wrong, instead = f"a {type(leaf).__name__}, not an array", f"arrays and numbers in pytrees, and {otherwise}"
-    return f"Argument leaf `{path}` is {wrong}. Pass {instead}."
+    return f"The argument `{path}` is {wrong}. Pass {instead}."
 
 
 def _why_no_dtype(dtype: np.dtype[Any], otherwise: str) -> tuple[str, str]:
@@ -103,9 +103,12 @@ def find_batch_dims(
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
         raise TraceError(
-            f"The leading dimensions of the batch differ: {listed}. Check the order of the arguments, or name the "
-            "batch by `batch_argnums`. Pass leaves of other lengths in an argument that is not a batch."
+            f"The arrays of the batch differ in their first dimension ({listed}). Check the order of the arguments, "
+            "set `batch_argnums` to the batch, or pass arrays of other lengths in another argument."
         )
     if 0 in sizes.values():
-        raise TraceError(f"The batch has no examples: `{next(iter(sizes))}` has shape {structs[dims.index(0)].shape}.")
+        raise TraceError(
+            f"The batch has no examples, as `{next(iter(sizes))}` has the shape {structs[dims.index(0)].shape}. Pass "
+            "at least one example, or set `batch_argnums` if this argument is not the batch."
+        )
     return tuple(dims), next(iter(sizes.values()), None)

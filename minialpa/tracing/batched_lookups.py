@@ -51,10 +51,11 @@ _SCATTER_FIELDS = _Fields("inserted_window_dims", "scatter_dims_to_operand_dims"
 def with_batched_lookups(flat: Block) -> Block:
     """The program with batch dimensions in gathers and scatters at the position of the example."""
     program = AffineProgram(producers_of(flat), dict(zip(flat.constvars, flat.consts, strict=True)))
-    return flat.with_each_written_as([_rewritten(eqn, program) for eqn in flat.eqns])
+    return flat.with_each_written_as([_rewritten_equation(eqn, program) for eqn in flat.eqns])
 
 
-def _rewritten(eqn: JaxprEqn, program: AffineProgram) -> list[JaxprEqn]:
+def _rewritten_equation(eqn: JaxprEqn, program: AffineProgram) -> list[JaxprEqn]:
+    """Equations that replace `eqn`; the same object without a change."""
     name = eqn.primitive.name
     if name == "gather":
         return _with_batch_dims(eqn, program, _GATHER_FIELDS)
@@ -62,23 +63,23 @@ def _rewritten(eqn: JaxprEqn, program: AffineProgram) -> list[JaxprEqn]:
         return _with_batch_dims(eqn, program, _SCATTER_FIELDS)
     if is_call(eqn):
         inner, operands = called(eqn)
-        body = _body(inner, program, [Outside(atom) for atom in operands])
+        body = _rewritten_body(inner, program, [Outside(atom) for atom in operands])
         return [eqn if body is inner else with_called(eqn, body)]
-    return [with_bodies(eqn, _bodies(eqn, program))] if name in ("scan", "while", "cond") else [eqn]
+    return [with_bodies(eqn, _rewritten_bodies(eqn, program))] if name in ("scan", "while", "cond") else [eqn]
 
 
 # ---- loops and branches ----------------------------------------------------------------------------------------------
 
 
-def _bodies(eqn: JaxprEqn, program: AffineProgram) -> dict[str, Any]:
+def _rewritten_bodies(eqn: JaxprEqn, program: AffineProgram) -> dict[str, Any]:
     params = eqn.params
     if eqn.primitive.name == "cond":
         index, *operands = eqn.invars
         inputs = [Outside(atom) for atom in operands]
-        branches = [_body(branch, program, inputs, (index, k)) for k, branch in enumerate(params["branches"])]
+        branches = [_rewritten_body(branch, program, inputs, (index, k)) for k, branch in enumerate(params["branches"])]
         return {"branches": tuple(branches)}
     if eqn.primitive.name == "scan":
-        return {"jaxpr": _body(params["jaxpr"], program, inputs_of_scan(eqn))}
+        return {"jaxpr": _rewritten_body(params["jaxpr"], program, inputs_of_scan(eqn))}
 
     # A carry that the body of a `while` returns unchanged is constant in test and body.
     n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
@@ -89,18 +90,18 @@ def _bodies(eqn: JaxprEqn, program: AffineProgram) -> dict[str, Any]:
         for carry, var, out in zip(outside[n_test + n_body :], jaxpr.invars[n_body:], jaxpr.outvars, strict=True)
     ]
     return {
-        "cond_jaxpr": _body(params["cond_jaxpr"], program, [*outside[:n_test], *kept]),
-        "body_jaxpr": _body(params["body_jaxpr"], program, [*outside[n_test : n_test + n_body], *kept]),
+        "cond_jaxpr": _rewritten_body(params["cond_jaxpr"], program, [*outside[:n_test], *kept]),
+        "body_jaxpr": _rewritten_body(params["body_jaxpr"], program, [*outside[n_test : n_test + n_body], *kept]),
     }
 
 
-def _body(
+def _rewritten_body(
     closed: Any, around: AffineProgram, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> Any:
     """The jaxpr, rewritten; the same object without a change. Arguments: see `inside`."""
     jaxpr = getattr(closed, "jaxpr", closed)
     program = inside(closed, around, inputs, branch)
-    written = [_rewritten(eqn, program) for eqn in jaxpr.eqns]
+    written = [_rewritten_equation(eqn, program) for eqn in jaxpr.eqns]
     if all(len(eqns) == 1 and eqns[0] is eqn for eqn, eqns in zip(jaxpr.eqns, written, strict=True)):
         return closed
     new = jaxpr.replace(eqns=[eqn for eqns in written for eqn in eqns])
@@ -140,6 +141,7 @@ def _batch_components(
 
 
 def _with_batch_dims(eqn: JaxprEqn, program: AffineProgram, fields: _Fields) -> list[JaxprEqn]:
+    """A gather or scatter with all possible batch dimensions."""
     numbers = eqn.params["dimension_numbers"]
     single, places, taken = (getattr(numbers, name) for name in fields)
     batch_indices = _batch_components(eqn, program, places, single, taken)
@@ -162,6 +164,7 @@ def _with_batch_dims(eqn: JaxprEqn, program: AffineProgram, fields: _Fields) -> 
 
 
 def _with_indices(eqn: JaxprEqn, batch_indices: Sequence[_BatchIndex], numbers: Any) -> list[JaxprEqn]:
+    """A lookup without the components `batch_indices` in its index vectors."""
     indices = eqn.invars[1]
     last = len(shape_of(indices)) - 1
     left = sorted(set(range(shape_of(indices)[last])) - {one.component for one in batch_indices})

@@ -28,6 +28,7 @@ def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]
 
 
 def _without_shardings(param: Any) -> Any:
+    """A parameter without shardings, also inside its programs."""
     match param:
         case jax.sharding.Sharding():
             return None

@@ -88,6 +88,7 @@ def _prefixes(lines: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
 
 
 def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[str]:
+    """The program as text, with numbers for variables."""
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> str:
@@ -103,6 +104,7 @@ def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 
 
 def _param_text(value: Any) -> str:
+    """A parameter as text that is equal in every process."""
     jaxpr = getattr(value, "jaxpr", value)
     if isinstance(jaxpr, Jaxpr):
         lines = _program_lines((*jaxpr.constvars, *jaxpr.invars), jaxpr.eqns, jaxpr.outvars)

@@ -33,6 +33,7 @@ from minialpa.tracing.values import ELEMENTWISE, ValueNumbering, producers_of
 
 
 def with_flags_as_tests(flat: Block) -> Block:
+    """The program, in which loops test a flag that is proved to equal their test."""
     if not any(is_control_flow(eqn) for eqn in flat.eqns):
         return flat
 
@@ -108,7 +109,7 @@ def _tested_by_flag(loop: _FlagLoop, values: ValueNumbering, used: set[Atom]) ->
     shape = shape_of(loop.condition.invars[0])
     for k, carry in enumerate(loop.carries(loop.body.invars)):
         is_flag = dtype_name(carry) == "bool" and shape_of(carry) == shape
-        if is_flag and _holds_before(loop, values, k) and _stays(loop, values, k):
+        if is_flag and _holds_before(loop, values, k) and _holds_after(loop, values, k):
             return _without_dead_carries(_with_test(loop, k), used)
     return None
 
@@ -128,7 +129,7 @@ def _holds_before(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
     return _run_test(loop, copied, initial) == copied.read(initial[k])
 
 
-def _stays(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
+def _holds_after(loop: _FlagLoop, values: ValueNumbering, k: int) -> bool:
     """Whether carry `k` equals the condition after an iteration, if it does before."""
     iteration = _Iteration(loop, producers_of(loop.body))
     goes_on = _and_of_flag(iteration, k)
@@ -246,6 +247,7 @@ def _with_test(loop: _FlagLoop, k: int) -> _FlagLoop:
 
 
 def _without_dead_carries(loop: _FlagLoop, used: set[Atom]) -> JaxprEqn:
+    """The equation of a loop without carries that have no reader."""
     needed = _needed_carries(loop, used)
 
     def kept(inputs: Sequence[Any]) -> list[Any]:

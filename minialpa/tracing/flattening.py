@@ -103,9 +103,9 @@ def flatten_calls(
     The inputs of a recomputed block pass through an `optimization_barrier`, so that XLA does not merge the block with
     the forward computation.
     """
-    flattener = _Flattener(only_jit, always_barriers)
+    flattener = _Flattener(only_jit=only_jit, always_barriers=always_barriers)
     env: dict[Var, Atom] = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
-    flattener.run(jaxpr.eqns, env, "")
+    flattener.run(jaxpr.eqns, env, scope="")
     return Block(
         constvars=(*jaxpr.constvars, *flattener.constvars),
         consts=(*consts, *flattener.consts),
@@ -120,8 +120,9 @@ def _warn_of_shardings(eqn: JaxprEqn) -> None:
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     if any(isinstance(sharding, Sharding) for sharding in given):
         warnings.warn(
-            f"The shardings of `jax.jit` at {source_line(eqn)}, inside the step, are left out: the planner decides "
-            "shardings. To fix one, use `jax.lax.with_sharding_constraint` or `AutoShardingOption(fixed_specs=...)`.",
+            f"The shardings of `jax.jit` at {source_line(eqn)}, inside the step, have no effect, because the planner "
+            "decides shardings. To fix one, use `jax.lax.with_sharding_constraint` or "
+            "`AutoShardingOption(fixed_specs=...)`.",
             UserWarning,
             stacklevel=2,
         )
@@ -140,7 +141,7 @@ def _read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
 class _Flattener:
     """Collects operations; constants of inner jaxprs become additional constvars."""
 
-    def __init__(self, only_jit: bool, always_barriers: bool) -> None:
+    def __init__(self, *, only_jit: bool, always_barriers: bool) -> None:
         self.calls = _JITS if only_jit else tuple(CALLS)
         self.writes_out, self.always_barriers = not only_jit, always_barriers
         self.ops: list[Op] = []
@@ -189,7 +190,7 @@ class _Flattener:
         operands = [_read(env, atom) for atom in invars]
         is_recomputed = eqn.primitive.name in _REMATS and eqn.params.get("differentiated")
         if is_recomputed and (self.always_barriers or eqn.params.get("prevent_cse")):
-            operands = self._barrier(operands, scope)
+            operands = self._after_barrier(operands, scope)
         results = self._body(body, getattr(inner, "consts", ()), operands, scope, body.eqns, eqn)
         env.update(zip(eqn.outvars, results, strict=True))
 
@@ -212,7 +213,8 @@ class _Flattener:
         self.run(eqns, env, scope, caller)
         return [_read(env, atom) for atom in jaxpr.outvars]
 
-    def _barrier(self, operands: list[Atom], scope: str) -> list[Atom]:
+    def _after_barrier(self, operands: list[Atom], scope: str) -> list[Atom]:
+        """The operands as results of an `optimization_barrier`."""
         variables = [atom for atom in operands if not is_literal(atom)]
         if not variables:
             return operands
@@ -254,6 +256,7 @@ def _compiled_as(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 
 def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether `written_out` or `_only_places` holds for an equation among or inside these."""
     for eqn in eqns:
         if is_call(eqn) or is_control_flow(eqn):
             if any(_is_to_be_written_out(inner.eqns) for inner in sub_jaxprs(eqn)):

@@ -124,13 +124,13 @@ def value_and_grad(
         call = next(counter)
         tagged = _tag_equations(fun, call)
         value, grads = jax.value_and_grad(tagged, argnums, has_aux, **options)(*args, **kwargs)
-        return value, _marked(grads, call)
+        return value, _mark_gradients(grads, call)
 
     return wrapped
 
 
-def _marked(grads: Any, call: int) -> Any:
-    """Gradients of integers get no mark: their dtype, float0, holds no values."""
+def _mark_gradients(grads: Any, call: int) -> Any:
+    """The gradients with marks. Gradients of integers get no mark: their dtype, float0, holds no values."""
     leaves, tree = jax.tree.flatten(grads)
     has_values = [getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves]
     marked = iter(gradient_p.bind(*itertools.compress(leaves, has_values), call=call))
@@ -163,6 +163,8 @@ def _is_dynamic(leaf: Any) -> bool:
 
 
 def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """`fun` as equations, each under a name scope with its number. call: number of the gradient call."""
+
     def tagged(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]

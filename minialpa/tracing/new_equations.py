@@ -22,6 +22,7 @@ class EquationMaker:
         self._flat: dict[Hashable, Block] = {}
 
     def rebuild(self, eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
+        """The equation on other operands, with fresh result variables."""
         new_params = dict(eqn.params) if params is None else dict(params)
         operands = tuple(atom.aval for atom in invars)
         try:
@@ -55,6 +56,7 @@ def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> Block:
 
 
 def _on_atoms(flat: Block, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations of `flat` on these operands, and the atoms of its results."""
     env: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
 
     def read(atom: Atom) -> Atom:

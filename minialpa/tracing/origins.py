@@ -1,6 +1,7 @@
 """The origin of each equation of a traced step: its pass (forward, backward or other), forward group and layer.
 
-`without_marks` removes the marks of `gradients.py` from a program. `with_origins` reads the tags in name scopes.
+A forward group is one forward equation and its derivatives. `without_marks` removes the marks of gradients and pipeline
+boundaries (`gradients.py`) from a program. `with_origins` reads the tags in name scopes.
 """
 
 from __future__ import annotations
@@ -59,23 +60,23 @@ def with_origins(flat: Block) -> Block:
     group by itself.
     """
     groups: dict[tuple[int, int, int] | int, int] = {}
-    tags = [read_tag(op.scope) for op in flat.ops]
+    tags = [read_tag(op.scope) for op in flat.ops]  # (call, layer, index of the forward equation), or None
     has_tags = any(tag is not None for tag in tags)
     is_backward = [is_transposed(op.scope) for op in flat.ops]
     in_update = _in_update(flat.eqns, is_backward)
 
     def origin(i: int) -> Origin:
-        tag, boundaries = tags[i], flat.ops[i].origin.layer
+        tag, layer_by_boundaries = tags[i], flat.ops[i].origin.layer
         if tag is not None:
             call, layer, _ = tag
             direction: Direction = "backward" if is_backward[i] else "forward"
             return Origin(direction=direction, group=groups.setdefault(tag, len(groups)), layer=layer, call=call)
         if is_backward[i]:
             is_second = is_second_derivative(flat.ops[i].scope)
-            return Origin(direction="backward", group=None, layer=boundaries, is_second=is_second)
+            return Origin(direction="backward", group=None, layer=layer_by_boundaries, is_second=is_second)
         if has_tags or in_update[i]:
-            return Origin(direction="other", group=None, layer=boundaries)
-        return Origin(direction="forward", group=groups.setdefault(i, len(groups)), layer=boundaries)
+            return Origin(direction="other", group=None, layer=layer_by_boundaries)
+        return Origin(direction="forward", group=groups.setdefault(i, len(groups)), layer=layer_by_boundaries)
 
     return replace(flat, ops=tuple(replace(op, origin=origin(i)) for i, op in enumerate(flat.ops)))
 
@@ -95,6 +96,7 @@ def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bo
 
 
 def _after_backward(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bool]:
+    """Which equations outside the backward pass depend on it."""
     dependent: set[Var] = set()
     is_after = []
     for eqn, backward in zip(eqns, is_backward, strict=True):

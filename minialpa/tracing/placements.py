@@ -22,7 +22,6 @@ from minialpa.support.private_jax import NO_MESH, compute_place, is_ref, mesh_of
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 _KEPT = "minialpa keeps the arrays of a step in device memory."
-_PLANNER = "The planner decides what each device computes"
 
 
 def _all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -48,7 +47,7 @@ def refuse_argument_in_host(leaf: Any, path: str) -> None:
     kind = host_kind(leaf)
     if kind is not None:
         raise TraceError(
-            f"Argument leaf `{path}` is in host memory (`{kind}`). {_KEPT} Pass "
+            f"The argument `{path}` is in host memory (`{kind}`). {_KEPT} Pass "
             "`jax.device_put(x, jax.memory.Space.Device)`, or a NumPy array."
         )
 
@@ -59,17 +58,19 @@ def refuse_host_memory(closed: ClosedJaxpr) -> None:
         what = _use_of_host(eqn)
         if what is not None:
             raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} {what}. {_KEPT} Leave it out: move results after the "
-                "step; instead of a checkpoint policy that offloads, use one that saves, such as "
-                "`save_only_these_names`; `Zero3Parallel`, `remat` and more devices also save memory."
+                f"`{eqn.primitive.name}` at {source_line(eqn)} {what}. {_KEPT} Remove it: move results to the host "
+                "after the step, use a checkpoint policy that saves, such as `save_only_these_names`, instead of one "
+                "that offloads, and save memory with `Zero3Parallel`, `remat` or more devices."
             )
     if any(map(_is_in_host, closed.jaxpr.constvars)):
         raise TraceError(
-            f"The step captures an array in host memory. {_KEPT} Pass it as an argument, in device memory."
+            f"The step reads an array in host memory that is not one of its arguments. {_KEPT} Pass it as an "
+            "argument, in device memory."
         )
 
 
 def _use_of_host(eqn: JaxprEqn) -> str | None:
+    """The use of the host by an equation, as words for a message."""
     if compute_place(eqn) == "device_host":
         return "runs on the host by `compute_on`"
     for var in filter(_is_in_host, eqn.outvars):
@@ -95,21 +96,22 @@ def refuse_programs_of_devices(jaxpr: Jaxpr) -> None:
     for eqn in jaxpr.eqns:
         if any(is_ref(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
             raise TraceError(
-                f"The step uses a mutable array (a Ref, as from `jax.new_ref`){_place(eqn)}. minialpa plans arrays "
-                "only: pass its value `ref[...]` as an argument, and return the new value."
+                f"The step uses a mutable array (a Ref, as from `jax.new_ref`){_place(eqn)}. Pass its value `ref[...]` "
+                "as an argument instead, and return the new value."
             )
     for eqn in _all_equations(jaxpr):
         if eqn.primitive.name == "shard_map":
             name = "pmap" if "pmap" in str(eqn.params.get("mesh")) else "shard_map"
             raise TraceError(
-                f"`jax.{name}`{_place(eqn)} is a program for the devices of its own mesh. {_PLANNER}: write "
-                "the step for one device, on whole arrays, with sums and means instead of `psum` and `pmean`."
+                f"`jax.{name}`{_place(eqn)} decides what each device computes, which the planner does in a "
+                "parallelized step. Write the step for one device, on whole arrays, with sums and means instead of "
+                "`psum` and `pmean`."
             )
         if any(AxisType.Explicit in mesh.axis_types for mesh in _meshes(eqn)):
             raise TraceError(
-                f"`{eqn.primitive.name}`{_place(eqn)} is on a mesh with Explicit axes. {_PLANNER}: leave the "
-                "mesh out, or make it with `axis_types=(jax.sharding.AxisType.Auto, ...)` for "
-                "`jax.lax.with_sharding_constraint`."
+                f"`{eqn.primitive.name}`{_place(eqn)} is on a mesh with Explicit axes, but the planner decides the "
+                "shardings of a parallelized step. Remove the mesh, or make it with "
+                "`axis_types=(jax.sharding.AxisType.Auto, ...)` for `jax.lax.with_sharding_constraint`."
             )
 
 
@@ -126,7 +128,7 @@ def without_meshes(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not _has_mesh(closed.jaxpr):
         return closed
     with under_mesh(NO_MESH):
-        cleaned: ClosedJaxpr = _cleaned(closed, {})
+        cleaned: ClosedJaxpr = _without_meshes(closed, {})
         return cleaned
 
 
@@ -147,17 +149,20 @@ def _meshes_of_type(atom: Atom) -> list[Any]:
     return [] if mesh is None or mesh.empty else [mesh]
 
 
-def _cleaned(program: Any, known: dict[Any, Any]) -> Any:
+def _without_meshes(program: Any, known: dict[Any, Any]) -> Any:
     """known: cleaned programs, so that equations keep sharing them."""
     if program not in known:
         is_closed = isinstance(program, ClosedJaxpr)
         known[program] = (
-            ClosedJaxpr(_cleaned(program.jaxpr, known), program.consts) if is_closed else _rewritten(program, known)
+            ClosedJaxpr(_without_meshes(program.jaxpr, known), program.consts)
+            if is_closed
+            else _jaxpr_without_meshes(program, known)
         )
     return known[program]
 
 
-def _rewritten(jaxpr: Jaxpr, known: dict[Any, Any]) -> Jaxpr:
+def _jaxpr_without_meshes(jaxpr: Jaxpr, known: dict[Any, Any]) -> Jaxpr:
+    """A jaxpr with fresh variables, whose types have no mesh."""
     env: dict[Var, Var] = {}
 
     def new(var: Var) -> Var:
@@ -182,9 +187,9 @@ def _clean_param(eqn: JaxprEqn, value: Any, known: dict[Any, Any]) -> Any:
         case Sharding() if not is_constraint(eqn):
             return None
         case ClosedJaxpr() | Jaxpr():
-            return _cleaned(value, known)
+            return _without_meshes(value, known)
         case tuple() if any(isinstance(one, ClosedJaxpr) for one in value):
-            cleaned = [_cleaned(one, known) if isinstance(one, ClosedJaxpr) else one for one in value]
+            cleaned = [_without_meshes(one, known) if isinstance(one, ClosedJaxpr) else one for one in value]
             make: Any = getattr(type(value), "_make", tuple)  # a linear solve has a named tuple of programs
             return make(cleaned)
         case _:

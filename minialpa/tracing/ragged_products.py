@@ -65,8 +65,8 @@ def dense_product(
         with jax.named_scope(_APART):
             lhs, rhs, group_sizes = lax.optimization_barrier((lhs, rhs, group_sizes))
         groups = _rows_of_groups(group_sizes)
-        lhs = _masked(lhs, groups, (*lhs_batch, *lhs_sums[:k]), ragged, at=0)
-        rhs = _masked(rhs, groups, (*rhs_batch, *rhs_sums[:k]), rhs_sums[k], at=0)
+        lhs = _masked_copies(lhs, groups, (*lhs_batch, *lhs_sums[:k]), ragged, at=0)
+        rhs = _masked_copies(rhs, groups, (*rhs_batch, *rhs_sums[:k]), rhs_sums[k], at=0)
         sums = [d + 1 for d in lhs_sums], [d + 1 for d in rhs_sums]
         batch = [0, *(d + 1 for d in lhs_batch)], [0, *(d + 1 for d in rhs_batch)]
     elif ragged not in lhs_batch:
@@ -75,7 +75,7 @@ def dense_product(
         # Next to the summed dimensions, where the product reads the group dimension.
         at = min(lhs_sums, default=lhs.ndim)
         groups = _rows_of_groups(group_sizes)
-        lhs = _masked(lhs, groups, (*lhs_batch, *kept[: kept.index(ragged)]), ragged, at=at)
+        lhs = _masked_copies(lhs, groups, (*lhs_batch, *kept[: kept.index(ragged)]), ragged, at=at)
         sums = [at, *(d + (d >= at) for d in lhs_sums)], [group, *rhs_sums]
         batch = [d + (d >= at) for d in lhs_batch], list(rhs_batch)
 
@@ -91,7 +91,7 @@ def _rows_of_groups(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ends - sizes, ends
 
 
-def _masked(
+def _masked_copies(
     x: jax.Array, groups: tuple[jax.Array, jax.Array], outer: Sequence[int], ragged: int, *, at: int
 ) -> jax.Array:
     """`x` for each group, along a new dimension `at`, with zeros in the rows of other groups.

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LeafPart:
-    """Rows (start, stop) of dimension 0 of the argument or result leaf with this number, or the whole leaf."""
+    """Rows (start, stop) of dimension 0 of the argument or result leaf with this number; None for the whole leaf."""
 
     leaf: int
     rows: tuple[int, int] | None
@@ -155,8 +155,8 @@ def trace_step(
         if "unbound axis name" not in str(error):
             raise
         raise TraceError(
-            f"{str(error).split('. ')[0]}. The step is for one device: leave out collectives such as `jax.lax.pmean`. "
-            "minialpa adds them where devices share the examples."
+            f"The step uses a mesh axis ({str(error).split('. ')[0]}). Write the step for one device, without "
+            "collectives such as `jax.lax.pmean`: minialpa adds them where devices share the examples."
         ) from with_users_frames(error)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, ValueError) as error:
         if isinstance(error, ValueError) and "Non-hashable static arguments" not in str(error):  # of an inner `jax.jit`
@@ -238,20 +238,20 @@ def with_leaves(step: TracedStep, gone_inputs: AbstractSet[Var], results: Sequen
         step,
         flat=replace(
             flat,
-            constvars=_some(flat.constvars, consts),
-            consts=_some(flat.consts, consts),
-            invars=_some(flat.invars, arguments),
-            outvars=_some(flat.outvars, results),
+            constvars=_selected(flat.constvars, consts),
+            consts=_selected(flat.consts, consts),
+            invars=_selected(flat.invars, arguments),
+            outvars=_selected(flat.outvars, results),
         ),
-        in_paths=_some(step.in_paths, arguments),
-        out_paths=_some(step.out_paths, results),
-        batch_dims=_some(step.batch_dims, arguments),
-        aliases=tuple(new_number[i] for i in _some(step.aliases, results)),
-        layouts=tuple(new_number[i] for i in _some(step.layouts, results)),
+        in_paths=_selected(step.in_paths, arguments),
+        out_paths=_selected(step.out_paths, results),
+        batch_dims=_selected(step.batch_dims, arguments),
+        aliases=tuple(new_number[i] for i in _selected(step.aliases, results)),
+        layouts=tuple(new_number[i] for i in _selected(step.layouts, results)),
         in_parts=tuple(map(step.argument, arguments)),
         out_parts=tuple(map(step.result, results)),
     )
 
 
-def _some(values: Sequence[T], numbers: Sequence[int]) -> tuple[T, ...]:
+def _selected(values: Sequence[T], numbers: Sequence[int]) -> tuple[T, ...]:
     return tuple(values[i] for i in numbers)

@@ -103,9 +103,9 @@ class ValueNumbering:
         for var, value in zip(part.constvars, part.consts, strict=True):
             self.name(var, ("constant", ById(value)))
         for eqn in part.eqns:
-            self._run(eqn)
+            self._number_equation(eqn)
 
-    def _run(self, eqn: JaxprEqn) -> None:
+    def _number_equation(self, eqn: JaxprEqn) -> None:
         constant = self._constant_result(eqn)
         same = self._same_as(eqn)
         if same is not None:
@@ -123,6 +123,7 @@ class ValueNumbering:
             self.constants[self.of[eqn.outvars[0]]] = constant
 
     def _computation(self, eqn: JaxprEqn) -> Hashable:
+        """Equal for equal computations; the equation itself if it has side effects or unhashable parameters."""
         operands = tuple(self.read(atom) for atom in eqn.invars)
         shapes = tuple((shape_of(var), dtype_name(var)) for var in eqn.outvars)
         computation = (eqn.primitive.name, tuple(eqn.params.items()), operands, shapes)
@@ -155,6 +156,7 @@ class ValueNumbering:
         return number if not shape_of(atom) else self.scalars.get(number)
 
     def _constant_result(self, eqn: JaxprEqn) -> int | None:
+        """The integer that a result is everywhere; None if unknown."""
         name, constants = eqn.primitive.name, [self.constant(atom) for atom in eqn.invars]
         is_boolean = len(eqn.outvars) == 1 and dtype_name(eqn.outvars[0]) == "bool"
         if name in _PASSING and len(constants) == 1 and 0 not in shape_of(eqn.invars[0]):

@@ -55,14 +55,16 @@ def check_programs(
 
 
 def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], plan: Plan) -> StageCheck:
-    stage, (peak_bytes, fullest) = plan.stages[k], _peak_of(program, compiled)
+    """The comparison of stage `k` with its compiled functions."""
+    stage = plan.stages[k]
+    peak_bytes, fullest_function = _peak_of(program, compiled)
     times = Counter(i.function for i in program.instructions if isinstance(i, Run | Accumulate))
     functions = [_function_check(program, i, made, times[i], plan, k) for i, made in enumerate(compiled)]
     return StageCheck(
         limit_bytes=stage.option.memory_limit_bytes or _device_of(plan, k).memory_bytes,
         planned_bytes=stage.peak_bytes,
         compiled_bytes=peak_bytes,
-        fullest=fullest,
+        fullest=fullest_function,
         planned_collectives=_planned_collectives(plan, k),
         compiled_collectives=_compiled_collectives(compiled, times),
         planned_s=plan.n_micro_batches * (stage.compute_s + stage.communication_s)
@@ -80,6 +82,7 @@ def _device_of(plan: Plan, k: int) -> DeviceSpec:
 def _function_check(
     program: MeshProgram, number: int, made: GpuProgram, times: int, plan: Plan, k: int
 ) -> FunctionCheck:
+    """Memory and times of a function of stage `k`. times: its runs in a step."""
     mesh = plan.stages[k].mesh
 
     @functools.cache

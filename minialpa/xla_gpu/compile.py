@@ -45,18 +45,19 @@ def compile_for_gpus(requests: Sequence[CompileRequest], *, cache: Path | None =
     """
     keys = [_key(request) for request in requests]
     todo = dict(zip(keys, requests, strict=True))
-    done = {key: program for key in todo if (program := _cached(cache, key)) is not None}
+    done = {key: program for key in todo if (program := _cached_program(cache, key)) is not None}
     missing = {key: request for key, request in todo.items() if key not in done}
     for target in dict.fromkeys(request.target for request in missing.values()):
         _check_installed(target)
         of_target = {key: request for key, request in missing.items() if request.target == target}
-        for key, program in _compiled(of_target, target.flags):
+        for key, program in _compile_all(of_target, target.flags):
             done[key] = program
             _keep(cache, key, program)
     return [done[key] for key in keys]
 
 
 def _check_installed(target: GpuTarget) -> None:
+    """Raise GpuCompileError unless XLA can compile for the target here."""
     has_12, has_13 = (importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (12, 13))
     if not has_12 and not has_13:
         raise GpuCompileError(
@@ -83,7 +84,7 @@ def _key(request: CompileRequest) -> str:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _compiled(missing: dict[str, CompileRequest], flags: Sequence[str]) -> Iterator[tuple[str, GpuProgram]]:
+def _compile_all(missing: dict[str, CompileRequest], flags: Sequence[str]) -> Iterator[tuple[str, GpuProgram]]:
     """Each program when it is done. The processes end with the iterator."""
     processes = [_Process(flags) for _ in range(min(_MOST_PROCESSES, os.cpu_count() or 1, len(missing)))]
     free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
@@ -115,6 +116,8 @@ def _compiled(missing: dict[str, CompileRequest], flags: Sequence[str]) -> Itera
 
 
 class _Process:
+    """A process that compiles one function at a time."""
+
     def __init__(self, flags: Sequence[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
         # By default, jax looks for GPUs.
@@ -138,7 +141,8 @@ class _Process:
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace")[-2000:]
             raise GpuCompileError(
-                f"The process of XLA ended while it compiled `{request.function.name}`: {last}"
+                f"The process of XLA ended while it compiled `{request.function.name}`. If this machine has little "
+                f"free memory, free some and repeat. The end of its output: {last or 'none'}"
             ) from error
         if isinstance(answer, str):
             raise GpuCompileError(f"XLA for GPUs does not compile `{request.function.name}`: {answer}")
@@ -160,7 +164,7 @@ class _Process:
 # ---- kept programs ---------------------------------------------------------------------------------------------------
 
 
-def _cached(folder: Path | None, key: str) -> GpuProgram | None:
+def _cached_program(folder: Path | None, key: str) -> GpuProgram | None:
     """None if the file is missing or incomplete."""
     if folder is None:
         return None

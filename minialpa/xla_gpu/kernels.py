@@ -74,6 +74,7 @@ class Kernels:
         return max(estimate_s / (1.0 if device.kernels is None else device.kernels.sustained), device.launch_s)
 
     def product(self, instruction: Instruction, around: Computation) -> Product | None:
+        """The products of an instruction, or of the computation that it calls."""
         shapes = self._shapes(around.name)
         if flops := flops_of(instruction, shapes):
             dtype = shapes[instruction.operands[0]].partition("[")[0]

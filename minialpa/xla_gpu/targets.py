@@ -157,9 +157,9 @@ def target_of(name: str) -> GpuTarget:
         return GpuTarget(**fields)
     except OSError as error:
         raise VerifyError(
-            f"There is no GPU `{name}`, and no file of that name. Known are {', '.join(TARGETS)}; a file has the "
-            "fields of `GpuTarget` as JSON."
+            f"There is no GPU `{name}`, and no file of that name. Pass one of {', '.join(TARGETS)} as `target` (as "
+            "`--target` to `minialpa check`), or a JSON file with the fields of `GpuTarget`."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
         names = ", ".join(field.name for field in dataclasses.fields(GpuTarget))
-        raise VerifyError(f"`{name}` holds no GPU ({error}). It needs the fields {names}, as JSON.") from error
+        raise VerifyError(f"`{name}` describes no GPU ({error}). Write the fields {names} into it, as JSON.") from error

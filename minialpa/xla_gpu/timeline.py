@@ -122,6 +122,8 @@ class _Clock:
 
 
 class _ModuleWalk:
+    """Times the computations of a module, and appends each collective to `exposed`."""
+
     def __init__(
         self, kernels: Kernels, seconds_of: Callable[[HloCollective], float], exposed: list[ExposedCollective]
     ) -> None:
@@ -142,7 +144,7 @@ class _ModuleWalk:
             elif opcode.endswith("-done") and instruction.operands[0] in pending:
                 self._wait(clock, instruction.operands[0], pending)
             else:
-                clock.run(*self._one(instruction, computation, times, in_loop))
+                clock.run(*self._instruction_s(instruction, computation, times, in_loop))
         return clock.kernels_s, clock.now
 
     def _wait(self, clock: _Clock, name: str, pending: dict[str, HloCollective]) -> None:
@@ -150,7 +152,9 @@ class _ModuleWalk:
         seconds = self._seconds_of(one)
         self._exposed.append(ExposedCollective(one, seconds, *clock.wait(name, seconds)))
 
-    def _one(self, instruction: Instruction, around: Computation, times: int, in_loop: bool) -> tuple[float, float]:
+    def _instruction_s(
+        self, instruction: Instruction, around: Computation, times: int, in_loop: bool
+    ) -> tuple[float, float]:
         """Seconds of kernels, and of all, of an instruction."""
         device = self._kernels.device
         if device is not None and KERNEL_SCOPE in _op_name(instruction):

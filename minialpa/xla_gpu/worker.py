@@ -56,6 +56,7 @@ class CompileRequest:
 
 
 def compiled(request: CompileRequest) -> GpuProgram:
+    """The function, compiled for GPUs that this machine may lack."""
     # Imported here: `compile.py` needs `CompileRequest` without the compiler.
     import math
 

@@ -65,7 +65,7 @@ def test_options_have_the_forms_of_alpa() -> None:
     assert search.read() == minialpa.AutoStageOption([(1, 2)], "model_parallel_only")
     assert alpa.AutoStageOption("small_power_of_two").read() == minialpa.AutoStageOption()
     search.manually_specified_submeshes = None
-    with pytest.raises(minialpa.ShardingError, match="names at least one submesh"):
+    with pytest.raises(minialpa.ShardingError, match=r"is empty. Give at least one pair of"):
         search.read()
 
 
@@ -76,7 +76,7 @@ def test_unknown_options_and_values_are_refused() -> None:
         alpa.global_config.resharding = 1
     with pytest.raises(AttributeError, match="'ShardParallel' object has no attribute 'device'"):
         alpa.ShardParallel().device = None
-    with pytest.raises(minialpa.ShardingError, match=r"`remat` is .*got 'all'"):
+    with pytest.raises(minialpa.ShardingError, match=r"`remat` must be .*got 'all'"):
         alpa.AutoLayerOption(2, remat_mode="all").read()
     with pytest.raises(minialpa.ShardingError, match=re.escape("`minialpa.AutoShardingOption(fixed_specs=...)`")):
         alpa.PipeshardParallel(stage_input_shardings=[1])
@@ -170,7 +170,7 @@ def test_local_devices_are_a_mesh_and_have_logical_meshes() -> None:
     alpa.set_global_physical_mesh(alpa.LocalPhysicalDeviceMesh(jax.devices()[6:]))
     y = alpa.parallelize(lambda x: x * 2, batch_argnums=())(np.ones((32, 2), np.float32))
     assert y.devices() == set(jax.devices()[6:])
-    with pytest.raises(minialpa.ShardingError, match="cannot be viewed as"):
+    with pytest.raises(minialpa.ShardingError, match=r"\(2, 3\) has 6 devices, but .* 1 x 4 devices has 4"):
         mesh.get_logical_mesh((2, 3))
 
 

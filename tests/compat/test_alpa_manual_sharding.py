@@ -142,14 +142,14 @@ def test_3d_methods_take_shardings_by_hand() -> None:
         (alpa.ManualShardingOption(), "needs names for the axes"),
         (
             alpa.ManualShardingOption(AXES, in_axis_resources=(P("dta"), None)),
-            r"name the axes \['dta'\], but the meshes have data",
+            "has the mesh axes dta, but `axis_names` lists data, model. Use these names",
         ),
         (alpa.ManualShardingOption(AXES, out_axis_resources=[None, None]), "`out_axis_resources` is no pytree prefix"),
         (
             alpa.ManualShardingOption(AXES, in_axis_resources=("data", None)),
-            "PartitionSpecs and None as leaves; got 'data'",
+            "Pass PartitionSpecs and None as leaves of `in_axis_resources`; got 'data'",
         ),
-        (alpa.ManualShardingOption(("data",)), r"A logical mesh of \(2, 2\) has 2 axes, and the names are"),
+        (alpa.ManualShardingOption(("data",)), r"`axis_names` is \('data',\), but the .* shape \(2, 2\). Give 2 names"),
         (alpa.ManualShardingOption(submesh_axis_names=(AXES, ("a", "b"))), "different names for 2 stages"),
     ],
 )
@@ -161,5 +161,8 @@ def test_an_option_that_cannot_hold_says_why(option: alpa.ManualShardingOption, 
 
 def test_what_is_no_option_is_refused() -> None:
     for method in (ShardParallel(manual_sharding_option=1), Zero2Parallel(None, 1, None, alpa.ManualShardingOption())):
-        with pytest.raises(minialpa.ShardingError, match="is a `ManualShardingOption` for `ShardParallel` or"):
+        with pytest.raises(
+            minialpa.ShardingError,
+            match="Pass a `ManualShardingOption` as `manual_sharding_option` of `ShardParallel` or",
+        ):
             method.read()

@@ -53,8 +53,8 @@ a bias that is subtracted is added [slopes]
 + 1.0
 
 a mask hides what it shows [masks]
-- return Mask(which, True), if_true, if_false.value
-+ return Mask(which, False), if_true, if_false.value
+- return Mask(which, positive=True), if_true, if_false.value
++ return Mask(which, positive=False), if_true, if_false.value
 
 masked scores are as low as the first mask has them [two_masked_values]
 - or (scores.masks and scores.masked_score != c)
@@ -66,8 +66,8 @@ a bias before a mask is one after it [bias_after_a_mask]
 === recognition/masks.py
 
 a negated mask is the mask [masks]
-- return self._together([(eqn.invars[0], axes, not positive)])
-+ return self._together([(eqn.invars[0], axes, positive)])
+- return self._conditions_of_all([(eqn.invars[0], axes, not positive)])
++ return self._conditions_of_all([(eqn.invars[0], axes, positive)])
 
 `or` of masks is `and` [prefix_or_causal]
 - if eqn.primitive.name != ("and" if positive else "or") or
@@ -80,12 +80,12 @@ what a comparison of positions leaves out is one position less [infinite_band]
 === attention/blockwise.py
 
 a total of blocks keeps its first maximum [attention, fused attention]
-- return maximum, kept * total + weight.sum(axis=-1), kept[..., None] * mixed + new
-+ return maximum, total + weight.sum(axis=-1), kept[..., None] * mixed + new
+- return maximum, old_weight * total + weight.sum(axis=-1), old_weight[..., None] * mixed + new
++ return maximum, total + weight.sum(axis=-1), old_weight[..., None] * mixed + new
 
 hidden blocks count one key each [far_ahead]
-- kept * total + n_keys.astype(problem.dtype) * weight
-+ kept * total + weight
+- old_weight * total + n_keys.astype(problem.dtype) * weight
++ old_weight * total + weight
 
 a maximum of -inf is subtracted [infinite_band]
 - return jnp.where(maximum == -jnp.inf, 0, maximum)
@@ -210,8 +210,8 @@ any of booleans is all of them [one flag]
 + "and": "min", "max": "max", "min": "min", "or": "min"
 
 a maximum over devices drops NaN [counts with NaN]
-- return jnp.where(jnp.isnan(x), of_nan, _turned(lax.bitcast_convert_type(x, dtype)))
-+ return _turned(lax.bitcast_convert_type(x, dtype))
+- return jnp.where(jnp.isnan(x), of_nan, _reordered_bits(lax.bitcast_convert_type(x, dtype)))
++ return _reordered_bits(lax.bitcast_convert_type(x, dtype))
 
 integers are multiplied over devices as if they were added [counts]
 - return how not in (("sum",) if is_complex else ("sum", "max", "min"))

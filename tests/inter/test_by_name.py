@@ -160,7 +160,7 @@ def test_what_a_bound_rules_out_is_solved_once_and_never_measured(
     pipeline._planned(asking(mlp, GPUS, options, known, math.inf))
     bound_s = max(one.bound_s for one in known._solutions.values())
     calls: dict[str, int] = {}
-    for module, name in ((stage_solve, "_cheapest"), (stage_in_memory, "mesh_memory")):
+    for module, name in ((stage_solve, "_cheapest_solution"), (stage_in_memory, "mesh_memory")):
         monkeypatch.setattr(module, name, counting(getattr(module, name), calls, name))
 
     solver = StageSolver(compiler_of(GPUS))
@@ -168,7 +168,7 @@ def test_what_a_bound_rules_out_is_solved_once_and_never_measured(
         with pytest.raises(StageTooLargeError, match="there is a plan") as error:
             pipeline._planned(asking(mlp, GPUS, options, solver, part * bound_s))
         assert error.value.is_too_slow
-    assert calls == {"_cheapest": 1}
+    assert calls == {"_cheapest_solution": 1}
 
 
 def counting(function: Callable[..., Any], calls: dict[str, int], name: str) -> Callable[..., Any]:

@@ -84,7 +84,7 @@ def test_of_a_pipeline_each_mesh_has_its_own_specs() -> None:
     method = minialpa.plan_to_method(pipeline_plan(num_hosts=1, devices_per_host=8))
     in_specs, _ = minialpa.parallelize(train_step, method=method).export_specs(*make_args(), mesh=1)
     assert in_specs[0]["w"] is None and isinstance(in_specs[0]["v"], PartitionSpec)
-    with pytest.raises(ShardingError, match="has the meshes 0 to 1; got 2"):
+    with pytest.raises(ShardingError, match="has the meshes 0 to 1, one for each stage; got `mesh=2`"):
         plan.export_specs(2)
 
 

@@ -63,13 +63,13 @@ def test_freeing_twice_is_refused(program: Program) -> None:
     twice = Free((*free.buffers, *free.buffers))
     for again in ([free, free], [twice]):
         broken = [*program.instructions[:at], *again, *program.instructions[at + 1 :]]
-        with pytest.raises(VerifyError, match="frees buffers"):
+        with pytest.raises(VerifyError, match="frees the buffers"):
             verify_program(with_instructions(program, broken))
 
 
 def test_a_lost_result_is_refused(program: Program) -> None:
     lost = Free((program.outputs[0].buffers[0],))
-    with pytest.raises(VerifyError, match="Result buffers"):
+    with pytest.raises(VerifyError, match="ends with the empty result buffers"):
         verify_program(with_instructions(program, [*program.instructions, lost]))
 
 
@@ -79,7 +79,7 @@ def test_a_wrong_number_of_buffers_is_refused(program: Program) -> None:
     assert isinstance(run, Run)
     less = dataclasses.replace(run, inputs=run.inputs[1:])
     broken = [*program.instructions[:at], less, *program.instructions[at + 1 :]]
-    with pytest.raises(VerifyError, match="wrong number of buffers"):
+    with pytest.raises(VerifyError, match=r"calls `\w+` with \d operands and \d results in place of.*bug in minialpa"):
         verify_program(with_instructions(program, broken))
 
 
@@ -88,7 +88,7 @@ def test_a_donated_buffer_that_lives_on_is_refused(program: Program) -> None:
         i for i, x in enumerate(program.instructions) if isinstance(x, Run) and program.functions[x.function].donated
     )
     broken = [*program.instructions[: at + 1], *program.instructions[at + 2 :]]
-    with pytest.raises(VerifyError, match="donates buffers"):
+    with pytest.raises(VerifyError, match="donates the buffers"):
         verify_program(with_instructions(program, broken))
 
 
@@ -119,7 +119,7 @@ def test_only_results_and_constants_outlive_a_step(program: Program) -> None:
     "rows", [(), ((0, 2), (3, 5)), ((1, 2), (2, 4)), ((0, 2),), ((0, 1), (0, 2)), ((0, 2), (2, 2))]
 )
 def test_blocks_are_the_rows_of_a_leaf_in_order(rows: BlockRows) -> None:
-    with pytest.raises(VerifyError, match=r"Argument leaf 1 is cut into the rows .* which do not make a leaf"):
+    with pytest.raises(VerifyError, match=r"Argument leaf 1 is cut into the rows .* not all its rows in order"):
         LeafBlocks(arguments=(None, rows))
     with pytest.raises(VerifyError, match="Result leaf 0"):
         LeafBlocks(results=(rows,))

@@ -67,14 +67,14 @@ def test_a_plan_is_for_the_step_of_its_method() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ShardingError, match="`attention` is 'auto', 'fused', or 'written'; got 'flash'"):
+    with pytest.raises(ShardingError, match="`attention` must be 'auto', 'fused', or 'written'; got 'flash'"):
         AutoShardingOption(attention="flash")  # type: ignore[arg-type]
 
     fused = AutoShardingOption(attention="fused")
     written = AutoShardingOption(attention="written")
     uniform = UniformStageOption(2, submesh_autosharding_option=fused)
-    with pytest.raises(ShardingError, match="holds for the whole step"):
+    with pytest.raises(ShardingError, match=r"all stages share one value. Set `default_auto_sharding_option"):
         minialpa.PipeshardParallel(stage_option=uniform, default_auto_sharding_option=written).options()
     manual = ManualStageOption([[0], [1]], [(1, 1)] * 2, [(1,)] * 2, [{"attention": "fused"}, {}])
-    with pytest.raises(ShardingError, match="holds for the whole step"):
+    with pytest.raises(ShardingError, match=r"all stages share one value. Set `default_auto_sharding_option"):
         minialpa.PipeshardParallel(stage_option=manual).options()

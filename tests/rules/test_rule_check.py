@@ -146,7 +146,7 @@ def test_a_kernel_is_tried_once_for_each_kind_of_call(monkeypatch: pytest.Monkey
 def test_what_does_not_run_here_is_named_in_a_warning() -> None:
     call = lambda x: jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)  # noqa: E731
     kernel = minialpa.register_sharding_rule(_named(call), "b d -> b d")
-    with pytest.warns(UserWarning, match=r"rule of `kernel`, `b d -> b d`, is not checked.*No FFI handler"):
+    with pytest.warns(UserWarning, match=r"rule of `kernel`, `b d -> b d`, is not tested.*No FFI handler"):
         _check(kernel, floats((4, 6), 0))
     minialpa.register_sharding_rule("ffi:nowhere", "b d -> b d", check=False)
     _check(call, floats((4, 6), 0))

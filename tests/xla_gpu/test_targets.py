@@ -24,7 +24,7 @@ def test_files_with_something_else_and_unknown_names_are_refused(tmp_path: Path)
     path = tmp_path / "mine.json"
     for text in ("", "[]", '{"name": "x"}', '{"speed": 1}'):
         path.write_text(text)
-        with pytest.raises(VerifyError, match="holds no GPU"):
+        with pytest.raises(VerifyError, match=r"describes no GPU .* Write the fields name, "):
             target_of(str(path))
     with pytest.raises(VerifyError, match="v100, a100-40gb"):
         target_of("h1000")

@@ -84,7 +84,10 @@ def leaves_of_executable(specs: Any) -> tuple[list[PlacementSpec], Any]:
     leaves = jax.tree.leaves(specs)
     executables = [spec.executable if isinstance(spec, PlacementSpec) else None for spec in leaves]
     if not leaves or executables[0] is None or any(other is not executables[0] for other in executables):
-        raise ShardingError(f"Pass a part of `executable.get_input_placement_specs()` of one executable; got {specs!r}")
+        raise ShardingError(
+            "Pass a part of `executable.get_input_placement_specs()` of one executable; got a "
+            f"{type(specs).__name__} with {len(leaves)} leaves."
+        )
     return leaves, executables[0]
 
 

@@ -98,7 +98,7 @@ def _broadcast(side: str, prefix: Any, tree: PyTreeDef) -> list[PartitionSpec]:
 
     def as_spec(entry: Any) -> PartitionSpec:
         if not isinstance(entry, PartitionSpec | None):
-            raise ShardingError(f"`{side}_axis_resources` has PartitionSpecs and None as leaves; got {entry!r}.")
+            raise ShardingError(f"Pass PartitionSpecs and None as leaves of `{side}_axis_resources`; got {entry!r}.")
         return PartitionSpec() if entry is None else entry
 
     # As in `pjit`, a list may stand for the tuple of arguments.
@@ -107,5 +107,9 @@ def _broadcast(side: str, prefix: Any, tree: PyTreeDef) -> list[PartitionSpec]:
     try:
         full = jax.tree.broadcast(specs, jax.tree.unflatten(tree, range(tree.num_leaves)))
     except ValueError as error:
-        raise ShardingError(f"`{side}_axis_resources` is no pytree prefix: {error}") from None
+        whole = "arguments" if side == "in" else "results"
+        raise ShardingError(
+            f"`{side}_axis_resources` is no pytree prefix of the step's {whole}. Give it their structure, or one "
+            f"PartitionSpec for all of them. {error}"
+        ) from None
     return jax.tree.leaves(full)

@@ -155,7 +155,7 @@ def _by_hand(method: Any, manual: ManualShardingOption | None) -> Any:
     kinds: dict[Any, Any] = {minialpa.ShardParallel: _ShardByHand, minialpa.PipeshardParallel: _PipeshardByHand}
     if not isinstance(manual, ManualShardingOption) or type(method) not in kinds:
         raise ShardingError(
-            "`manual_sharding_option` is a `ManualShardingOption` for `ShardParallel` or `PipeshardParallel`; got "
+            "Pass a `ManualShardingOption` as `manual_sharding_option` of `ShardParallel` or `PipeshardParallel`; got "
             f"{manual!r} for `{type(method).__name__}`."
         )
     given = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}

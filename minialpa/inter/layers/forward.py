@@ -47,8 +47,9 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     """
     if not traced.flat.eqns:
         raise TraceError(
-            "A pipeline runs the layers of a model, and no result of the step needs an operation. Return what the step "
-            "computes, such as the new state, or use a method without a pipeline, such as `ShardParallel`."
+            "The step has no layers for a pipeline, because no result of the step needs an operation. Return the "
+            "values that the step computes, such as the new state, or use a method without a pipeline, such as "
+            "`ShardParallel`."
         )
     match option:
         case FixedLayerOption():
@@ -62,8 +63,8 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
 def _planned_layers(traced: TracedStep, option: FixedLayerOption) -> tuple[int, ...]:
     if len(option.layer_of_group) != traced.n_groups:
         raise VerifyError(
-            f"The plan has layers for {len(option.layer_of_group)} forward equations and the model has "
-            f"{traced.n_groups}: it is another model. Plan it anew, with the method that made the plan."
+            f"The plan was made for another model, with {len(option.layer_of_group)} forward operations in place of "
+            f"{traced.n_groups}. Make a new plan, with the method that made this plan."
         )
     return option.layer_of_group
 
@@ -82,30 +83,30 @@ def _clustered_layers(traced: TracedStep, option: AutoLayerOption) -> tuple[int,
     n_layers = natural_layers(traced) if option.layer_num == "auto" else option.layer_num
     if not 1 <= n_layers <= n_groups:
         raise TraceError(
-            f"{n_groups} forward equations cannot make {n_layers} layers of a pipeline. Ask for 1 to {n_groups} with "
-            "`layer_option=AutoLayerOption(layer_num=...)`."
+            f"The model cannot be cut into {n_layers} layers, because it has only {n_groups} forward operations. Set "
+            f"`layer_option=AutoLayerOption(layer_num=...)` to at most {n_groups}."
         )
-    return _clustered(traced, n_layers, option.eps)
+    return _cluster_groups(traced, n_layers, option.eps)
 
 
 # ---- layers of each gradient of a step -------------------------------------------------------------------------------
 
 
-def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int, ...]:
+def _cluster_groups(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int, ...]:
     """Layers by the flops and the borders of the forward equations.
 
     The gradient of the step with the most flops gets its layers first. Another gradient with the same equations has the
     same layers; groups of any other gradient join the layers of their parameters.
     """
-    calls = _calls(traced)
+    calls = _groups_of_calls(traced)
     if len(calls) == 1:
-        return _clustered_call(traced, range(traced.n_groups), n_layers, tolerance)
+        return _cluster_call(traced, range(traced.n_groups), n_layers, tolerance)
 
     flops = layer_flops(traced, range(traced.n_groups))
     main = max(calls, key=lambda groups: (len(groups) >= n_layers, sum(flops[g] for g in groups)))
-    of_main = _clustered_call(traced, main, min(n_layers, len(main)), tolerance)
+    of_main = _cluster_call(traced, main, min(n_layers, len(main)), tolerance)
     layers = dict(zip(main, of_main, strict=True))
-    kinds = _kinds(traced)
+    kinds = _kinds_of_groups(traced)
     kinds_of_main = [kinds[group] for group in main]
     of_parameter = _layers_of_parameters(traced, layers)
 
@@ -115,11 +116,12 @@ def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int
         if [kinds[group] for group in groups] == kinds_of_main:
             layers.update((group, layers[like]) for group, like in zip(groups, main, strict=True))
         else:
-            layers.update(_like_parameters(traced, groups, of_parameter))
+            layers.update(_layers_like_parameters(traced, groups, of_parameter))
     return tuple(layers[group] for group in range(traced.n_groups))
 
 
-def _calls(traced: TracedStep) -> list[list[int]]:
+def _groups_of_calls(traced: TracedStep) -> list[list[int]]:
+    """The forward groups of each gradient."""
     call_of = {origin.group: origin.call for origin in traced.origins if origin.group is not None}
     calls: dict[int, list[int]] = {}
     for group in sorted(call_of):
@@ -127,7 +129,8 @@ def _calls(traced: TracedStep) -> list[list[int]]:
     return [calls[call] for call in sorted(calls)]
 
 
-def _clustered_call(traced: TracedStep, groups: Sequence[int], n_layers: int, tolerance: float) -> tuple[int, ...]:
+def _cluster_call(traced: TracedStep, groups: Sequence[int], n_layers: int, tolerance: float) -> tuple[int, ...]:
+    """Layers of the groups of one gradient."""
     place = {group: i for i, group in enumerate(groups)}
     flops = [0.0] * len(groups)
     producer: dict[Var, int] = {}
@@ -148,18 +151,19 @@ def _clustered_call(traced: TracedStep, groups: Sequence[int], n_layers: int, to
     return cluster_layers(flops, values, n_layers, tolerance=tolerance)
 
 
-def _kinds(traced: TracedStep) -> dict[int, tuple[object, ...]]:
+def _kinds_of_groups(traced: TracedStep) -> dict[int, tuple[object, ...]]:
     kinds: dict[int, tuple[object, ...]] = {}
     for eqn, group in _forward_equations(traced):
-        kinds[group] = (*kinds.get(group, ()), _kind(eqn))
-    return {group: kinds.get(group, ()) for groups in _calls(traced) for group in groups}
+        kinds[group] = (*kinds.get(group, ()), _equation_kind(eqn))
+    return {group: kinds.get(group, ()) for groups in _groups_of_calls(traced) for group in groups}
 
 
-def _kind(eqn: JaxprEqn) -> tuple[object, ...]:
+def _equation_kind(eqn: JaxprEqn) -> tuple[object, ...]:
     return (eqn.primitive.name, *map(shape_of, (*eqn.invars, *eqn.outvars)))
 
 
 def _layers_of_parameters(traced: TracedStep, layers: Mapping[int, int]) -> dict[Var, int]:
+    """The first layer that reads each parameter."""
     parameter_of = _parameters(traced)
     first_layer: dict[Var, int] = {}
     for eqn, group in _forward_equations(traced):
@@ -184,7 +188,10 @@ def _parameters(traced: TracedStep) -> dict[Var, Var]:
     return parameter_of
 
 
-def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Mapping[Var, int]) -> dict[int, int]:
+def _layers_like_parameters(
+    traced: TracedStep, groups: Sequence[int], of_parameter: Mapping[Var, int]
+) -> dict[int, int]:
+    """Layers of `groups` that never fall, from the layers of their parameters."""
     parameter_of = _parameters(traced)
     lowest: dict[int, int] = {}
     for eqn, group in _forward_equations(traced):
@@ -220,7 +227,7 @@ class _Blocks:
     n_expensive: int
 
 
-def _blocks(traced: TracedStep) -> _Blocks:
+def _repeated_blocks(traced: TracedStep) -> _Blocks:
     """Counts blocks by expensive equations of one kind: a primitive with its shapes.
 
     n_blocks is the largest count of a kind such that kinds with a multiple of this count have `_SHARE_INSIDE` of the
@@ -229,7 +236,7 @@ def _blocks(traced: TracedStep) -> _Blocks:
     flops_of_kind: dict[object, list[float]] = {}
     for eqn, _ in _forward_equations(traced):
         if has_contraction(eqn):
-            flops_of_kind.setdefault(_kind(eqn), []).append(factors_of(eqn).flops)
+            flops_of_kind.setdefault(_equation_kind(eqn), []).append(factors_of(eqn).flops)
     kinds = list(flops_of_kind.values())
 
     def inside(n_blocks: int) -> float:
@@ -252,7 +259,7 @@ def natural_layers(traced: TracedStep) -> int:
     If a model has fewer than `_FEW_BLOCKS` blocks, layers have three to six expensive equations: smaller layers mostly
     cost transfers at borders.
     """
-    blocks = _blocks(traced)
+    blocks = _repeated_blocks(traced)
     n_blocks = blocks.n_blocks
     if n_blocks >= _FEW_BLOCKS:
         n_layers = _layers_of_blocks(blocks)
@@ -278,10 +285,10 @@ def sublayers_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tup
     Sublayers are layers that are also cut at the layers of `natural_layers`. A model that repeats has few distinct
     sublayers.
     """
-    if _blocks(traced).n_blocks < _FEW_BLOCKS:
+    if _repeated_blocks(traced).n_blocks < _FEW_BLOCKS:
         return tuple(layer_of_group), tuple(range(max(layer_of_group, default=-1) + 1))
 
-    natural = _clustered(traced, natural_layers(traced), _TOLERANCE)
+    natural = _cluster_groups(traced, natural_layers(traced), _TOLERANCE)
     pairs = list(zip(layer_of_group, natural, strict=True))
     sublayers = {pair: i for i, pair in enumerate(dict.fromkeys(sorted(pairs)))}
     return tuple(sublayers[pair] for pair in pairs), tuple(layer for layer, _ in sublayers)

@@ -108,11 +108,12 @@ def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
     """The same step with one layer for each chunk, and neighbouring rows of a chunk in one block."""
     stacks = find_stacks(cut.whole.step)
     chunk_of = {key: chunk_of_layer[layer] for key, layer in zip(cut.groups, cut.of_group, strict=True)}
-    blocks = tuple(_joined(stacks, stack, sizes, chunk_of) for stack, sizes in enumerate(cut.row_blocks))
-    return _cut(cut.whole, stacks, blocks, chunk_of)
+    blocks = tuple(_joined_sizes(stacks, stack, sizes, chunk_of) for stack, sizes in enumerate(cut.row_blocks))
+    return _cut_into_blocks(cut.whole, stacks, blocks, chunk_of)
 
 
 def _cut_as_planned(whole: LayeredStep, option: FixedLayerOption) -> CutStep:
+    """The step in the row blocks of a plan, which has a layer for each forward group of the cut step."""
     cut = with_row_blocks(whole.step, option.row_blocks)
     return CutStep(
         whole=whole,
@@ -132,15 +133,17 @@ def _cut_between_layers(whole: LayeredStep, option: AutoLayerOption) -> CutStep 
     by_rows = unstack(whole.step, stacks, single, inline=False)
     layer_of = dict(zip(by_rows.groups, assign_layers(by_rows.step, option), strict=True))
 
-    may_compute_again = any(choice != ("none",) for choice in remats(option, 1))
+    may_recompute = any(choice != ("none",) for choice in remats(option, 1))
     blocks = tuple(
-        rows if may_compute_again and len(rows) <= _MOST_SINGLE_ROWS else _joined(stacks, stack, rows, layer_of)
+        rows if may_recompute and len(rows) <= _MOST_SINGLE_ROWS else _joined_sizes(stacks, stack, rows, layer_of)
         for stack, rows in enumerate(single)
     )
-    return None if all(len(sizes) == 1 for sizes in blocks) else _cut(whole, stacks, blocks, layer_of)
+    return None if all(len(sizes) == 1 for sizes in blocks) else _cut_into_blocks(whole, stacks, blocks, layer_of)
 
 
-def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mapping[GroupKey, int]) -> CutStep:
+def _cut_into_blocks(
+    whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mapping[GroupKey, int]
+) -> CutStep:
     cut = unstack(whole.step, stacks, blocks)
     of_group = _layers_of_groups(cut.groups, stacks, layer_of)
     return CutStep(whole=whole, step=cut.step, of_group=of_group, row_blocks=blocks, groups=cut.groups)
@@ -163,7 +166,9 @@ def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapp
     return tuple(reversed(layers))
 
 
-def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
+def _joined_sizes(
+    stacks: Stacks, stack: int, sizes: Sequence[int], layer_of: Mapping[GroupKey, int]
+) -> tuple[int, ...]:
     """Sizes of the blocks after neighbours whose scans are all in the same layers are joined."""
     groups = [group for group, its_stack in stacks.scan_groups.items() if its_stack == stack]
     starts = itertools.accumulate(sizes, initial=0)

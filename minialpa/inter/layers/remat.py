@@ -40,30 +40,31 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
 
     `full` keeps no values, `dots` the results of matrix products and convolutions, `"none"` all values.
     """
-    if all(what == "none" for what in remat):
+    if all(choice == "none" for choice in remat):
         return traced
 
-    values = _values(traced)
-    parts = [
-        (part, recomputed, readers)
-        for number, layer in _layers(traced, layer_of_group)
-        if remat[number] != "none"
-        for part in _gradients_apart(layer)
-        if (readers := _readers(traced, part, recomputed := _recomputed(traced, part, remat[number], values)))
-    ]
+    values = _facts_of_values(traced)
+    parts: list[tuple[_Layer, _Recomputed, list[int]]] = []
+    for number, layer in _layers(traced, layer_of_group):
+        for part in _separate_passes(layer) if remat[number] != "none" else ():
+            recomputed = _equations_to_recompute(traced, part, remat[number], values)
+            readers = _readers_of_copies(traced, part, recomputed)
+            if readers:
+                parts.append((part, recomputed, readers))
+
     # In the order of backward passes: gradient by gradient, from the last layer to the first.
-    rewritten = _Rewritten(traced, values.gradients)
+    rewrite = _StepRewrite(traced, values.gradients)
     for part, recomputed, readers in sorted(parts, key=lambda each: each[2][0]):
-        rewritten.recompute(part, recomputed, readers)
-    return rewritten.step()
+        rewrite.recompute(part, recomputed, readers)
+    return rewrite.step()
 
 
-def _readers(traced: TracedStep, layer: _Layer, recomputed: _Recomputed) -> list[int]:
+def _readers_of_copies(traced: TracedStep, layer: _Layer, recomputed: _Recomputed) -> list[int]:
     copied = recomputed.copied(traced.flat.eqns)
     return [i for i in layer.backward if not copied.isdisjoint(operand_vars(traced.flat.eqns[i]))]
 
 
-class _Rewritten:
+class _StepRewrite:
     def __init__(self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]]) -> None:
         self.traced = traced
         self.weights = set(traced.flat.invars) - traced.examples
@@ -78,7 +79,9 @@ class _Rewritten:
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         required = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in recomputed.equations]
-        copies, names = _copies(eqns, recomputed.copied(self.eqns), list(required), _read_in_place(eqns, self.weights))
+        copies, names = _copies(
+            eqns, recomputed.copied(self.eqns), list(required), _weights_read_in_place(eqns, self.weights)
+        )
         inserted = self.inserted.setdefault(readers[0], [])
         for copy, k in copies:
             original = self.traced.flat.ops[recomputed.equations[k]]
@@ -111,7 +114,7 @@ class _Values:
     gradients: dict[int, list[Var]]
 
 
-def _values(traced: TracedStep) -> _Values:
+def _facts_of_values(traced: TracedStep) -> _Values:
     readers: dict[Var, list[int]] = {}
     for i, eqn in enumerate(traced.flat.eqns):
         for operand in dict.fromkeys(operand_vars(eqn)):
@@ -120,10 +123,10 @@ def _values(traced: TracedStep) -> _Values:
     kinds = batch_kinds(traced, 1)
     aggregates = {value for value, kind in kinds.items() if kind == AGGREGATE}
     always_kept = frozenset(aggregates | _compared_with_extremes(traced.flat.eqns, kinds))
-    return _Values(readers=readers, always_kept=always_kept, gradients=_gradients(traced, kinds))
+    return _Values(readers=readers, always_kept=always_kept, gradients=_gradient_sums(traced, kinds))
 
 
-def _gradients(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
+def _gradient_sums(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
     gradients: dict[int, list[Var]] = {}
     for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True)):
         reads_rows = any(isinstance(kinds.get(operand), int) for operand in operand_vars(eqn))
@@ -144,6 +147,8 @@ def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """The numbers of a layer's equations."""
+
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
 
@@ -158,7 +163,7 @@ def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int
     return [(number, layer) for (number, _), layer in sorted(layers.items(), key=lambda item: item[0])]
 
 
-def _gradients_apart(layer: _Layer) -> list[_Layer]:
+def _separate_passes(layer: _Layer) -> list[_Layer]:
     """The forward passes of a layer that backward passes separate, each with all backward equations.
 
     When the first backward pass reads its copies, the second forward pass has not run.
@@ -188,7 +193,7 @@ class _Recomputed:
         return {result for i in self.equations for result in eqns[i].outvars} - self.kept
 
 
-def _recomputed(traced: TracedStep, layer: _Layer, what: Remat, values: _Values) -> _Recomputed:
+def _equations_to_recompute(traced: TracedStep, layer: _Layer, choice: Remat, values: _Values) -> _Recomputed:
     """Forward equations whose results are not kept and that the backward pass needs, directly or through others."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
@@ -203,19 +208,20 @@ def _recomputed(traced: TracedStep, layer: _Layer, what: Remat, values: _Values)
     # A value that is compared with a copy has to be a copy, too, which may need further values.
     kept = read_elsewhere - values.always_kept
     while True:
-        recomputed = _needed_equations(eqns, layer, what, kept | values.always_kept)
+        recomputed = _needed_equations(eqns, layer, choice, kept | values.always_kept)
         compared = _compared_with_copies(eqns, layer, recomputed) & kept
         if not compared:
             return recomputed
         kept -= compared
 
 
-def _needed_equations(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> _Recomputed:
+def _needed_equations(eqns: Sequence[JaxprEqn], layer: _Layer, choice: Remat, kept: set[Var]) -> _Recomputed:
+    """The equations to copy if a layer keeps `kept`."""
     needed = {operand for i in layer.backward for operand in operand_vars(eqns[i])}
     recomputed: list[int] = []
     for i in reversed(layer.forward):
         eqn = eqns[i]
-        may_copy = not eqn.effects and not (what == "dots" and has_contraction(eqn))
+        may_copy = not eqn.effects and not (choice == "dots" and has_contraction(eqn))
         if may_copy and any(v in needed and v not in kept for v in eqn.outvars):
             recomputed.append(i)
             needed.update(operand_vars(eqn))
@@ -253,7 +259,7 @@ def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
     return [operand for operand in dict.fromkeys(operands) if operand in computed]
 
 
-def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[Var]:
+def _weights_read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[Var]:
     """The weights that only products with, and lookups by, other values read."""
     views = set(weights)
     for eqn in eqns:

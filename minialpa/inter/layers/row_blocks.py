@@ -128,6 +128,7 @@ class BlockedProgram:
         self._joined[v] = new
 
     def joined(self, v: Atom, owner: Owner) -> Atom:
+        """All rows of `v` as one variable."""
         if is_literal(v):
             return v
         if v in self._blocks and v not in self._joined:

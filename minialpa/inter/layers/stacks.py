@@ -38,8 +38,11 @@ class BlockwiseEquation:
 class Stacks:
     """The stacks of a step, numbered by their first scans.
 
+    A stack is a set of arrays with one row for each layer of a scan: weights [L, n, n], their gradients and new values.
+
     Attributes:
         lengths: the number of rows of each stack.
+        stack_of: the stack of each stacked variable.
         blockwise: by number, the equations that can be computed in blocks of rows.
         first_groups: the forward group of the first scan of each stack.
         scan_groups: the stack of each forward group that has a scan.
@@ -74,8 +77,9 @@ def find_stacks(traced: TracedStep) -> Stacks:
         return Stacks()
 
     lengths = {eqns[i].params["length"] for i in scans}
+    # Arrays with the same rows: in one equation, then in the step.
     shared = {i: found for i, eqn in enumerate(eqns) if (found := _shared_rows(eqn, lengths))}
-    row_sets = _joined(traced, shared, lengths)
+    row_sets = _join_rows(traced, shared, lengths)
     first_scans = _first_scans(traced, scans, row_sets)
     number = {root: stack for stack, root in enumerate(first_scans)}
 
@@ -106,6 +110,10 @@ def _dependent_on_batch(traced: TracedStep) -> set[Var]:
 
 
 def _scans_over_layers(traced: TracedStep, varying: Container[Var]) -> list[int]:
+    """The forward scans that apply layers, such as x -> tanh(x @ w[l]), by number.
+
+    varying: the variables that depend on the batch.
+    """
     return [
         i
         for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True))
@@ -152,7 +160,7 @@ def _multiplies(eqns: Sequence[JaxprEqn], weights: set[Var], shared: set[Var]) -
 def _shared_rows(eqn: JaxprEqn, lengths: Container[int]) -> list[_SharedRows]:
     """Sets of operands and results of an equation that have the same rows, of one of the `lengths`."""
     if eqn.primitive.name == "scan":
-        stacked = _stacked(eqn)
+        stacked = _stacked_arrays(eqn)
         return [_SharedRows(None, stacked)] if eqn.params["length"] in lengths and stacked else []
 
     atoms = (*eqn.invars, *eqn.outvars)
@@ -164,7 +172,7 @@ def _shared_rows(eqn: JaxprEqn, lengths: Container[int]) -> list[_SharedRows]:
     return _rows_shared_by_factors(factors_of(eqn), atoms, lengths)
 
 
-def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
+def _stacked_arrays(eqn: JaxprEqn) -> tuple[Var, ...]:
     n_consts, n_carry = scan_counts(eqn)
     atoms: list[Atom] = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
     return tuple(atom for atom in atoms if not is_literal(atom))
@@ -176,6 +184,7 @@ def _has_rows(atom: Atom, lengths: Container[int]) -> bool:
 
 
 def _rows_shared_by_factors(factors: Factors, atoms: Sequence[Atom], lengths: Container[int]) -> list[_SharedRows]:
+    """Arrays whose dimension 0 is a factor that can be cut."""
     arrays = (*factors.operands, *factors.results)
     firsts = dict.fromkeys(dims[0][0] for dims in arrays if dims and len(dims[0]) == 1)
     return [
@@ -201,9 +210,10 @@ def _can_be_cut(factors: Factors, f: int) -> bool:
     )
 
 
-def _joined(
+def _join_rows(
     traced: TracedStep, shared: Mapping[int, Sequence[_SharedRows]], lengths: Container[int]
 ) -> DisjointSets[Var]:
+    """Sets of variables with the same rows."""
     row_sets: DisjointSets[Var] = DisjointSets()
     for found in shared.values():
         for rows in found:
@@ -228,7 +238,7 @@ def _first_scans(traced: TracedStep, scans: Sequence[int], row_sets: DisjointSet
 
     first: dict[Var, int] = {}
     for i in scans:
-        root = row_sets.find(_stacked(traced.flat.eqns[i])[0])
+        root = row_sets.find(_stacked_arrays(traced.flat.eqns[i])[0])
         if root in of_state and root not in of_batch:
             first.setdefault(root, i)
     return first
@@ -255,6 +265,7 @@ def _blockwise(
 def _stacks_of_groups(
     traced: TracedStep, blockwise: Mapping[int, BlockwiseEquation], varying: Container[Var]
 ) -> tuple[dict[int, int], dict[int, int]]:
+    """`Stacks.scan_groups` and `Stacks.weight_groups`."""
     scan_groups: dict[int, int] = {}
     from_weights: dict[int, int] = {}
     for i, cut in blockwise.items():

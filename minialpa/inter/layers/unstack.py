@@ -12,7 +12,7 @@ stages take blocks like other equations. A block of one row has no scan.
     barriers                             one for each block, and one for arrays without a stack    -> _cut_barrier
     row by row, as most of the update    once for each block                                       -> _cut_rows
     reductions over the rows             of each block, then of the results of the blocks          -> _cut_rows
-    anything else                        on the joined blocks                                      -> _cut
+    anything else                        on the joined blocks                                      -> _cut_equation
 
 `stacks` finds the stacked arrays, `row_blocks` has the variables of blocks.
 """
@@ -71,13 +71,13 @@ def unstack(traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]],
     program = BlockedProgram(block_layout(stacks, blocks))
     program.add_constants(traced.flat)
 
-    inputs = _inputs(program, traced)
+    inputs = _cut_inputs(program, traced)
     for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True)):
-        _cut(program, eqn, origin, stacks.blockwise.get(i), inline=inline)
+        _cut_equation(program, eqn, origin, stacks.blockwise.get(i), inline=inline)
     outputs = _outputs(program, traced)
     gradients = _gradients(program, traced)
 
-    return _unstacked(program, traced, inputs, outputs, gradients)
+    return _finished_step(program, traced, inputs, outputs, gradients)
 
 
 def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
@@ -85,8 +85,9 @@ def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
     stacks = find_stacks(traced)
     if tuple(map(sum, row_blocks)) != stacks.lengths:
         raise VerifyError(
-            f"`plan.row_blocks` cuts scans of {', '.join(str(sum(sizes)) for sizes in row_blocks)} layers and the "
-            f"model has scans of {', '.join(map(str, stacks.lengths)) or 'none'}: it is another model. Plan it anew."
+            "The plan was made for another model, as `plan.row_blocks` cuts scans over "
+            f"{', '.join(str(sum(one)) for one in row_blocks)} layers in place of "
+            f"{', '.join(map(str, stacks.lengths)) or 0} layers. Make a new plan of the step."
         )
     return unstack(traced, stacks, row_blocks)
 
@@ -94,9 +95,10 @@ def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
 # ---- equations -------------------------------------------------------------------------------------------------------
 
 
-def _cut(
+def _cut_equation(
     program: BlockedProgram, eqn: JaxprEqn, origin: Origin, cut: BlockwiseEquation | None, *, inline: bool
 ) -> None:
+    """Write an equation in blocks; on joined blocks if `cut` is None."""
     if cut is None or len(program.layout.sizes[cut.stack]) == 1:
         owner = program.layout.owner(origin)
         program.add(eqn.replace(invars=[program.joined(v, owner) for v in eqn.invars]), owner)
@@ -150,11 +152,11 @@ def _one_iteration(
 ) -> list[Atom]:
     """The results of a scan of one row, computed by its body. The first `n_plain` operands have no rows."""
     rows = [program.only_row(block, owner) for block in operands[n_plain:]]
-    results = _inlined(program, body, [*operands[:n_plain], *rows], owner)
+    results = _inline_body(program, body, [*operands[:n_plain], *rows], owner)
     return [*results[:n_carry], *(program.as_block(row, owner) for row in results[n_carry:])]
 
 
-def _inlined(program: BlockedProgram, body: Block, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
+def _inline_body(program: BlockedProgram, body: Block, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
     env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
 
     def read(v: Atom) -> Atom:
@@ -176,12 +178,12 @@ def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None
             others.append((program.joined(v, owner), result))
 
     for stack, operands in stacked.items():
-        rest = [
+        block_results = [
             program.add_like(eqn, list(of_block), program.layout.owner_of_block(origin, stack, block))
             for block, of_block in enumerate(zip(*(blocks for blocks, _ in operands), strict=True))
         ]
         for k, (_, result) in enumerate(operands):
-            program.set_blocks(result, [of_block[k] for of_block in rest])
+            program.set_blocks(result, [of_block[k] for of_block in block_results])
 
     if others:
         program.add(eqn.replace(invars=[v for v, _ in others], outvars=[result for _, result in others]), owner)
@@ -207,10 +209,14 @@ def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
         if dims[:1] == ((factor,),):
             program.set_blocks(v, blocks)
         else:
-            program.rename(v, _combined(program, factors.reductions[factor], blocks, program.layout.owner(origin)))
+            program.rename(
+                v, _combine_blocks(program, factors.reductions[factor], blocks, program.layout.owner(origin))
+            )
 
 
-def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Sequence[Atom], owner: Owner) -> Atom:
+def _combine_blocks(
+    program: BlockedProgram, reduction: Reduction, partial_results: Sequence[Atom], owner: Owner
+) -> Atom:
     pair = functools.partial(combine, reduction)
     return program.compute(reduction, lambda *xs: functools.reduce(pair, xs), *partial_results, owner=owner)
 
@@ -220,16 +226,19 @@ def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Se
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
+    """An argument or result of the new step, and its part of the old leaf."""
+
     atom: Atom
     path: str
     part: LeafPart
 
 
-def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
+def _cut_inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
+    """The inputs of the new step, one for each block of a cut input. Sets these blocks in `program`."""
     inputs = []
     for i, (v, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
         if not program.layout.is_cut(v):
-            inputs.append(_Leaf(v, path, LeafPart(i, None)))
+            inputs.append(_Leaf(v, path, LeafPart(i, rows=None)))
             continue
         ranges = program.layout.ranges_of(v)
         blocks = [fresh_var(changed_aval(aval_of(v), shape=(stop - start, *shape_of(v)[1:]))) for start, stop in ranges]
@@ -242,7 +251,7 @@ def _outputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
     outputs = []
     for i, (v, path) in enumerate(zip(traced.flat.outvars, traced.out_paths, strict=True)):
         if not program.layout.is_cut(v):
-            outputs.append(_Leaf(program.joined(v, _OF_RESULTS), path, LeafPart(i, None)))
+            outputs.append(_Leaf(program.joined(v, _OF_RESULTS), path, LeafPart(i, rows=None)))
             continue
         blocks = zip(program.blocks(v, _OF_RESULTS), program.layout.ranges_of(v), strict=True)
         outputs += [_Leaf(block, path, LeafPart(i, rows)) for block, rows in blocks]
@@ -259,14 +268,16 @@ def _gradients(program: BlockedProgram, traced: TracedStep) -> tuple[Var, ...]:
     return tuple(atom for atom in atoms if not is_literal(atom))
 
 
-def _replaced(old: Sequence[int | None], inputs: Sequence[_Leaf], outputs: Sequence[_Leaf]) -> tuple[int | None, ...]:
+def _replaced_arguments(
+    old: Sequence[int | None], inputs: Sequence[_Leaf], outputs: Sequence[_Leaf]
+) -> tuple[int | None, ...]:
     """For each result, the argument that is the same part of the leaf `old` of the result, or None."""
     number = {leaf.part: k for k, leaf in enumerate(inputs)}
     leaves = [(old[output.part.leaf], output.part.rows) for output in outputs]
     return tuple(None if leaf is None else number.get(LeafPart(leaf, rows)) for leaf, rows in leaves)
 
 
-def _unstacked(
+def _finished_step(
     program: BlockedProgram,
     traced: TracedStep,
     inputs: Sequence[_Leaf],
@@ -291,8 +302,8 @@ def _unstacked(
         in_paths=tuple(leaf.path for leaf in inputs),
         out_paths=tuple(leaf.path for leaf in outputs),
         batch_dims=tuple(traced.batch_dims[leaf.part.leaf] for leaf in inputs),
-        aliases=_replaced(traced.aliases, inputs, outputs),
-        layouts=_replaced(traced.layouts, inputs, outputs),
+        aliases=_replaced_arguments(traced.aliases, inputs, outputs),
+        layouts=_replaced_arguments(traced.layouts, inputs, outputs),
         gradients=gradients,
         in_parts=tuple(leaf.part for leaf in inputs),
         out_parts=tuple(leaf.part for leaf in outputs),

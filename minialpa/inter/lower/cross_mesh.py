@@ -94,6 +94,7 @@ def _candidate(
     landing_tiles: Tiling,
     turns: Mapping[int, ServingTurn] | None = None,
 ) -> ReshardingCandidate:
+    """landing: spec in which the array arrives."""
     resharding = Resharding(
         shape=crossing.shape,
         item_bytes=crossing.item_bytes,
@@ -129,6 +130,7 @@ def resharding_s(resharding: Resharding, crossing: Crossing) -> float:
 
 
 def _moves_s(resharding: Resharding, cluster: ClusterSpec) -> float:
+    """Seconds of all moves, by the rules of `resharding_s`."""
     per_host = cluster.devices_per_host
     messages: dict[tuple[bool, int, int], list[Move]] = defaultdict(list)
     for move in resharding.moves:
@@ -150,7 +152,10 @@ def _moves_s(resharding: Resharding, cluster: ClusterSpec) -> float:
 
 
 def _largest_load(moves: Sequence[Move]) -> int:
-    """Most elements that one device sends or receives inside a host."""
+    """Most elements that one device sends or receives in moves inside one host. `moves` is not empty.
+
+    The first target receives. Copies from it to the other targets are free, see `resharding_s`.
+    """
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for move in moves:
@@ -194,5 +199,6 @@ def _with_axes(spec: Spec, axes: Sequence[int], dims: Sequence[int]) -> Spec:
 
 
 def _n_cells(spec: Spec, lengths: tuple[int, ...], source_parts: tuple[int, ...]) -> int:
+    """Parts that the cuts of both meshes make together."""
     parts = (math.prod(lengths[axis] for axis in axes) for axes in spec.dims)
     return math.prod(n + m - math.gcd(n, m) for n, m in zip(source_parts, parts, strict=True))

@@ -2,7 +2,7 @@
 
 1. The cuts of both specs make cells: parts of the array inside one tile on either side          -> _cells
 2. Each host gets each cell of its tiles once, from the host with a copy that has sent least     -> _choose_sender
-3. Moves between two workers are one message; senders start with different receivers             -> _in_order
+3. Moves between two workers are one message; senders start with different receivers             -> _messages_in_order
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ def tiling(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, cluster: Cluster
     last = mesh.first_device + math.prod(lengths) - 1
     if mesh.first_device < 0 or last >= cluster.n_devices:
         raise ShardingError(
-            f"The mesh has devices {mesh.first_device} to {last}, but the cluster has {cluster.n_devices} devices."
+            f"A stage has the devices {mesh.first_device} to {last}, but the cluster has {cluster.n_devices} devices. "
+            "This is a bug in minialpa: report it with this message."
         )
     if spec.axes and max(spec.axes) >= len(lengths):
-        raise ShardingError(f"Spec {spec} splits over axes that a mesh of shape {lengths} does not have.")
+        raise ShardingError(
+            f"The spec {spec} of an array of shape {shape} has axes that a mesh of shape {lengths} does not have. This "
+            "is a bug in minialpa: report it with this message."
+        )
 
     boxes = shard_boxes(shape, spec, mesh)
     devices: dict[_Tile, dict[int, tuple[int, ...]]] = defaultdict(dict)
@@ -136,7 +140,7 @@ def moves_between(
             cells_of[host].append(cell)
 
     turn_of = {host: turns.get(host, ServingTurn()) for host in cells_of}
-    sent = _Sent()
+    sent = _SenderLoads()
     for host in sorted(cells_of, key=lambda h: (turn_of[h].round, h)):
         for box, source_tile, target_tile in cells_of[host]:
             targets, holders = target.devices[target_tile][host], source.devices[source_tile]
@@ -150,10 +154,11 @@ def moves_between(
             if not relayed and sender != host:
                 sent.by_host[sender] += size
             sent.messages[relayed, sender, host].append(Move(box, device, targets, relayed))
-    return tuple(move for workers in _in_order(sent.messages, turn_of) for move in sent.messages[workers])
+    return tuple(move for workers in _messages_in_order(sent.messages, turn_of) for move in sent.messages[workers])
 
 
 def _cells(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> list[_Cell]:
+    """source, target: number of tiles along each dimension."""
     dims = []
     for size, n, m in zip(shape, source, target, strict=True):
         cuts = sorted({k * size // n for k in range(n + 1)} | {k * size // m for k in range(m + 1)})
@@ -168,7 +173,7 @@ def _cells(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, .
 
 
 @dataclass(slots=True)
-class _Sent:
+class _SenderLoads:
     """The loads of senders so far.
 
     Attributes:
@@ -182,7 +187,7 @@ class _Sent:
     messages: dict[_Workers, list[Move]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _choose_sender(host: int, relay: int | None, holders: Collection[int], sent: _Sent) -> tuple[bool, int]:
+def _choose_sender(host: int, relay: int | None, holders: Collection[int], sent: _SenderLoads) -> tuple[bool, int]:
     """Whether a cell is relayed to `host`, and the sending host. holders: source hosts with the cell."""
     if host in holders:
         return False, host
@@ -192,7 +197,7 @@ def _choose_sender(host: int, relay: int | None, holders: Collection[int], sent:
     return False, min(holders, key=lambda h: ((False, h, host) not in sent.messages, sent.by_host[h], h))
 
 
-def _in_order(messages: Iterable[_Workers], turn_of: Mapping[int, ServingTurn]) -> list[_Workers]:
+def _messages_in_order(messages: Iterable[_Workers], turn_of: Mapping[int, ServingTurn]) -> list[_Workers]:
     """Round by round. In a round, senders begin with different receivers."""
     rounds: dict[int, list[int]] = defaultdict(list)
     for host in sorted(turn_of):

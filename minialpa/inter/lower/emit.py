@@ -67,6 +67,7 @@ class _Emitter:
         functions_of: task -> number of the function of each run, and of the last run in its loop.
         n_equations: number of a task's function -> number of its equations.
         accumulate_of: task -> number of the function that adds its values to accumulators.
+        spec_when_made: variable -> spec in which its task leaves it.
         buffers: the buffer of each value so far.
     """
 
@@ -75,7 +76,7 @@ class _Emitter:
         self.plan, self.split, self.specs = step.plan, step.split, step.specs
         self.n_micro_batches = self.split.n_micro_batches
         programs = [one.program for one in step.programs]
-        self.made_as = {v: s for p in programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
+        self.spec_when_made = {v: s for p in programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
 
         self.program_of = {one.task: one for one in step.programs}
         self.functions: list[Function] = []
@@ -89,14 +90,15 @@ class _Emitter:
         self.buffers: dict[_Name, int] = {}
 
     def run(self) -> Program:
+        """Segment 2 k - 1 is loop k; segment 2 k follows loop k."""
         tasks = self.step.staged.tasks
         for one in self.step.programs:
             self._add_task(one)
 
         self._send_arguments()
         for segment in range(2 * self.split.n_loops + 1):
-            self._segment([task for task in tasks if task.segment == segment], is_loop(segment))
-        outputs = self._argument_buffers(self._outputs())
+            self._run_segment([task for task in tasks if task.segment == segment], in_loop=is_loop(segment))
+        outputs = self._without_shared_buffers(self._output_slots())
 
         kept = {b for slot in outputs for b in slot.buffers} | {c.buffer for c in self.constants}
         functions: Sequence[Function] = self.functions
@@ -139,11 +141,11 @@ class _Emitter:
         for task in self.step.staged.tasks:
             for v in task.invars:
                 if self.step.home_of(v, task.mesh) != task.mesh:
-                    self._buffer(v, None, task.mesh)
+                    self._buffer_of(v, None, task.mesh)
 
-    def _segment(self, tasks: Sequence[Task], in_loop: bool) -> None:
+    def _run_segment(self, tasks: Sequence[Task], *, in_loop: bool) -> None:
         if in_loop:
-            self._loop(tasks)
+            self._run_loop(tasks)
             self._finish_loop(tasks)
             return
         for task in sorted(tasks, key=lambda t: (t.level, t.mesh)):
@@ -164,11 +166,11 @@ class _Emitter:
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 
-    def _new(self) -> int:
+    def _new_buffer(self) -> int:
         self.n_buffers += 1
         return self.n_buffers - 1
 
-    def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
+    def _buffer_of(self, var: Var, micro: int | None, mesh: int) -> int:
         """The buffer that holds `var` on `mesh`. The first read of an input or a constant makes its buffer.
 
         A state that several meshes read, such as tied weights, comes from the mesh where the last step leaves it.
@@ -179,12 +181,12 @@ class _Emitter:
 
         home = self.step.home_of(var, mesh)
         if home != mesh:
-            self._buffer(var, None, home)
+            self._buffer_of(var, None, home)
             return self._transfer((var, None, home), mesh, self.specs[mesh][var])
 
         of_micro_batch = var is self.split.micro_index or var in self.step.full_of_micro
         assert micro is not None or not of_micro_batch, var
-        buffer = self._new()
+        buffer = self._new_buffer()
         self._fill_before_call(var, micro or 0, mesh, buffer)
         self.buffers[var, micro if of_micro_batch else None, mesh] = buffer
         return buffer
@@ -210,17 +212,20 @@ class _Emitter:
     # ---- instructions ---------------------------------------------------------------------------------------------
 
     def _run_task(self, task: Task, micro: int | None, *, is_last: bool = False) -> None:
-        """is_last: whether it is the last run in its loop, which may be another function."""
+        """Run a task for a micro-batch, or once per step (`micro` is None), and send its results to other meshes.
+
+        is_last: whether it is the last run in its loop, which may be another function.
+        """
         one, mesh = self.program_of[task], task.mesh
         program, ends_with = one.program, one.accumulators
         function, last = self.functions_of[task]
         if is_last and one.last is not None:
             function, program, ends_with = last, one.last.program, (*one.last.accumulators, *one.last.sums)
         self._start_accumulators(one)
-        inputs = tuple(self._buffer(v, micro, mesh) for v in program.invars)
+        inputs = tuple(self._buffer_of(v, micro, mesh) for v in program.invars)
 
         # New accumulators and sums come last, and belong to no micro-batch.
-        outputs = tuple(self._new() for _ in program.outvars)
+        outputs = tuple(self._new_buffer() for _ in program.outvars)
         n = len(outputs) - len(ends_with)
         made = [(v, micro, mesh) for v in program.outvars[:n] if not is_literal(v)]
         self.buffers.update(zip([*made, *((v, None, mesh) for v in ends_with)], outputs, strict=True))
@@ -228,36 +233,39 @@ class _Emitter:
 
         # Transfers overlap with the next task of this mesh.
         for v, _, _ in made:
-            self._send(v, micro, mesh)
+            self._send_to_readers(v, micro, mesh)
 
     def _start_accumulators(self, one: TaskProgram) -> None:
+        """Make zeros, to which the program of a task itself adds."""
         mesh, accumulators, specs = one.task.mesh, one.accumulators, one.program.specs
         if not accumulators or (accumulators[0], None, mesh) in self.buffers:
             return
         self._make_accumulators(
-            task_functions.zeros_function(mesh, self._stored(accumulators, specs, mesh)), (), accumulators
+            task_functions.zeros_function(mesh, self._stored_arrays(accumulators, specs, mesh)), (), accumulators
         )
 
     def _make_accumulators(self, function: Function, inputs: tuple[int, ...], accumulators: Sequence[Var]) -> None:
-        fresh = tuple(self._new() for _ in accumulators)
+        fresh = tuple(self._new_buffer() for _ in accumulators)
         self.instructions.append(Run(self._add_function(function), inputs, fresh))
         self.buffers.update(((v, None, function.mesh), b) for v, b in zip(accumulators, fresh, strict=True))
 
-    def _stored(self, variables: Sequence[Var], specs: Mapping[Var, Spec], mesh: int) -> task_functions.Arrays:
+    def _stored_arrays(self, variables: Sequence[Var], specs: Mapping[Var, Spec], mesh: int) -> task_functions.Arrays:
         shape = self.plan.stages[mesh].logical_shape
         return [task_functions.stored(v, specs[v], shape) for v in variables]
 
-    def _send(self, var: Var, micro: int | None, mesh: int) -> None:
+    def _send_to_readers(self, var: Var, micro: int | None, mesh: int) -> None:
         for reader in sorted(self.step.remote_readers.get((var, mesh), ())):
             self._transfer((var, micro, mesh), reader, self.specs[reader][var])
 
     def _transfer(self, source: _Name, mesh: int, spec: Spec) -> int:
-        target = self._new()
+        """Returns the new buffer."""
+        target = self._new_buffer()
         self.instructions.append(Transfer(self.buffers[source], target, mesh, spec.partition_spec()))
         self.buffers[source[0], source[1], mesh] = target
         return target
 
-    def _loop(self, tasks: Sequence[Task]) -> None:
+    def _run_loop(self, tasks: Sequence[Task]) -> None:
+        """Run tasks in the order of the schedule."""
         by_pass = {(t.kind, t.chunk): t for t in tasks}
         if ("step", 0) in by_pass:
             for m in range(self.n_micro_batches):
@@ -290,8 +298,8 @@ class _Emitter:
         # An accumulator has the spec of its value.
         mesh, accumulators = task.mesh, [a.complete for a in mine]
         specs = {var: self.specs[mesh][a.loop] for a in mine for var in (a.loop, a.complete)}
-        stored_values = self._stored([a.loop for a in mine], specs, mesh)
-        stored_accumulators = self._stored(accumulators, specs, mesh)
+        stored_values = self._stored_arrays([a.loop for a in mine], specs, mesh)
+        stored_accumulators = self._stored_arrays(accumulators, specs, mesh)
 
         values = tuple(self.buffers[a.loop, micro, mesh] for a in mine)
         if (accumulators[0], None, mesh) not in self.buffers:
@@ -321,27 +329,30 @@ class _Emitter:
         for var in dict.fromkeys(accumulators):
             for mesh in range(self.step.staged.n_meshes):
                 if (var, None, mesh) in self.buffers and (var, mesh) in self.step.remote_readers:
-                    self._send(var, None, mesh)
+                    self._send_to_readers(var, None, mesh)
 
     def _concatenate(self, joined: Concatenation, mesh: int) -> None:
         spec = self.specs[mesh][joined.loop]
         function = self._add_function(task_functions.concatenate_function(mesh, joined, self.n_micro_batches, spec))
         parts = tuple(self.buffers[joined.loop, micro, mesh] for micro in range(self.n_micro_batches))
-        self.buffers[joined.complete, None, mesh] = self._new()
+        self.buffers[joined.complete, None, mesh] = self._new_buffer()
         self.instructions.append(Run(function, parts, (self.buffers[joined.complete, None, mesh],)))
 
     # ---- results --------------------------------------------------------------------------------------------------
 
-    def _outputs(self) -> list[OutputSlot]:
+    def _output_slots(self) -> list[OutputSlot]:
         slots = []
         for atom, value in zip(self.split.outvars, self.step.results, strict=True):
             places = zip(value.mesh_ids, value.specs, strict=True)
-            slots.append(OutputSlot(tuple(self._output(atom, mesh, spec) for mesh, spec in places), value.mesh_ids))
+            slots.append(
+                OutputSlot(tuple(self._output_buffer(atom, mesh, spec) for mesh, spec in places), value.mesh_ids)
+            )
         return slots
 
-    def _output(self, atom: Atom, mesh: int, spec: Spec) -> int:
+    def _output_buffer(self, atom: Atom, mesh: int, spec: Spec) -> int:
+        """A buffer of a result in `spec`, after a transfer if necessary."""
         if is_literal(atom):
-            buffer = self._new()
+            buffer = self._new_buffer()
             value = np.asarray(atom.val, aval_of(atom).dtype)
             self.constants.append(ConstantSlot(buffer, value, mesh, spec.partition_spec()))
             return buffer
@@ -350,26 +361,26 @@ class _Emitter:
         if (atom, None, mesh) not in self.buffers and home is not None:
             return self._transfer((atom, None, home), mesh, spec)
 
-        buffer = self._buffer(atom, None, mesh)
-        if self.made_as.get(atom, self.specs[mesh].get(atom, spec)) == spec:
+        buffer = self._buffer_of(atom, None, mesh)
+        if self.spec_when_made.get(atom, self.specs[mesh].get(atom, spec)) == spec:
             return buffer
-        target = self._new()
+        target = self._new_buffer()
         self.instructions.append(Transfer(buffer, target, mesh, spec.partition_spec()))
         return target
 
-    def _argument_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
+    def _without_shared_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
         """Copy results that would share a buffer with a constant, an argument that stays, or another result.
 
         A caller may donate any result to a later call, and must not lose another array by it.
         """
-        taken = self._not_to_donate()
+        taken = self._undonatable_buffers()
         copies: dict[int, list[tuple[int, int, Atom, Spec]]] = defaultdict(list)
         out = []
         for slot, atom, value in zip(slots, self.split.outvars, self.step.results, strict=True):
             buffers = list(slot.buffers)
             for i, (buffer, mesh) in enumerate(zip(slot.buffers, slot.meshes, strict=True)):
                 if buffer in taken:
-                    buffers[i] = self._new()
+                    buffers[i] = self._new_buffer()
                     copies[mesh].append((buffer, buffers[i], atom, value.specs[i]))
                 taken.add(buffer)
             out.append(OutputSlot(tuple(buffers), slot.meshes))
@@ -380,7 +391,8 @@ class _Emitter:
             self.instructions.append(Run(function, tuple(c[0] for c in mine), tuple(c[1] for c in mine)))
         return out
 
-    def _not_to_donate(self) -> set[int]:
+    def _undonatable_buffers(self) -> set[int]:
+        """Buffers of constants and of arguments that the caller keeps."""
         given = self.step.donated_leaves
         taken = {c.buffer for c in self.constants} | {s.buffer for s in self.input_slots if s.leaf not in given}
         for instruction in self.instructions:

@@ -12,19 +12,20 @@ from jax.sharding import NamedSharding
 
 from minialpa.errors import TraceError
 from minialpa.ir.equations import is_extended, is_weak
-from minialpa.programs.mesh_program import KEY_SHAPES, STAND_INS, ArrayType, MeshFunction
+from minialpa.programs.mesh_program import KEY_NAMES, KEY_SHAPES, STAND_INS, ArrayType, MeshFunction
 from minialpa.programs.program import Function
 from minialpa.sharding import abstract_mesh
 
 
 def array_type(aval: Any) -> ArrayType:
-    """Raises TraceError for keys that workers cannot receive."""
+    """The type of an array for workers. Raises TraceError for keys that workers cannot receive."""
     if not is_extended(aval.dtype):
         return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)), weak_type=is_weak(aval))
     name = str(aval.dtype).removeprefix("key<").removesuffix(">")
     if name not in KEY_SHAPES:
         raise TraceError(
-            f"Arrays of {aval.dtype} cannot be sent between processes. Use keys of {', '.join(KEY_SHAPES)}."
+            f"Random keys of {aval.dtype} cannot be sent to the workers of a cluster. Make the keys with "
+            f"`jax.random.key(seed, impl=...)` and one of {', '.join(map(repr, KEY_NAMES.values()))}."
         )
     return ArrayType(tuple(aval.shape), "uint32", name)
 
@@ -53,12 +54,13 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         code = bytes(exported.serialize())
     except KeyError as error:
         raise TraceError(
-            f"`{function.name}` has arrays of {error}, which `jax.export` cannot send to workers."
+            f"The function `{function.name}` of the step has arrays of {error}, which `jax.export` cannot send to the "
+            "workers of a cluster. Convert them to another dtype in the step."
         ) from error
     except (NotImplementedError, ValueError) as error:
         raise TraceError(
-            f"`{function.name}` cannot be sent to the workers of a cluster: {error}. Callbacks into Python, such as "
-            "`jax.debug.print`, run only in one process; remove them from the step."
+            f"The function `{function.name}` of the step cannot be sent to the workers of a cluster ({error}). Remove "
+            "callbacks into Python, such as `jax.debug.print`, from the step."
         ) from error
 
     return MeshFunction(

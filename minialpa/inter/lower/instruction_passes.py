@@ -59,23 +59,24 @@ def with_donations(
     ends: see `last_uses`.
     donated_leaves: the leaves that the caller gives up.
     """
-    is_micro = {s.buffer for s in input_slots if s.rows is not None}
-    foreign = {s.buffer for s in input_slots if s.leaf not in donated_leaves} - is_micro
+    # Buffers with micro-batches belong to the step, even if the caller keeps the batch.
+    of_micro_batches = {s.buffer for s in input_slots if s.rows is not None}
+    foreign = {s.buffer for s in input_slots if s.leaf not in donated_leaves} - of_micro_batches
     given = {s.buffer for s in input_slots if s.leaf in donated_leaves}
 
     # One compiled function serves all of its runs, so an input must end in each run.
-    may: dict[int, set[int]] = {}
+    donatable: dict[int, set[int]] = {}
     arguments: dict[int, set[int]] = defaultdict(set)
     for i, instruction in enumerate(instructions):
         if isinstance(instruction, Run):
             arguments[instruction.function] |= {k for k, b in enumerate(instruction.inputs) if b in given}
-            over = set(ends.get(i, ())) - foreign
+            ending = set(ends.get(i, ())) - foreign
             counts = Counter(instruction.inputs)
-            mine = {k for k, b in enumerate(instruction.inputs) if b in over and counts[b] == 1}
-            may[instruction.function] = may.get(instruction.function, mine) & mine
+            positions = {k for k, b in enumerate(instruction.inputs) if b in ending and counts[b] == 1}
+            donatable[instruction.function] = donatable.get(instruction.function, positions) & positions
 
     out = list(functions)
-    for number, positions in may.items():
+    for number, positions in donatable.items():
         # The caller's arrays first: the step frees other arrays anyway.
         first = sorted(positions, key=lambda k: (k not in arguments[number], k))
         out[number] = dataclasses.replace(out[number], donated=_usable_donations(out[number], first))
@@ -117,13 +118,14 @@ def joined_calls(
     if len(calls) < len(instructions) or apart <= together:
         return functions, instructions
 
-    function, run = _joined(functions, calls, kept)
+    function, run = _joined_call(functions, calls, kept)
     return [function], [run]
 
 
-def _joined(
+def _joined_call(
     functions: Sequence[Function], calls: Sequence[Run | Accumulate], kept: Collection[int]
 ) -> tuple[Function, Run]:
+    """kept: buffers that the joined function returns."""
     types: dict[int, tuple[Any, Any]] = {}  # aval and spec of each buffer
     made: dict[int, None] = {}
     given: dict[int, None] = {}

@@ -66,6 +66,7 @@ def split_by_mesh(
 
 
 def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
+    """The type of each buffer; a buffer for one micro-batch has only its rows."""
     leaves = [
         aval if rows is None else aval.update(shape=(rows[1] - rows[0], *aval.shape[1:]))
         for aval, rows in numbered_leaves([aval_of(v) for v in traced.flat.invars], program.blocks.arguments)
@@ -85,6 +86,8 @@ def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
 
 @dataclass(frozen=True, slots=True)
 class _Location:
+    """The mesh of a buffer, and its spec there."""
+
     mesh: int
     spec: PartitionSpec
 
@@ -151,6 +154,8 @@ class _MeshDraft:
 
 
 class _MeshWriter:
+    """Writes the programs of all meshes at the same time, instruction by instruction."""
+
     def __init__(self, program: Program, types: Mapping[int, ArrayType], cluster: ClusterSpec) -> None:
         self.program, self.types, self.cluster = program, types, cluster
         self.locations = _locations(program)
@@ -161,15 +166,16 @@ class _MeshWriter:
         self.number_on_mesh = [next(counters[function.mesh]) for function in program.functions]
         self.drafts = [_MeshDraft({}, {}) for _ in program.meshes]
         for buffer, location in self.locations.items():
-            self._locate(buffer, types.get(buffer), location)
+            self._note_location(buffer, types.get(buffer), location)
 
-    def _locate(self, buffer: int, kind: ArrayType | None, location: _Location) -> None:
+    def _note_location(self, buffer: int, kind: ArrayType | None, location: _Location) -> None:
         draft = self.drafts[location.mesh]
         draft.specs[buffer] = location.spec
         if kind is not None:
             draft.types[buffer] = kind
 
     def add(self, instruction: Instruction) -> None:
+        """Translate an instruction for the workers of its meshes."""
         match instruction:
             case Run(number, inputs, outputs):
                 draft = self.drafts[self.program.functions[number].mesh]
@@ -185,6 +191,7 @@ class _MeshWriter:
                 self._free(buffers)
 
     def receive_results(self) -> None:
+        """Receive results that no instruction reads."""
         for slot in self.program.outputs:
             for buffer, mesh in zip(slot.buffers, slot.meshes, strict=True):
                 self.drafts[mesh].receive((buffer,))
@@ -200,6 +207,7 @@ class _MeshWriter:
             self.drafts[mesh].instructions.append(Free(tuple(freed)))
 
     def _transfer(self, transfer: Transfer) -> None:
+        """A send and a later receive, or a new layout on one mesh."""
         source = self.locations[transfer.source]
         sender, receiver = self.drafts[source.mesh], self.drafts[transfer.mesh]
         sender.receive((transfer.source,))
@@ -212,9 +220,11 @@ class _MeshWriter:
         for end in (sender, receiver):
             end.transfers[number] = MeshTransfer(source.mesh, transfer.mesh, array, resharding)
         sender.instructions.append(Send(transfer.source, number))
-        receiver.receives[transfer.target] = self._receiving(transfer, array, resharding.landing)
+        receiver.receives[transfer.target] = self._receive_instructions(transfer, array, resharding.landing)
 
-    def _receiving(self, transfer: Transfer, array: ArrayType, landing: PartitionSpec) -> list[MeshInstruction]:
+    def _receive_instructions(
+        self, transfer: Transfer, array: ArrayType, landing: PartitionSpec
+    ) -> list[MeshInstruction]:
         """The instructions of the target mesh for a transfer that arrives in the spec `landing`."""
         number = transfer.target
         if landing == transfer.spec:
@@ -222,7 +232,7 @@ class _MeshWriter:
 
         landed = self.n_buffers
         self.n_buffers += 1
-        self._locate(landed, array, _Location(transfer.mesh, landing))
+        self._note_location(landed, array, _Location(transfer.mesh, landing))
         return [Receive(landed, number), Relayout(landed, transfer.target, transfer.spec), Free((landed,))]
 
     def _resharding(self, array: ArrayType, source: _Location, target: _Location) -> Resharding:
@@ -256,7 +266,7 @@ def _mesh_program(program: Program, mesh: int, functions: Sequence[MeshFunction]
         functions=tuple(functions),
         instructions=tuple(draft.instructions),
         inputs=tuple(slot for slot in program.inputs if slot.mesh == mesh),
-        constants=tuple(_plain(slot) for slot in program.constants if slot.mesh == mesh),
+        constants=tuple(_as_numpy(slot) for slot in program.constants if slot.mesh == mesh),
         outputs=outputs,
         transfers=draft.transfers,
         types=draft.types,
@@ -265,7 +275,7 @@ def _mesh_program(program: Program, mesh: int, functions: Sequence[MeshFunction]
     )
 
 
-def _plain(slot: ConstantSlot) -> ConstantSlot:
+def _as_numpy(slot: ConstantSlot) -> ConstantSlot:
     """The constant as a NumPy array; typed keys as their integers."""
     value = slot.value
     if hasattr(value, "dtype") and is_extended(value.dtype):

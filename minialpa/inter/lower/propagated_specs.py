@@ -30,7 +30,7 @@ def propagated_specs(
     chooser = _Chooser(mesh)
     read: dict[Var, Spec] = {}
     for var, spec in results:
-        _note(read, var, spec, mesh)
+        _note_reader(read, var, spec, mesh)
 
     equations: dict[JaxprEqn, EquationSpecs] = {}
     for eqn in reversed(eqns):
@@ -38,13 +38,14 @@ def propagated_specs(
         read.update(zip(eqn.outvars, chosen.results, strict=True))
         for atom, spec in zip(eqn.invars, chosen.operands, strict=True):
             if not is_literal(atom):
-                _note(read, atom, spec, mesh)
+                _note_reader(read, atom, spec, mesh)
 
     read.update((var, _replicated(var)) for var in inputs)
     return read, equations
 
 
-def _note(read: dict[Var, Spec], var: Var, spec: Spec, mesh: LogicalMesh) -> None:
+def _note_reader(read: dict[Var, Spec], var: Var, spec: Spec, mesh: LogicalMesh) -> None:
+    """The spec with the most shards wins."""
     if var not in read or spec.n_shards(mesh.shape) > read[var].n_shards(mesh.shape):
         read[var] = spec
 
@@ -56,35 +57,36 @@ class _Chooser:
         self._mesh = mesh
         self._cache = StrategyCache()
         self._strategies: MeshStrategies = self._cache.of(mesh, (), ALONE)
-        self._known: dict[tuple[StrategyKey, tuple[Spec | None, ...]], EquationSpecs] = {}
+        self._choices: dict[tuple[StrategyKey, tuple[Spec | None, ...]], EquationSpecs] = {}
 
     def choose(self, eqn: JaxprEqn, read: Sequence[Spec | None]) -> EquationSpecs:
         """read: the spec of each result for its readers; None for an unused result."""
         if not any(spec is not None and spec.axes for spec in read):
-            return _everywhere(eqn, read)
+            return _computed_everywhere(eqn, read)
         kind = self._cache.kind_of(eqn)
         key = kind, tuple(read)
-        if key not in self._known:
-            self._known[key] = self._choose(eqn, kind, read)
-        return self._known[key]
+        if key not in self._choices:
+            self._choices[key] = self._choose(eqn, kind, read)
+        return self._choices[key]
 
     def _choose(self, eqn: JaxprEqn, kind: StrategyKey, read: Sequence[Spec | None]) -> EquationSpecs:
+        """The cheapest candidate without partial sums."""
         if kind.factors.reductions or has_contraction(eqn):
-            return _everywhere(eqn, read)
+            return _computed_everywhere(eqn, read)
 
         strategies = self._strategies.enumerate(eqn, kind, {}, {}, scatter=False)
         candidates = [strategies.read(s) for s in range(len(strategies.compute_s))]
         whole = [one for one in candidates if not any(spec.partial for spec in (*one.operands, *one.made))]
         if not whole:
-            return _everywhere(eqn, read)
+            return _computed_everywhere(eqn, read)
         best = min(whole, key=lambda one: self._price(eqn, one, read))
-        return EquationSpecs(best.operands, best.made, _left(best.made, read))
+        return EquationSpecs(best.operands, best.made, _specs_left(best.made, read))
 
     def _price(self, eqn: JaxprEqn, specs: EquationSpecs, read: Sequence[Spec | None]) -> tuple[float, float]:
         """Seconds of communication after the equation, then bytes on each device."""
         shape = self._mesh.shape
         moved_s = 0.0
-        for var, made, left in zip(eqn.outvars, specs.made, _left(specs.made, read), strict=True):
+        for var, made, left in zip(eqn.outvars, specs.made, _specs_left(specs.made, read), strict=True):
             if made != left:
                 moved_s += reshard_table(shape_of(var), bytes_of(var), self._mesh).cost(made, left)
 
@@ -93,15 +95,15 @@ class _Chooser:
         return moved_s, held
 
 
-def _left(made: Sequence[Spec], read: Sequence[Spec | None]) -> tuple[Spec, ...]:
+def _specs_left(made: Sequence[Spec], read: Sequence[Spec | None]) -> tuple[Spec, ...]:
     """The specs of results after the equation: of their readers, or as computed without readers."""
     return tuple(own if spec is None else spec for own, spec in zip(made, read, strict=True))
 
 
-def _everywhere(eqn: JaxprEqn, read: Sequence[Spec | None]) -> EquationSpecs:
+def _computed_everywhere(eqn: JaxprEqn, read: Sequence[Spec | None]) -> EquationSpecs:
     """Every device computes the whole equation and keeps its shards of the results."""
     made = tuple(map(_replicated, eqn.outvars))
-    return EquationSpecs(tuple(map(_replicated, eqn.invars)), made, _left(made, read))
+    return EquationSpecs(tuple(map(_replicated, eqn.invars)), made, _specs_left(made, read))
 
 
 def _replicated(atom: Atom) -> Spec:

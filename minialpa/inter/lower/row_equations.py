@@ -33,6 +33,8 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class _FactorRows:
+    """Positions of a factor, from the first to before the second of `rows`."""
+
     factor: int
     rows: tuple[int, int]
 
@@ -51,47 +53,48 @@ class RowEquations:
         """inputs: the free variables of `eqns`. required: the blocks to compute."""
         self.eqns: list[JaxprEqn] = []
         self.blocks: dict[tuple[Var, RowRange], Atom] = {}
-        self._asked: dict[Var, list[RowRange]] = defaultdict(list)
+        self._requested: dict[Var, list[RowRange]] = defaultdict(list)
         for var, rows in required:
-            self._ask(var, rows)
+            self._request(var, rows)
 
         # Backwards: all readers of a value ask for their rows before its maker is visited.
         cuts = {eqn: self._cuts_of(eqn) for eqn in reversed(eqns)}
         for var in inputs:
-            self._slice(var, self._asked[var])
+            self._slice_blocks(var, self._requested[var])
         for eqn in eqns:
             self.eqns.append(eqn)
             self._add_blocks(eqn, cuts[eqn])
 
-    def _ask(self, var: Var, rows: RowRange) -> None:
-        if rows not in self._asked[var]:
-            self._asked[var].append(rows)
+    def _request(self, var: Var, rows: RowRange) -> None:
+        if rows not in self._requested[var]:
+            self._requested[var].append(rows)
 
     def _cuts_of(self, eqn: JaxprEqn) -> dict[tuple[int, RowRange], _FactorRows | None]:
         """For each required block of a result, the positions to compute; None to cut the result."""
         cuts: dict[tuple[int, RowRange], _FactorRows | None] = {}
         for r, var in enumerate(eqn.outvars):
-            for rows in self._asked[var]:
+            for rows in self._requested[var]:
                 factors = factors_of(eqn).on_mesh()
                 found = cuts[r, rows] = _factor_rows(eqn, factors, r, rows)
                 if found is not None:
                     for atom, dims in zip(eqn.invars, factors.operands, strict=True):
                         mine = _rows_of_factor(factors, dims, found)
                         if mine is not None and not is_literal(atom):
-                            self._ask(atom, mine)
+                            self._request(atom, mine)
         return cuts
 
     def _add_blocks(self, eqn: JaxprEqn, cuts: dict[tuple[int, RowRange], _FactorRows | None]) -> None:
         computed: dict[_FactorRows, list[Atom]] = {}
         for (r, rows), found in cuts.items():
             if found is None:
-                self._slice(eqn.outvars[r], [rows])
+                self._slice_blocks(eqn.outvars[r], [rows])
                 continue
             if found not in computed:
-                computed[found] = self._compute(eqn, found)
+                computed[found] = self._compute_block(eqn, found)
             self.blocks[eqn.outvars[r], rows] = computed[found][r]
 
-    def _compute(self, eqn: JaxprEqn, positions: _FactorRows) -> list[Atom]:
+    def _compute_block(self, eqn: JaxprEqn, positions: _FactorRows) -> list[Atom]:
+        """Results at some positions of a factor, from blocks of operands."""
         factors = factors_of(eqn).on_mesh()
         operands: list[Atom] = []
         for atom, dims in zip(eqn.invars, factors.operands, strict=True):
@@ -104,8 +107,8 @@ class RowEquations:
         self.eqns += eqns
         return results
 
-    def _slice(self, var: Var, asked: Iterable[RowRange]) -> None:
-        for rows in asked:
+    def _slice_blocks(self, var: Var, blocks: Iterable[RowRange]) -> None:
+        for rows in blocks:
             eqns, (block,) = equations_for(lambda x, r=rows: lax.slice_in_dim(x, r.start, r.stop, axis=r.dim), var)
             self.eqns += eqns
             self.blocks[var, rows] = block
@@ -121,7 +124,7 @@ def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: RowRange) -
     if factor in factors.positional and is_control_flow(eqn):
         return None
 
-    inner = _inner(factors, dim, factor)
+    inner = _inner_length(factors, dim, factor)
     leads = all(
         factor not in other or factor == factors.leading(other)
         for dims in (*factors.operands, *factors.results)
@@ -137,11 +140,11 @@ def _rows_of_factor(factors: Factors, dims: Dims, positions: _FactorRows) -> Row
     factor, (start, stop) = positions.factor, positions.rows
     for d, dim in enumerate(dims):
         if factor in dim:
-            inner = _inner(factors, dim, factor)
+            inner = _inner_length(factors, dim, factor)
             return RowRange(d, start * inner, stop * inner)
     return None
 
 
-def _inner(factors: Factors, dim: tuple[int, ...], factor: int) -> int:
+def _inner_length(factors: Factors, dim: tuple[int, ...], factor: int) -> int:
     """The length of a dimension for each position of its leading factor."""
     return math.prod(factors.sizes[f] for f in dim if f != factor)

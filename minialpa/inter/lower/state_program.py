@@ -94,8 +94,8 @@ def _state_blocks(traced: TracedStep, step: Program) -> list[_StateBlock]:
     for number, (leaf, rows) in enumerate(numbered_leaves(range(n_leaves), step.blocks.arguments[:n_leaves])):
         if any(slot.rows is not None for slot in slots[number]):
             raise ShardingError(
-                f"`{traced.out_paths[leaf]}` is a leaf of the state, but the training step reads it as a batch. Remove "
-                "the state from `batch_argnums`."
+                f"`{traced.out_paths[leaf]}` is part of the state, but the training step splits it like a batch. "
+                "Remove the number of the state, 0, from `batch_argnums` of the training step."
             )
         ndim = len(shape_of(traced.flat.outvars[leaf]))
         places = [(slot.mesh, Spec.of(slot.spec, ndim)) for slot in slots[number]]
@@ -108,7 +108,8 @@ def _state_blocks(traced: TracedStep, step: Program) -> list[_StateBlock]:
 _Copy = tuple[int, _StateBlock, Spec]
 
 
-def _parts(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]:
+def _parts_by_size(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]:
+    """About `_N_CALLS` parts of nearly equal bytes."""
     n_bytes = [_block_bytes(block, leaves) for _, block, _ in copies]
     most_bytes = max([sum(n_bytes) / _N_CALLS, *n_bytes], default=0)
     parts: list[list[_Copy]] = []
@@ -141,17 +142,17 @@ class _StateWriter:
         self._inputs: list[InputSlot] = []
         self._constants: list[ConstantSlot] = []
         self._numbers = itertools.count()
-        self._filled: dict[tuple[Var, int], int] = {}
+        self._input_buffers: dict[tuple[Var, int], int] = {}
         self.made: dict[tuple[int, int], int] = {}
 
     def add_mesh(self, mesh: int, blocks: Sequence[_StateBlock]) -> None:
         mine = [(i, block, spec) for i, block in enumerate(blocks) for home, spec in block.places if home == mesh]
-        for part in _parts(mine, self._flat.outvars):
+        for part in _parts_by_size(mine, self._flat.outvars):
             self._add_call(mesh, part)
 
     def _add_call(self, mesh: int, copies: Sequence[_Copy]) -> None:
         program = self._mesh_equations(mesh, copies)
-        inputs = tuple(self._fill(var, mesh) for var in program.invars)
+        inputs = tuple(self._input_buffer(var, mesh) for var in program.invars)
         outputs = tuple(next(self._numbers) for _ in copies)
         number = len(self._functions)
         self._functions.append(task_function(f"create{mesh}.{number}", mesh, program))
@@ -159,6 +160,7 @@ class _StateWriter:
         self.made.update(((block, mesh), buffer) for (block, _, _), buffer in zip(copies, outputs, strict=True))
 
     def program(self, step: Program, blocks: Sequence[_StateBlock]) -> Program:
+        """step: the program that reads the state."""
         outputs = []
         for number, block in enumerate(blocks):
             homes = tuple(mesh for mesh, _ in block.places)
@@ -179,6 +181,7 @@ class _StateWriter:
         )
 
     def _mesh_equations(self, mesh: int, copies: Sequence[_Copy]) -> ShardedEquations:
+        """The equations that these blocks need."""
         flat = self._flat
         atoms = [(flat.outvars[block.leaf], block.rows) for _, block, _ in copies]
         cut = [(atom, RowRange(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
@@ -203,11 +206,11 @@ class _StateWriter:
             mesh=self._meshes[mesh],
         )
 
-    def _fill(self, var: Var, mesh: int) -> int:
+    def _input_buffer(self, var: Var, mesh: int) -> int:
         """The buffer of `mesh` with an argument or a constant, replicated."""
-        if (var, mesh) not in self._filled:
-            self._filled[var, mesh] = self._new_slot(var, mesh)
-        return self._filled[var, mesh]
+        if (var, mesh) not in self._input_buffers:
+            self._input_buffers[var, mesh] = self._new_slot(var, mesh)
+        return self._input_buffers[var, mesh]
 
     def _new_slot(self, var: Var, mesh: int) -> int:
         buffer = next(self._numbers)

@@ -45,7 +45,10 @@ _SQUARES: Final = ("integer_pow", "square")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of `x` over the examples, of degree 1 or 2. `x` is None for any other reduction."""
+    """A moment of `x` over the examples, of degree 1, as mean(x), or 2, as mean(x * x).
+
+    `x` is None for any other reduction.
+    """
 
     x: Var | None
     degree: int
@@ -53,7 +56,15 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class AffineValue:
-    """A value without examples: numbers of the arguments in which it is affine, and all moments on which it depends."""
+    """How a value without examples depends on arguments and moments.
+
+    0.9 * state + 0.1 * mean(x) has the input `state` and the moment mean(x). exp(state) has neither.
+
+    Attributes:
+        inputs: numbers of the arguments in which the value is affine. Arguments on which it depends otherwise are
+            missing.
+        moments: all moments on which the value depends, in any form.
+    """
 
     inputs: frozenset[int] = frozenset()
     moments: frozenset[Moment] = frozenset()
@@ -75,13 +86,13 @@ def result_values(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> list[Affine
     """The values of the results of an equation that reads no examples."""
     if eqn.primitive.name == "cond":
         index, *others = operands
-        branches = [_of_program(branch.jaxpr, others) for branch in eqn.params["branches"]]
-        return [_union([_chosen_by(index), *results]) for results in zip(*branches, strict=True)]
+        branches = [_program_results(branch.jaxpr, others) for branch in eqn.params["branches"]]
+        return [_union([_moments_of_selector(index), *results]) for results in zip(*branches, strict=True)]
     if is_call(eqn):
         inner, atoms = called(eqn)
         by_atom = dict(zip(map(ById, eqn.invars), operands, strict=True))
-        return _of_program(getattr(inner, "jaxpr", inner), [by_atom[ById(atom)] for atom in atoms])
-    return [_result(eqn, operands)] * len(eqn.outvars)
+        return _program_results(getattr(inner, "jaxpr", inner), [by_atom[ById(atom)] for atom in atoms])
+    return [_result_value(eqn, operands)] * len(eqn.outvars)
 
 
 def mixes(eqn: JaxprEqn, operands: Sequence[AffineValue], result: AffineValue) -> bool:
@@ -98,11 +109,11 @@ def replaced_inputs(step: TracedStep, results: Sequence[AffineValue]) -> list[fr
     invars, outvars = step.flat.invars, step.flat.outvars
     replaced: list[set[int]] = [set() for _ in outvars]
     for i, var in enumerate(invars):
-        kind = aval_of(var).shape, aval_of(var).dtype
+        array_type = aval_of(var).shape, aval_of(var).dtype
         may_replace = [
             j
             for j, (atom, value) in enumerate(zip(outvars, results, strict=True))
-            if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == kind
+            if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == array_type
         ]
         # If the step also returns the argument unchanged, other results that add to it are logs.
         unchanged = [j for j in may_replace if results[j] == AffineValue(inputs=frozenset([i]))]
@@ -112,7 +123,7 @@ def replaced_inputs(step: TracedStep, results: Sequence[AffineValue]) -> list[fr
     return [frozenset(inputs) for inputs in replaced]
 
 
-def _of_program(jaxpr: Any, operands: Sequence[AffineValue]) -> list[AffineValue]:
+def _program_results(jaxpr: Any, operands: Sequence[AffineValue]) -> list[AffineValue]:
     known: dict[Var, AffineValue] = dict(zip(jaxpr.invars, operands, strict=True))
 
     def read(atom: Atom) -> AffineValue:
@@ -123,30 +134,33 @@ def _of_program(jaxpr: Any, operands: Sequence[AffineValue]) -> list[AffineValue
     return list(map(read, jaxpr.outvars))
 
 
-def _result(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> AffineValue:
+def _result_value(eqn: JaxprEqn, operands: Sequence[AffineValue]) -> AffineValue:
+    """The value of each result of an equation without a body."""
     name = eqn.primitive.name
     if name == "select_n":
-        return _union([_chosen_by(operands[0]), *operands[1:]])
+        return _union([_moments_of_selector(operands[0]), *operands[1:]])
     if name in _MOVES or name in _SUMS:
+        # Integers that move floats are positions, as in a gather.
         floats = [value for atom, value in zip(eqn.invars, operands, strict=True) if is_inexact(atom)]
         return _union(floats or operands)
 
-    both = _union(operands)
+    merged = _union(operands)
     if name in ("mul", "dot_general"):
         first, second = operands
-        if first.moments and second.moments:
-            return replace(_with_degree(both, 2), inputs=frozenset())
-        if not both.moments:
-            return replace(both, inputs=first.inputs | second.inputs)
-        return replace(both, inputs=first.inputs if first.moments else second.inputs)
+        if first.moments and second.moments:  # mean(x) * mean(x)
+            return replace(_with_degree(merged, 2), inputs=frozenset())
+        if not merged.moments:  # decay * state
+            return replace(merged, inputs=first.inputs | second.inputs)
+        # In (1 - decay) * mean(x), `decay` only scales the moment.
+        return replace(merged, inputs=first.inputs if first.moments else second.inputs)
     if name == "div":
-        return replace(both, inputs=frozenset() if operands[1].moments else operands[0].inputs)
+        return replace(merged, inputs=frozenset() if operands[1].moments else operands[0].inputs)
     if name in _SQUARES:
-        return replace(_with_degree(both, 2), inputs=frozenset())
-    return replace(both, inputs=frozenset())
+        return replace(_with_degree(merged, 2), inputs=frozenset())
+    return replace(merged, inputs=frozenset())
 
 
-def _chosen_by(index: AffineValue) -> AffineValue:
+def _moments_of_selector(index: AffineValue) -> AffineValue:
     """The moments of a branch index or mask. Other reductions in it are only tested, so they are dropped."""
     return AffineValue(moments=frozenset(moment for moment in index.moments if moment.x is not None))
 

@@ -18,7 +18,7 @@ from typing import Final, Literal
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
-from minialpa.ir.equations import Atom, is_literal, operand_vars, source_line
+from minialpa.ir.equations import Atom, is_literal, operand_vars, shape_of, source_line
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
@@ -40,9 +40,9 @@ def batch_factors(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> tupl
 
     # Two factors in one array, or in the operands of one result, would pair examples with each other.
     for array in (*factors.operands, *factors.results):
-        _check_apart(eqn, [factor for factor in found if any(factor in dim for dim in array)])
+        _refuse_pairs(eqn, [factor for factor in found if any(factor in dim for dim in array)])
     for r in range(len(factors.results)):
-        _check_apart(eqn, [factor for factor in found if factors.affects(factor, r)])
+        _refuse_pairs(eqn, [factor for factor in found if factors.affects(factor, r)])
     return tuple(found)
 
 
@@ -51,14 +51,15 @@ def _kind(atom: Atom, kinds: Kinds) -> Kind | None:
 
 
 def _batch_factor(eqn: JaxprEqn, factors: Factors, k: int, dim: int, n: int) -> int:
+    """The leading factor of dimension `dim` of operand `k`, if `n` cuts it."""
     leading = factors.leading_factor(k, dim)
     if leading is None:
         leading = next(iter(factors.operands[k][dim]), None)
     if leading is None or leading in factors.blocked or not factors.may_split(leading, n):
         raise TraceError(
-            f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch (operand {k}, dimension "
-            f"{dim}), so it cannot run on one micro-batch at a time. Use `num_micro_batches=1`, or move it out of "
-            "the gradient computation."
+            f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of the batch (dimension {dim} of its "
+            f"operand {k}, of shape {shape_of(eqn.invars[k])}), so it cannot run on one micro-batch at a time. Set "
+            "`num_micro_batches=1`, or move it out of the gradient computation."
         )
     return leading
 
@@ -71,22 +72,21 @@ def aggregates_in(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
     return [var for var in operand_vars(eqn) if kinds.get(var) == AGGREGATE]
 
 
-def _check_unseen(eqn: JaxprEqn, kinds: Kinds) -> None:
+def _refuse_callback(eqn: JaxprEqn, kinds: Kinds) -> None:
     # A loop or a branch with a callback inside has its effects.
     if eqn.effects and per_example_in(eqn, kinds):
         raise TraceError(
-            f"`{eqn.primitive.name}` at {source_line(eqn)} calls Python with values of each example, such as "
-            "`jax.debug.print` does. With micro-batches it would run once for each part of the batch. "
-            "Return these values as results of the step, which have the full batch, and print them there; pass sums or "
-            "means over the batch instead; or use `num_micro_batches=1`."
+            f"`{eqn.primitive.name}` at {source_line(eqn)} passes values of each example to a Python callback, such as "
+            "`jax.debug.print`, which would run once for each micro-batch. Pass a sum or mean over the batch, return "
+            "the values from the step and print them there, or set `num_micro_batches=1`."
         )
 
 
-def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
-    if len(meeting) > 1:
+def _refuse_pairs(eqn: JaxprEqn, factors_in_array: Sequence[int]) -> None:
+    if len(factors_in_array) > 1:
         raise TraceError(
             f"`{eqn.primitive.name}` at {source_line(eqn)} pairs examples of the batch with each other, so "
-            "micro-batches would change its meaning. Use `num_micro_batches=1`."
+            "micro-batches would change its result. Set `num_micro_batches=1`."
         )
 
 
@@ -99,6 +99,7 @@ def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | N
 
 
 def dim_of(dims: Sequence[tuple[int, ...]], factors: Sequence[int]) -> int | None:
+    """The dimension with one of `factors`. dims: the factors of each dimension."""
     return next((d for d, dim in enumerate(dims) if any(factor in dim for factor in factors)), None)
 
 
@@ -114,7 +115,7 @@ def batch_kinds(step: TracedStep, n: int) -> Kinds:
     kinds: Kinds = {var: dim for var, dim in zip(step.flat.invars, step.batch_dims, strict=True) if dim is not None}
     for eqn in step.flat.eqns:
         if n > 1:
-            _check_unseen(eqn, kinds)
+            _refuse_callback(eqn, kinds)
         if is_barrier(eqn):
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             kinds.update((out, kinds[var]) for var, out in pairs if not is_literal(var) and var in kinds)
@@ -125,19 +126,19 @@ def batch_kinds(step: TracedStep, n: int) -> Kinds:
 
 
 def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
-    mine = [kinds[var] for var in operand_vars(eqn) if var in kinds]
-    everything: list[Kind | None] = [AGGREGATE] * len(eqn.outvars)
-    if all(kind == AGGREGATE for kind in mine):
-        return everything
+    operand_kinds = [kinds[var] for var in operand_vars(eqn) if var in kinds]
+    all_aggregates: list[Kind | None] = [AGGREGATE] * len(eqn.outvars)
+    if all(kind == AGGREGATE for kind in operand_kinds):
+        return all_aggregates
 
     # Without batch factors, each result depends on all examples.
     factors = factors_of(eqn).in_time(eqn)
     try:
         split = batch_factors(eqn, factors, kinds, n)
     except TraceError:
-        return everything
+        return all_aggregates
 
     found = [result_kind(factors, split, r) for r in range(len(eqn.outvars))]
     # A result without a batch factor may still depend on an AGGREGATE operand.
-    all_depend = AGGREGATE in mine or all(kind is None for kind in found)
+    all_depend = AGGREGATE in operand_kinds or all(kind is None for kind in found)
     return [AGGREGATE if kind is None and all_depend else kind for kind in found]

@@ -62,6 +62,7 @@ class Draft:
         self._split_inputs()
 
     def _split_inputs(self) -> None:
+        """Make the micro-batch of each batch argument."""
         step = self.segments.step
         for var, dim in zip(step.flat.invars, step.batch_dims, strict=True):
             if dim is None:
@@ -88,7 +89,7 @@ class Draft:
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
         parts = {accumulator.complete: accumulator.loop for accumulator in self.accumulators.values()}
         parts.update((joined.complete, joined.loop) for joined in self.concatenations.values())
-        operations, needed = _live(operations, step.flat.outvars, parts)
+        operations, needed = _live_operations(operations, step.flat.outvars, parts)
 
         return SplitStep(
             traced=step,
@@ -106,7 +107,9 @@ class Draft:
         )
 
 
-def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var, Var]) -> tuple[list[Op], set[Var]]:
+def _live_operations(
+    operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var, Var]
+) -> tuple[list[Op], set[Var]]:
     """The operations that `results` need or that have side effects, in order, and all variables that they read.
 
     parts: complete value -> the variable of its loop, which is needed with it.
@@ -131,7 +134,7 @@ _LEAST_TOTAL_BYTES = 4
 
 
 class CompleteValues:
-    """Writes the segments between loops of a draft. Arguments `segment` are even."""
+    """Writes the segments between loops of a draft. Arguments `segment` are even: segment 2 l follows loop l."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
@@ -139,6 +142,7 @@ class CompleteValues:
         self.known: set[Var] = set()
 
     def emit(self, i: int, segment: int) -> None:
+        """Write equation `i` and the values that it reads, unless written before."""
         eqn = self.segments.eqns[i]
         if eqn.outvars and all(var in self.known for var in eqn.outvars):
             return
@@ -193,6 +197,7 @@ class CompleteValues:
         return eqns, out
 
     def _add_named(self, var: Var, eqns: Sequence[JaxprEqn], out: Atom, segment: int) -> None:
+        """Write `eqns`, with the result `out` renamed to `var`."""
         source = self.segments.sources[self.segments.producer[var]]
         for eqn in eqns:
             renamed = eqn.replace(outvars=[var if atom is out else atom for atom in eqn.outvars])
@@ -209,9 +214,9 @@ class CompleteValues:
         if is_inexact(var):
             return
         raise TraceError(
-            f"{self._name(var)} ({dtype_name(var)}) is computed at {self.segments.line(var)} from statistics of the "
-            "micro-batch. Only floats can be averaged over micro-batches. Compute it from sums over the batch, or use "
-            "`num_micro_batches=1`."
+            f"{self._name(var)}, computed at {self.segments.line(var)} from batch statistics such as a mean or "
+            f"variance, has the dtype {dtype_name(var)}, and only floats can be averaged over micro-batches. Compute "
+            "it from sums over the batch, or set `num_micro_batches=1`."
         )
 
     def _name(self, var: Var) -> str:

@@ -84,7 +84,7 @@ def find_batch(
         return (1,)
     free = [argument for argument in arguments if argument.size is not None and argument.number not in updated]
     if len(arguments) == 1:
-        return _none(free)
+        return _no_batch(free)
 
     # Results may have the structure of an argument by chance, as predictions look like inputs. So arguments that look
     # like results are the second choice.
@@ -94,8 +94,8 @@ def find_batch(
     for known in (founders, free):
         found = _contenders(_groups(step, known, free, returned))
         if found:
-            return found[0].numbers if len(found) == 1 else _unclear(found)
-    return _none(free)
+            return found[0].numbers if len(found) == 1 else _several_batches(found)
+    return _no_batch(free)
 
 
 def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
@@ -125,38 +125,40 @@ def _is_state_and_batch(arguments: Sequence[_Argument], updated: Collection[int]
 def _groups(
     step: TracedStep, known: Sequence[_Argument], free: Sequence[_Argument], returned: Collection[int]
 ) -> list[_Group]:
+    """A group of `free` arguments for each size in `known`."""
     sizes = dict.fromkeys(argument.size for argument in known)
     return [_group(step, [a for a in free if a.size == size], returned) for size in sizes]
 
 
 def _group(step: TracedStep, arguments: Sequence[_Argument], returned: Collection[int]) -> _Group:
     """The group of `arguments`, without one suspect if the others then stay apart."""
-    everything = _follow(step, arguments)
-    if everything.stays_apart or len(arguments) == 1:
-        return everything
+    whole_group = _follow_examples(step, arguments)
+    if whole_group.stays_apart or len(arguments) == 1:
+        return whole_group
 
     # Returned arguments and the first argument are states more often than batches.
     suspects = sorted(arguments, key=lambda a: (a.number not in returned, a.number != 0, -a.number))
     for suspect in suspects:
-        others = _follow(step, [argument for argument in arguments if argument is not suspect])
+        others = _follow_examples(step, [argument for argument in arguments if argument is not suspect])
         if others.stays_apart:
             return others
-    return everything
+    return whole_group
 
 
-def _follow(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
+def _follow_examples(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
+    """The group of `arguments`, if dimension 0 holds the examples."""
     rows = {i for argument in arguments for i in argument.leaves if shape_of(step.flat.invars[i])}
     dims = tuple(0 if i in rows and not _is_key(step, i) else None for i in range(len(step.flat.invars)))
     n = min(divisors(arguments[0].size or 1)[1:], default=1)
     kinds = batch_kinds(replace(step, batch_dims=dims), n)
     return _Group(
         arguments=tuple(arguments),
-        stays_apart=not any(_mixes(eqn, kinds, n) for eqn in step.flat.eqns),
+        stays_apart=not any(_mixes_examples(eqn, kinds, n) for eqn in step.flat.eqns),
         n_equations=sum(any(isinstance(kinds.get(out), int) for out in eqn.outvars) for eqn in step.flat.eqns),
     )
 
 
-def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
+def _mixes_examples(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
     """Whether an equation breaks rule 3."""
     has_rows = [not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars]
     if not any(has_rows) or is_barrier(eqn):
@@ -186,19 +188,18 @@ def _contenders(groups: Sequence[_Group]) -> list[_Group]:
     return [group for group in apart if 1 in group.numbers] or apart
 
 
-def _none(free: Iterable[_Argument]) -> NoBatch:
-    could = ", ".join(f"{argument} as `batch_argnums=({argument.number},)`" for argument in free)
+def _no_batch(free: Iterable[_Argument]) -> NoBatch:
+    could = " or ".join(f"`batch_argnums=({argument.number},)` for {argument}" for argument in free)
     return NoBatch(
-        "Found no argument with the examples of a batch: arrays that share their leading dimension, and that the step "
-        "does not return as an updated state. "
-        + (f"If it is {could}, name it so." if could else "Name the arguments with `batch_argnums=(…)`."),
+        "minialpa found no argument whose arrays hold the examples of a batch in their first dimension. "
+        + (f"Set {could}." if could else "Set `batch_argnums=(...)` to the numbers of these arguments."),
         ambiguous=False,
     )
 
 
-def _unclear(groups: Sequence[_Group]) -> NoBatch:
-    could = "; ".join(
-        f"{', '.join(map(str, group.arguments))} with `batch_argnums=({', '.join(map(str, group.numbers))},)`"
+def _several_batches(groups: Sequence[_Group]) -> NoBatch:
+    could = " or ".join(
+        f"`batch_argnums=({', '.join(map(str, group.numbers))},)` for {', '.join(map(str, group.arguments))}"
         for group in groups
     )
-    return NoBatch(f"Several arguments may hold the examples of the batch. Choose: {could}.", ambiguous=True)
+    return NoBatch(f"Several arguments may hold the examples of the batch. Set {could}.", ambiguous=True)

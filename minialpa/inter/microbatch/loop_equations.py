@@ -21,6 +21,8 @@ from minialpa.rules.known_rules import factors_of
 
 
 class LoopEquations:
+    """Writes the equations of one loop."""
+
     def __init__(self, loop: LoopValues) -> None:
         self.loop = loop
         self.draft, self.segments, self.forms = loop.draft, loop.segments, loop.forms
@@ -82,6 +84,7 @@ class LoopEquations:
                 self.draft.batch_dims[result] = dim
 
     def _operand(self, reader: _SplitEquation, k: int, atom: Atom) -> Atom:
+        """Operand `k`, as a micro-batch reads it."""
         form = self.forms.form(atom)
         if isinstance(form, PerExample):
             waits = reader.scale is not None and form.scale == reader.scale
@@ -91,10 +94,10 @@ class LoopEquations:
         if self.loop.may_wait(atom, reader.scale):
             return self.loop.unscaled(atom, dim)
         if dim is None and any(reader.factors.takes_part_once(factor, k) for factor in reader.split):
-            return self._only_once(reader.number, atom)
+            return self._operand_once(reader.number, atom)
         return self.loop.value_or_rows(atom, dim, per_micro_batch=reader.number in self.segments.per_micro_batch)
 
-    def _only_once(self, i: int, atom: Atom) -> Atom:
+    def _operand_once(self, i: int, atom: Atom) -> Atom:
         """An operand that has to count once over all micro-batches: itself in micro-batch 0, zero in the others.
 
         A per-micro-batch value counts one n-th in each micro-batch.
@@ -116,6 +119,7 @@ class LoopEquations:
     # ---- equations on reductions -----------------------------------------------------------------------------------
 
     def _emit_on_aggregates(self, i: int, eqn: JaxprEqn) -> None:
+        """Write an equation on reductions. `shares` corrects unbiased variances."""
         is_per_micro_batch = i in self.segments.per_micro_batch
         if isinstance(self.forms.form(eqn.outvars[0]), Partial):
             operands = self._partial_operands(eqn, is_per_micro_batch)

@@ -28,7 +28,10 @@ from minialpa.tracing.new_equations import equations_for
 
 
 class LoopValues:
-    """The values of one loop, by full-batch variable. The first reader of a missing value writes its equations."""
+    """The values of one loop, by full-batch variable. The first reader of a missing value writes its equations.
+
+    segment: 2 l - 1 for loop l. source: the traced equation of the new equations.
+    """
 
     def __init__(self, draft: Draft, complete: CompleteValues, segment: int) -> None:
         self.draft, self.complete, self.segment = draft, complete, segment
@@ -84,6 +87,7 @@ class LoopValues:
     # ---- values of the micro-batch -----------------------------------------------------------------------------------
 
     def of_micro_batch(self, atom: Atom) -> Atom:
+        """The variable of the micro-batch for an incomplete value."""
         if atom in self.draft.micro_inputs:
             return self.draft.micro_inputs[atom]
         form = self.forms.form(atom)
@@ -91,6 +95,7 @@ class LoopValues:
         return self.values[atom] if atom in self.values else self.draft.values[form.loop][atom]
 
     def scaled_rows(self, var: Var) -> Atom:
+        """The examples of the micro-batch, times the scale of `var`."""
         form, rows = self.forms.form(var), self.of_micro_batch(var)
         assert isinstance(form, PerExample)
         if form.scale is None:
@@ -145,6 +150,7 @@ class LoopValues:
         return i is not None and self.segments.places[i] is None and var not in self.segments.prologue_values
 
     def _copy_known(self, var: Var) -> None:
+        """Copy the equations that compute `var` to this loop."""
         eqns = self.segments.eqns
         copied, unvisited = set[int](), [var]
         while unvisited:
@@ -172,7 +178,7 @@ class LoopValues:
         if key not in self._slices:
             recomputed = self._recomputed_rows(var, dim, per_micro_batch)
             self._slices[key] = (
-                self._cut(self.value(var, per_micro_batch=per_micro_batch), var, dim)
+                self._micro_batch_slice(self.value(var, per_micro_batch=per_micro_batch), var, dim)
                 if recomputed is None
                 else recomputed
             )
@@ -185,7 +191,7 @@ class LoopValues:
             else self.rows(atom, dim, per_micro_batch=per_micro_batch)
         )
 
-    def _cut(self, x: Atom, var: Var, dim: int) -> Atom:
+    def _micro_batch_slice(self, x: Atom, var: Var, dim: int) -> Atom:
         size = shape_of(var)[dim] // self.n
 
         def cut(x: Any, m: Any) -> Any:
@@ -254,7 +260,7 @@ class LoopValues:
         factors, result = factors_of(eqn), eqn.outvars.index(atom)
         factor = None if dim is None else factors.leading(factors.results[result][dim])
         if dim is not None and factor is not None and not self._may_split(factors, factor):
-            return self._cut(self.unscaled(atom, None), atom, dim)
+            return self._micro_batch_slice(self.unscaled(atom, None), atom, dim)
 
         split = () if factor is None else (factor,)
         dims = [dim_of(array, split) for array in factors.operands]

@@ -75,6 +75,8 @@ def find_moments(step: TracedStep, kinds: Kinds) -> list[Moments]:
 
 
 class _Walk:
+    """Records moments, equation by equation."""
+
     def __init__(self, step: TracedStep, kinds: Kinds) -> None:
         self.step, self.kinds = step, kinds
         self.root: dict[Var, tuple[Var, int]] = {}  # array on examples -> the x that it is a polynomial of, degree
@@ -89,25 +91,25 @@ class _Walk:
         )
         for i, eqn in enumerate(self.step.flat.eqns):
             if is_barrier(eqn):
-                self._pass_on(eqn)
+                self._pass_barrier(eqn)
             else:
-                self._visit(i, eqn)
+                self._visit_equation(i, eqn)
 
-        self._find_results()
+        self._record_results()
         return list(self.moments.values())
 
-    def _visit(self, i: int, eqn: JaxprEqn) -> None:
+    def _visit_equation(self, i: int, eqn: JaxprEqn) -> None:
         on_examples, aggregates = per_example_in(eqn, self.kinds), aggregates_in(eqn, self.kinds)
         if not on_examples:
             self._visit_without_examples(i, eqn)
         elif any(self.kinds.get(var) == AGGREGATE for var in eqn.outvars):
-            self._reduce(i, eqn, on_examples, aggregates)
+            self._visit_reduction(i, eqn, on_examples, aggregates)
         elif aggregates:
-            self._read(i, eqn, on_examples, aggregates)
+            self._visit_reader(i, eqn, on_examples, aggregates)
         else:
-            self._follow(eqn, on_examples)
+            self._follow_polynomial(eqn, on_examples)
 
-    def _pass_on(self, eqn: JaxprEqn) -> None:
+    def _pass_barrier(self, eqn: JaxprEqn) -> None:
         for var, out in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(var):
                 continue
@@ -124,12 +126,12 @@ class _Walk:
             return AffineValue()
         return self.value.get(atom, OTHER)
 
-    def _of(self, value: AffineValue) -> list[Moments]:
+    def _moments_of(self, value: AffineValue) -> list[Moments]:
         return [self.moments[x] for x in value.arrays if x is not None]
 
     # ---- reductions -----------------------------------------------------------------------------------------------
 
-    def _reduce(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
+    def _visit_reduction(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
         """A sum over examples is a moment of x if it sums a polynomial of x of degree 1 or 2, feature by feature."""
         self._note_reader(i, aggregates, is_affine=False)
         (x, degree), *others = {self._root(var) for var in on_examples}
@@ -153,7 +155,7 @@ class _Walk:
         for var, value in zip(eqn.outvars, result_values(eqn, operands), strict=True):
             is_mixed = mixes(eqn, operands, value)
             self.value[var] = OTHER if is_mixed and direction == "backward" else value
-            for moments in self._of(self.value[var]):
+            for moments in self._moments_of(self.value[var]):
                 moments.aggregates.append(i)
                 moments.is_used_otherwise |= is_mixed and direction == "forward"
                 if value.is_average and adds_moments:
@@ -161,7 +163,7 @@ class _Walk:
 
     # ---- equations on examples ------------------------------------------------------------------------------------
 
-    def _follow(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> None:
+    def _follow_polynomial(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> None:
         """Record whether an equation that reads no reductions returns a polynomial of the same x."""
         operand, name, out = on_examples[0], eqn.primitive.name, eqn.outvars[0]
         x, degree = self._root(operand)
@@ -172,15 +174,15 @@ class _Walk:
         elif name == "reduce_sum":
             self.root[out] = x, degree
             self.summed.add(out)
-        elif degree == 1 and not self.summed.intersection(on_examples) and self._squares(eqn, on_examples):
+        elif degree == 1 and not self.summed.intersection(on_examples) and self._is_square(eqn, on_examples):
             self.root[out] = x, 2
 
-    def _squares(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> bool:
+    def _is_square(self, eqn: JaxprEqn, on_examples: Sequence[Var]) -> bool:
         if eqn.primitive.name == "mul":
             return len(on_examples) == 2 and self._root(on_examples[1]) == (self._root(on_examples[0])[0], 1)
         return eqn.primitive.name == "square" or (eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2)
 
-    def _read(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
+    def _visit_reader(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], aggregates: Sequence[Var]) -> None:
         is_affine = self._is_affine(eqn, on_examples, aggregates)
         self._note_reader(i, aggregates, is_affine=is_affine)
         if is_affine:
@@ -191,7 +193,7 @@ class _Walk:
         if not is_affine and self.step.origins[i].direction == "backward":
             return
         for var in aggregates:
-            for moments in self._of(self._value(var)):
+            for moments in self._moments_of(self._value(var)):
                 moments.entries.append(i)
                 moments.is_affine &= is_affine
 
@@ -207,7 +209,8 @@ class _Walk:
 
     # ---- results --------------------------------------------------------------------------------------------------
 
-    def _find_results(self) -> None:
+    def _record_results(self) -> None:
+        """Record returned moments, and rules 1 and 2."""
         outvars = self.step.flat.outvars
         values = [self._value(atom) for atom in outvars]
         replaced = replaced_inputs(self.step, values)
@@ -221,12 +224,12 @@ class _Walk:
 
         arguments = [var for var, dim in zip(self.step.flat.invars, self.step.batch_dims, strict=True) if dim is None]
         of_arguments = _computed_from(self.step.flat.eqns, arguments)
-        of_weights = self._of_weights(values, replaced)
+        of_weights = self._computed_from_weights(values, replaced)
         for moments in self.moments.values():
             moments.of_batch = moments.x not in of_arguments
             moments.of_weights = moments.x in of_weights
 
-    def _of_weights(self, values: Sequence[AffineValue], replaced: Sequence[frozenset[int]]) -> set[Var]:
+    def _computed_from_weights(self, values: Sequence[AffineValue], replaced: Sequence[frozenset[int]]) -> set[Var]:
         """The variables computed from arguments that a backward pass changes, or whose gradients the step returns."""
         flat, origins = self.step.flat, self.step.origins
         backward = [eqn for eqn, origin in zip(flat.eqns, origins, strict=True) if origin.direction == "backward"]
@@ -234,7 +237,7 @@ class _Walk:
 
         weights = set[Var]()
         for atom, value, inputs, like in zip(flat.outvars, values, replaced, self.step.layouts, strict=True):
-            is_statistic = value.is_average and not any(moments.in_backward for moments in self._of(value))
+            is_statistic = value.is_average and not any(moments.in_backward for moments in self._moments_of(value))
             if not is_literal(atom) and atom in changed and not is_statistic:
                 weights.update(flat.invars[i] for i in (*inputs, like) if i is not None)
         return _computed_from(flat.eqns, weights)

@@ -2,6 +2,7 @@
 
 An equation on examples is in a loop; if it mixes examples, such as a sort over the batch, it is after the loop. An
 equation on partial sums or per-micro-batch values is in their loop, or after the loop that completes its operands.
+Loop l is segment 2 l - 1; segment 2 l runs after it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class _ExampleEquation:
 class Places:
     """Sets the forms of the results of equations and returns their segments. The attributes are as in `Segments`.
 
+    levels: the loop after which each value is complete.
     chunk_of: the chunk of each equation, in a pipeline. Partial sums of different chunks are added after the loop.
     """
 
@@ -75,6 +77,7 @@ class Places:
     # ---- equations on examples ------------------------------------------------------------------------------------
 
     def on_examples(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
+        """The segment of an equation with per-example operands."""
         is_per_micro_batch = i in self.per_micro_batch
         _refuse_averages(eqn, forms)
         if not is_per_micro_batch:
@@ -95,15 +98,16 @@ class Places:
         return self._place_in_loop(reader)
 
     def _place_in_loop(self, reader: _ExampleEquation) -> int:
+        """Place an equation in the first loop that has all operands."""
         eqn = reader.eqn
-        loop = max(1, *(self._readable_in(reader, k, atom) for k, atom in enumerate(eqn.invars)))
-        results = {var: self._result(reader, loop, r, var) for r, var in enumerate(eqn.outvars)}
+        loop = max(1, *(self._first_loop_to_read(reader, k, atom) for k, atom in enumerate(eqn.invars)))
+        results = {var: self._result_form(reader, loop, r, var) for r, var in enumerate(eqn.outvars)}
         if self._reads_only_concatenated(reader, loop):
             return self._place_on_all_rows(eqn, reader.forms, reader.is_per_micro_batch)
         self.forms.of.update(results)
         return 2 * loop - 1
 
-    def _readable_in(self, reader: _ExampleEquation, k: int, atom: Atom) -> int:
+    def _first_loop_to_read(self, reader: _ExampleEquation, k: int, atom: Atom) -> int:
         form = reader.forms[k]
         if reader.scale is not None and self.scales.of_operand(atom, k, reader.factors) == reader.scale:
             return form.loop if isinstance(form, PerExample) else 0
@@ -115,7 +119,7 @@ class Places:
             return form.loop
         return self.levels.of(atom) + 1
 
-    def _result(self, reader: _ExampleEquation, loop: int, r: int, var: Var) -> Form:
+    def _result_form(self, reader: _ExampleEquation, loop: int, r: int, var: Var) -> Form:
         factors = reader.factors
         dim = dim_of(factors.results[r], reader.split)
         if dim is not None:
@@ -147,14 +151,14 @@ class Places:
         """The segment of an equation that mixes examples: after the loop, on all examples at once."""
         if eqn.effects:
             raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and has side effects, so "
-                "it cannot run over micro-batches. Use `num_micro_batches=1`, or move it out of the step."
+                f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of the batch and has side effects, "
+                "so it cannot run on one micro-batch at a time. Set `num_micro_batches=1`, or move it out of the step."
             )
         if is_per_micro_batch or any(isinstance(form, PerMicroBatch) for form in forms):
             raise NotPerMicroBatchError(
                 eqn,
-                "mixes the examples of a batch and reads statistics of the micro-batch, so it cannot run over "
-                "micro-batches. Use `num_micro_batches=1`, or move it out of the step.",
+                "mixes the examples of the batch and reads batch statistics, such as a mean or variance, so it cannot "
+                "run on one micro-batch at a time. Set `num_micro_batches=1`, or move it out of the step.",
             )
 
         self._concatenated.update(var for var in operand_vars(eqn) if var not in self.levels.independent)
@@ -165,6 +169,7 @@ class Places:
     # ---- equations on reductions -----------------------------------------------------------------------------------
 
     def on_aggregates(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
+        """The segment of an equation on reductions; None if readers compute the results."""
         is_per_micro_batch = i in self.per_micro_batch
         in_update = self.step.origins[i].direction == "other"
         waiting = None if is_per_micro_batch or in_update else self.scales.waiting_form(eqn, forms)
@@ -172,7 +177,7 @@ class Places:
             self.forms.set_results(eqn, waiting)
             return None
 
-        partial = self._partial(eqn, is_per_micro_batch)
+        partial = self._partial_form(eqn, is_per_micro_batch)
         if partial is not None:
             self.forms.set_results(eqn, partial)
             return 2 * partial.loop - 1
@@ -184,19 +189,20 @@ class Places:
         return self._place_after_loops(eqn, forms)
 
     def place_per_micro_batch(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
+        """Place an equation on per-micro-batch values in their loop."""
         loop = max(form.after + 1 if isinstance(form, Complete) else form.loop for form in forms)
         counts = {form.count for form in forms if isinstance(form, Partial | PerMicroBatch)}
-        form = PerMicroBatch(loop, counts.pop() if len(counts) == 1 else 0)
+        result = PerMicroBatch(loop, counts.pop() if len(counts) == 1 else 0)
 
         factor = self.forms.factor(eqn)
         if factor is not None:
             before = next((f.factors for f in forms if isinstance(f, Partial | PerMicroBatch)), ())
-            form = self._unbiased(eqn, replace(form, factors=(*before, factor)))
-        self.forms.set_results(eqn, form)
+            result = self._record_unbiased(eqn, replace(result, factors=(*before, factor)))
+        self.forms.set_results(eqn, result)
         return 2 * loop - 1
 
-    def _unbiased(self, eqn: JaxprEqn, form: _Mean) -> _Mean:
-        """`form` without the factors of an unbiased variance; records the share of the results."""
+    def _record_unbiased(self, eqn: JaxprEqn, form: _Mean) -> _Mean:
+        """`form` without the factors of an unbiased variance; `shares` records the correction for b examples."""
         share = self.forms.unbiased(form.count, form.factors)
         if share == 1:
             return form
@@ -204,6 +210,7 @@ class Places:
         return replace(form, factors=())
 
     def _place_after_loops(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
+        """Place an equation after the last loop of its operands."""
         after = max(self.levels.of(atom) for atom in eqn.invars)
         is_average = any(
             isinstance(form, PerMicroBatch) or (isinstance(form, Complete) and form.is_average) for form in forms
@@ -211,9 +218,12 @@ class Places:
         self.forms.set_results(eqn, Complete(after=after, is_parameter=False, is_average=is_average))
         return 2 * after
 
-    def _partial(self, eqn: JaxprEqn, is_per_micro_batch: bool) -> Partial | None:
-        """The form of the results if they are partial sums, else None; records the shares of unbiased variances."""
-        # Statistics of a micro-batch meet in the loop, even if they come from several chunks.
+    def _partial_form(self, eqn: JaxprEqn, is_per_micro_batch: bool) -> Partial | None:
+        """The form of the results if they are partial sums, else None.
+
+        `rescale` is n for a mean; of an unbiased variance, `shares` records `rescale` / n.
+        """
+        # A loop joins statistics of a micro-batch, even if they come from several chunks.
         if not is_per_micro_batch and self._joins_chunks(eqn):
             return None
 
@@ -222,7 +232,7 @@ class Places:
         if partial is not None and is_per_micro_batch and partial.rescale not in (None, n):
             self.shares.update((var, (partial.rescale or 1.0) / self.forms.n) for var in eqn.outvars)
             return replace(partial, rescale=n)
-        return self._unbiased(eqn, partial) if partial is not None and is_per_micro_batch else partial
+        return self._record_unbiased(eqn, partial) if partial is not None and is_per_micro_batch else partial
 
     def _joins_chunks(self, eqn: JaxprEqn) -> bool:
         if self.chunk_of is None:
@@ -235,8 +245,8 @@ def _refuse_averages(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
     if any(isinstance(form, Complete) and form.is_average for form in forms):
         raise NotPerMicroBatchError(
             eqn,
-            "brings the average of a batch statistic over micro-batches back to the examples. Use "
-            "`num_micro_batches=1`, or compute it from values that are not batch statistics.",
+            "combines the examples with an average of batch statistics that is complete only after the last "
+            "micro-batch. Set `num_micro_batches=1`, or compute it from values that are not batch statistics.",
         )
 
 
@@ -244,8 +254,8 @@ def _refuse_per_micro_batch(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
     if any(isinstance(form, PerMicroBatch) for form in forms):
         raise NotPerMicroBatchError(
             eqn,
-            "reads a statistic of the micro-batch and is no normalisation. Use `num_micro_batches=1`, or "
-            "`minialpa.per_micro_batch` for its operand.",
+            "reads a batch statistic, such as a mean or variance, and is not part of a normalisation. Set "
+            "`num_micro_batches=1`, or wrap its operand in `minialpa.per_micro_batch`.",
         )
 
 
@@ -254,6 +264,6 @@ def _refuse_sums(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
     if any(isinstance(form, Partial) and form.rescale is None for form in forms):
         raise NotPerMicroBatchError(
             eqn,
-            "reads a sum over examples, or its derivative, where a micro-batch uses the mean over its examples. Use "
-            "`num_micro_batches=1`, or divide the sum by its number of terms first.",
+            "reads a sum over the examples, or its derivative, where each micro-batch needs a mean. Divide the sum by "
+            "its number of terms first, or set `num_micro_batches=1`.",
         )

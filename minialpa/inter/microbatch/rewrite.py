@@ -41,8 +41,12 @@ def split_micro_batches(
         return whole_batch(step, several_loops=chunk_of is not None)
 
     if step.batch_size is None:
-        why = "`batch_argnums` lists no argument." if step.no_batch is None else step.no_batch.reason
-        raise TraceError(f"`num_micro_batches={n}` needs an argument with examples. {why}")
+        why = (
+            "`batch_argnums` is empty; list the number of this argument in it."
+            if step.no_batch is None
+            else step.no_batch.reason
+        )
+        raise TraceError(f"`num_micro_batches={n}` needs an argument that holds the examples of a batch. {why}")
     if step.batch_size % n:
         raise TraceError(
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "

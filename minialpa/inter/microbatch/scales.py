@@ -38,6 +38,7 @@ class Levels:
         self._prologue_values: set[Var] = set()
 
     def note(self, eqn: JaxprEqn) -> None:
+        """Add cheap results of independent values to `independent`."""
         if not is_expensive(eqn) and all(is_literal(atom) or atom in self.independent for atom in eqn.invars):
             self.independent.update(eqn.outvars)
 
@@ -79,10 +80,10 @@ class Scales:
 
     def waiting_form(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Complete | None:
         """The form of an array that a complete scalar fills or multiplies; None for other arrays."""
-        scalar = self._filled_with(eqn)
+        scalar = self._filling_scalar(eqn)
         if scalar is not None:
             return Complete(after=self.levels.of(scalar), is_parameter=False, uniform=scalar)
-        scale = self._known_but_for_a_scale(eqn, forms)
+        scale = self._scale_of_known_array(eqn, forms)
         if scale is not None:
             return Complete(after=self.levels.of(scale.scalar), is_parameter=False, scale=scale)
         return None
@@ -109,7 +110,10 @@ class Scales:
         forms = [self.forms.form(atom) for k, atom in enumerate(eqn.invars) if k not in scaled]
         if any(isinstance(form, PerExample) and form.scale is not None for form in forms):
             return False
-        return all(is_inexact(atom) and _has_range(atom) for atom in (*eqn.outvars, *(eqn.invars[k] for k in scaled)))
+        return all(
+            is_inexact(atom) and _has_range_of_float32(atom)
+            for atom in (*eqn.outvars, *(eqn.invars[k] for k in scaled))
+        )
 
     def of_operand(self, atom: Atom, k: int, factors: Factors) -> Scale | None:
         """The scale of operand `k` of a linear equation, or the scalar that fills it."""
@@ -125,7 +129,7 @@ class Scales:
             return Scale(scalar)
         return Scale(scalar, divides=True) if factors.linear == "each" and k == 1 else None
 
-    def _known_but_for_a_scale(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Scale | None:
+    def _scale_of_known_array(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Scale | None:
         """The scalar of an array if all other operands are complete before the first loop, else None."""
         if not all(shape_of(var) for var in eqn.outvars) or eqn.effects:
             return None
@@ -137,7 +141,8 @@ class Scales:
                 return None
         return scale
 
-    def _filled_with(self, eqn: JaxprEqn) -> Var | None:
+    def _filling_scalar(self, eqn: JaxprEqn) -> Var | None:
+        """The scalar that a broadcast repeats, or None."""
         if eqn.primitive.name != "broadcast_in_dim" or not is_inexact(eqn.outvars[0]) or len(eqn.invars) > 1:
             return None
         (atom,) = eqn.invars
@@ -156,6 +161,6 @@ class Scales:
         return atom if isinstance(form, Partial) and form.reduction == "sum" and form.scale is None else None
 
 
-def _has_range(atom: Atom) -> bool:
+def _has_range_of_float32(atom: Atom) -> bool:
     dtype: Any = aval_of(atom).dtype
     return bool(jnp.finfo(dtype).maxexp >= jnp.finfo(np.float32).maxexp)

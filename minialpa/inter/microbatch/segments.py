@@ -1,7 +1,7 @@
 """Segments: a traced step in, the segment and form of each of its equations and values out (`find_segments`).
 
-Odd segments are loops and run once per micro-batch. Even segments run once: 0 before the first loop, 2 l after loop l;
-the last is the update. An equation goes to the first segment in which its operands are readable:
+Loop l is segment 2 l - 1 and runs once per micro-batch. Even segments run once: 0 before the first loop, 2 l after
+loop l; the last is the update. An equation goes to the first segment in which its operands are readable:
 
   * on examples: the loop of its operands, or the loop after the last complete value that it reads;
   * linear in partial sums: their loop, and the result is another partial sum;
@@ -95,6 +95,7 @@ class Segments:
         return isinstance(form, PerExample | PerMicroBatch)
 
     def reads_part_of_loop(self, i: int, atom: Atom) -> bool:
+        """Whether equation `i` reads a partial sum in its loop."""
         form = self.forms.form(atom)
         return isinstance(form, Partial) and self.places[i] == 2 * form.loop - 1
 
@@ -121,6 +122,8 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
 
 
 class _Finder:
+    """Places equations in program order."""
+
     def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics) -> None:
         assert step.batch_size is not None
         per_micro_batch = statistics.per_micro_batch
@@ -145,7 +148,7 @@ class _Finder:
             if is_barrier(eqn):
                 self._divide_barrier(i, eqn)
             else:
-                self._note(i, eqn, self._place(i, eqn))
+                self._record_equation(i, eqn, self._place_equation(i, eqn))
         return self._segments()
 
     def _segments(self) -> Segments:
@@ -171,7 +174,7 @@ class _Finder:
             prologue_values=frozenset(var for i in prologue for var in eqns[i].outvars),
         )
 
-    def _note(self, source: int, eqn: JaxprEqn, place: int | None) -> None:
+    def _record_equation(self, source: int, eqn: JaxprEqn, place: int | None) -> None:
         self._eqns.append(eqn)
         self._sources.append(source)
         self._places.append(place)
@@ -197,11 +200,12 @@ class _Finder:
                 form = self.forms.form(atom)
                 # Batch arguments pass the barrier in the first loop.
                 self.forms.of[result] = replace(form, loop=max(1, form.loop)) if isinstance(form, PerExample) else form
-            self._note(source, part, place)
+            self._record_equation(source, part, place)
 
     # ---- one equation ---------------------------------------------------------------------------------------------
 
-    def _place(self, i: int, eqn: JaxprEqn) -> int | None:
+    def _place_equation(self, i: int, eqn: JaxprEqn) -> int | None:
+        """The segment of equation `i`; None if readers compute the results."""
         forms = [self.forms.form(atom) for atom in eqn.invars]
         on_examples = any(isinstance(form, PerExample) for form in forms)
         if eqn.primitive.name == "minialpa_per_micro_batch":
@@ -231,9 +235,9 @@ class _Finder:
             self.forms.set_results(eqn, Same(same))
             return 2 * same - 1
 
-        form = self._computed_by_readers(i, eqn, forms, after)
-        if form is not None:
-            self.forms.set_results(eqn, form)
+        by_readers = self._computed_by_readers(i, eqn, forms, after)
+        if by_readers is not None:
+            self.forms.set_results(eqn, by_readers)
             return None
 
         in_update = self.step.origins[i].direction == "other"

@@ -1,6 +1,7 @@
 """`SplitStep`: operations in segments, and the combination of values over micro-batches. The output of this package.
 
-With one loop, segment 0 (prologue) runs once, segment 1 (loop) n times, segment 2 (update) once.
+With one loop, segment 0 (prologue) runs once, segment 1 (loop) n times, segment 2 (update) once. Loop l is segment
+2 l - 1; segment 2 l runs after it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ _Key = tuple[int | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
+    """The equations that read statistics of the micro-batch, and descriptions of these."""
+
     per_micro_batch: frozenset[int] = frozenset()
     found: tuple[str, ...] = ()
 
@@ -55,11 +57,12 @@ def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -
     lines = _Lines(step)
     # A backward pass may recompute forward moments. Moments of the batch itself have no derivatives.
     others = [m for m in moments if not (m.is_normalisation or m.in_backward or m.of_batch)]
-    elsewhere = lines.of(i for m in others for i in m.entries) | lines.of(_on_aggregates_alone(step, kinds, moments))
-    return [m for m in moments if m.is_normalisation and not lines.of(m.entries) & elsewhere]
+    other_lines = lines.of(i for m in others for i in m.entries) | lines.of(_on_aggregates_alone(step, kinds, moments))
+    return [m for m in moments if m.is_normalisation and not lines.of(m.entries) & other_lines]
 
 
 def _on_aggregates_alone(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[int]:
+    """Forward equations on reductions without examples, outside of moments."""
     known = {i for m in moments for i in m.aggregates}
     return [
         i
@@ -96,9 +99,9 @@ def find_statistics(
     reads = per_micro_batch.entries | derivatives
     read = per_micro_batch.read | {var for i in reads for var in operand_vars(eqns[i])}
     asked_for = [eqns[i] for i in sorted(marked) if not eqns[i].params["cotangent_of"]]
-    found = [_described(step, kinds, m) for m in normal]
+    found = [_description(step, kinds, m) for m in normal]
     found += [f"`per_micro_batch` at {source_line(eqn)}" for eqn in asked_for]
-    needed = _needed_by(eqns, sorted(per_micro_batch.aggregates), read)
+    needed = _needed_aggregates(eqns, sorted(per_micro_batch.aggregates), read)
     return Statistics(frozenset([*reads, *needed]), tuple(dict.fromkeys(found)))
 
 
@@ -122,12 +125,13 @@ class _ForwardStatistics:
 def _statistics_in_forward(
     step: TracedStep, normal: Sequence[Moments], moments: Sequence[Moments], marked: set[int], lines: _Lines
 ) -> _ForwardStatistics:
+    """marked: the calls of `per_micro_batch`."""
     eqns = step.flat.eqns
     read = {var for m in normal for i in m.entries for var in operand_vars(eqns[i])}
     # A flag has no average: it is computed from averages.
     read.update(var for m in normal for i in m.averages for var in operand_vars(eqns[i]) if is_inexact(var))
     read.update(var for m in normal for var in m.results if is_inexact(var))
-    keys = {lines.key(i) for m in normal for i in (*m.entries, *_needed_by(eqns, m.aggregates, read))}
+    keys = {lines.key(i) for m in normal for i in (*m.entries, *_needed_aggregates(eqns, m.aggregates, read))}
 
     # Recomputed parts of a block have the lines of its forward pass.
     forward = {line for _, line in keys}
@@ -137,7 +141,7 @@ def _statistics_in_forward(
     return _ForwardStatistics(entries=entries, aggregates=aggregates, read=read, keys=keys)
 
 
-def _needed_by(eqns: Sequence[JaxprEqn], aggregates: Sequence[int], read: Collection[Var]) -> list[int]:
+def _needed_aggregates(eqns: Sequence[JaxprEqn], aggregates: Sequence[int], read: Collection[Var]) -> list[int]:
     """Equations of `aggregates` that compute the variables `read`. Running averages themselves are computed once."""
     needed = set(read)
     out = []
@@ -148,7 +152,7 @@ def _needed_by(eqns: Sequence[JaxprEqn], aggregates: Sequence[int], read: Collec
     return out
 
 
-def _described(step: TracedStep, kinds: Kinds, moments: Moments) -> str:
+def _description(step: TracedStep, kinds: Kinds, moments: Moments) -> str:
     x, eqn = moments.x, step.flat.eqns[moments.aggregates[0]]
     shape = ", ".join("batch" if dim == kinds.get(x) else str(n) for dim, n in enumerate(shape_of(x)))
     return f"mean and variance of {dtype_name(x)} ({shape}) at {source_line(eqn)}"
@@ -174,9 +178,11 @@ class _Lines:
 class _Derivatives:
     """A walk over the backward passes that finds the derivatives of statistics of the micro-batch.
 
+    An aggregate is a reduction over examples, or a function of one, such as the mean of BatchNorm or its cotangent.
+
     Attributes:
-        exact_keys: the keys of forward equations that bring reductions over the whole batch to the examples.
-        is_per_micro_batch: reductions that are per-micro-batch values.
+        exact_keys: the keys of forward equations that bring aggregates of the whole batch to the examples.
+        per_micro_batch_aggregates: the aggregates that each micro-batch computes for itself.
         asked_for: results of `per_micro_batch`, and the reductions computed from them, in any pass.
     """
 
@@ -184,7 +190,9 @@ class _Derivatives:
         self.step, self.kinds, self.per_micro_batch, self.lines = step, kinds, per_micro_batch, lines
         self.exact_keys = _exact_keys(step, kinds, per_micro_batch, lines)
         eqns, forward = step.flat.eqns, per_micro_batch.entries | per_micro_batch.aggregates
-        self.is_per_micro_batch = {var for i in forward for var in eqns[i].outvars if kinds.get(var) == AGGREGATE}
+        self.per_micro_batch_aggregates = {
+            var for i in forward for var in eqns[i].outvars if kinds.get(var) == AGGREGATE
+        }
         self.asked_for: set[Var] = set()
 
     def find(self) -> set[int]:
@@ -193,13 +201,13 @@ class _Derivatives:
             if eqn.primitive.name == _PER_MICRO_BATCH:
                 self.asked_for.update(eqn.outvars)
             if is_barrier(eqn):
-                self._pass_on(eqn)
-            elif self._may_be_derivative(i, eqn) and self._visit(i, eqn):
+                self._pass_barrier(eqn)
+            elif self._may_be_derivative(i, eqn) and self._visit_equation(i, eqn):
                 out.add(i)
         return out
 
-    def _pass_on(self, eqn: JaxprEqn) -> None:
-        for group in (self.is_per_micro_batch, self.asked_for):
+    def _pass_barrier(self, eqn: JaxprEqn) -> None:
+        for group in (self.per_micro_batch_aggregates, self.asked_for):
             group.update(out for var, out in zip(eqn.invars, eqn.outvars, strict=True) if var in group)
 
     def _may_be_derivative(self, i: int, eqn: JaxprEqn) -> bool:
@@ -208,28 +216,28 @@ class _Derivatives:
         aggregates = aggregates_in(eqn, self.kinds)
         return self.step.origins[i].direction == "backward" or any(var in self.asked_for for var in aggregates)
 
-    def _visit(self, i: int, eqn: JaxprEqn) -> bool:
-        """Record per-micro-batch results. Returns whether the equation reads per-micro-batch reductions alone."""
+    def _visit_equation(self, i: int, eqn: JaxprEqn) -> bool:
+        """Record per-micro-batch results. Returns whether the equation reads per-micro-batch aggregates alone."""
         aggregates = aggregates_in(eqn, self.kinds)
-        reads_per_micro_batch = bool(aggregates) and all(var in self.is_per_micro_batch for var in aggregates)
+        reads_per_micro_batch = bool(aggregates) and all(var in self.per_micro_batch_aggregates for var in aggregates)
 
         if per_example_in(eqn, self.kinds):
-            self._refuse_both(eqn, aggregates)
-            self._reduce(i, eqn)
+            self._refuse_mixed_reads(eqn, aggregates)
+            self._record_sums(i, eqn)
         elif reads_per_micro_batch:
-            self.is_per_micro_batch.update(eqn.outvars)
+            self.per_micro_batch_aggregates.update(eqn.outvars)
             self.asked_for.update(eqn.outvars if any(var in self.asked_for for var in aggregates) else ())
         return reads_per_micro_batch
 
-    def _refuse_both(self, eqn: JaxprEqn, aggregates: Sequence[Var]) -> None:
-        if len({var in self.is_per_micro_batch for var in aggregates}) == 2:
+    def _refuse_mixed_reads(self, eqn: JaxprEqn, aggregates: Sequence[Var]) -> None:
+        if len({var in self.per_micro_batch_aggregates for var in aggregates}) == 2:
             raise NotPerMicroBatchError(
                 eqn,
-                "joins a statistic of the micro-batch with a reduction over the whole batch. Use "
-                "`num_micro_batches=1`, or `minialpa.per_micro_batch` for the reduction.",
+                "combines a batch statistic of one micro-batch, such as a mean or variance, with a reduction over the "
+                "whole batch. Set `num_micro_batches=1`, or wrap the reduction in `minialpa.per_micro_batch`.",
             )
 
-    def _reduce(self, i: int, eqn: JaxprEqn) -> None:
+    def _record_sums(self, i: int, eqn: JaxprEqn) -> None:
         """Record a sum over examples as per micro-batch if it is the derivative of a statistic."""
         sums = [var for var in eqn.outvars if self.kinds.get(var) == AGGREGATE]
         if not sums or not self._derives_from(i, self.per_micro_batch.keys):
@@ -238,10 +246,11 @@ class _Derivatives:
         if self._derives_from(i, self.exact_keys):
             raise NotPerMicroBatchError(
                 eqn,
-                "is the derivative of a batch statistic or of a reduction over the whole batch: both are computed "
-                "there. Put the two on different lines, and use `minialpa.value_and_grad`.",
+                "may be the derivative of a batch statistic, such as a mean or variance, or of a reduction over the "
+                "whole batch, because this line computes both. Put the two on different lines, and use "
+                "`minialpa.value_and_grad`.",
             )
-        self.is_per_micro_batch.update(sums)
+        self.per_micro_batch_aggregates.update(sums)
 
     def _derives_from(self, i: int, keys: set[_Key]) -> bool:
         """Without a group, an equation may be a derivative of any equation on its line."""

@@ -41,9 +41,9 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
         # The next segment, and the caller of gradients, read copies of the results of the loop.
         read = [var for op in after for var in operand_vars(op.eqn)]
         read += [var for var in aggregates if var in backward]
-        marks, marked = _marks(loop, segment + 1, read)
-        ops += [*loop, *marks, *(replace(op, eqn=reading(op.eqn, marked)) for op in after)]
-        copies.update((var, copy) for var, copy in marked.items() if var in backward)
+        marks, copy_of = _marking_copies(loop, segment + 1, read)
+        ops += [*loop, *marks, *(replace(op, eqn=reading(op.eqn, copy_of)) for op in after)]
+        copies.update((var, copy) for var, copy in copy_of.items() if var in backward)
 
     return SplitStep(
         traced=step,
@@ -64,7 +64,7 @@ def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies:
 
 
 def _loops_of_calls(step: TracedStep) -> dict[int, int]:
-    """The loop of each gradient: after the loops of all gradients that it waits for."""
+    """The loop of each call (gradient), after the loops of the gradients that it waits for."""
     # By variable, the gradients whose backward passes it depends on; by gradient, the others that it waits for.
     needs: dict[Var, frozenset[int]] = {}
     waits: dict[int, set[int]] = {}
@@ -85,9 +85,10 @@ def _loops_of_calls(step: TracedStep) -> dict[int, int]:
 
 
 def _segments(step: TracedStep, loop_of_call: Mapping[int, int]) -> list[int]:
-    """The segment of each equation. Forward and backward equations are in the loop of their gradient, by default 1.
+    """The segment of each equation: 2 l - 1 in loop l, 2 l after the loop.
 
-    Other equations run in the loop whose passes read their results, or else after the last loop that they depend on.
+    Forward and backward equations are in the loop of their gradient, by default loop 1. Other equations run in the loop
+    that reads their results, or else after the last loop that they depend on.
     """
     origins = step.origins
     in_loop = {
@@ -98,6 +99,7 @@ def _segments(step: TracedStep, loop_of_call: Mapping[int, int]) -> list[int]:
 
 
 def _earliest_segments(step: TracedStep, in_loop: Mapping[int, int]) -> list[int]:
+    """The loop of each equation, or the first segment with its operands."""
     known: dict[Var, int] = {}  # the first segment that can read each variable
     earliest: list[int] = []
     for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True)):
@@ -130,7 +132,7 @@ def _latest_segments(step: TracedStep, in_loop: Mapping[int, int], earliest: Seq
     return segments
 
 
-def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:
+def _marking_copies(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:
     """Copies, in `segment`, of floats in `read` that the loop makes. They mark the place of the sum over devices."""
     made = {var: op for op in loop for var in op.eqn.outvars if is_inexact(var)}
     marked = unary_equation(lambda x: gradient_p.bind(x, call=0)[0])
@@ -138,7 +140,7 @@ def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[
     copies: dict[Var, Atom] = {}
     for var in dict.fromkeys(var for var in read if var in made):
         if aval_of(var).dtype.itemsize < _LEAST_REDUCED_BYTES:
-            eqns, (copies[var],) = equations_for(_marked_wide, var)
+            eqns, (copies[var],) = equations_for(_mark_wide, var)
         else:
             eqn, copies[var] = marked(var)
             eqns = [eqn]
@@ -146,6 +148,6 @@ def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[
     return marks, copies
 
 
-def _marked_wide(x: Any) -> Any:
+def _mark_wide(x: Any) -> Any:
     """Sum a float of 8 bits or fewer over devices in 32 bits: in its own precision, small parts would vanish."""
     return gradient_p.bind(x.astype(np.float32), call=0)[0].astype(x.dtype)

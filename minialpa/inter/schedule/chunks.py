@@ -16,6 +16,9 @@ from minialpa.errors import ShardingError
 from minialpa.inter.schedule.schedules import PipelineSize, Schedule, interleaves, make_schedule
 from minialpa.plan import Plan
 
+#: Stages that a message lists.
+_MOST_LISTED = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -36,12 +39,13 @@ class Chunks:
         return PipelineSize(self.n_stages, n_micro_batches, self.per_stage)
 
     def of_group(self, layer_of_group: Sequence[int]) -> tuple[int, ...]:
+        """The chunk of each forward group."""
         chunk_of_layer = {layer: chunk for chunk, layers in enumerate(self.layers) for layer in layers}
         return tuple(chunk_of_layer[layer] for layer in layer_of_group)
 
 
 def chunks_of(stages: Sequence[Sequence[int]]) -> Chunks:
-    """stages: the layers of each stage, ascending."""
+    """The chunks of a pipeline. stages: the layers of each stage, ascending."""
     runs: list[tuple[list[int], int]] = []
     for stage, layers in enumerate(stages):
         for i, layer in enumerate(layers):
@@ -72,23 +76,28 @@ def check_chunks(chunks: Chunks, schedule: str) -> None:
     n_chunks, n_stages = len(chunks.stage_of), chunks.n_stages
     if n_chunks > n_stages and not interleaves(schedule):
         raise ShardingError(
-            f"Stages of layers that are not neighbours need the schedule `1f1b-interleaved`; `{schedule}` has one run "
-            f"of neighbouring layers per stage. The runs are {_listed(chunks)}."
+            f"The schedule `{schedule}` needs consecutive layers on each stage, but {_stages_text(chunks)}. Use the "
+            "schedule `1f1b-interleaved`, or give each stage consecutive layers."
         )
 
     if n_chunks % n_stages or any(stage != chunk % n_stages for chunk, stage in enumerate(chunks.stage_of)):
         raise ShardingError(
-            f"Runs of layers must go round the stages 0 to {n_stages - 1} in order, equally often; got "
-            f"{_listed(chunks)}."
+            f"Give the layers to the stages 0 to {n_stages - 1} in turn and equally often, such as [[0, 2], [1, 3]] "
+            f"for two stages; now {_stages_text(chunks)}."
         )
 
     if n_chunks == n_stages > 1 and schedule == "1f1b-interleaved":
         raise ShardingError(
-            "The schedule `1f1b-interleaved` needs stages of several runs of layers: `num_chunks` of "
-            "`UniformStageOption`, or layers of `ManualStageOption` such as [[0, 2], [1, 3]]. Else use `1f1b`."
+            "The schedule `1f1b-interleaved` needs stages of layers that are not consecutive, but "
+            f"{_stages_text(chunks)}. Set `stage_option=UniformStageOption(num_chunks=2)`, give `ManualStageOption` "
+            "layers such as [[0, 2], [1, 3]], or use the schedule `1f1b`."
         )
 
 
-def _listed(chunks: Chunks) -> str:
-    pairs = zip(chunks.layers, chunks.stage_of, strict=True)
-    return ", ".join(f"{list(layers)} on stage {stage}" for layers, stage in pairs)
+def _stages_text(chunks: Chunks) -> str:
+    """The layers of the first stages: `stage 0 has the layers 0, 2, stage 1 has the layers 1, 3`."""
+    layers: dict[int, list[int]] = {}
+    for run, stage in zip(chunks.layers, chunks.stage_of, strict=True):
+        layers.setdefault(stage, []).extend(run)
+    listed = [f"stage {stage} has the layers {', '.join(map(str, layers[stage]))}" for stage in sorted(layers)]
+    return ", ".join(listed[:_MOST_LISTED]) + (", ..." if listed[_MOST_LISTED:] else "")

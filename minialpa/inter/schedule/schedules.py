@@ -48,7 +48,7 @@ class PipelineSize:
     def __post_init__(self) -> None:
         if min(self.n_stages, self.n_micro_batches, self.n_chunks) < 1:
             raise ShardingError(
-                f"A schedule needs at least one stage, one micro-batch and one chunk; got `n_stages={self.n_stages}`, "
+                f"Set `n_stages`, `n_micro_batches` and `n_chunks` to at least 1; got `n_stages={self.n_stages}`, "
                 f"`n_micro_batches={self.n_micro_batches}` and `n_chunks={self.n_chunks}`."
             )
 
@@ -156,7 +156,8 @@ def make_schedule(name: str, size: PipelineSize) -> Schedule:
     rule = _rule(name)
     if size.n_chunks > 1 and not rule.interleaves:
         raise ShardingError(
-            f"The schedule `{name}` has one chunk per stage, not {size.n_chunks}. Use `1f1b-interleaved`."
+            f"The schedule `{name}` needs consecutive layers on each stage, but `n_chunks={size.n_chunks}` gives each "
+            f"stage {size.n_chunks} runs of layers. Use `1f1b-interleaved`, or `n_chunks=1`."
         )
     return Schedule(name, size, tuple(rule.order(stage, size) for stage in range(size.n_stages)))
 
@@ -221,7 +222,9 @@ def global_order(schedule: Schedule) -> tuple[Pass, ...]:
 
 def _rule(name: str) -> _ScheduleRule:
     if name not in _RULES:
-        raise ShardingError(f"No schedule `{name}`. Known: {', '.join(f'`{known}`' for known in schedule_names())}.")
+        raise ShardingError(
+            f"There is no schedule `{name}`. Choose one of {', '.join(f'`{known}`' for known in schedule_names())}."
+        )
     return _RULES[name]
 
 
@@ -240,4 +243,7 @@ def _deadlock_message(schedule: Schedule, heads: list[Pass], done: set[Pass]) ->
         for head in heads
     ]
     n_passes = sum(map(len, schedule.passes))
-    return f"Schedule `{schedule.name}` deadlocks after {len(done)} of {n_passes} passes: {'; '.join(waits)}."
+    return (
+        f"The schedule `{schedule.name}` stops after {len(done)} of {n_passes} passes, because {'; '.join(waits)}. If "
+        "you did not write this schedule, this is a bug in minialpa: report it with this message."
+    )

@@ -32,7 +32,10 @@ def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
     order = schedule or plan_schedule(plan)
     required = plan_chunks(plan).size(plan.n_micro_batches)
     if order.size != required:
-        raise ShardingError(f"The schedule `{order.name}` is for {order.size} and the plan is for {required}.")
+        raise ShardingError(
+            f"The schedule `{order.name}` has {order.size}, but the plan has {required}. Make the schedule with "
+            f"`make_schedule({order.name!r}, {required})`."
+        )
     return _Simulation(plan, order).timeline()
 
 
@@ -65,7 +68,7 @@ class _Simulation:
             self.sent[transfer.source].append(transfer)
             self.arriving[transfer.target].append(transfer)
 
-        # Seconds at which each stage and link becomes free, and each transfer of a micro-batch arrives.
+        # Seconds at which each stage (`clock`) and link is free, and each transfer of a micro-batch arrives.
         self.clock = [0.0] * len(plan.stages)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.arrival: dict[tuple[PlannedTransfer, int], float] = {}
@@ -83,8 +86,8 @@ class _Simulation:
             self.times = [{} for _ in self.plan.stages]
             # A link queues the transfers of one stage, so the order of passes of different stages changes no time.
             for one in global_order(schedule):
-                self._run(self.stage_of[one.chunk], one)
-            for stage, update in enumerate(self._updates()):
+                self._run_pass(self.stage_of[one.chunk], one)
+            for stage, update in enumerate(self._timed_updates()):
                 self._end_loop(stage, update)
 
         # Loops that only infer do not name the schedule of a training step.
@@ -93,15 +96,16 @@ class _Simulation:
         return Timeline(name, self.plan.n_micro_batches, stages, tuple(self.transfers))
 
     def _end_loop(self, stage: int, update: TimedPass) -> None:
+        """Move passes of the current loop, and `update`, to the timeline."""
         for one, (start_s, end_s) in self.times[stage].items():
-            cost = self.costs.get(self._name(one))
-            if cost is not None:
+            cost = self.costs.get(self._pass_name(one))
+            if cost is not None:  # a pass without work has no cost
                 timed = TimedPass(
                     kind=cost.kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s
                 )
                 self.passes[stage].append(timed)
         self.passes[stage].append(update)
-        memory, peak_live = self._memory(stage)
+        memory, peak_live = self._memory_curve(stage)
         self.memory[stage] += memory
         self.peak_live[stage] = max(self.peak_live[stage], peak_live)
         self.clock[stage] = update.end_s
@@ -115,20 +119,23 @@ class _Simulation:
             peak_live=self.peak_live[stage],
         )
 
-    def _name(self, one: Pass) -> PassName:
+    def _pass_name(self, one: Pass) -> PassName:
         return PassName(one.kind, one.chunk, self.loop)
 
-    def _arrived(self, transfer: PlannedTransfer, micro_batch: int) -> float:
+    def _arrival_s(self, transfer: PlannedTransfer, micro_batch: int) -> float:
         # Updates and earlier loops send once for all micro-batches.
         is_early = transfer.source.kind == "update" or transfer.source.loop < self.loop
         key = transfer, 0 if is_early else micro_batch
         if key not in self.arrival:
-            raise VerifyError(f"The plan's transfer from {transfer.source} comes after its reader {transfer.target}.")
+            raise VerifyError(
+                f"In the plan, the transfer from {transfer.source} comes after its reader {transfer.target}. This is a "
+                "bug in minialpa: report it with this message."
+            )
         return self.arrival[key]
 
-    def _run(self, stage: int, one: Pass) -> None:
-        name = self._name(one)
-        arrivals = (self._arrived(transfer, one.micro_batch) for transfer in self.arriving[name])
+    def _run_pass(self, stage: int, one: Pass) -> None:
+        name = self._pass_name(one)
+        arrivals = (self._arrival_s(transfer, one.micro_batch) for transfer in self.arriving[name])
         start_s = max([self.clock[stage], *arrivals])
 
         # A chunk may have no work in one direction: a first chunk without parameters has no backward pass.
@@ -139,9 +146,10 @@ class _Simulation:
             self._send(transfer, one.micro_batch, self.clock[stage])
 
     def _send(self, transfer: PlannedTransfer, micro_batch: int | None, ready_s: float) -> None:
-        source, target = self._stage(transfer.source), self._stage(transfer.target)
+        """Queue a transfer on its link. micro_batch: None for an update."""
+        source, target = self._stage_of_pass(transfer.source), self._stage_of_pass(transfer.target)
         start_s = max(ready_s, self.link_free[source, target])
-        end_s = start_s + self._link(source, target).transfer_s(transfer.n_bytes)
+        end_s = start_s + self._link_between(source, target).transfer_s(transfer.n_bytes)
         self.link_free[source, target] = end_s
         self.arrival[transfer, micro_batch or 0] = end_s
 
@@ -157,10 +165,10 @@ class _Simulation:
             )
         )
 
-    def _stage(self, name: PassName) -> int:
+    def _stage_of_pass(self, name: PassName) -> int:
         return name.number if name.kind == "update" else self.stage_of[name.number]
 
-    def _link(self, source: int, target: int) -> LinkSpec:
+    def _link_between(self, source: int, target: int) -> LinkSpec:
         per_host = self.plan.cluster.devices_per_host
         hosts: set[int] = set()
         for stage in (self.plan.stages[source], self.plan.stages[target]):
@@ -170,7 +178,7 @@ class _Simulation:
 
     # ---- update and memory ----------------------------------------------------------------------------------------
 
-    def _updates(self) -> list[TimedPass]:
+    def _timed_updates(self) -> list[TimedPass]:
         """For each stage, its update, or its work between the current and the next loop."""
         # Each stage sends its sums when its passes are done, before any update starts.
         for k in range(len(self.plan.stages)):
@@ -186,7 +194,7 @@ class _Simulation:
             updates.append(TimedPass(kind="update", number=k, micro_batch=None, start_s=start_s, end_s=end_s))
         return updates
 
-    def _memory(self, stage: int) -> tuple[list[tuple[float, float]], int]:
+    def _memory_curve(self, stage: int) -> tuple[list[tuple[float, float]], int]:
         """(seconds, bytes per device from then on) in order, and the most live pairs (micro-batch, chunk)."""
         trains = any(name.kind == "backward" and name.loop == self.loop for name in self.costs)
         n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages

@@ -8,8 +8,12 @@ The search chooses stages, submeshes, logical shapes, rematerialisation and the 
         solve the largest unsolved cost of a sublayer in `found`, which raises bounds
     until all costs of `found` are solved, and no other n has a smaller bound
 
-Then no pipeline with the opened logical shapes and numbers of micro-batches is faster, by the sums of sublayers. Few of
-thousands of costs are solved. The search opens a few shapes and numbers first, then the neighbours of good ones.
+Then no pipeline with the opened logical shapes and numbers of micro-batches is faster by more than `tolerance`, by the
+sums of sublayers. Few of thousands of costs are solved. The search opens a few shapes and numbers first, then the
+neighbours of good ones.
+
+A *candidate* is a submesh with a logical shape (a *view*). A *column* of the cost tables is a candidate with a
+rematerialisation and a price of memory: a higher price favours shardings that keep fewer bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from minialpa.plan import Certificate
 #: After so many solved costs, the search returns the best pipeline so far.
 _MOST_SOLVED = 400
 #: If at most this share of a pipeline's time is unsolved, the search opens near numbers of micro-batches before it
-#: solves the rest. GPT and Llama of 8 layers on 16 devices take 42 to 51 costs for 0.05 to 1.
+#: solves the rest. GPT and Llama of 8 layers on 16 devices solve 42 to 51 costs, for any share from 0.05 to 1.
 _SMALL_SHARE = 0.3
 #: If the smallest pipeline needs at most this many times the memory of the devices, other logical shapes may fit.
 _NEARLY_FITS = 2.0
@@ -79,7 +83,14 @@ class StageSearch:
         best: _Best | None = None
         while (n := self._most_promising(best)) is not None:
             if math.isinf(self._least[n]):
-                raise failures[max(failures)] if failures else InfeasibleError("No pipeline fits.")
+                raise (
+                    failures[max(failures)]
+                    if failures
+                    else InfeasibleError(
+                        "No pipeline fits on these devices. Use more devices or micro-batches, raise "
+                        "`memory_limit_bytes`, or remove options that forbid shardings."
+                    )
+                )
             found = self._under_bounds(n, failures)
             if found is None or self._solve_more(n, found):
                 continue

@@ -122,7 +122,9 @@ def runs_of(kinds: Sequence[int]) -> list[RepeatedUnits]:
     while start < len(kinds):
         # Of equals, `max` takes the shortest period.
         periods = range(1, (len(kinds) - start) // (_N_KEPT + 1) + 1)
-        found = max((_run_at(kinds, start, period) for period in periods), key=lambda r: len(r.left_out), default=None)
+        found = max(
+            (_longest_run_at(kinds, start, period) for period in periods), key=lambda r: len(r.left_out), default=None
+        )
         if found is None or not found.left_out:
             start += 1
         else:
@@ -131,7 +133,8 @@ def runs_of(kinds: Sequence[int]) -> list[RepeatedUnits]:
     return runs
 
 
-def _run_at(kinds: Sequence[int], start: int, period: int) -> RepeatedUnits:
+def _longest_run_at(kinds: Sequence[int], start: int, period: int) -> RepeatedUnits:
+    """The run of `period`-sublayer units from `start` on."""
     end = start + period
     while end < len(kinds) and kinds[end] == kinds[end - period]:
         end += 1
@@ -187,7 +190,7 @@ def shortened(sublayers: StagedSublayers) -> SublayeredStep | NotShortened:
 def with_models(sublayers: StagedSublayers, where: Where, kinds: Sequence[int]) -> Shortened | NotShortened:
     """The short step for attempts at a plan. kinds: for each sublayer; only sublayers of one kind repeat."""
     # The solver shards all units alike. Neighbouring products may alternate shardings, so a unit has at least two.
-    runs = [_with_products(sublayers, run) for run in runs_of(kinds)]
+    runs = [_with_two_products(sublayers, run) for run in runs_of(kinds)]
     runs = [run for run in runs if run.left_out]
     if not runs:
         return NotShortened(f"No {_N_KEPT + 1} neighbouring sublayers, or groups of sublayers, are alike.")
@@ -197,7 +200,8 @@ def with_models(sublayers: StagedSublayers, where: Where, kinds: Sequence[int]) 
         return NotShortened(str(error))
 
 
-def _with_products(sublayers: StagedSublayers, run: RepeatedUnits) -> RepeatedUnits:
+def _with_two_products(sublayers: StagedSublayers, run: RepeatedUnits) -> RepeatedUnits:
+    """The run; units with fewer than two products are joined in pairs."""
     origin = {op.eqn: op.origin for op in sublayers.staged.split.ops}
     eqns = (eqn for sublayer in run.third for eqn in sublayers.problems[sublayer].eqns)
     n_products = sum(origin[eqn].direction == "forward" and has_contraction(eqn) for eqn in eqns)
@@ -248,6 +252,7 @@ def kinds_of(sublayers: StagedSublayers, where: Where) -> list[int]:
     These have to correspond.
     """
     origins, sublayer_of_group = sublayers.whole.step.origins, sublayers.whole.sublayer_of_group
+    # For each sublayer, the equations of its groups that run elsewhere, and equations of other groups that run here.
     astray: dict[int, list[object]] = {sublayer: [] for sublayer in sublayers.whole.kept}
     for i, found in where.sublayers.items():
         origin = origins[i]
@@ -279,8 +284,9 @@ class _Shortening:
 
         out = {sublayer for run in runs for sublayer in run.left_out}
         third = {sublayer for run in runs for sublayer in run.third}
-        self.is_out = frozenset(i for i, found in where.sublayers.items() if found <= out)
-        self.in_third = frozenset(i for i, found in where.sublayers.items() if found <= third)
+        # An equation of several sublayers is left out only with all of them.
+        self.eqns_left_out = frozenset(i for i, found in where.sublayers.items() if found <= out)
+        self.eqns_in_third = frozenset(i for i, found in where.sublayers.items() if found <= third)
 
         # Problems of one kind have their equations in the same order.
         self.like_third: dict[int, int] = {}
@@ -290,23 +296,24 @@ class _Shortening:
                 offset = (sublayer - run.first) % run.period
                 for like, other in ((self.like_third, run.third[offset]), (self.like_last, run.last[offset])):
                     pairs = zip(where.of_sublayer[sublayer], where.of_sublayer[other], strict=True)
-                    like.update((i, j) for i, j in pairs if i in self.is_out and j is not None)
+                    like.update((i, j) for i, j in pairs if i in self.eqns_left_out and j is not None)
 
     # ---- stand-ins for values that are left out ---------------------------------------------------------------------
 
-    def _operations(self) -> list[Op]:
+    def _short_operations(self) -> list[Op]:
         """The equations that stay, which read stand-ins for values that are left out, and copies."""
         copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a third unit, by its number
         copied: dict[int, JaxprEqn] = {}  # by the number of the equation that is left out
 
         def stand_in(value: Var, reader: int) -> Var:
+            """The value that equation `reader` reads for `value`."""
             made_by = self.maker.get(value)
-            if made_by is None or made_by not in self.is_out:
+            if made_by is None or made_by not in self.eqns_left_out:
                 return value
             result = self.eqns[made_by].outvars.index(value)
 
             # The backward pass of the next unit makes the value. A copy in the third unit would come too late.
-            if reader in self.in_third and self.origins[made_by].direction != "forward":
+            if reader in self.eqns_in_third and self.origins[made_by].direction != "forward":
                 return self._counterpart(self.like_last, made_by).outvars[result]
             if not self.copies:
                 return self._counterpart(self.like_third, made_by).outvars[result]
@@ -318,7 +325,7 @@ class _Shortening:
 
         kept: list[tuple[int, JaxprEqn]] = []
         for i, eqn in enumerate(self.eqns):
-            if i not in self.is_out:
+            if i not in self.eqns_left_out:
                 others = {v: other for v in operand_vars(eqn) if (other := stand_in(v, i)) is not v}
                 kept.append((i, reading(eqn, others) if others else eqn))
 
@@ -332,7 +339,7 @@ class _Shortening:
     def _counterpart(self, like: Mapping[int, int], number: int) -> JaxprEqn:
         """The equation that stays and is like equation `number`, which is left out."""
         eqn, other = self.eqns[number], like.get(number)
-        if other is None or other in self.is_out:
+        if other is None or other in self.eqns_left_out:
             raise _NotAlikeError(f"`{eqn.primitive.name}` of a sublayer has no counterpart in sublayers that stay.")
         found = self.eqns[other]
         if found.primitive is not eqn.primitive or list(map(aval_of, found.outvars)) != list(map(aval_of, eqn.outvars)):
@@ -342,9 +349,10 @@ class _Shortening:
     # ---- the step ---------------------------------------------------------------------------------------------------
 
     def _short_step(self) -> TracedStep:
-        return _with_equations(self.whole.step, self._operations(), self._inputs_left_out())
+        return _with_equations(self.whole.step, self._short_operations(), self._inputs_left_out())
 
     def shortened(self, where: Where) -> Shortened:
+        """The short step for attempts at a plan."""
         runs_as, models = list(range(len(self.whole.place))), dict[int, StandIn]()
         for number, run in enumerate(self.runs):
             for sublayer in range(run.third.start, run.last.start):
@@ -360,6 +368,7 @@ class _Shortening:
         return Shortened(step=self._short_step(), runs_as=tuple(runs_as), models=models, sublayer_of=sublayer_of)
 
     def sublayered_step(self) -> SublayeredStep:
+        """The short step for costs."""
         n_sublayers = len(self.whole.place)
         costed_as, runs_in = list(range(n_sublayers)), list(range(n_sublayers))
         for run in self.runs:
@@ -379,8 +388,8 @@ class _Shortening:
     def _inputs_left_out(self) -> set[Var]:
         """The inputs whose readers are all left out."""
         flat = self.whole.step.flat
-        read_out = {v for i in self.is_out for v in operand_vars(self.eqns[i])}
-        read = {v for i, eqn in enumerate(self.eqns) if i not in self.is_out for v in operand_vars(eqn)}
+        read_out = {v for i in self.eqns_left_out for v in operand_vars(self.eqns[i])}
+        read = {v for i, eqn in enumerate(self.eqns) if i not in self.eqns_left_out for v in operand_vars(eqn)}
         return {v for v in (*flat.constvars, *flat.invars) if v in read_out and v not in read}
 
 

@@ -60,8 +60,9 @@ class StageBounds:
             )
             for n in self.numbers
         }
-        self._alone: set[tuple[int, Remat]] = set()
-        self._raise_alone(self._base, search.space.remats[0], self.numbers, range(len(self.columns)))
+        # (number of micro-batches, remat) of the costs on one device that have raised bounds.
+        self._costed_on_one_device: set[tuple[int, Remat]] = set()
+        self._raise_to_one_device(self._base, search.space.remats[0], self.numbers, range(len(self.columns)))
 
     # ---- costs of sublayers ---------------------------------------------------------------------------------------
 
@@ -71,19 +72,19 @@ class StageBounds:
         base = min(n, self._base)
 
         # Costs on one device bound all columns at once, so they come before the cost in this column.
-        if (base, column.remat) not in self._alone:
+        if (base, column.remat) not in self._costed_on_one_device:
             columns = [i for i, other in enumerate(self.columns.columns) if other.remat == column.remat]
             alike = [m for m in self.numbers if m == 1 or base > 1]
-            self._raise_alone(base, column.remat, alike, columns)
+            self._raise_to_one_device(base, column.remat, alike, columns)
         else:
             self._solve(n, sublayer, column)
 
-    def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
+    def _raise_to_one_device(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to costs on one device of unlimited memory, divided by the number of devices.
 
         Rematerialisation never makes a sublayer faster. A single micro-batch takes at least as long as one of `base`.
         """
-        self._alone.add((base, remat))
+        self._costed_on_one_device.add((base, remat))
         kinds = self.sublayers.kinds(base, remat)
 
         # Sublayers of one kind cost the same on one kind of device.
@@ -96,7 +97,9 @@ class StageBounds:
                 self._raise_column(n, c, [known[one][kind] for kind in kinds], base, remat)
 
     def _raise_column(self, n: int, c: int, alone: Sequence[SublayerCost], base: int, remat: Remat) -> None:
-        n_devices, has_remat, tables = self.columns.n_devices[c], self.columns[c].remat == remat, self.tables[n]
+        """alone: cost of each sublayer on one device, with `base` micro-batches and `remat`."""
+        n_devices, tables = self.columns.n_devices[c], self.tables[n]
+        has_remat = self.columns[c].remat == remat
         bounds, share = tables.by_name, min(1, base / n) / n_devices
         # A single micro-batch does less work once per step.
         names = ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ()
@@ -104,7 +107,8 @@ class StageBounds:
             if tables.solved[i, c]:
                 continue
             # Each pass adds to whole accumulators, for any size of micro-batch.
-            work_s, adding_s = cost.seconds - cost.adding_seconds, cost.adding_seconds if n > 1 or base == 1 else 0.0
+            work_s = cost.seconds - cost.adding_seconds
+            adding_s = cost.adding_seconds if n > 1 or base == 1 else 0.0
             seconds = share * work_s + adding_s / n_devices
             bounds["seconds"][i, c] = max(bounds["seconds"][i, c], seconds)
             if has_remat:
@@ -142,7 +146,7 @@ class StageBounds:
             one = candidates[used]
             for m, other in enumerate(candidates):
                 if (other.submesh, other.device) == (one.submesh, one.device):
-                    near[m] |= _are_near(other.logical_shape, one.logical_shape)
+                    near[m] |= _are_near_shapes(other.logical_shape, one.logical_shape)
         return self.tables[n].open(near)
 
     def open_all_views(self, n: int) -> bool:
@@ -198,7 +202,7 @@ class StageBounds:
         return StageAssignment(tuple(stages), step_seconds_of(table, tuple(stages), n))
 
     def choose(self, n: int) -> StageAssignment:
-        """The best pipeline under the bounds, up to half of the tolerance. Raises InfeasibleError.
+        """The best pipeline under the bounds, within half of `Space.tolerance`. Raises InfeasibleError.
 
         The last result stays if its bounds have risen by at most a quarter of the tolerance since. Its `seconds` still
         bound all pipelines.
@@ -226,7 +230,7 @@ class StageBounds:
         return tables.chosen
 
 
-def _are_near(shape: Sequence[int], other: Sequence[int]) -> bool:
+def _are_near_shapes(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two logical shapes differ by at most a factor of 2 on axis 0. A 1-D shape (n,) is (n, 1) or (1, n)."""
     ends = [(1, view[0]) if len(view) == 1 else (view[0],) for view in (shape, other)]
     return any(max(a, b) <= 2 * min(a, b) for a, b in itertools.product(*ends))

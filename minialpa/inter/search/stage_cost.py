@@ -98,19 +98,20 @@ class SublayerCosts:
     ) -> None:
         self.staged, self.cluster, self.compiler = staged, cluster, compiler
         self.strategy_cache, self.known = strategy_cache, known
-        self._solvers, self._mine = solvers, object()  # each staging has other variables
+        self._solvers = solvers
+        self._staging_key = object()  # each staging has other variables, and so other solvers
         # There are hundreds of costs, so a slightly high cost is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _SUBLAYER_TIME_LIMIT_S))
 
         self.place = tuple(place)
         self.problems = {mesh: mesh_equations(staged, mesh) for mesh in sorted(set(place))}
-        self.digests = {mesh: _digest(problem) for mesh, problem in self.problems.items()}
+        self.digests = {mesh: _problem_digest(problem) for mesh, problem in self.problems.items()}
         digests = [self.digests[mesh] for mesh in self.place]
         self.kind = tuple(digests.index(digest) for digest in digests)
 
     @property
     def n_bytes(self) -> float:
-        """Estimate for the staged step."""
+        """Bytes of the staged step in the planner, estimated."""
         return EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
 
     def cost(
@@ -144,6 +145,7 @@ class SublayerCosts:
     def _solve(
         self, place: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
     ) -> SublayerCost:
+        """byte_s: price of each byte of `kept`, in seconds."""
         staged, problem = self.staged, self.problems[place]
         limit = None if n_bytes is None else MemoryLimit(n_bytes)
         try:
@@ -173,7 +175,7 @@ class SublayerCosts:
         def make() -> MeshSolver:
             return MeshSolver(self.problems[place], mesh, self.option, self.strategy_cache)
 
-        return self._solvers.get_or_make((self._mine, place, mesh), make)
+        return self._solvers.get_or_make((self._staging_key, place, mesh), make)
 
 
 def border_bytes(staged: StagedStep) -> list[float]:
@@ -192,7 +194,7 @@ def border_bytes(staged: StagedStep) -> list[float]:
     return crossing[:-1]
 
 
-def _digest(problem: MeshEquations) -> str:
+def _problem_digest(problem: MeshEquations) -> str:
     return hashlib.sha256(problem_key(problem).encode()).hexdigest()
 
 
@@ -252,14 +254,15 @@ def load_costs(path: str | Path | None) -> dict[str, SublayerCost]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         if data["version"] != _VERSION:
             return {}
-        return {name: _cost(values) for name, values in data["costs"].items()}
+        return {name: _decode_cost(values) for name, values in data["costs"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise VerifyError(
-            f"`{path}` holds no costs of sublayers ({error!r}). Remove it, or set `cached_costs` to another file."
+            f"`cached_costs` is the file `{path}`, which has no costs of a search ({error!r}). Delete the file, or set "
+            "`cached_costs` to another file."
         ) from error
 
 
-def _cost(values: Sequence[float]) -> SublayerCost:
+def _decode_cost(values: Sequence[float]) -> SublayerCost:
     names = (field.name for field in dataclasses.fields(SublayerCost))
     return SublayerCost(**{name: float(value) for name, value in zip(names, values, strict=True)})
 

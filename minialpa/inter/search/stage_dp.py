@@ -24,6 +24,7 @@ import numpy as np
 from minialpa.errors import InfeasibleError
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
 from minialpa.inter.search.stage_kernels import IDLE, Bools, Floats, Ints, fill_tables, least_stages, most_live
+from minialpa.support.sizes import bytes_text
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -98,7 +99,7 @@ class Start:
 
 def step_seconds_of(table: StageCostTable, stages: tuple[StageChoice, ...], n_micro_batches: int) -> float:
     """T of given stages."""
-    return _solution(table, stages).total(n_micro_batches)
+    return _pipeline_of(table, stages).total(n_micro_batches)
 
 
 def choose_stages(
@@ -123,10 +124,10 @@ def choose_stages(
         start: saves time.
     """
     memory = np.broadcast_to(np.asarray(memory_bytes, np.float64), table.n_devices.shape)
-    problem = _problem(table, schedule, n_micro_batches, memory, idle=not use_all_devices)
+    problem = _dp_problem(table, schedule, n_micro_batches, memory, idle=not use_all_devices)
     best, least_t = _search(problem, tolerance, start)
     if best is None:
-        raise _infeasible(problem, schedule, n_micro_batches)
+        raise _infeasible_error(problem, schedule, n_micro_batches)
     return StageAssignment(best.stages, best.total(n_micro_batches), least_t)
 
 
@@ -162,7 +163,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Pipeline:
-    """sum_s: of t and transfers."""
+    """Stages with the parts of T. sum_s: sum of t and transfers."""
 
     stages: tuple[StageChoice, ...]
     sum_s: float
@@ -182,14 +183,15 @@ class _Box:
     least_t: float
 
 
-def _problem(table: StageCostTable, schedule: str, n_micro_batches: int, memory: Floats, *, idle: bool) -> _Problem:
+def _dp_problem(table: StageCostTable, schedule: str, n_micro_batches: int, memory: Floats, *, idle: bool) -> _Problem:
+    """memory: [m], bytes per device."""
     memory = np.array(memory, np.float64)
     by_column = [_columns_first(x) for x in (table.seconds, table.step_seconds)]
     fixed, in_flight = (_columns_first(x) for x in (table.fixed_bytes, table.in_flight_bytes))
 
     # The last stage has one live micro-batch.
     one = most_live(fixed, in_flight, memory, np.ones(1))
-    used = np.flatnonzero((one == 0).any(axis=(1, 2)) & _allowed_somewhere(*by_column))
+    used = np.flatnonzero((one == 0).any(axis=(1, 2)) & _is_allowed_somewhere(*by_column))
     least_devices = int(table.n_devices[used].min(initial=table.cluster_devices))
     most_stages = min(table.n_layers, table.cluster_devices // least_devices)
     counts = [max_live(schedule, 0, PipelineSize(max(1, s), n_micro_batches)) for s in range(most_stages + 1)]
@@ -215,16 +217,18 @@ def _problem(table: StageCostTable, schedule: str, n_micro_batches: int, memory:
 
 
 def _columns_first(cube: Floats) -> Floats:
+    """[i, j, m] -> [m, i, j]."""
     return np.ascontiguousarray(np.moveaxis(cube, -1, 0))
 
 
-def _allowed_somewhere(seconds: Floats, step_seconds: Floats) -> Bools:
+def _is_allowed_somewhere(seconds: Floats, step_seconds: Floats) -> Bools:
+    """[m]: whether some layers have finite costs."""
     n_layers = seconds.shape[1]
     above = np.triu(np.ones((n_layers, n_layers), np.bool_))
     return np.asarray((np.isfinite(seconds + step_seconds) & above).any(axis=(1, 2)), np.bool_)
 
 
-def _solution(table: StageCostTable, stages: tuple[StageChoice, ...]) -> _Pipeline:
+def _pipeline_of(table: StageCostTable, stages: tuple[StageChoice, ...]) -> _Pipeline:
     places = [(c.first_layer, c.last_layer, c.candidate) for c in stages]
     t = [float(table.seconds[at]) for at in places]
     step = [float(table.step_seconds[at]) for at in places]
@@ -242,19 +246,20 @@ def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_
     n, waits = problem.n_micro_batches, problem.n_micro_batches - 1
     everything = _Box(np.inf, np.inf, 0.0)
     if start is None:
-        first = best = _solve(problem, everything, np.inf)
+        first = best = _least_pipeline(problem, everything, np.inf)
         if best is None:
             return None, 0.0
         seconds, step_seconds = problem.costs
         least_t = _least_maximum(problem, np.where(np.isfinite(step_seconds), seconds, np.inf))
     else:
-        first, best, least_t = None, _solution(problem.table, start.stages), start.least_t
+        first, best, least_t = None, _pipeline_of(problem.table, start.stages), start.least_t
 
     boxes = [replace(everything, least_t=least_t)]
     while boxes:
         box = boxes.pop()
         cap_s = _better_s(best.total(n), tolerance) - waits * box.least_t  # largest sum of a better pipeline
-        found, first = first or _solve(problem, box, cap_s), None
+        found = first or _least_pipeline(problem, box, cap_s)
+        first = None
         if found is None:
             continue
 
@@ -262,26 +267,26 @@ def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_
         room_s = _better_s(best.total(n), tolerance) - found.sum_s
         slower = max(box.least_t, found.max_t) if waits else box.least_t
         smaller_step = np.nextafter(found.max_step, -np.inf)
-        boxes += _boxes(_Box(box.tau, min(box.sigma, smaller_step), slower), waits, room_s)
+        boxes += _shrunk_boxes(_Box(box.tau, min(box.sigma, smaller_step), slower), waits, room_s)
         if waits:
             smaller_t = np.nextafter(found.max_t, -np.inf)
-            boxes += _boxes(_Box(min(box.tau, smaller_t), box.sigma, box.least_t), waits, room_s)
+            boxes += _shrunk_boxes(_Box(min(box.tau, smaller_t), box.sigma, box.least_t), waits, room_s)
     return best, least_t
 
 
 def _better_s(total_s: float, tolerance: float) -> float:
-    """T has to be less than this to be better by the tolerance."""
+    """The T below which a pipeline is better by the tolerance."""
     return total_s * (1 - tolerance) if np.isfinite(total_s) else np.inf
 
 
-def _boxes(box: _Box, waits: int, room_s: float) -> list[_Box]:
+def _shrunk_boxes(box: _Box, waits: int, room_s: float) -> list[_Box]:
     """The part of a box with (B - 1) * max t + max step <= room_s; no box if it is empty."""
     tau = min(box.tau, room_s / waits) if waits else box.tau
     sigma = min(box.sigma, room_s - waits * box.least_t)
     return [_Box(tau, sigma, box.least_t)] if tau >= box.least_t and sigma >= 0 else []
 
 
-def _solve(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | None:
+def _least_pipeline(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | None:
     """A pipeline of least sum in a box, if that is at most `cap_s`."""
     table = problem.table
     best = _least_stages(problem, *problem.costs, box)
@@ -297,9 +302,9 @@ def _solve(problem: _Problem, box: _Box, cap_s: float) -> _Pipeline | None:
             p = int(table.skip_to[p])
             continue
         j, g = divmod(reached, len(problem.counts))
-        stages.append(StageChoice(i, j, _fastest(problem, i, j, g, int(problem.live_of[s]), box), p))
+        stages.append(StageChoice(i, j, _fastest_candidate(problem, i, j, g, int(problem.live_of[s]), box), p))
         s, i, p = s - 1, j + 1, p + int(problem.counts[g])
-    return _solution(table, tuple(stages))
+    return _pipeline_of(table, tuple(stages))
 
 
 def _least_maximum(problem: _Problem, values: Floats) -> float:
@@ -316,7 +321,8 @@ def _least_stages(problem: _Problem, values: Floats, step: Floats, box: _Box) ->
     )  # fmt: skip
 
 
-def _fastest(problem: _Problem, i: int, j: int, group: int, live: int, box: _Box) -> int:
+def _fastest_candidate(problem: _Problem, i: int, j: int, group: int, live: int, box: _Box) -> int:
+    """The fastest candidate of a group within box and memory."""
     seconds, step = (cost[:, i, j] for cost in problem.costs)
     allowed = (problem.groups == group) & (problem.most[:, i, j] >= live) & (step <= box.sigma)
     return int(np.argmin(np.where(allowed, seconds, np.inf)))
@@ -342,6 +348,7 @@ def _tables(problem: _Problem, best: Floats, cap_s: float, *, maximum: bool) -> 
 
 
 def _best_end(f: Floats) -> tuple[float, int]:
+    """The least `f` of all layers, and its number of stages."""
     return min(((float(f[s, 0, 0]), s) for s in range(1, len(f))), default=(np.inf, 0))
 
 
@@ -357,25 +364,26 @@ def _least_memory(problem: _Problem) -> float:
     return _best_end(_tables(problem, best, np.inf, maximum=True)[0])[0]
 
 
-def _infeasible(problem: _Problem, schedule: str, n_micro_batches: int) -> InfeasibleError:
+def _infeasible_error(problem: _Problem, schedule: str, n_micro_batches: int) -> InfeasibleError:
     table = problem.table
 
     # If unlimited memory does not help, memory is not the reason.
     boundless = np.full_like(problem.memory, np.inf)
-    need = _least_memory(_problem(table, schedule, n_micro_batches, boundless, idle=problem.idle))
+    need = _least_memory(_dp_problem(table, schedule, n_micro_batches, boundless, idle=problem.idle))
     if np.isfinite(need):
         most = float(problem.memory.max())
         return PipelineTooLargeError(
-            f"No pipeline fits: under `{schedule}` with {n_micro_batches} micro-batches the smallest one needs "
-            f"{need:.6g} bytes per device and the devices have {most:.6g}. Raise `num_micro_batches` for smaller "
-            "micro-batches, allow more devices, or use devices with more memory.",
+            f"No pipeline fits in memory. With the schedule `{schedule}` and {n_micro_batches} micro-batches, the "
+            f"smallest one needs {bytes_text(need)} per device, and the devices have {bytes_text(most)}. Raise "
+            "`num_micro_batches`, or use more devices or devices with more memory.",
             need / most,
         )
 
     least = 1 if problem.idle else table.cluster_devices
     counts = ", ".join(map(str, sorted(set(problem.counts.tolist()))))
     return InfeasibleError(
-        f"No pipeline of {table.n_layers} layers uses {least} to {table.cluster_devices} devices: submeshes have "
-        f"{counts} devices, and some stages have no sharding on them (`seconds` or `step_seconds` is inf). Allow more "
-        "submeshes, or set `use_all_devices=False`."
+        f"No pipeline of {table.n_layers} layers fits on {least} to {table.cluster_devices} devices with stages of "
+        f"{counts} devices, because some stages have no sharding there. Allow more shapes in "
+        "`submesh_physical_shape_space`, remove options that forbid shardings, or use `AutoParallel`, which may leave "
+        "devices idle."
     )

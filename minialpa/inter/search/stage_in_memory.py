@@ -38,6 +38,7 @@ from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.solver.clock import Deadline
 from minialpa.ir.equations import bytes_of, source_line
 from minialpa.options import PLANNED_STEPS, AutoShardingOption
+from minialpa.support.sizes import bytes_text
 
 #: Most solves of a stage with different room: in all, and after the first solution that fits.
 _MAX_SOLVES, _MAX_AFTER_FIT = 6, 2
@@ -72,15 +73,15 @@ class FreeSolution:
 
 
 class NothingFitsError(InfeasibleError):
-    """n_bytes: per device, of the smallest solution with the reserve."""
+    """No solution fits in memory. n_bytes: per device, of the smallest solution with the reserve."""
 
     def __init__(self, message: str, n_bytes: float) -> None:
         super().__init__(message)
         self.n_bytes = n_bytes
 
 
-class _Measured:
-    """The collectives of a solution, and its memory, which is computed at the first use."""
+class _Measurement:
+    """The collectives and the memory of a solution. The memory is computed at the first use."""
 
     def __init__(self, programs: Sequence[TaskProgram], memory: Callable[[Sequence[TaskProgram]], MeshMemory]) -> None:
         self.moved = tuple(mesh_collectives(programs))
@@ -126,7 +127,7 @@ class Stage:
     view: ShardedView
     compiler: Compiler
     solver: MeshSolver
-    measured: dict[Hashable, _Measured] = field(default_factory=dict)
+    measured: dict[Hashable, _Measurement] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -164,16 +165,16 @@ class SolveLimits:
 
 def solve_in_memory(stage: Stage, limits: SolveLimits) -> SolvedStage:
     """The cheapest solution within the limit, at the prices of `stage.solver`. Raises InfeasibleError."""
-    limit = _limit(stage, limits.option, limits.moments)
+    limit = _memory_limit(stage, limits.option, limits.moments)
     try:
-        return _within_limit(stage, limits, limit)
+        return _solve_within_limit(stage, limits, limit)
     except InfeasibleError as error:
         if limit is None or not limit.usages or not limits.in_other_ways:
             raise
         is_far = isinstance(error, NothingFitsError) and error.n_bytes > _NEARLY_FITS * limit.limit_bytes
         if is_far and len(stage.problem.eqns) > _FEW_EQUATIONS:
             raise
-        found = list(_in_other_ways(stage, limits, limit)) or list(_by_standard_plans(stage, limits, limit))
+        found = list(_solutions_in_other_ways(stage, limits, limit)) or list(_standard_solutions(stage, limits, limit))
         if not found:
             raise
     # Solutions with the reserve come first, then the fastest.
@@ -199,39 +200,41 @@ def uncounted(solved: SolvedStage, moments: Moments) -> float:
     return needed(solved.memory, moments) - counted if counted else 0.0
 
 
-def _in_other_ways(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
+def _solutions_in_other_ways(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
+    """Solutions by other counts of memory, and with split examples."""
     option, moments = limits.option, limits.moments
     usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler, gathered=True)
     always = tuple(usage for usage in limit.usages if usage.end - usage.start == limit.n_times)
     for counted in (usages, always) if always else (usages,):
         with contextlib.suppress(InfeasibleError):
-            yield _within_limit(stage, limits, replace(limit, usages=counted))
+            yield _solve_within_limit(stage, limits, replace(limit, usages=counted))
 
-    # Here activations are not exchanged, so the graph counts all buffers.
+    # Devices that split the examples exchange no activations, so the graph counts all buffers.
     for split in splits_of_examples(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            yield _within_limit(_under(stage, split), limits, limit)
+            yield _solve_within_limit(_stage_with_option(stage, split), limits, limit)
 
 
-def _by_standard_plans(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
+def _standard_solutions(stage: Stage, limits: SolveLimits, limit: MemoryLimit) -> Iterator[SolvedStage]:
     option = limits.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            solved = _solved(_under(stage, standard), None, limits.deadline())
+            solved = _solve_once(_stage_with_option(stage, standard), None, limits.deadline())
             if solved.memory.peak_bytes(limits.moments) <= limit.limit_bytes:
                 yield solved
 
 
-def _under(stage: Stage, option: AutoShardingOption) -> Stage:
+def _stage_with_option(stage: Stage, option: AutoShardingOption) -> Stage:
     solver = stage.solver
     other = MeshSolver(stage.problem, stage.view.mesh, option, solver.cache, hidden_price=solver.hidden_price)
     return replace(stage, solver=other)
 
 
-def _within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | None) -> SolvedStage:
+def _solve_within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | None) -> SolvedStage:
+    """The fastest fitting solution of several rooms."""
     deadline = limits.deadline()
     if limit is None or not limit.usages:
-        return _solved_or_explained(stage, limits, limit, limit, deadline)
+        return _solve_or_explain(stage, limits, limit, limit, deadline)
 
     limit_search = _LimitSearch(limit.limit_bytes)
     counted_limit: float | None = limit_search.first(limits.uncounted_bytes)
@@ -240,7 +243,7 @@ def _within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | None) 
         assert counted_limit is not None
         lowered = replace(limit, limit_bytes=counted_limit)
         try:
-            solved = _solved_or_explained(stage, limits, limit, lowered, deadline)
+            solved = _solve_or_explain(stage, limits, limit, lowered, deadline)
         except InfeasibleError:
             counted_limit = limit_search.after_none(counted_limit)
             if counted_limit is None and not found:
@@ -250,12 +253,14 @@ def _within_limit(stage: Stage, limits: SolveLimits, limit: MemoryLimit | None) 
             counted = min(counted_limit, solved.sharding.counted_bytes or counted_limit)
             counted_limit = limit_search.after(counted_limit, counted, needed(solved.memory, limits.moments))
         is_over = counted_limit is None or limit_search.n_after_fit >= _MAX_AFTER_FIT
-        if is_over or not _gains_from_more(stage, limits, limit, found):
+        if is_over or not _gains_from_more_room(stage, limits, limit, found):
             break
-    return _fastest_within(stage, limits, limit, found)
+    return _fastest_that_fits(stage, limits, limit, found)
 
 
-def _fastest_within(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]) -> SolvedStage:
+def _fastest_that_fits(
+    stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]
+) -> SolvedStage:
     """The fastest solution that fits. Raises NothingFitsError."""
     fitting = [one for one in found if needed(one.memory, limits.moments) <= limit.limit_bytes]
     if fitting:
@@ -264,11 +269,11 @@ def _fastest_within(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found
     # A solution that fits without the reserve is good enough.
     smallest = min(found, key=lambda one: one.memory.peak_bytes(limits.moments))
     if smallest.memory.peak_bytes(limits.moments) > limit.limit_bytes:
-        raise _too_large(smallest.memory, limit, limits.moments)
+        raise _too_large_error(smallest.memory, limit, limits.moments)
     return smallest
 
 
-def _gains_from_more(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]) -> bool:
+def _gains_from_more_room(stage: Stage, limits: SolveLimits, limit: MemoryLimit, found: Sequence[SolvedStage]) -> bool:
     """Whether no solution fits yet, or the memory that the fastest one leaves may make the step faster.
 
     The gain is interpolated to the solution in unlimited memory.
@@ -293,10 +298,10 @@ class _LimitSearch:
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
         # (counted, needed) of the largest solution that fits, and of the solutions that do not fit.
-        self._fits: tuple[float, float] | None = None
-        self._too_large: list[tuple[float, float]] = []
-        self._too_little = 0.0  # the largest room that was infeasible
-        self._met = False  # whether linear interpolation was tried
+        self._largest_fit: tuple[float, float] | None = None
+        self._misfits: list[tuple[float, float]] = []
+        self._infeasible_room = 0.0  # the largest room that was infeasible
+        self._has_interpolated = False  # whether linear interpolation was tried
         self.n_after_fit = 0  # solutions after the first one that fits
 
     def first(self, uncounted_bytes: float) -> float:
@@ -305,62 +310,63 @@ class _LimitSearch:
 
     def after_none(self, counted_limit: float) -> float | None:
         """The next room if `counted_limit` was infeasible; `None` to stop."""
-        self._too_little = max(self._too_little, counted_limit)
-        if self._too_large:
-            return self._less()
-        return self.limit_bytes if self._fits is None and counted_limit < self.limit_bytes else None
+        self._infeasible_room = max(self._infeasible_room, counted_limit)
+        if self._misfits:
+            return self._smaller_room()
+        return self.limit_bytes if self._largest_fit is None and counted_limit < self.limit_bytes else None
 
     def after(self, counted_limit: float, counted: float, needed_bytes: float) -> float | None:
         """The next room after a solution; `None` to stop."""
         missing = needed_bytes - self.limit_bytes
-        self.n_after_fit += self._fits is not None
+        self.n_after_fit += self._largest_fit is not None
         if missing > 0:
-            self._too_large.append((counted, needed_bytes))
-            return self._between() if self._fits else self._less()
+            self._misfits.append((counted, needed_bytes))
+            return self._room_between() if self._largest_fit else self._smaller_room()
 
-        if self._fits is None or counted > self._fits[0]:
-            self._fits = counted, needed_bytes
+        if self._largest_fit is None or counted > self._largest_fit[0]:
+            self._largest_fit = counted, needed_bytes
         if -missing <= _LITTLE_LEFT * self.limit_bytes:
             return None
-        if self._too_large:
-            return self._between()
+        if self._misfits:
+            return self._room_between()
         # A solution that leaves some of its room unused is the cheapest with any room.
         return counted_limit - missing if counted >= (1 - _LITTLE_LEFT) * counted_limit else None
 
-    def _less(self) -> float | None:
+    def _smaller_room(self) -> float | None:
         """Less room, by the missing bytes. The last two solutions show the needed bytes per counted byte, at first 1.
 
         `None` if even the infeasible room would not save enough.
         """
-        counted, needed_bytes = self._too_large[-1]
+        counted, needed_bytes = self._misfits[-1]
         missing, per_byte = needed_bytes - self.limit_bytes, 1.0
-        if len(self._too_large) > 1:
-            before, needed_before = self._too_large[-2]
+        if len(self._misfits) > 1:
+            before, needed_before = self._misfits[-2]
             if before > counted:
                 per_byte = min(4.0, max(0.5, (needed_before - needed_bytes) / (before - counted)))
-            if self._too_little and per_byte * (counted - self._too_little) < missing:
+            if self._infeasible_room and per_byte * (counted - self._infeasible_room) < missing:
                 return None
-        return max(counted - missing / per_byte, (counted + self._too_little) / 2)
+        return max(counted - missing / per_byte, (counted + self._infeasible_room) / 2)
 
-    def _between(self) -> float | None:
+    def _room_between(self) -> float | None:
         """First by linear interpolation, then the middle between a solution that fits and one that does not."""
-        assert self._fits is not None
-        low, low_bytes = self._fits
-        above = [one for one in self._too_large if one[0] > low]
+        assert self._largest_fit is not None
+        low, low_bytes = self._largest_fit
+        above = [one for one in self._misfits if one[0] > low]
         if not above:
             return None
         high, high_bytes = min(above)
-        part = 0.5 if self._met else (self.limit_bytes - low_bytes) / (high_bytes - low_bytes)
-        self._met = True
+        part = 0.5 if self._has_interpolated else (self.limit_bytes - low_bytes) / (high_bytes - low_bytes)
+        self._has_interpolated = True
         return low + part * (high - low) if part * (high - low) > _LITTLE_LEFT * low else None
 
 
-def _solved(stage: Stage, lowered: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
+def _solve_once(stage: Stage, lowered: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
+    """lowered: the limit of this solve, its room."""
     solution = stage.solver.solve(lowered, deadline)
     key = (solution.equations, tuple(solution.specs.values()), tuple(solution.results.values()))
     if key not in stage.measured:
         programs = mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view)
-        stage.measured[key] = _Measured(
+        stage.measured[key] = _Measurement(
             programs,
             lambda programs: mesh_memory(
                 stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler
@@ -370,22 +376,24 @@ def _solved(stage: Stage, lowered: MemoryLimit | None, deadline: Deadline) -> So
     return SolvedStage(sharding=solution, moved=found.moved, measured=found.memory)
 
 
-def _solved_or_explained(
+def _solve_or_explain(
     stage: Stage, limits: SolveLimits, limit: MemoryLimit | None, lowered: MemoryLimit | None, deadline: Deadline
 ) -> SolvedStage:
+    """limit: of the device, for the error."""
     try:
-        return _solved(stage, lowered, deadline.within(max(_LEAST_LIMIT_S, deadline.left_s)))
+        return _solve_once(stage, lowered, deadline.within(max(_LEAST_LIMIT_S, deadline.left_s)))
     except InfeasibleError as error:
-        raise _explained(error, stage, limits.option, limit, is_late=deadline.is_over) from error
+        raise _explained_error(error, stage, limits.option, limit, is_late=deadline.is_over) from error
 
 
-def _explained(
+def _explained_error(
     error: InfeasibleError, stage: Stage, option: AutoShardingOption, limit: MemoryLimit | None, *, is_late: bool
 ) -> InfeasibleError:
     if is_late:
-        within = f" within {limit.limit_bytes:,.0f} bytes per device" if limit else ""
+        within = f" within {bytes_text(limit.limit_bytes)} per device" if limit else ""
         return InfeasibleError(
-            f"No sharding{within} was found in {option.solver_limit_s:g} s. Raise `solver_time_limit_s`."
+            f"The solver found no sharding{within} in {option.solver_limit_s:g} s. Raise `solver_time_limit_s`, now "
+            f"{option.solver_time_limit_s:g}."
         )
 
     if limit is None:
@@ -394,13 +402,16 @@ def _explained(
     if "memory_limit_bytes" in str(error):
         return error
     return InfeasibleError(
-        f"No sharding keeps within {limit.limit_bytes:,.0f} bytes per device at all times. Allow more devices or "
-        "micro-batches, or raise `memory_limit_bytes`."
+        f"No sharding fits in {bytes_text(limit.limit_bytes)} per device. Use more devices or micro-batches, or raise "
+        "`memory_limit_bytes`."
     )
 
 
-def _limit(stage: Stage, option: AutoShardingOption, moments: Moments) -> MemoryLimit | None:
-    """`None` without a limit. Has no usages if even unsharded values cannot reach it."""
+def _memory_limit(stage: Stage, option: AutoShardingOption, moments: Moments) -> MemoryLimit | None:
+    """The limit, with the values that count; `None` without a limit.
+
+    No value counts if even all unsharded values cannot reach the limit.
+    """
     problem, view = stage.problem, stage.view
     n_bytes = option.limit_bytes(view.mesh.device)
     if n_bytes is None or math.isinf(n_bytes):
@@ -418,12 +429,13 @@ def _limit(stage: Stage, option: AutoShardingOption, moments: Moments) -> Memory
     return MemoryLimit(n_bytes, usages, name_of)
 
 
-def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> NothingFitsError:
+def _too_large_error(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> NothingFitsError:
     listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
     return NothingFitsError(
-        f"The smallest plan found needs {memory.peak_bytes(moments):,.0f} bytes per device and the limit is "
-        f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
-        f"tensors:{listed}",
+        f"The smallest plan found needs {bytes_text(memory.peak_bytes(moments))} per device, "
+        f"{bytes_text(memory.peak_bytes(moments) - limit.limit_bytes)} above the limit of "
+        f"{bytes_text(limit.limit_bytes)}. Use more devices or micro-batches, or raise `memory_limit_bytes`. The "
+        f"plan's largest arrays:{listed}",
         needed(memory, moments),
     )
 

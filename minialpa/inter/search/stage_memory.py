@@ -81,7 +81,7 @@ class MeshMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptVariables:
     """Variables of a mesh that outlive its tasks.
 
     fixed: values that stay for a whole loop -> number of copies.
@@ -102,29 +102,30 @@ def mesh_memory(
     *,
     compiler: Compiler,
 ) -> MeshMemory:
-    kept, n_of = _kept(staged, mesh), staged.repeats.n_variables
+    """The bytes of a solution, by the formula of the module."""
+    kept, n_of = _kept_variables(staged, mesh), staged.repeats.n_variables
     temps, left = {True: 0.0, False: 0.0}, 0.0  # by `per_micro_batch`
     largest: tuple[LargeTensor, ...] = ()
 
     # Tasks run one after the other, so the largest of each kind counts.
-    for one, program in _programs(programs):
+    for one, program in _distinct_programs(programs):
         task = one.task
         accumulators = range(len(task.invars), len(program.invars))
         donated = (*donations(staged, task), *accumulators)
         memory = peak_bytes(program, donated, compiler=compiler)
-        outputs = _outputs(program, donated, kept)
-        gone = sum(n_of(v) * _local(v, sharding.specs, view) for v in one.summed_before)
-        extra = memory.temp_bytes + outputs + _arguments(program, kept) - gone
+        outputs = _output_bytes(program, donated, kept)
+        gone = sum(n_of(v) * _local_bytes(v, sharding.specs, view) for v in one.summed_before)
+        extra = memory.temp_bytes + outputs + _argument_bytes(program, kept) - gone
         if task.per_micro_batch and extra >= temps[True]:
             left = outputs
         if extra >= max(temps.values()):
             largest = memory.largest
         temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
 
-    fixed = sum(n * n_of(v) * _local(v, sharding.specs, view) for v, n in kept.fixed.items())
+    fixed = sum(n * n_of(v) * _local_bytes(v, sharding.specs, view) for v, n in kept.fixed.items())
     by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():
-        by_chunk[chunk] += n_of(v) * _local(v, sharding.specs, view)
+        by_chunk[chunk] += n_of(v) * _local_bytes(v, sharding.specs, view)
     return MeshMemory(
         fixed_bytes=fixed,
         kept_bytes=tuple(by_chunk),
@@ -135,8 +136,8 @@ def mesh_memory(
     )
 
 
-def _programs(tasks: Sequence[TaskProgram]) -> Iterator[tuple[TaskProgram, ShardedEquations]]:
-    """The programs of tasks, and of their last runs if these have another program."""
+def _distinct_programs(tasks: Sequence[TaskProgram]) -> Iterator[tuple[TaskProgram, ShardedEquations]]:
+    """The programs of tasks. The run of the last micro-batch may have its own program, which then comes as well."""
     for one in tasks:
         yield one, one.program
         if one.last is not None:
@@ -158,7 +159,7 @@ def mesh_usages(
     gathered: also count arguments as products read them, and operands as loops read them. Arrays that are stored in
     the same sharding then count twice.
     """
-    kept, n_of = _kept(staged, mesh), staged.repeats.n_variables
+    kept, n_of = _kept_variables(staged, mesh), staged.repeats.n_variables
     live = max(moments, key=lambda counts: sum(n_of(v) * bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
     inputs = set(staged.inputs)
     usages: list[Usage] = []
@@ -187,12 +188,12 @@ def mesh_usages(
 
 def _lifetimes_in(staged: StagedStep, task: Task, compiler: Compiler) -> Lifetimes:
     given = set(donations(staged, task))
-    pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
+    pairs = _replacing_pairs(staged, task, [v for i, v in enumerate(task.invars) if i in given])
     return lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler, repeats=staged.repeats)
 
 
 def _made_usages(
-    staged: StagedStep, task: Task, found: Lifetimes, kept: _Kept, view: ShardedView, now: int
+    staged: StagedStep, task: Task, found: Lifetimes, kept: _KeptVariables, view: ShardedView, now: int
 ) -> Iterator[Usage]:
     """The temporary values of a task. now: the first time of the task."""
     added = only_added(staged, added_inside(staged, task)) if view.adds_to_accumulators else set()
@@ -233,7 +234,7 @@ def _gathered_usages(
 
 def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
     """Variables of a mesh that outlive its tasks, with `n_live` live micro-batches."""
-    kept = _kept(staged, mesh)
+    kept = _kept_variables(staged, mesh)
     stays = [Usage(v, n, 0, 1) for v, n in kept.fixed.items()]
     return (*stays, *(Usage(v, n_live, 0, 1) for v in kept.residuals))
 
@@ -255,13 +256,13 @@ def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(task.invars) if v not in kept)
 
 
-def _kept(staged: StagedStep, mesh: int) -> _Kept:
+def _kept_variables(staged: StagedStep, mesh: int) -> _KeptVariables:
     n_chunks = sum(home == mesh for home in staged.mesh_of_chunk)
-    fixed = _fixed(staged, mesh)
-    return _Kept(fixed, _residuals(staged, mesh, fixed), n_chunks)
+    fixed = _fixed_variables(staged, mesh)
+    return _KeptVariables(fixed, _residuals(staged, mesh, fixed), n_chunks)
 
 
-def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
+def _fixed_variables(staged: StagedStep, mesh: int) -> dict[Var, int]:
     """Arguments, accumulators, and values that loops over the micro-batches leave for later segments."""
     n = staged.split.n_micro_batches
     fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
@@ -305,7 +306,7 @@ def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[
     return residuals
 
 
-def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -> float:
+def _output_bytes(program: ShardedEquations, donated: tuple[int, ...], kept: _KeptVariables) -> float:
     """Bytes of the results of a task that neither outlive it nor take over an argument."""
     aliased, n_of = {o for _, o in donated_pairs(program, donated)}, program.repeats.n_variables
     return sum(
@@ -315,7 +316,7 @@ def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -
     )
 
 
-def _arguments(program: ShardedEquations, kept: _Kept) -> float:
+def _argument_bytes(program: ShardedEquations, kept: _KeptVariables) -> float:
     """Bytes of the arguments of a task that are received for it alone."""
     n_of = program.repeats.n_variables
     return sum(
@@ -325,7 +326,7 @@ def _arguments(program: ShardedEquations, kept: _Kept) -> float:
     )
 
 
-def _replaced(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Var, Var]]:
+def _replacing_pairs(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Var, Var]]:
     """Pairs (donated argument of the step, result of this task that replaces it)."""
     traced = staged.split.traced
     made = set(task.outvars)
@@ -336,5 +337,6 @@ def _replaced(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Va
     return out
 
 
-def _local(v: Var, specs: Mapping[Var, Spec], view: ShardedView) -> float:
+def _local_bytes(v: Var, specs: Mapping[Var, Spec], view: ShardedView) -> float:
+    """Bytes on one device."""
     return bytes_of(v) / specs[v].n_shards(view.mesh.shape) if v in specs else 0.0

@@ -40,6 +40,7 @@ from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
+from minialpa.support.sizes import bytes_text
 
 #: Most bytes of cached solvers of whole stages.
 _MOST_SOLVER_BYTES = 2**29
@@ -61,7 +62,7 @@ class NotFasterError(InfeasibleError):
     """
 
     def __init__(self, seconds: float, below_s: float, *, by_compute: bool = False) -> None:
-        super().__init__(f"A step takes {seconds:.3g} s or more, and there is a plan of {below_s:.3g} s.")
+        super().__init__(f"A step takes at least {seconds:.3g} s, and another plan takes {below_s:.3g} s.")
         self.seconds, self.by_compute = seconds, by_compute
 
 
@@ -99,8 +100,11 @@ class SlowestStage:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Asked:
-    """The arguments of `StageSolver.solve`. kind: equal for equal stages, under any memory limit."""
+class _Request:
+    """The arguments of one call of `StageSolver.solve`.
+
+    kind: a key, equal for stages with equal equations, meshes and options, under any memory limit.
+    """
 
     kind: Hashable
     staged: StagedStep
@@ -128,7 +132,7 @@ class StageSolver:
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _SolvedStage] = {}
         self._in_memory: dict[object, list[_SolvedStage]] = {}  # under a limit, by kind of stage
-        self._uncounted: dict[object, float] = {}  # by kind of stage, see `SolveLimits`
+        self._uncounted_bytes: dict[object, float] = {}  # by kind of stage, see `SolveLimits`
         self._bounds: dict[object, float] = {}  # see `_bound_s`, by kind of stages that were too slow
         self._work = Deadline(math.inf)  # of all solves since `begin`
         # The last solution, also in the variables of the step in which it was solved.
@@ -160,17 +164,17 @@ class StageSolver:
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, replace(option, memory_limit_bytes=None))
-        asked = _Asked(
+        request = _Request(
             kind=kind, staged=staged, mesh=mesh, problem=problem, view=view, option=option, moments=moments,
             below_s=below_s,
         )  # fmt: skip
-        self._check_bounds(asked)
+        self._check_bounds(request)
 
-        found = self._solution(asked, kind, replace(option, memory_limit_bytes=math.inf), None)
+        found = self._solution(request, kind, replace(option, memory_limit_bytes=math.inf), None)
         free = FreeSolution(
             seconds=found.seconds,
             n_bytes=needed(found.memory, moments),
-            limit_bytes=asked.n_bytes,
+            limit_bytes=request.n_bytes,
             bound_s=found.bound_s,
         )
         least_s = free.seconds if free.fits else free.bound_s
@@ -178,71 +182,83 @@ class StageSolver:
             raise NotFasterError(least_s, below_s)
         if not free.fits:
             if not saves_memory:
-                raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
-            found = self._saving_memory(asked, free, found.sharding.bound_s, slowest)
-        return replace(self._rebound(found, staged, mesh, problem, view), free=free)
+                raise StageMemoryError(
+                    f"The fastest shardings need {bytes_text(free.n_bytes)} per device, and the limit is "
+                    f"{bytes_text(free.limit_bytes)}.",
+                    free,
+                )
+            found = self._solution_in_memory(request, free, found.sharding.bound_s, slowest)
+        return replace(self._in_variables_of(found, staged, mesh, problem, view), free=free)
 
-    def _check_bounds(self, asked: _Asked) -> None:
+    def _check_bounds(self, request: _Request) -> None:
         """Raise NotFasterError if a cached bound or the compute alone is too slow."""
-        if math.isinf(asked.below_s) or asked.kind in self._solutions:
+        if math.isinf(request.below_s) or request.kind in self._solutions:
             return
-        bound_s = self._bounds.get(asked.kind)
-        if bound_s is not None and bound_s >= asked.below_s:
-            raise NotFasterError(bound_s, asked.below_s)
-        least_s = self._stage_of(asked).solver.builder.least_compute_s
-        if least_s >= asked.below_s:
-            raise NotFasterError(least_s, asked.below_s, by_compute=True)
+        bound_s = self._bounds.get(request.kind)
+        if bound_s is not None and bound_s >= request.below_s:
+            raise NotFasterError(bound_s, request.below_s)
+        least_s = self._stage_of(request).solver.builder.least_compute_s
+        if least_s >= request.below_s:
+            raise NotFasterError(least_s, request.below_s, by_compute=True)
 
     def _solution(
-        self, asked: _Asked, key: object, option: AutoShardingOption, free: tuple[float, float] | None
+        self, request: _Request, key: object, option: AutoShardingOption, free: tuple[float, float] | None
     ) -> _SolvedStage:
         """The cached solution under `key`, or a new one. free: see `SolveLimits`; `None` in unlimited memory."""
         if key in self._solutions:
             return self._solutions[key]
-        stage = self._stage_of(asked)
+        stage = self._stage_of(request)
         limits = SolveLimits(
             option=option,
-            moments=asked.moments,
-            n_bytes=asked.n_bytes,
-            uncounted_bytes=self._uncounted.get(asked.kind, 0.0),
+            moments=request.moments,
+            n_bytes=request.n_bytes,
+            uncounted_bytes=self._uncounted_bytes.get(request.kind, 0.0),
             free=free,
-            below_s=asked.below_s if free is None else math.inf,
+            below_s=request.below_s if free is None else math.inf,
             work=self._work,
         )
         try:
-            solved, bound_s = _cheapest(stage, limits)
+            solved, bound_s = _cheapest_solution(stage, limits)
         except NotFasterError as error:
-            self._bounds[asked.kind] = error.seconds
+            self._bounds[request.kind] = error.seconds
             raise
 
         if solved.sharding.counted_bytes:
-            self._uncounted[asked.kind] = uncounted(solved, asked.moments)
-        own = _SolvedStage(
+            self._uncounted_bytes[request.kind] = uncounted(solved, request.moments)
+        cached = _SolvedStage(
             variables=_variables(stage.problem),
             sharding=solved.sharding,
             memory=solved.memory,
             seconds=seconds_of(stage, solved),
             bound_s=bound_s,
         )
-        self._solutions[key], self._last = own, (own, solved, stage.staged)
-        return own
+        self._solutions[key] = cached
+        self._last = (cached, solved, stage.staged)
+        return cached
 
-    def _saving_memory(
-        self, asked: _Asked, free: FreeSolution, bound_s: float, slowest: SlowestStage | None
+    def _solution_in_memory(
+        self, request: _Request, free: FreeSolution, bound_s: float, slowest: SlowestStage | None
     ) -> _SolvedStage:
-        """bound_s: the solver's bound of the solution in unlimited memory."""
-        known = self._known(asked.kind, free, asked.moments, slowest) if slowest is not None else None
-        if known is not None:
-            return known
-        key = (asked.kind, asked.n_bytes, tuple(map(tuple, asked.moments)))
+        """The cheapest shardings that fit, cached or new. Raises StageMemoryError.
+
+        bound_s: the solver's bound of the solution in unlimited memory.
+        """
+        if slowest is not None:
+            cached = self._cached_in_memory(request.kind, free, request.moments, slowest)
+            if cached is not None:
+                return cached
+        key = (request.kind, request.n_bytes, tuple(map(tuple, request.moments)))
         try:
-            found = self._solution(asked, key, asked.option, (bound_s, free.n_bytes))
+            found = self._solution(request, key, request.option, (bound_s, free.n_bytes))
         except InfeasibleError as error:
             raise StageMemoryError(str(error), free) from error
-        self._in_memory.setdefault(asked.kind, []).append(found)
+        self._in_memory.setdefault(request.kind, []).append(found)
         return found
 
-    def _known(self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage) -> _SolvedStage | None:
+    def _cached_in_memory(
+        self, kind: object, free: FreeSolution, moments: Moments, slowest: SlowestStage
+    ) -> _SolvedStage | None:
+        """The fastest cached solution that fits and is no slower than `slowest` allows."""
         most_s = min(slowest.seconds, free.seconds + slowest.spare_s)
         known = [
             one
@@ -251,22 +267,23 @@ class StageSolver:
         ]
         return min(known, key=lambda one: one.seconds, default=None)
 
-    def _stage_of(self, asked: _Asked) -> Stage:
-
+    def _stage_of(self, request: _Request) -> Stage:
         def make() -> Stage:
-            view, price = asked.view, _HIDDEN_PRICE if is_gpu(asked.view.mesh.device) else 1.0
+            view = request.view
+            # On GPUs, work can hide collectives.
+            price = _HIDDEN_PRICE if is_gpu(view.mesh.device) else 1.0
             return Stage(
-                staged=asked.staged,
-                mesh=asked.mesh,
-                problem=asked.problem,
+                staged=request.staged,
+                mesh=request.mesh,
+                problem=request.problem,
                 view=view,
                 compiler=self.compiler,
-                solver=MeshSolver(asked.problem, view.mesh, asked.option, self.strategy_cache, hidden_price=price),
+                solver=MeshSolver(request.problem, view.mesh, request.option, self.strategy_cache, hidden_price=price),
             )
 
-        return self._stages.get_or_make(asked.kind, make)
+        return self._stages.get_or_make(request.kind, make)
 
-    def _rebound(
+    def _in_variables_of(
         self, solution: _SolvedStage, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
     ) -> SolvedStage:
         """A cached solution in the variables of `problem`, with the collectives of its programs."""
@@ -306,7 +323,7 @@ def _bound_s(stage: Stage, priced_s: float) -> float:
     return max(priced_s, stage.solver.builder.least_compute_s)
 
 
-def _cheapest(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, float]:
+def _cheapest_solution(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, float]:
     """The fastest shardings found, and `_bound_s`, 0 if unknown. Raises NotFasterError if that is `below_s` or more.
 
     At the first prices, collectives that work can hide are nearly free. If that solution does not hide them, or does
@@ -329,27 +346,27 @@ def _cheapest(stage: Stage, limits: SolveLimits) -> tuple[SolvedStage, float]:
     is_hidden = seconds_of(stage, best) <= (1 + _LITTLE_EXPOSED) * best.sharding.bound_s
     if is_hidden or stage.solver.hidden_price == 1:
         fits = math.isinf(limits.n_bytes) or needed(best.memory, limits.moments) <= limits.n_bytes
-        return _repriced(stage, limits, best, least_s) if fits else best, least_s
+        return _or_repriced(stage, limits, best, least_s) if fits else best, least_s
 
     found = [best]
     retry = replace(limits, uncounted_bytes=uncounted(best, limits.moments), in_other_ways=False)
     with contextlib.suppress(InfeasibleError):  # in time
         full = at_full_prices()
-        found.append(_repriced(full, limits, solve_in_memory(full, retry), least_s))
-        counts = _starts(stage, found[-1])
+        found.append(_or_repriced(full, limits, solve_in_memory(full, retry), least_s))
+        counts = _start_counts(stage, found[-1])
         for price in _PARTLY_HIDDEN_PRICES:
             priced = replace(stage, solver=_solver(stage, limits, counts, price))
             found.append(solve_in_memory(priced, retry))
     return min(found, key=lambda solved: seconds_of(stage, solved)), least_s
 
 
-def _repriced(stage: Stage, limits: SolveLimits, best: SolvedStage, least_s: float) -> SolvedStage:
+def _or_repriced(stage: Stage, limits: SolveLimits, best: SolvedStage, least_s: float) -> SolvedStage:
     """`best`, or a faster solution at other prices of starts.
 
     Sums that start as one share the price of a start. The first prices assume as many sums as possible, which makes a
     bound, the next prices as many as in the last solution.
     """
-    seconds, counts = seconds_of(stage, best), _starts(stage, best)
+    seconds, counts = seconds_of(stage, best), _start_counts(stage, best)
     seen = set[StartCounts]()
     most = _MAX_REPRICED_IN_SHORT_MEMORY if best.sharding.counted_bytes else _MAX_REPRICED
     while counts not in seen and len(seen) < most:
@@ -364,7 +381,7 @@ def _repriced(stage: Stage, limits: SolveLimits, best: SolvedStage, least_s: flo
             other = solve_in_memory(replace(stage, solver=solver), retry)
         except InfeasibleError:  # in time
             break
-        counts = _starts(stage, other)
+        counts = _start_counts(stage, other)
         if (other_s := seconds_of(stage, other)) < seconds:
             best, seconds = other, other_s
     return best
@@ -376,5 +393,5 @@ def _solver(stage: Stage, limits: SolveLimits, counts: StartCounts | None, hidde
     return MeshSolver(stage.problem, mesh, limits.option, cache, counts, hidden_price=hidden_price)
 
 
-def _starts(stage: Stage, solved: SolvedStage) -> StartCounts:
+def _start_counts(stage: Stage, solved: SolvedStage) -> StartCounts:
     return gradient_starts(solved.moved, stage.view.combined)

@@ -54,12 +54,12 @@ class StageTables:
         self.by_name = {name: np.zeros(sublayers) for name in NAMES}
         self.solved = np.zeros(sublayers, np.bool_)
 
-        # [column, i, j] each; `_stale` candidates are to be computed.
+        # [column, i, j] each, for the layers i to j. `_is_stale`: [candidate], whether its cubes are out of date.
         self._first_sublayers = np.flatnonzero(np.diff(layer_of_sublayer, prepend=-1))
         n_layers = len(self._first_sublayers)
         names = ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes")
         self._cubes = {name: np.zeros((len(columns), n_layers, n_layers)) for name in names}
-        self._stale: Bools = np.ones(len(space.candidates), np.bool_)
+        self._is_stale: Bools = np.ones(len(space.candidates), np.bool_)
         self._transfer_s, self._skip_to = transfer_seconds(cluster, crossing_bytes), skip_to(cluster)
 
         # Most live micro-batches of any stage in a pipeline of any length.
@@ -72,29 +72,32 @@ class StageTables:
 
     def change(self, columns: Ints) -> None:
         self.changed = self.changed or len(columns) > 0
-        self._stale[columns // self._columns_per_candidate] = True
+        self._is_stale[columns // self._columns_per_candidate] = True
 
     def open(self, candidates: Bools) -> bool:
         """Let stages use these candidates; whether any is new."""
         new = candidates & ~self.is_open
         if new.any():
-            self.is_open, self._stale = self.is_open | new, self._stale | new
+            self.is_open, self._is_stale = self.is_open | new, self._is_stale | new
             self.changed, self.chosen = True, None  # a new candidate may be better
         return bool(new.any())
 
     def solve(self, sublayers: Ints, column: int, cost: SublayerCost) -> None:
+        """Record a solved cost."""
         for name in NAMES:
             self.by_name[name][sublayers, column] = getattr(cost, name)
         self.solved[sublayers, column] = True
         self.change(np.array([column]))
 
     def learn(self, place: Place, seconds: float, step_seconds: float) -> None:
+        """Record the seconds of a whole stage."""
         self.exact[place] = seconds, step_seconds
         self.change(np.array([place[2]]))
         # This cost may be below its bound, so another pipeline may be better.
         self.chosen = None
 
     def exclude(self, place: Place, n_live: int) -> None:
+        """Record a stage that does not fit."""
         self.misfits.append((place, n_live))
         self.change(np.array([place[2]]))
 
@@ -102,10 +105,10 @@ class StageTables:
 
     def table(self) -> StageCostTable:
         """The current bounds of all stages. Views of arrays that later changes overwrite."""
-        if self._stale.any():
+        if self._is_stale.any():
             width = self._columns_per_candidate
-            self._refresh(np.flatnonzero(np.repeat(self._stale, width)))
-            self._stale[:] = False
+            self._refresh(np.flatnonzero(np.repeat(self._is_stale, width)))
+            self._is_stale[:] = False
 
         views = {name: np.moveaxis(cube, 0, -1) for name, cube in self._cubes.items()}
         for view in views.values():
@@ -119,7 +122,7 @@ class StageTables:
         )
 
     def _refresh(self, columns: Ints) -> None:
-        """columns: all columns of some candidates."""
+        """Recompute the costs of stages in these columns, which are all columns of some candidates."""
         cost = {name: values[:, columns] for name, values in self.by_name.items()}
 
         def sums(values: Floats) -> Floats:
@@ -143,20 +146,20 @@ class StageTables:
                 first = row[c] - c % self._columns_per_candidate
                 last = row[c] - c % len(MEMORY_PRICES) + len(MEMORY_PRICES)
                 larger = slice(first, last), slice(i + 1), slice(j, None)
-                least = _above(memory_bytes[row[c]]) - n_live * in_flight[larger]
+                least = _just_above(memory_bytes[row[c]]) - n_live * in_flight[larger]
                 fixed[larger] = np.maximum(fixed[larger], least)
 
         # Of nearly equal stages, the one on fewer devices is preferred.
         share = (self.columns.n_devices[columns] / self.cluster.n_devices)[:, None, None]
         preferred = preferred_seconds(seconds, share)
-        preferred[self._needless(fixed + self._most_live * in_flight <= memory_bytes[:, None, None])] = np.inf
+        preferred[self._is_needless(fixed + self._most_live * in_flight <= memory_bytes[:, None, None])] = np.inf
         preferred[~self.columns.is_of(self.is_open)[columns]] = np.inf
 
         made = (preferred, step_seconds, fixed, in_flight)
         for cube, values in zip(self._cubes.values(), made, strict=True):
             cube[columns] = values
 
-    def _needless(self, fits: Bools) -> Bools:
+    def _is_needless(self, fits: Bools) -> Bools:
         """[column, i, j]: whether a column of the candidate that saves less memory always fits.
 
         That column is as fast or faster: more rematerialisation and a higher price of memory never save time.
@@ -174,6 +177,6 @@ def place_of(stage: StageChoice) -> Place:
     return stage.first_layer, stage.last_layer, stage.candidate
 
 
-def _above(limit_bytes: float) -> float:
+def _just_above(limit_bytes: float) -> float:
     """A little more than a limit, in spite of rounding in sums and differences."""
     return limit_bytes + 2 * float(np.spacing(limit_bytes)) if math.isfinite(limit_bytes) else math.inf

@@ -100,8 +100,8 @@ def stage_times(
             waited_s[after_pass] += max(0.0, last_s - exposed_s)
 
     *between, update = (
-        s + waited + _communication_s(moved, mesh, s, compute_s if hides else None)[0]
-        for s, waited, moved in zip(per_step_s, waited_s, in_update, strict=True)
+        work_s + extra_s + _communication_s(collectives, mesh, work_s, compute_s if hides else None)[0]
+        for work_s, extra_s, collectives in zip(per_step_s, waited_s, in_update, strict=True)
     )
     return StageTimes(tuple(passes), update, tuple(between))
 
@@ -119,6 +119,7 @@ def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[Collective
 
 
 def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
+    """Seconds to start these collectives, without their bytes."""
     return sum(Collective(kind, 0.0, axes).seconds(mesh) for kind, axes, _ in counts)
 
 
@@ -139,8 +140,8 @@ def _communication_s(
     total_s: seconds of the work. compute_s: by equation; `None` if work hides no collectives.
     """
     work_s = {} if compute_s is None else _work_s(collectives, total_s, compute_s)
-    starts = _starts(collectives, mesh)
-    exposed = _exposed(collectives, starts) if is_gpu(mesh.device) and compute_s is not None else set(starts)
+    starts = _first_of_start(collectives, mesh)
+    exposed = _exposed_starts(collectives, starts) if is_gpu(mesh.device) and compute_s is not None else set(starts)
     n_bytes: dict[int, float] = defaultdict(float)
     for start, one in zip(starts, collectives, strict=True):
         n_bytes[start] += one.collective.n_bytes
@@ -156,7 +157,7 @@ def _communication_s(
     return sum(seconds.values()) - hidden_s, hidden_s
 
 
-def _starts(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int]:
+def _first_of_start(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int]:
     """For each collective, the number of the first one that starts with it.
 
     XLA combines collectives of one group, kind and axes; on GPUs up to `GPU_COMBINED_BYTES`.
@@ -177,13 +178,15 @@ def _starts(collectives: Sequence[Communication], mesh: LogicalMesh) -> list[int
     return starts
 
 
-def _exposed(collectives: Sequence[Communication], starts: Sequence[int]) -> set[int]:
+def _exposed_starts(collectives: Sequence[Communication], starts: Sequence[int]) -> set[int]:
     """The starts that no work hides.
 
     Collectives that start together wait for the last one, so all are exposed if one is, and also each collective that
     waits for them: gathers of new weights wait for sums of gradients.
+
+    starts: for each collective, the number of the first collective that starts with it, see `_first_of_start`.
     """
     exposed = {start for start, one in zip(starts, collectives, strict=True) if not one.can_hide}
-    late = sum(1 << i for i, start in enumerate(starts) if start in exposed)
-    exposed.update(start for start, one in zip(starts, collectives, strict=True) if one.after & late)
+    exposed_bits = sum(1 << i for i, start in enumerate(starts) if start in exposed)  # bit i: collective i is exposed
+    exposed.update(start for start, one in zip(starts, collectives, strict=True) if one.after & exposed_bits)
     return exposed

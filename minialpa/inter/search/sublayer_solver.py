@@ -32,6 +32,8 @@ _MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SublayerSearch:
+    """The input of a `SublayerSolver`."""
+
     traced: TracedStep
     layer_of_group: Sequence[int]
     cluster: ClusterSpec
@@ -56,7 +58,7 @@ class SublayerSolver:
         self.border_bytes: tuple[float, ...] = ()
         self.short: SublayeredStep | NotShortened | None = None
 
-        self._first: tuple[int, Remat] | None = None  # number of micro-batches and remat of the first staging
+        self._first_staging: tuple[int, Remat] | None = None  # number of micro-batches and remat of the first staging
         self._steps: dict[tuple[bool, Remat], TracedStep] = {}  # by whether the step is whole
         self._kinds: dict[tuple[int, Remat], tuple[int, ...]] = {}
         self._solved: dict[tuple[int, int, int], SublayerCost] = {}
@@ -74,12 +76,12 @@ class SublayerSolver:
     def kinds(self, n: int, remat: Remat) -> tuple[int, ...]:
         """For each sublayer, the first one like it. Raises TraceError if the step has no `n` micro-batches."""
         if (n, remat) not in self._kinds:
-            self._kinds[n, remat] = self._sublayers(n, remat).kind
+            self._kinds[n, remat] = self._sublayer_costs(n, remat).kind
         return self._kinds[n, remat]
 
     def unlimited_cost(self, n: int, remat: Remat, sublayer: int, candidate: Candidate) -> SublayerCost:
         """The least cost of a sublayer on a submesh with unlimited memory. It does not count in `n_solved`."""
-        return self._sublayers(n, remat).cost(sublayer, candidate, None, 0.0, limited=False)
+        return self._sublayer_costs(n, remat).cost(sublayer, candidate, None, 0.0, limited=False)
 
     def cost(self, n: int, sublayer: int, c: int) -> SublayerCost:
         """The cost of a sublayer in column `c`, within the memory of its devices."""
@@ -95,26 +97,26 @@ class SublayerSolver:
                 self._solved[key] = fastest
             else:
                 candidate, price = self._search.space.candidates[column.candidate], MEMORY_PRICES[column.price]
-                sublayers = self._sublayers(n, column.remat)
+                sublayers = self._sublayer_costs(n, column.remat)
                 self._solved[key] = sublayers.cost(kind, candidate, fastest, price, limited=True)
         return self._solved[key]
 
     # ---- staged steps ---------------------------------------------------------------------------------------------
 
-    def _sublayers(self, n: int, remat: Remat) -> SublayerCosts:
-        return self._staged.get_or_make((n, remat), lambda: self._staged_sublayers(n, remat))
+    def _sublayer_costs(self, n: int, remat: Remat) -> SublayerCosts:
+        return self._staged.get_or_make((n, remat), lambda: self._new_sublayer_costs(n, remat))
 
-    def _staged_sublayers(self, n: int, remat: Remat) -> SublayerCosts:
+    def _new_sublayer_costs(self, n: int, remat: Remat) -> SublayerCosts:
         """The whole step for the arguments of the first call, else the short step."""
-        if self._first is None:
+        if self._first_staging is None:
             sublayers = self._costs_of(self._whole, n, remat)
-            self._first, self.border_bytes = (n, remat), tuple(border_bytes(sublayers.staged))
+            self._first_staging, self.border_bytes = (n, remat), tuple(border_bytes(sublayers.staged))
             return sublayers
 
-        if self._first == (n, remat):
+        if self._first_staging == (n, remat):
             return self._costs_of(self._whole, n, remat)
         if self.short is None:
-            self.short = self._shortened(*self._first)
+            self.short = self._short_step(*self._first_staging)
         if isinstance(self.short, SublayeredStep):
             try:
                 return self._costs_of(self.short, n, remat)
@@ -123,9 +125,9 @@ class SublayerSolver:
                 self.short = NotShortened(str(error))
         return self._costs_of(self._whole, n, remat)
 
-    def _shortened(self, n: int, remat: Remat) -> SublayeredStep | NotShortened:
+    def _short_step(self, n: int, remat: Remat) -> SublayeredStep | NotShortened:
         """The short step, if it has the problems of the whole step when both are staged for `n` and `remat`."""
-        sublayers = self._sublayers(n, remat)
+        sublayers = self._sublayer_costs(n, remat)
         short = shortened(
             StagedSublayers(
                 whole=self._whole, staged=sublayers.staged, problems=sublayers.problems, kind=sublayers.kind
@@ -144,6 +146,7 @@ class SublayerSolver:
         return short
 
     def _costs_of(self, sublayered: SublayeredStep, n: int, remat: Remat) -> SublayerCosts:
+        """Rematerialise and stage the step."""
         search, key = self._search, (sublayered is self._whole, remat)
         if key not in self._steps:
             self._steps[key] = rematerialise(

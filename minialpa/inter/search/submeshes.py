@@ -59,11 +59,14 @@ def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]
 def _submeshes(space: PhysicalSpace, hosts: int, per_host: int) -> list[tuple[int, int]]:
     """Submeshes (hosts, devices per host) of `space` on `hosts` equal hosts in a row."""
     if isinstance(space, str):
-        return [(1, n) for n in _counts(per_host, space)] + [(h, per_host) for h in _counts(hosts, space) if h > 1]
+        return [(1, n) for n in _numbers_up_to(per_host, space)] + [
+            (h, per_host) for h in _numbers_up_to(hosts, space) if h > 1
+        ]
     return [(h, n) for h, n in dict.fromkeys(space) if (n <= per_host if h == 1 else n == per_host and h <= hosts)]
 
 
 def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]]:
+    """space: `AutoStageOption.submesh_logical_shape_space`."""
     n = submesh[0] * submesh[1]
     match space:
         case "same_as_physical":
@@ -113,7 +116,7 @@ def may_start(cluster: ClusterSpec, choices: list[Candidate]) -> Bools:
 
 
 def skip_to(cluster: ClusterSpec) -> Ints:
-    """See `StageCostTable.skip_to`."""
+    """[p]: the next device if device p stays idle, see `StageCostTable.skip_to`."""
     p = np.arange(cluster.n_devices)
     per_host = cluster.devices_per_host
     return np.where(p % per_host == 0, p + per_host, p + 1)
@@ -141,7 +144,8 @@ def _longest_runs(cluster: ClusterSpec) -> dict[DeviceSpec, int]:
     return longest
 
 
-def _counts(n: int, space: str) -> list[int]:
+def _numbers_up_to(n: int, space: str) -> list[int]:
+    """All numbers, or powers of two and n."""
     return [k for k in range(1, n + 1) if space == "all" or k & (k - 1) == 0 or k == n]
 
 
@@ -201,13 +205,16 @@ class Columns:
         return self.number[replace(column, price=price)]
 
     def is_of(self, candidates: Bools) -> Bools:
+        """`candidates` as [column]."""
         return candidates[[column.candidate for column in self.columns]]
 
     def on_same_submesh(self, column: int) -> Ints:
+        """Numbers of columns."""
         return np.flatnonzero(self.submesh_of == self.submesh_of[column])
 
 
 def columns_of(space: Space, cluster: ClusterSpec, option: AutoShardingOption) -> Columns:
+    """option: sets the memory limit."""
     columns = tuple(
         Column(candidate, remat, price)
         for candidate in range(len(space.candidates))

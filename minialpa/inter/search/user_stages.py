@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from minialpa.errors import ShardingError
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.options import AutoShardingOption, ManualStageOption, PlanOptions, UniformStageOption
 from minialpa.plan import StagePlan
+from minialpa.support.divisors import divisors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,14 +37,14 @@ def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> l
     """The stages of the options; uniform stages by default. Raises ShardingError if they do not fit on the cluster."""
     match options.stages:
         case ManualStageOption() as manual:
-            return _manual(manual, cluster, options.sharding, n_layers)
+            return _manual_stages(manual, cluster, options.sharding, n_layers)
         case UniformStageOption() as uniform:
-            return _uniform(uniform, cluster, options.sharding, n_layers)
+            return _uniform_stages(uniform, cluster, options.sharding, n_layers)
         case _:
-            return _uniform(UniformStageOption(), cluster, options.sharding, n_layers)
+            return _uniform_stages(UniformStageOption(), cluster, options.sharding, n_layers)
 
 
-def _uniform(
+def _uniform_stages(
     option: UniformStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
 ) -> list[DecidedStage]:
     n_devices = cluster.n_devices
@@ -64,15 +66,16 @@ def _uniform(
 
 def _check_uniform(option: UniformStageOption, n_stages: int, n_devices: int, n_layers: int) -> None:
     if n_stages * option.num_chunks > n_layers:
-        each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
+        each = f" and `num_chunks={option.num_chunks}` need" if option.num_chunks > 1 else " needs"
         raise ShardingError(
-            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Set "
-            f"`layer_option=AutoLayerOption(layer_num={n_stages * option.num_chunks})`, or mark more layer boundaries."
+            f"`num_stages={n_stages}`{each} at least {n_stages * option.num_chunks} layers, but the model has "
+            f"{n_layers}. Set `layer_option=AutoLayerOption(layer_num={n_stages * option.num_chunks})`, or call "
+            "`mark_pipeline_boundary()` at more places of the model."
         )
     if option.submesh_physical_shape is None and n_devices % n_stages:
         raise ShardingError(
-            f"{n_devices} devices cannot be divided equally among {n_stages} stages. Set `num_stages` to a divisor, or "
-            "set `submesh_physical_shape`."
+            f"{n_devices} devices cannot be divided equally among {n_stages} stages. Set `num_stages` to one of "
+            f"{', '.join(map(str, divisors(n_devices)))}, or set `submesh_physical_shape`."
         )
 
 
@@ -83,13 +86,13 @@ def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
         return (1, n_devices)
     if n_devices % per_host:
         raise ShardingError(
-            f"A submesh of {n_devices} devices is larger than a host of {per_host} devices, and not whole hosts. Use a "
-            "multiple, or fewer devices."
+            f"{n_devices} devices are neither part of a host of {per_host} devices nor whole hosts. Use at most "
+            f"{per_host} devices, or a multiple of {per_host}."
         )
     return (n_devices // per_host, per_host)
 
 
-def _manual(
+def _manual_stages(
     option: ManualStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
 ) -> list[DecidedStage]:
     layers = [tuple(ids) for ids in option.forward_stage_layer_ids]
@@ -100,8 +103,9 @@ def _manual(
     shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
     if not len(layers) == len(shapes) == len(logical) == len(dicts):
         raise ShardingError(
-            f"`ManualStageOption` needs one submesh, logical shape and option dict for each of its {len(layers)} "
-            f"stages; got {len(shapes)}, {len(logical)} and {len(dicts)}."
+            f"`ManualStageOption` has {len(layers)} stages in `forward_stage_layer_ids`, but {len(shapes)} in "
+            f"`submesh_physical_shapes`, {len(logical)} in `submesh_logical_shapes` and {len(dicts)} in "
+            f"`submesh_autosharding_option_dicts`. Give each list {len(layers)} elements."
         )
 
     # The fields of a stage's dict replace the options of the step.
@@ -118,7 +122,8 @@ def _check_layers(layers: Sequence[tuple[int, ...]], n_layers: int) -> None:
     is_partition = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
     if not is_partition or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
         raise ShardingError(
-            f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
+            f"List each of the layers 0 to {n_layers - 1} of the model once and in order in `forward_stage_layer_ids`; "
+            f"got {[list(ids) for ids in layers]}."
         )
 
 
@@ -127,8 +132,9 @@ def _check_names(dicts: Sequence[dict[str, Any]]) -> None:
     unknown = sorted({str(name) for fields in dicts for name in fields} - known)
     if unknown:
         raise ShardingError(
-            f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which "
-            f"`AutoShardingOption` does not have. Its fields: {', '.join(f'`{name}`' for name in sorted(known))}."
+            f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which is no field "
+            "of `AutoShardingOption`. Rename or remove it; the nearest fields are "
+            f"{', '.join(f'`{name}`' for name in difflib.get_close_matches(unknown[0], known, 3, cutoff=0.0))}."
         )
 
 
@@ -137,12 +143,13 @@ def placed_stages(
 ) -> list[DecidedStage]:
     """Stages on the devices of the cluster in order: each starts after the last one, or at the next host.
 
-    Raises ShardingError if they do not fit.
+    parts: layers, submesh and options of each stage. Raises ShardingError if they do not fit.
     """
     needed = sum(candidate.n_devices for _, candidate, _ in parts)
     if needed > cluster.n_devices:
         raise ShardingError(
-            f"The stages need {needed} devices and the cluster has {cluster.n_devices}. Use fewer or smaller stages."
+            f"The {len(parts)} stages need {needed} devices together, but the cluster has {cluster.n_devices}. Use "
+            "fewer stages, or fewer devices for a stage."
         )
 
     per_host, at = cluster.devices_per_host, 0
@@ -155,8 +162,9 @@ def placed_stages(
         is_part = n <= per_host if hosts == 1 else n == per_host
         if not is_part or at + candidate.n_devices > cluster.n_devices:
             raise ShardingError(
-                f"Stage {k} on a submesh of {hosts} x {n} devices does not fit from device {at} on: a stage is part of "
-                f"a host of {per_host} devices or whole hosts, in order. Use submeshes that fill hosts."
+                f"The submesh of stage {k}, {hosts} x {n} devices, does not fit on the devices from {at} on, because a "
+                f"stage is part of one host of {per_host} devices or whole hosts. Choose submeshes that fill one host "
+                "after the other."
             )
 
         device = cluster.device_of(at // per_host) if cluster.host_devices else None

@@ -49,8 +49,8 @@ def with_accumulators(program: ShardedEquations, staged: StagedStep, task: Task)
     if not added:
         return program
     made = added_up(program, added)
-    left = [(accumulator, made.program.specs[old]) for old, accumulator in made.accumulators.items()]
-    return with_results(made.program, left, only_added(staged, added))
+    new_values = [(accumulator, made.program.specs[old]) for old, accumulator in made.accumulators.items()]
+    return with_results(made.program, new_values, only_added(staged, added))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Added:
 
 
 def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
+    """`program` with additions to the accumulators `added`."""
     eqns, accumulators = list(program.eqns), dict[Var, Atom]()
     specs, equations, maker = dict(program.specs), dict(program.equations), EquationMaker()
     adds: dict[Var, JaxprEqn] = {}
@@ -89,11 +90,11 @@ def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
 
 
 def with_results(
-    program: ShardedEquations, left: Sequence[tuple[Atom, Spec]], dropped: Collection[Var]
+    program: ShardedEquations, added_results: Sequence[tuple[Atom, Spec]], dropped: Collection[Var]
 ) -> ShardedEquations:
-    """`program` without the results `dropped`, and with the further results `left`, each with its spec."""
+    """`program` without the results `dropped`, and with the further results `added_results`, each with its spec."""
     results = [(v, s) for v, s in zip(program.outvars, program.out_specs, strict=True) if v not in dropped]
-    outvars, out_specs = zip(*results, *left, strict=True) if results or left else ((), ())
+    outvars, out_specs = zip(*results, *added_results, strict=True) if results or added_results else ((), ())
     return dataclasses.replace(program, outvars=outvars, out_specs=out_specs)
 
 

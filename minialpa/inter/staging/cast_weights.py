@@ -55,9 +55,9 @@ def with_weights_cast_once(split: SplitStep) -> SplitStep:
     """`split` with loops that cast no weight to a narrower type; the same object if its loops cast no weight."""
     weights = {v for v in set(split.inputs) - split.traced.examples if is_inexact(v)}
     in_loops = [op.eqn for op in split.ops if is_loop(op.segment)]
-    left = {*split.results, *(value for value, _ in split.combined)}
-    left.update(v for op in split.ops if not is_loop(op.segment) for v in operand_vars(op.eqn))
-    loops = _Equations(in_loops, left - weights)
+    read_elsewhere = {*split.results, *(value for value, _ in split.combined)}
+    read_elsewhere.update(v for op in split.ops if not is_loop(op.segment) for v in operand_vars(op.eqn))
+    loops = _Equations(in_loops, read_elsewhere - weights)
 
     casts, rewriting = _Casts(), _Rewriting(loops)
     ops: list[Op] = []
@@ -112,7 +112,8 @@ class _Equations:
         return found
 
     def _type_read(self, eqn: JaxprEqn, k: int) -> np.dtype[Any] | None:
-        if self._narrows(eqn):
+        """The type to which `eqn` narrows operand `k`, or None."""
+        if self._is_narrowing_cast(eqn):
             dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
             return dtype
         if is_barrier(eqn):
@@ -122,7 +123,7 @@ class _Equations:
             return None if k in body.carries else body.inside.type_of(body.flat.invars[k])
         return None
 
-    def _narrows(self, eqn: JaxprEqn) -> bool:
+    def _is_narrowing_cast(self, eqn: JaxprEqn) -> bool:
         if eqn.primitive.name != "convert_element_type":
             return False
         before, after = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
@@ -138,7 +139,9 @@ class _Equations:
     def is_read_in_place(self, var: Var) -> bool:
         """Whether only products, lookups, and scans with products in them read the cast value."""
         return all(
-            self.is_read_in_place(eqn.outvars[0]) if self._narrows(eqn) or is_view(eqn) else reads_in_place(eqn)
+            self.is_read_in_place(eqn.outvars[0])
+            if self._is_narrowing_cast(eqn) or is_view(eqn)
+            else reads_in_place(eqn)
             for eqn, _ in self._readers.get(var, ())
         )
 
@@ -185,7 +188,7 @@ class _Rewriting:
         if not narrow:
             return [reading(eqn, self._names)]
         if is_barrier(eqn):
-            return self._barrier(eqn, narrow)
+            return self._narrow_barrier(eqn, narrow)
         if eqn.primitive.name == "scan":
             scan = _scan_of(self._equations.body(eqn), narrow)
             return [reading(scan, self._names)]
@@ -193,7 +196,7 @@ class _Rewriting:
         self._names[eqn.outvars[0]] = narrow[weight]
         return []
 
-    def _barrier(self, eqn: JaxprEqn, narrow: _Narrow) -> list[JaxprEqn]:
+    def _narrow_barrier(self, eqn: JaxprEqn, narrow: _Narrow) -> list[JaxprEqn]:
         """The barrier on narrower arrays, if any arrays are left; all readers of its results read them narrow."""
         passed: list[tuple[Atom, Var]] = []
         for atom, result in zip(eqn.invars, eqn.outvars, strict=True):

@@ -90,7 +90,7 @@ class TaskProgram:
 
 
 def _in_loops(found: Sequence[Communication], loops: Mapping[JaxprEqn, JaxprEqn]) -> tuple[Communication, ...]:
-    """The collectives `found`, in `loops`. A collective that stands for n collectives is listed n times."""
+    """The collectives `found`, in the scans of `loops`. A collective that stands for n is listed n times."""
     if loops:
         found = [one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found]
     if all(one.n == 1 for one in found):
@@ -118,6 +118,7 @@ def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqua
 
 
 def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
+    """Programs whose updates leave sums to last passes."""
     updates = [task for task, _ in plain if task.kind == "update"]
     last: dict[Task, LastPass] = {}
     moved: dict[Var, JaxprEqn] = {}
@@ -129,7 +130,7 @@ def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqu
             last[task] = made
             moved.update(sums)
     return [
-        TaskProgram(task, _without(with_accumulators(program, staged, task), moved), last.get(task))
+        TaskProgram(task, _without_moved_sums(with_accumulators(program, staged, task), moved), last.get(task))
         for task, program in plain
     ]
 
@@ -181,7 +182,7 @@ def _last_pass(
 
     accumulators = [one.complete for one in added if one.complete not in sums]
     results = [eqn.outvars[0] for eqn in sums.values()]
-    left = [(made.accumulators[v], specs[v]) for v in accumulators] + [(v, specs[v]) for v in results]
+    new_results = [(made.accumulators[v], specs[v]) for v in accumulators] + [(v, specs[v]) for v in results]
     with_sums = dataclasses.replace(
         made.program,
         eqns=tuple(eqns),
@@ -190,16 +191,16 @@ def _last_pass(
         equations=equations,
         specs=specs,
     )
-    last = with_results(with_sums, left, only_added(staged, added))
+    last = with_results(with_sums, new_results, only_added(staged, added))
     n_hidden = sum(one.can_hide for one in collectives_of(last))
     if n_hidden <= sum(one.can_hide for one in collectives_of(program)):
         return None
     return LastPass(last, tuple(accumulators), tuple(results), scanned.loops)
 
 
-def _without(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> ShardedEquations:
-    gone = set(moved.values())
-    eqns = tuple(eqn for eqn in program.eqns if eqn not in gone)
+def _without_moved_sums(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> ShardedEquations:
+    moved_eqns = set(moved.values())
+    eqns = tuple(eqn for eqn in program.eqns if eqn not in moved_eqns)
     if len(eqns) == len(program.eqns):
         return program
     invars = tuple(moved[v].outvars[0] if v in moved else v for v in program.invars)

@@ -26,10 +26,10 @@ def merged_values(values: Sequence[PlacedValue], parts: Sequence[LeafPart]) -> t
     of_leaf: dict[int, list[tuple[PlacedValue, LeafPart]]] = {}
     for value, part in zip(values, parts, strict=True):
         of_leaf.setdefault(part.leaf, []).append((value, part))
-    return tuple(_merged(of_leaf[leaf]) for leaf in sorted(of_leaf))
+    return tuple(_merged_value(of_leaf[leaf]) for leaf in sorted(of_leaf))
 
 
-def _merged(blocks: Sequence[tuple[PlacedValue, LeafPart]]) -> PlacedValue:
+def _merged_value(blocks: Sequence[tuple[PlacedValue, LeafPart]]) -> PlacedValue:
     first, part_of_first = blocks[0]
     if part_of_first.rows is None:
         return first
@@ -46,10 +46,10 @@ def _merged(blocks: Sequence[tuple[PlacedValue, LeafPart]]) -> PlacedValue:
 
 def values_of_parts(values: Sequence[PlacedValue], parts: Sequence[LeafPart]) -> tuple[PlacedValue, ...]:
     """The inverse of `merged_values`."""
-    return tuple(_part(values[part.leaf], part) for part in parts) if parts else tuple(values)
+    return tuple(_value_of_part(values[part.leaf], part) for part in parts) if parts else tuple(values)
 
 
-def _part(value: PlacedValue, part: LeafPart) -> PlacedValue:
+def _value_of_part(value: PlacedValue, part: LeafPart) -> PlacedValue:
     if part.rows is None:
         return value
     mine = [i for i, rows in enumerate(value.rows) if rows == part.rows]
@@ -63,17 +63,18 @@ def _part(value: PlacedValue, part: LeafPart) -> PlacedValue:
 
 
 def leaf_blocks(traced: TracedStep) -> LeafBlocks:
-    return LeafBlocks(_blocks(traced.in_parts), _blocks(traced.out_parts))
+    return LeafBlocks(_rows_of_leaves(traced.in_parts), _rows_of_leaves(traced.out_parts))
 
 
-def _blocks(parts: Sequence[LeafPart]) -> tuple[BlockRows | None, ...]:
+def _rows_of_leaves(parts: Sequence[LeafPart]) -> tuple[BlockRows | None, ...]:
     rows: dict[int, tuple[tuple[int, int], ...]] = {}
     for part in parts:
         rows[part.leaf] = (*rows.get(part.leaf, ()), *((part.rows,) if part.rows else ()))
     return tuple(rows[leaf] or None for leaf in sorted(rows)) if any(rows.values()) else ()
 
 
-def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
+def _placed_value(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
+    """specs: by mesh; None for a replicated value."""
     replicated = Spec.replicated(len(shape_of(atom)))
     return PlacedValue(
         path=path,
@@ -96,7 +97,7 @@ def placed_inputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tu
         held = micro_of.get(var, var)
         if var in micro_of:
             meshes = tuple(sorted({task.mesh for task in staged.tasks if held in task.invars}))
-        placed.append(_placed(path, var, {mesh: specs[mesh].get(held) for mesh in meshes}))
+        placed.append(_placed_value(path, var, {mesh: specs[mesh].get(held) for mesh in meshes}))
     return merged_values(placed, traced.in_parts)
 
 
@@ -109,5 +110,5 @@ def placed_outputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> t
     placed = []
     for atom, path, meshes in zip(split.outvars, split.traced.out_paths, staged.output_meshes, strict=True):
         results = {mesh: None if is_literal(atom) else specs[mesh].get(atom) for mesh in meshes}
-        placed.append(_placed(path, atom, results))
+        placed.append(_placed_value(path, atom, results))
     return merged_values(placed, split.traced.out_parts)

@@ -26,14 +26,14 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     """The equations of `mesh`, each once even if several tasks run it, and the roles of its inputs."""
     split = staged.split
     tasks = staged.tasks_of(mesh)
-    times = _times(staged, tasks)
+    times = _equation_runs(staged, tasks)
     # If the whole step is one task, the update is a part of that task.
     updates = {op.eqn for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
 
     made = {v for eqn, _ in times for v in eqn.outvars}
     accumulator_of = {value: accumulator for value, accumulator in split.combined if value in made}
     made.update(accumulator_of.values())
-    inputs = tuple((v, role) for v, role in _inputs(staged, tasks, mesh) if v not in made)
+    inputs = tuple((v, role) for v, role in _input_roles(staged, tasks, mesh) if v not in made)
     known = made | {v for v, _ in inputs}
 
     return MeshEquations(
@@ -56,7 +56,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     )
 
 
-def _times(staged: StagedStep, tasks: Sequence[Task]) -> list[tuple[JaxprEqn, int]]:
+def _equation_runs(staged: StagedStep, tasks: Sequence[Task]) -> list[tuple[JaxprEqn, int]]:
     found: dict[JaxprEqn, tuple[JaxprEqn, int]] = {}
     for task in tasks:
         n_runs = staged.split.n_micro_batches if task.per_micro_batch else 1
@@ -98,7 +98,7 @@ def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
     return frozenset(complete)
 
 
-def _inputs(staged: StagedStep, tasks: Sequence[Task], mesh: int) -> list[tuple[Var, Role]]:
+def _input_roles(staged: StagedStep, tasks: Sequence[Task], mesh: int) -> list[tuple[Var, Role]]:
     in_loop = _read_in_loops(staged, tasks)
     batch = staged.split.traced.examples.union(micro for _, micro in staged.split.micro_inputs)
 

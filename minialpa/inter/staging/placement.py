@@ -78,13 +78,13 @@ class LoopPlacement:
 
 
 def place_loops(step: ChunkedStep) -> dict[int, LoopPlacement]:
-    """By segment."""
-    seen = _Seen()
+    """By segment, which is 2 l - 1 for loop l."""
+    seen = _KnownPositions()
     return {segment: _place_loop(step, segment, seen) for segment in range(1, 2 * step.split.n_loops + 1, 2)}
 
 
 @dataclass(slots=True)
-class _Seen:
+class _KnownPositions:
     """The positions that make variables of this loop and of earlier loops.
 
     forward_readers: chunks whose forward passes read a variable, in this loop or an earlier loop.
@@ -95,7 +95,8 @@ class _Seen:
     forward_readers: dict[Var, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
-def _place_loop(step: ChunkedStep, segment: int, seen: _Seen) -> LoopPlacement:
+def _place_loop(step: ChunkedStep, segment: int, seen: _KnownPositions) -> LoopPlacement:
+    """Place a loop, and record its positions in `seen`."""
     ops = step.split.in_segment(segment)
     floating = _floating_equations(step.split, segment)
     fixed = [op for op in ops if not op.eqn.outvars or op.eqn.outvars[0] not in floating]
@@ -143,7 +144,8 @@ def _examples(split: SplitStep) -> set[Var]:
     return set(split.traced.examples)
 
 
-def _place_by_operands(step: ChunkedStep, op: Op, seen: _Seen) -> int | None:
+def _place_by_operands(step: ChunkedStep, op: Op, seen: _KnownPositions) -> int | None:
+    """`_position_by_operands`, recorded in `seen`."""
     position = _position_by_operands(step, op, seen)
     if position is None:
         return None
@@ -155,7 +157,7 @@ def _place_by_operands(step: ChunkedStep, op: Op, seen: _Seen) -> int | None:
     return position
 
 
-def _position_by_operands(step: ChunkedStep, op: Op, seen: _Seen) -> int | None:
+def _position_by_operands(step: ChunkedStep, op: Op, seen: _KnownPositions) -> int | None:
     """The first position, from its layer's on, that has the operands; None without a layer and placed operands."""
     operands_at = [seen.position_of[v] for v in operand_vars(op.eqn) if v in seen.position_of]
     label = step.label_of(op)
@@ -164,7 +166,7 @@ def _position_by_operands(step: ChunkedStep, op: Op, seen: _Seen) -> int | None:
     return max(operands_at if label is None else [label, *operands_at], default=None)
 
 
-def _residual_position(step: ChunkedStep, eqn: JaxprEqn, at_least: int, seen: _Seen) -> int:
+def _residual_position(step: ChunkedStep, eqn: JaxprEqn, at_least: int, seen: _KnownPositions) -> int:
     """First backward position, from `at_least` on, whose chunk holds the residuals of `eqn`."""
     position = at_least
     for v in operand_vars(eqn):
@@ -216,7 +218,7 @@ def place_updates(step: ChunkedStep, loops: Mapping[int, LoopPlacement]) -> dict
 
     for segment in range(1, 2 * split.n_loops + 1):
         if is_loop(segment):
-            _note_homes(homes, step, loops[segment], inputs)
+            _add_homes(homes, step, loops[segment], inputs)
             continue
 
         # Readers decide where operands do not.
@@ -228,7 +230,8 @@ def place_updates(step: ChunkedStep, loops: Mapping[int, LoopPlacement]) -> dict
     return updates
 
 
-def _note_homes(homes: dict[Var, set[int]], step: ChunkedStep, loop: LoopPlacement, inputs: frozenset[Var]) -> None:
+def _add_homes(homes: dict[Var, set[int]], step: ChunkedStep, loop: LoopPlacement, inputs: frozenset[Var]) -> None:
+    """Add the homes that `loop` makes."""
     for position, eqns in loop.eqns.items():
         for eqn in eqns:
             for v in operand_vars(eqn):
@@ -284,6 +287,7 @@ def _meshes_by_readers(eqns: Sequence[JaxprEqn], meshes: Sequence[set[int]], lat
 
 
 def _by_level(eqns: Sequence[JaxprEqn], meshes: Sequence[set[int]]) -> ByLevel:
+    """A mesh reads a result of another mesh one level later."""
     levels: dict[Var, dict[int, int]] = defaultdict(dict)  # by the mesh that makes the variable
     placed: dict[tuple[int, int], list[JaxprEqn]] = defaultdict(list)
     for eqn, where in zip(eqns, meshes, strict=True):

@@ -73,9 +73,9 @@ class StalePlanError(VerifyError):
 
     def __init__(self, difference: str) -> None:
         super().__init__(
-            f"The plan does not fit this call: {difference}. `plan.fingerprint` belongs to the step of the plan. "
-            'Call the planned step with the planned shapes, make a new plan, or pass `on_stale="replan"` to '
-            "`parallelize`, which keeps the stages of the plan and solves only the shardings anew."
+            f"The plan does not fit this call (`plan.fingerprint` differs), because {difference}. Call the planned "
+            'step with the planned shapes, make a new plan, or pass `on_stale="replan"` to `parallelize`, which keeps '
+            "the stages of the plan and makes new shardings."
         )
         self.difference = difference
 
@@ -88,8 +88,11 @@ def check_fits(traced: TracedStep, plan: Plan) -> None:
 
 
 def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:
-    now = {path: _type(dtype_name(v), shape_of(v)) for v, path in zip(traced.flat.invars, traced.in_paths, strict=True)}
-    planned = {value.path: _type(value.dtype, value.shape) for value in plan.inputs}
+    now = {
+        path: _type_text(dtype_name(v), shape_of(v))
+        for v, path in zip(traced.flat.invars, traced.in_paths, strict=True)
+    }
+    planned = {value.path: _type_text(value.dtype, value.shape) for value in plan.inputs}
     differences: list[str] = []
     for path, type_ in now.items():
         if path not in planned:
@@ -99,16 +102,16 @@ def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:
     differences.extend(
         f"argument `{path}` is missing and the plan was made for {planned[path]}" for path in planned if path not in now
     )
-    return _listed(differences, "; ") if differences else None
+    return _abridged_list(differences, "; ") if differences else None
 
 
-def _listed(differences: Sequence[str], separator: str) -> str:
+def _abridged_list(differences: Sequence[str], separator: str) -> str:
     more = len(differences) - _MOST_NAMED
     named = separator.join(differences[:_MOST_NAMED])
     return f"{named}{separator}and {more} more" if more > 0 else named
 
 
-def _type(dtype: str, shape: Sequence[int]) -> str:
+def _type_text(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}{list(shape)}"
 
 
@@ -119,9 +122,9 @@ def _step_difference(traced: TracedStep, plan: Plan) -> str:
         for name in sorted(now.keys() | was.keys())
         if now.get(name, 0) != was.get(name, 0)
     ]
-    text = "it has " + _listed(counts, ", ") if counts else ""
-    if now | {_CONVERSION: 0} == was | {_CONVERSION: 0} and _numbers(traced):
-        text += _ABOUT_WEAK_TYPES.format(", ".join(f"`{path}`" for path in _numbers(traced)[:_MOST_NAMED]))
+    text = "it has " + _abridged_list(counts, ", ") if counts else ""
+    if now | {_CONVERSION: 0} == was | {_CONVERSION: 0} and _scalar_paths(traced):
+        text += _ABOUT_WEAK_TYPES.format(", ".join(f"`{path}`" for path in _scalar_paths(traced)[:_MOST_NAMED]))
 
     # The fingerprints of prefixes narrow the first difference down to one operation, or to a range of them.
     flat = traced.flat
@@ -132,19 +135,19 @@ def _step_difference(traced: TracedStep, plan: Plan) -> str:
     if not change:
         where = "the arrays that it captures" if not change.start else f"it ends after {change.start} operations"
     elif len(change) == 1:
-        where = f"the first difference is {_operation(traced, change[0])}"
+        where = f"the first difference is {_operation_text(traced, change[0])}"
     else:
-        first, last = _operation(traced, change[0]), _operation(traced, change[-1])
+        first, last = _operation_text(traced, change[0]), _operation_text(traced, change[-1])
         where = f"the first difference is between {first} and {last}"
     return f"{text}; {where}" if text else where
 
 
-def _numbers(traced: TracedStep) -> list[str]:
+def _scalar_paths(traced: TracedStep) -> list[str]:
     """The paths of arguments without dimensions, which may be weakly typed."""
     return [path for v, path in zip(traced.flat.invars, traced.in_paths, strict=True) if shape_of(v) == ()]
 
 
-def _operation(traced: TracedStep, i: int) -> str:
+def _operation_text(traced: TracedStep, i: int) -> str:
     eqn = traced.flat.eqns[i]
     line = source_line(eqn)
     return f"`{eqn.primitive.name}`" + (f" at {line}" if line else "")

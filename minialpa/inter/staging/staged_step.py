@@ -107,7 +107,9 @@ class RealisedStep:
 
 
 def realise(traced: TracedStep, plan: Plan) -> RealisedStep:
-    """The phases from a traced step to the tasks of its plan.
+    """The phases from a traced step to the tasks of its plan, in order:
+
+    cut scans over layers -> rematerialise layers -> split micro-batches -> split stages into tasks.
 
     Raises VerifyError if the plan was made for another step or other shapes, or if the step does not allow one of its
     decisions. `verify_staged` verifies its specs later.

@@ -81,19 +81,19 @@ def sum_accumulators_in_scans(
         for one in added
         if (marker := markers.get(one.complete)) is not None
     ]
-    return _rewritten(program, sums)
+    return _with_sums_in_scans(program, sums)
 
 
 def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
     """`program`, whose scans sum the gradients that the program itself sums, if they can."""
     sums = [
-        _Sum(value, None, result, program.specs[value], _picked(program.equations[eqn], [k]))
+        _Sum(value, None, result, program.specs[value], _picked_specs(program.equations[eqn], [k]))
         for eqn in program.eqns
         if is_gradient_marker(eqn)
         for k, (value, result) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
         if not is_literal(value)
     ]
-    made = _rewritten(program, sums)
+    made = _with_sums_in_scans(program, sums)
     if not made.summed:
         return made
 
@@ -102,7 +102,7 @@ def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
     for eqn in made.program.eqns:
         kept = [k for k, v in enumerate(eqn.invars) if is_literal(v) or v not in made.summed]
         if is_gradient_marker(eqn) and len(kept) < len(eqn.invars):
-            chosen = _picked(equations[eqn], kept)
+            chosen = _picked_specs(equations[eqn], kept)
             eqn = eqn.replace(invars=[eqn.invars[k] for k in kept], outvars=[eqn.outvars[k] for k in kept])
             equations[eqn] = chosen
         if eqn.outvars or not is_gradient_marker(eqn):
@@ -111,13 +111,14 @@ def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
     return dataclasses.replace(made, program=changed)
 
 
-def _picked(specs: EquationSpecs, numbers: Sequence[int]) -> EquationSpecs:
+def _picked_specs(specs: EquationSpecs, numbers: Sequence[int]) -> EquationSpecs:
     parts = (specs.operands, specs.made, specs.results)
     operands, made, results = (tuple(part[k] for k in numbers) for part in parts)
     return EquationSpecs(operands, made, results)
 
 
-def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans:
+def _with_sums_in_scans(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans:
+    """`program`, with `sums` computed in scans where possible."""
     # The one reader is the marker or, for an accumulator, the program's results.
     reads = Counter(v for eqn in program.eqns for v in operand_vars(eqn))
     reads.update(v for v in program.outvars if not is_literal(v))
@@ -128,7 +129,7 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
     for eqn in program.eqns:
         chosen = program.equations[eqn]
         mine = [possible[v] for v in eqn.outvars[scan_counts(eqn)[1] :] if v in possible] if chosen.body else []
-        made = _with_sums(eqn, chosen, mine) if mine else None
+        made = _scan_with_sums(eqn, chosen, mine) if mine else None
         if made is None:
             eqns.append(eqn)
             continue
@@ -148,7 +149,9 @@ def _sums_rows(one: _Sum) -> bool:
     return is_sum and all(spec.dims and not spec.dims[0] for spec in specs)
 
 
-def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tuple[JaxprEqn, EquationSpecs] | None:
+def _scan_with_sums(
+    eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]
+) -> tuple[JaxprEqn, EquationSpecs] | None:
     """A scan with the results of `sums`, and its specs; None if its body would not have the same equations."""
     accumulators = [(one.accumulator, one.spec) for one in sums if one.accumulator is not None]
     operands = [*eqn.invars, *(accumulator for accumulator, _ in accumulators)]
@@ -156,7 +159,7 @@ def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tu
 
     # Stand-ins, since one array may be several operands.
     stand_ins = [fresh_var(aval_of(atom)) for atom in operands]
-    eqns, results = equations_for(lambda *arrays: _scan(eqn, sums, arrays), *stand_ins)
+    eqns, results = equations_for(lambda *arrays: _run_scan(eqn, sums, arrays), *stand_ins)
     body, new = scan_body(eqn), eqns[0]
     assert body is not None, eqn
     inner = _body_specs(body, scan_body(new), chosen, sums) if len(eqns) == 1 else None
@@ -165,22 +168,23 @@ def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tu
 
     # Operands and results by stand-in, since jax may reorder them. Literals are scalars.
     read = dict(zip(stand_ins, zip(operands, specs, strict=True), strict=True))
-    left = dict(zip(results, _left(eqn, chosen, sums), strict=True))
+    renaming = dict(zip(results, _results_with_sums(eqn, chosen, sums), strict=True))
     scalar = Spec.replicated(0)
     reads = [(v, scalar) if is_literal(v) else read[v] for v in new.invars]
-    leaves = [left[v] for v in new.outvars]
-    renamed = new.replace(invars=[v for v, _ in reads], outvars=[v for v, _ in leaves])
-    out_specs = tuple(spec for _, spec in leaves)
+    returned = [renaming[v] for v in new.outvars]
+    renamed = new.replace(invars=[v for v, _ in reads], outvars=[v for v, _ in returned])
+    out_specs = tuple(spec for _, spec in returned)
     of_operands = tuple(spec for _, spec in reads)
     return with_source_of(renamed, eqn), EquationSpecs(of_operands, out_specs, out_specs, body=inner)
 
 
-def _left(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> list[tuple[Var, Spec]]:
+def _results_with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> list[tuple[Var, Spec]]:
     summed = {one.value: (one.result, one.specs.results[0]) for one in sums}
     return [summed.get(v, (v, spec)) for v, spec in zip(eqn.outvars, chosen.results, strict=True)]
 
 
-def _scan(eqn: JaxprEqn, sums: Sequence[_Sum], arrays: Sequence[Any]) -> list[Any]:
+def _run_scan(eqn: JaxprEqn, sums: Sequence[_Sum], arrays: Sequence[Any]) -> list[Any]:
+    """The results of `eqn` with `sums` in its body. arrays: the operands, then accumulators."""
     closed, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
     flat = flat_body(closed.jaxpr, tuple(closed.consts))
     n_lead, n_operands = n_consts + n_carry, len(eqn.invars)
@@ -216,7 +220,7 @@ def _body_specs(
         return None
     n = len(old.flat.eqns)
     pairs = zip(old.flat.eqns, new.flat.eqns, strict=False)
-    if len(new.flat.eqns) < n or any(_kind(a) != _kind(b) for a, b in pairs):
+    if len(new.flat.eqns) < n or any(_equation_kind(a) != _equation_kind(b) for a, b in pairs):
         return None
 
     # After the old equations, one sum after the other: perhaps a conversion, an addition and the marker.
@@ -226,10 +230,10 @@ def _body_specs(
     for eqn in new.flat.eqns[n:]:
         if one is None:
             one = next(waiting)
-            row, marked = _row(one.spec), one.specs
+            row, marked = _row_spec(one.spec), one.specs
         if eqn.primitive is gradient_p:
             parts = (marked.operands, marked.made, marked.results)
-            operands, made, results = (tuple(map(_row, part)) for part in parts)
+            operands, made, results = (tuple(map(_row_spec, part)) for part in parts)
             specs.append(EquationSpecs(operands, made, results))
             one = None
         else:
@@ -237,10 +241,10 @@ def _body_specs(
     return tuple(specs)
 
 
-def _row(spec: Spec) -> Spec:
+def _row_spec(spec: Spec) -> Spec:
     return Spec(spec.dims[1:], spec.partial)
 
 
-def _kind(eqn: JaxprEqn) -> tuple[object, ...]:
+def _equation_kind(eqn: JaxprEqn) -> tuple[object, ...]:
     shapes = [aval_of(atom).shape for atom in (*eqn.invars, *eqn.outvars)]
     return (eqn.primitive, *shapes, bytes_of(eqn.outvars[0]) if eqn.outvars else 0)

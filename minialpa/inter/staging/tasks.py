@@ -29,7 +29,7 @@ class Task:
 
     Attributes:
         kind: `step` is forward and backward in one, for a single stage; `update` runs after a loop.
-        segment: see `SplitStep`.
+        segment: 2 l - 1 in loop l, 2 l after it.
         chunk: of a forward or backward task, counted over the pipeline; 0 for other tasks.
         level: order among the updates of a mesh in a segment; level l + 1 waits for results of level l from other
             meshes.
@@ -101,7 +101,10 @@ class StagedStep:
 
 
 def traced_positions(step: TracedStep, chunk_of_group: Sequence[int], n_chunks: int) -> list[int | None]:
-    """The position (see `placement`) of each traced equation with a forward group, else None."""
+    """The position of each traced equation with a forward group, else None.
+
+    Chunk c is position c forward and 2 n_chunks - 1 - c backward.
+    """
     positions: list[int | None] = []
     for origin in step.origins:
         if origin.group is None:
@@ -126,10 +129,11 @@ def stage_split(split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: 
 
 
 def _one_task(split: SplitStep) -> StagedStep:
+    """The step as one task on one mesh."""
     eqns = tuple(op.eqn for op in split.ops)
     results = set(split.results)
     read = {v for eqn in eqns for v in operand_vars(eqn)}
-    invars, outvars = _paired(
+    invars, outvars = _paired_variables(
         split,
         [v for v in split.inputs if v in read],
         [v for eqn in eqns for v in eqn.outvars if v in results],
@@ -211,11 +215,11 @@ def _tasks(step: ChunkedStep, placement: _Placement) -> tuple[Task, ...]:
 
     tasks = []
     for key in keys:
-        eqns, kind = placement.eqns[key], _kind(step, key)
+        eqns, kind = placement.eqns[key], _task_kind(step, key)
         # Each task of a loop has its own copy of floating equations, and keeps their results.
         hidden = placement.floating if is_loop(key.segment) else frozenset[Var]()
-        left = _unique(v for eqn in eqns for v in eqn.outvars if v in required and v not in hidden)
-        invars, outvars = _paired(split, reads[key], left)
+        task_results = _unique_variables(v for eqn in eqns for v in eqn.outvars if v in required and v not in hidden)
+        invars, outvars = _paired_variables(split, reads[key], task_results)
         task = Task(
             kind=kind,
             segment=key.segment,
@@ -232,10 +236,10 @@ def _tasks(step: ChunkedStep, placement: _Placement) -> tuple[Task, ...]:
 
 def _read_from_outside(eqns: Sequence[JaxprEqn]) -> tuple[Var, ...]:
     made = {v for eqn in eqns for v in eqn.outvars}
-    return _unique(v for eqn in eqns for v in operand_vars(eqn) if v not in made)
+    return _unique_variables(v for eqn in eqns for v in operand_vars(eqn) if v not in made)
 
 
-def _kind(step: ChunkedStep, key: _TaskKey) -> TaskKind:
+def _task_kind(step: ChunkedStep, key: _TaskKey) -> TaskKind:
     if not is_loop(key.segment):
         return "prologue" if key.segment == PROLOGUE else "update"
     if step.n_chunks == 1:
@@ -269,12 +273,13 @@ def _input_and_output_meshes(
 
 
 def _makers(split: SplitStep, tasks: Sequence[Task]) -> dict[Var, set[int]]:
+    """The meshes that make each variable. An accumulator is made on the meshes of the values that it adds."""
     makers: dict[Var, set[int]] = defaultdict(set)
     for task in tasks:
         for v in task.outvars:
             makers[v].add(task.mesh)
-    for value, accumulator in split.combined:
-        makers[accumulator] |= makers[value]
+    for of_micro_batch, of_batch in split.combined:
+        makers[of_batch] |= makers[of_micro_batch]
     return makers
 
 
@@ -292,11 +297,13 @@ def _first_home(atom: Atom, makers: Mapping[Var, set[int]], readers: Mapping[Var
     return tuple(sorted(makers.get(atom) or readers.get(atom) or ()))[:1]
 
 
-def _unique(variables: Iterable[Var]) -> tuple[Var, ...]:
+def _unique_variables(variables: Iterable[Var]) -> tuple[Var, ...]:
     return tuple(dict.fromkeys(variables))
 
 
-def _paired(split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
+def _paired_variables(
+    split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]
+) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
     """Inputs and outputs of a task; first the arguments that it replaces and their replacements, in the same order.
 
     `jax.jit` gives the first donated input of a shape to the first output of that shape, and so on. XLA copies an array
@@ -308,7 +315,7 @@ def _paired(split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]) -> 
     for atom, number in zip(split.outvars, split.traced.aliases, strict=True):
         if number is not None and not is_literal(atom) and atom in made and arguments[number] in read:
             replacement[arguments[number]] = atom
-    return _unique((*replacement, *invars)), _unique((*replacement.values(), *outvars))
+    return _unique_variables((*replacement, *invars)), _unique_variables((*replacement.values(), *outvars))
 
 
 # ---- between meshes --------------------------------------------------------------------------------------------------

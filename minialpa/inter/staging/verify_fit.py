@@ -54,7 +54,7 @@ def blamed(where: str, found: Any) -> Iterator[None]:
     try:
         yield
     except MinialpaError as error:
-        raise VerifyError(f"Not a plan that can run: `plan.{where}` is {found}: {error}") from error
+        raise VerifyError(f"The plan cannot run, as `plan.{where}` is {found}. {error}") from error
 
 
 def verify_staged(staged: StagedStep, problems: Sequence[MeshEquations], plan: Plan) -> None:

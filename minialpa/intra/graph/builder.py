@@ -54,17 +54,17 @@ class GraphBuilder(CollectedCosts):
         n_of, inputs = self.problem.repeats.n_variables, self.problem.inputs
         stays = [Usage(var, n_of(var), 0, n_times) for var, role in inputs if role in ("parameter", "state")]
         demands = self._demands([*stays, *limit.usages])
-        check_least(demands, limit, self._allowed)
+        check_least(demands, limit, self._allowed_strategies)
         terms = terms_of(demands, limit.limit_bytes, n_times)
         usage_limit = math.floor(limit.limit_bytes) if terms else None
         return CostGraph(node_costs=tuple(node_costs), edges=edges, usages=terms, usage_limit=usage_limit)
 
     def _demands(self, usages: Sequence[Usage]) -> list[Demand]:
-        return demands_of(usages, self.choices, self.mesh.shape, self._as_read)
+        return demands_of(usages, self.choices, self.mesh.shape, self._operand_choice)
 
-    def _as_read(self, var: Var, reader: Var) -> Choice | None:
+    def _operand_choice(self, var: Var, reader: Var) -> Choice | None:
         """The spec choice of `var` as an operand of the equation whose first result is `reader`."""
-        i = self._made_by[reader]
+        i = self._maker_numbers[reader]
         k = self.problem.eqns[i].invars.index(var)
         record = self.records[i]
         if isinstance(record, Record):
@@ -72,15 +72,18 @@ class GraphBuilder(CollectedCosts):
         return record.operands[k] if isinstance(record, LoopRecord) else None
 
     @cached_property
-    def _made_by(self) -> dict[Var, int]:
+    def _maker_numbers(self) -> dict[Var, int]:
+        """The number of the equation with each first result."""
         return {eqn.outvars[0]: i for i, eqn in enumerate(self.problem.eqns) if eqn.outvars}
 
-    def _allowed(self, demand: Demand) -> NDArray[np.bool_]:
+    def _allowed_strategies(self, demand: Demand) -> NDArray[np.bool_]:
+        """A mask of strategies."""
         if demand.node is None:
             return np.ones(1, bool)
         return self.costs.nodes[demand.node] < FORBIDDEN
 
     def read(self, solution: GraphSolution) -> MeshSharding:
+        """Specs and seconds under `solution`."""
         picks = solution.choices
         specs = {var: choice.read(picks) for var, choice in self.choices.items()}
         results = {var: self.final.get(var, self.choices[var]).read(picks) for var, _ in self.problem.results}

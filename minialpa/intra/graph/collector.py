@@ -82,7 +82,7 @@ class CollectedCosts:
 
         Args:
             counted: how many sums of gradients start together, in an earlier solution.
-            forbidden_s: see `reshard_table`.
+            forbidden_s: seconds of a forbidden collective; infinite rules it out.
             hidden_price: price of collectives that work can hide, as a part of their seconds.
         """
         self.problem, self.mesh, self._cache = problem, mesh, cache or StrategyCache()
@@ -103,7 +103,8 @@ class CollectedCosts:
         self._option, self._prices = option, prices
         self._adding_s = _adding_s(problem, mesh)
         self._deferred: list[_ReaderNode] = []  # of variables that later equations may make
-        self._hidden, self._hidden_price = _hidden(problem) if hidden_price < 1 else frozenset[Var](), hidden_price
+        self._hidden_price = hidden_price
+        self._hidden = _hidden_variables(problem) if hidden_price < 1 else frozenset[Var]()
         self._plain = PlainEquations(
             mesh,
             option,
@@ -114,7 +115,7 @@ class CollectedCosts:
             facts=facts,
             cache=self._cache,
             prices=prices,
-            stacked=_stacked(problem) if is_gpu(mesh.device) else frozenset(),
+            stacked=_stacked_results(problem) if is_gpu(mesh.device) else frozenset(),
             hidden=self._hidden,
             hidden_price=hidden_price,
         )
@@ -136,6 +137,7 @@ class CollectedCosts:
                 self.choices[var] = self.choices[leader]
 
     def _add_input(self, var: Var, role: Role, count: int) -> None:
+        """Add a node for `count` inputs that are sharded alike."""
         specs = self._cache.same(self._constraints.input_specs(var, role))
         is_passing = role in ("batch", "received")
         if len(specs) == 1 and is_passing:
@@ -172,6 +174,7 @@ class CollectedCosts:
             self._add_edge(reader)
 
     def _record(self, i: int) -> AnyRecord:
+        """The record of equation i; equations that are sharded alike share one."""
         eqn, times, in_update = self.problem.eqns[i], self.problem.times[i], self.problem.in_update[i]
         folding = self.folding
         if folding is None:
@@ -202,6 +205,7 @@ class CollectedCosts:
         return record
 
     def _set_results(self, eqn: JaxprEqn, choices: Sequence[Choice]) -> None:
+        """Set spec choices, and add the costs that depend on these alone."""
         for var, choice in zip(eqn.outvars, choices, strict=True):
             self.choices[var] = choice
             if var in self._not_partial and choice.node is not None:
@@ -240,14 +244,15 @@ class CollectedCosts:
     # ---- barriers -------------------------------------------------------------------------------------------------
 
     def _add_barrier(self, occurrence: Occurrence) -> PassRecord:
-        record = PassRecord(tuple(self._passed(occurrence, k) for k in range(len(occurrence.eqn.invars))))
+        record = PassRecord(tuple(self._passed_choice(occurrence, k) for k in range(len(occurrence.eqn.invars))))
         self._set_results(occurrence.eqn, record.arrays)
         return record
 
-    def _passed(self, occurrence: Occurrence, k: int) -> Choice:
+    def _passed_choice(self, occurrence: Occurrence, k: int) -> Choice:
+        """The spec choice of operand `k` after a barrier."""
         operand = occurrence.eqn.invars[k]
         if is_literal(operand):
-            return _replicated(operand)
+            return _replicated_choice(operand)
         came = self._choice(operand)
         is_complete = occurrence.eqn.outvars[k] in self._not_partial
         if k not in occurrence.varied and not is_complete:
@@ -256,7 +261,7 @@ class CollectedCosts:
         # A new node, for a result with another spec.
         specs = came.specs
         if is_complete and all(spec.partial for spec in specs):
-            specs = _replicated(operand).specs
+            specs = _replicated_choice(operand).specs
         choice = Choice(self.costs.add_node([0.0] * len(specs)), specs)
         self._connect(occurrence, k, choice.node, choice.specs)
         return choice
@@ -268,7 +273,7 @@ class CollectedCosts:
     # ---- loops ----------------------------------------------------------------------------------------------------
 
     def _add_loop(self, occurrence: Occurrence, scan: ScanBody) -> LoopRecord:
-        self.choices.update((var, _replicated(var)) for var in scan.flat.constvars)
+        self.choices.update((var, _replicated_choice(var)) for var in scan.flat.constvars)
         self._constraints.enter_loop(occurrence.eqn, scan)
 
         # A partial sum of an iteration would stay a partial sum in the stacked result.
@@ -289,6 +294,7 @@ class CollectedCosts:
         return record
 
     def _add_loop_operand(self, occurrence: Occurrence, scan: ScanBody, k: int) -> Choice:
+        """Add a node for operand `k` in the body; returns the spec choice outside."""
         inner = scan.flat.invars[k]
         is_carry = scan.n_consts <= k < scan.n_lead
         # A partial sum in a carry is summed over devices once, after the loop.
@@ -311,7 +317,7 @@ class CollectedCosts:
                 self._add_edge(_ReaderNode(inner, carry.node, carry.specs, times=inner_times))
             return carry
 
-        left = _replicated(inner) if is_literal(inner) else self._choice(inner)
+        left = _replicated_choice(inner) if is_literal(inner) else self._choice(inner)
         return Choice(left.node, tuple(scan.outer_result(r, spec) for spec in left.specs))
 
 
@@ -323,7 +329,8 @@ def _adding_s(problem: MeshEquations, mesh: LogicalMesh) -> dict[Var, float]:
     return {v: times[v] * adding_s(bytes_of(problem.equal[v]), mesh) for v in problem.equal if v in problem.added}
 
 
-def _hidden(problem: MeshEquations) -> frozenset[Var]:
+def _hidden_variables(problem: MeshEquations) -> frozenset[Var]:
+    """The variables whose collectives other work can hide."""
     weights = [var for var, role in problem.inputs if role in ("parameter", "state")]
     found = set(hidden_values(problem.eqns, [var for var, _ in problem.inputs], weights, ()))
     found.update(problem.equal.values())  # the last pass sums accumulators beside its work
@@ -334,12 +341,12 @@ def _hidden(problem: MeshEquations) -> frozenset[Var]:
     return frozenset(found)
 
 
-def _stacked(problem: MeshEquations) -> frozenset[Var]:
+def _stacked_results(problem: MeshEquations) -> frozenset[Var]:
     """Stacked results of planned loops, such as gradients of layers, and their accumulators."""
     scans = ((eqn, scan_body(eqn)) for eqn in problem.eqns)
     found = [v for eqn, scan in scans if scan is not None for v in eqn.outvars[scan.n_carry :]]
     return frozenset(found) | {problem.equal[v] for v in found if v in problem.equal}
 
 
-def _replicated(atom: Atom) -> Choice:
+def _replicated_choice(atom: Atom) -> Choice:
     return Choice(None, (Spec.replicated(len(shape_of(atom))),))

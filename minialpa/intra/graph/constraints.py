@@ -34,10 +34,11 @@ class Constraint:
 def constraint_of_path(
     path: str, shape: tuple[int, ...], option: AutoShardingOption, mesh_shape: tuple[int, ...]
 ) -> Constraint | None:
+    """The constraint of the first fixed spec that matches `path`."""
     for pattern, partition in option.fixed_pairs:
         if matches(pattern, path):
-            axes = _numbered(option.names_on(mesh_shape), option.named_axes if option.axis_names else ())
-            return _constraint(partition, shape, axes, mesh_shape, f"the spec of `{path}`")
+            axes = _numbers_of_axes(option.names_on(mesh_shape), option.named_axes if option.axis_names else ())
+            return _constraint(partition, shape, axes, mesh_shape, f"`fixed_specs` for `{path}`")
     return None
 
 
@@ -67,11 +68,11 @@ def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: A
     sharding = eqn.params["sharding"]
     where = f"`with_sharding_constraint` at {source_line(eqn)}"
     if not isinstance(sharding, NamedSharding):
-        raise InfeasibleError(f"{where} has a {type(sharding).__name__}; use a NamedSharding or a PartitionSpec.")
+        raise InfeasibleError(f"{where} has a {type(sharding).__name__}. Pass it a NamedSharding or a PartitionSpec.")
     try:
         names = option.names_on(mesh_shape) if option.axis_names else ()
         if names and set(names) <= set(sharding.mesh.axis_names):
-            axes = _numbered(names, sharding.mesh.axis_names)
+            axes = _numbers_of_axes(names, sharding.mesh.axis_names)
         else:
             axes = _axis_numbers(dict(sharding.mesh.shape), mesh_shape, where)
         constraint = _constraint(sharding.spec, shape_of(eqn.invars[0]), axes, mesh_shape, where)
@@ -80,23 +81,25 @@ def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...], option: A
     return Constraint(constraint.spec, constraint.free | frozenset(eqn.params.get("unconstrained_dims") or ()))
 
 
-def _numbered(names: Sequence[str], others: Iterable[str]) -> dict[str, int | None]:
+def _numbers_of_axes(names: Sequence[str], others: Iterable[str]) -> dict[str, int | None]:
+    """The axis number of each of `names`; None for `others`."""
     return {**dict.fromkeys(others), **{name: axis for axis, name in enumerate(names)}}
 
 
 def _axis_numbers(sizes: Mapping[str, int], mesh_shape: Sequence[int], where: str) -> dict[str, int | None]:
     """For each named axis, a logical axis of the same length; None for length 1."""
     named = [(name, length) for name, length in sizes.items() if length > 1]
-    left = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
-    if sorted(length for _, length in named) != sorted(length for _, length in left):
+    unmatched = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
+    if sorted(length for _, length in named) != sorted(length for _, length in unmatched):
         raise ShardingError(
-            f"{where} is for a mesh of {dict(sizes)} and is planned for a logical mesh of {tuple(mesh_shape)}. Use a "
-            "mesh of this shape in the constraint, or set `logical_shape`."
+            f"{where} has a mesh of {dict(sizes)}, but the devices form a mesh of shape {tuple(mesh_shape)}. Use a "
+            "mesh of this shape there, or set "
+            f"`logical_shape={tuple(length for length in sizes.values() if length > 1)}`."
         )
     numbers: dict[str, int | None] = dict.fromkeys(sizes)
     for name, length in named:
-        found = next(pair for pair in left if pair[1] == length)
-        left.remove(found)
+        found = next(pair for pair in unmatched if pair[1] == length)
+        unmatched.remove(found)
         numbers[name] = found[0]
     return numbers
 
@@ -108,8 +111,12 @@ def _constraint(
     mesh_shape: tuple[int, ...],
     where: str,
 ) -> Constraint:
+    """axes: the logical axis of each name."""
     if len(partition) > len(shape):
-        raise ShardingError(f"{where} has {len(partition)} entries for an array of shape {shape}.")
+        raise ShardingError(
+            f"{where}, {partition}, has {len(partition)} entries for an array of shape {shape}. Give at most "
+            f"{len(shape)}."
+        )
 
     dims: list[tuple[int, ...]] = []
     free: set[int] = set()
@@ -120,7 +127,8 @@ def _constraint(
         numbers = _axes_of_entry(names, axes, mesh_shape, where)
         if shape[dim] % math.prod(mesh_shape[axis] for axis in numbers):
             raise ShardingError(
-                f"{where} splits dimension {dim} of shape {shape} over {names}, which does not divide it. Split "
+                f"{where} splits dimension {dim} of an array of shape {shape} over {' and '.join(names)}, "
+                f"{math.prod(mesh_shape[axis] for axis in numbers)} devices, which do not divide {shape[dim]}. Split "
                 "another dimension, or pad the array."
             )
         dims.append(numbers)
@@ -130,14 +138,18 @@ def _constraint(
 def _axes_of_entry(
     names: tuple[str, ...], axes: Mapping[str, int | None], mesh_shape: tuple[int, ...], where: str
 ) -> tuple[int, ...]:
+    """The logical axes that an entry of a PartitionSpec names."""
     unknown = [name for name in names if name not in axes]
     if unknown:
         raise ShardingError(
-            f"{where} names the axes {unknown}; the mesh has {', '.join(axes)}. Set other names with "
-            "`AutoShardingOption(axis_names=...)`."
+            f"{where} has the mesh axes {', '.join(map(str, unknown))}, but the mesh has {', '.join(axes)}. Use these, "
+            "or set other names with `AutoShardingOption(axis_names=...)`."
         )
 
     numbers = tuple(axis for name in names if (axis := axes[name]) is not None and mesh_shape[axis] > 1)
     if list(numbers) != sorted(numbers):
-        raise ShardingError(f"{where} lists axes {names} of one dimension; list them in the order of the mesh.")
+        raise ShardingError(
+            f"{where} splits one dimension over {names}, which is not the order of the mesh. Write "
+            f"{tuple(sorted(names, key=lambda name: axes[name] or 0))}."
+        )
     return numbers

@@ -113,6 +113,7 @@ class CostTable:
         return len(self.nodes) - 1
 
     def forbid(self, node: int, strategies: Sequence[bool]) -> None:
+        """strategies: a mask of the strategies to forbid."""
         self.nodes[node][strategies] = np.inf
 
     def add_edge(self, made: int | None, reader: int | None, cost: NDArray[np.float64]) -> None:

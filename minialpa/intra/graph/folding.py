@@ -47,6 +47,7 @@ def fold(
     """The folding of the pairs `alike` (numbers of equations), and of their inputs.
 
     Args:
+        times: runs per step of each equation.
         kind: of equation i. Equations of one kind have equal strategies if their operands have equal specs.
         kind_of_input: inputs of one kind may have the same specs.
     """
@@ -70,10 +71,10 @@ def _folding(
     total = Counter[int]()
     for leader, n in zip(leaders, times, strict=True):
         total[leader] += n
-    return Folding(tuple(leaders), total, inputs, _varied(eqns, leaders, inputs, times))
+    return Folding(tuple(leaders), total, inputs, _varied_operands(eqns, leaders, inputs, times))
 
 
-def _varied(
+def _varied_operands(
     eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var], times: Sequence[int]
 ) -> dict[int, Varied]:
     """`Folding.varied`; the first of several alike variables stands for all."""

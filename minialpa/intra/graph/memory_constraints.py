@@ -22,6 +22,7 @@ from minialpa.intra.solver.cost_graph import NodeUsage
 from minialpa.ir.equations import bytes_of, dtype_name, shape_of
 from minialpa.sharding import Spec
 from minialpa.support.identity import ById
+from minialpa.support.sizes import bytes_text
 
 #: Demands below this fraction of the limit count at their largest and for the whole time, which keeps the terms few.
 _TINY = 1e-4
@@ -94,7 +95,7 @@ def demands_of(
             n_shards = shards_by_specs[specs] = np.array([spec.n_shards(mesh_shape) for spec in choice.specs])
         n_bytes = usage.n_copies * bytes_of(usage.var) / n_shards
         if usage.copy_of is not None:
-            n_bytes = n_bytes * _differs(choice, choices.get(usage.copy_of))
+            n_bytes = n_bytes * _differing_specs(choice, choices.get(usage.copy_of))
         if usage.if_gathered:
             n_bytes = n_bytes * (n_shards < _most_shards(choices[usage.var], mesh_shape))
         demands.append(Demand(var=usage.var, node=choice.node, n_bytes=n_bytes, start=usage.start, end=usage.end))
@@ -102,7 +103,7 @@ def demands_of(
     return demands
 
 
-def _differs(copy: Choice, source: Choice | None) -> NDArray[np.bool_]:
+def _differing_specs(copy: Choice, source: Choice | None) -> NDArray[np.bool_]:
     """A mask of the specs of a copy that neither the source nor a slice of it can have."""
     specs = source.specs if source else ()
     same = {*specs, *(Spec(spec.dims[1:], spec.partial) for spec in specs if spec.dims and not spec.dims[0])}
@@ -115,15 +116,15 @@ def _most_shards(choice: Choice, mesh_shape: tuple[int, ...]) -> int:
 
 def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[NodeUsage, ...]:
     """`demands` as usages in whole bytes, one per node and interval; empty if all fit at their largest."""
-    if _peak(demands, _largest, n_times)[0] <= limit_bytes:
+    if _peak(demands, _most_bytes, n_times)[0] <= limit_bytes:
         return ()
 
     large: list[Demand] = []
     tiny: list[Demand] = []
     for demand in demands:
-        is_large = demand.node is not None and _largest(demand) > _TINY * limit_bytes
+        is_large = demand.node is not None and _most_bytes(demand) > _TINY * limit_bytes
         (large if is_large else tiny).append(demand)
-    rest = _peak(tiny, _largest, n_times)[0]
+    rest = _peak(tiny, _most_bytes, n_times)[0]
 
     by_node: dict[tuple[int, int, int], NDArray[np.float64]] = {}
     for demand in large:
@@ -155,18 +156,18 @@ def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable
             sizes[demand.var] = sizes.get(demand.var, 0.0) + least(demand)
     largest = sorted(sizes, key=lambda var: -sizes[var])[:_N_LISTED]
     listed = "".join(
-        f"\n  {limit.name_of(var)} {dtype_name(var)}{list(shape_of(var))}: {sizes[var]:,.0f} bytes per device"
+        f"\n  {limit.name_of(var)} {dtype_name(var)}{list(shape_of(var))}: {bytes_text(sizes[var])} per device"
         for var in largest
     )
 
     raise InfeasibleError(
-        f"The program needs at least {n_bytes:,.0f} bytes per device and the limit is {limit.limit_bytes:,.0f}. Use "
-        "more devices or micro-batches, or raise `memory_limit_bytes`. The largest tensors, in their smallest shards:"
-        f"{listed}"
+        f"The step needs at least {bytes_text(n_bytes)} per device, {bytes_text(n_bytes - limit.limit_bytes)} above "
+        f"the limit of {bytes_text(limit.limit_bytes)}. Use more devices or micro-batches, or raise "
+        f"`memory_limit_bytes`. The largest arrays, split as far as possible:{listed}"
     )
 
 
-def _largest(demand: Demand) -> float:
+def _most_bytes(demand: Demand) -> float:
     return float(demand.n_bytes.max())
 
 

@@ -54,6 +54,7 @@ class OptionConstraints:
     # ---- inputs and results ---------------------------------------------------------------------------------------
 
     def fixed(self, var: Var, path: str | None) -> Constraint | None:
+        """The user's constraint on an input or result."""
         return constraint_of_path(path, shape_of(var), self.option, self.mesh.shape) if path else None
 
     def input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
@@ -76,6 +77,7 @@ class OptionConstraints:
         return self._kept_specs(role, specs)
 
     def _received_spec(self, shape: tuple[int, ...]) -> Spec:
+        """The spec that `received_axes` requires."""
         dims: list[tuple[int, ...]] = [()] * len(shape)
         for axis, name in enumerate(self._axis_names):
             for received, dim in self.option.received_axes:
@@ -99,6 +101,7 @@ class OptionConstraints:
         return tuple(spec for spec in specs if spec.n_shards(self.mesh.shape) == most)
 
     def _batch_specs(self, var: Var, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        """The `specs` that split the examples as required."""
         dim, axes = self.example_dims.get(var), self.batch_axes
         if dim is None or axes is None:
             return specs
@@ -107,14 +110,14 @@ class OptionConstraints:
         if self.option.data_parallel:
             allowed = tuple(spec for spec in allowed if spec.axes == axes)
         if not allowed:
-            raise self._uneven(var, dim)
+            raise self._uneven_batch_error(var, dim)
         return allowed
 
-    def _uneven(self, var: Var, dim: int) -> UnevenBatchError:
+    def _uneven_batch_error(self, var: Var, dim: int) -> UnevenBatchError:
         n_devices = math.prod(self.mesh.shape[axis] for axis in self.batch_axes or ())
         name = f"`{self.problem.paths[var]}`" if var in self.problem.paths else "a value"
         return UnevenBatchError(
-            f"{_batch_option(self.option)} splits the examples over {n_devices} devices, and {name} of shape "
+            f"{_batch_option(self.option)} splits the examples over {n_devices} devices, but {name} of shape "
             f"{shape_of(var)} has {shape_of(var)[dim]} of them in dimension {dim}, in each micro-batch. Use a multiple "
             f"of {n_devices} examples, fewer devices or micro-batches, or `ShardParallel`, which may split other "
             "dimensions."
@@ -163,6 +166,7 @@ class OptionConstraints:
         return None
 
     def _factors_of_examples(self, eqn: JaxprEqn, factors: Factors) -> frozenset[int]:
+        """The factors that hold examples: b in a reshape from [b, s] to [b * s] with the factors b and s."""
         arrays = (*zip(eqn.invars, factors.operands, strict=True), *zip(eqn.outvars, factors.results, strict=True))
         found = set[int]()
         for atom, dims in arrays:
@@ -182,13 +186,14 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
     forced = option.force_batch_dim_to_mesh_dim
     if forced is not None and live and forced >= len(mesh_shape):
         raise InfeasibleError(
-            f"`force_batch_dim_to_mesh_dim={forced}` names no axis of a logical mesh of {mesh_shape}. Use a number "
-            f"below {len(mesh_shape)}, or set `logical_shape` with two axes."
+            f"`force_batch_dim_to_mesh_dim={forced}` is no axis of the mesh of shape {mesh_shape} that the devices "
+            f"form. Set it to a number below {len(mesh_shape)}, or set `logical_shape` to a shape of two axes."
         )
     if option.data_parallel and forced is not None and live not in ((), (forced,)):
         raise InfeasibleError(
-            f"{_batch_option(option)} splits the examples over all of a logical mesh of {mesh_shape}, and "
-            f"`force_batch_dim_to_mesh_dim={forced}` over axis {forced} alone. Leave one of them out."
+            f"{_batch_option(option)} splits the examples over all devices, a mesh of shape {mesh_shape}, but "
+            f"`force_batch_dim_to_mesh_dim={forced}` splits them over axis {forced} alone. Remove one of the two "
+            "options."
         )
 
     if option.data_parallel:
@@ -218,17 +223,17 @@ def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, required
     names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
     forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
     others = [f"`{name}`" for name in option.set_names if name not in names.values()]
-    advice = f", or one of {', '.join(others)}" if others else ""
+    advice = f", or {' or '.join(others)}" if others else ""
     return (
-        f"{forbidden} cannot be kept: {dtype_name(var)}{list(shape_of(var))}{ends} is made in `{made}` and read in "
-        f"`{required}`. Leave out this option{advice}."
+        f"{forbidden} cannot be kept, because {dtype_name(var)}{list(shape_of(var))}{ends} is made in the sharding "
+        f"`{made}` and read in `{required}`. Remove this option{advice}."
     )
 
 
 def fold_problem(
     problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], cache: StrategyCache
 ) -> Folding | None:
-    """The folding of a short step (`ir/repeats.py`); None for a whole step."""
+    """The folding of a short step, in which one layer stands for many (`ir/repeats.py`); None for a whole step."""
     if not problem.repeats.alike:
         return None
 

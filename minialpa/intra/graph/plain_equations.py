@@ -79,7 +79,7 @@ class PlainEquations:
         self._mesh, self._option = mesh, option
         self._costs, self._choices, self._not_partial = costs, choices, not_partial
         self._constraints, self._facts, self._cache, self._prices = constraints, facts, cache, prices
-        self._optimizer_nodes: set[int] = set()
+        self._optimizer_nodes: set[int] = set()  # nodes of elementwise equations of the update
         self._sums: set[Var] = set()  # sums that follow their operand, and results that follow these
 
     def record(self, occurrence: Occurrence) -> Record:
@@ -95,13 +95,13 @@ class PlainEquations:
             # Edges price a pending sum once per reader; a new node can finish it once for all readers.
             if not is_sum or not any(map(self._facts.is_shared, eqn.outvars)):
                 self._sums.update(eqn.outvars if is_sum else ())
-                return self._follow(occurrence, kind, chosen)
+                return self._follow_node(occurrence, kind, chosen)
 
         if occurrence.in_update:
             lead = self._optimizer_operands(eqn, kind.factors, [k for k in chosen if k not in varied])
             if lead:
-                return self._follow(occurrence, kind, lead)
-        return self._decide(occurrence, kind)
+                return self._follow_node(occurrence, kind, lead)
+        return self._add_node(occurrence, kind)
 
     def note_alike(self, eqn: JaxprEqn, leader: JaxprEqn) -> None:
         """Let the results of `eqn` count as sums if the results of `leader`, sharded alike, do."""
@@ -115,6 +115,7 @@ class PlainEquations:
         return self._choices[atom]
 
     def _chosen_operands(self, eqn: JaxprEqn) -> list[int]:
+        """The numbers of the operands whose specs a node decides."""
         choices = self._choices
         return [k for k, atom in enumerate(eqn.invars) if not is_literal(atom) and choices[atom].node is not None]
 
@@ -127,7 +128,10 @@ class PlainEquations:
         return "sum" in factors.reductions.values() or any(var in self._sums for var in operand_vars(eqn))
 
     def _optimizer_operands(self, eqn: JaxprEqn, factors: Factors, chosen: Sequence[int]) -> list[int]:
-        """The operands from the first optimizer node that an elementwise equation can follow."""
+        """The operands from the first optimizer node that an elementwise equation can follow; some may be scalars.
+
+        chosen: numbers of the operands whose specs a node decides.
+        """
         if not _is_elementwise(factors):
             return []
         for k in chosen:
@@ -149,28 +153,35 @@ class PlainEquations:
         if is_given:
             known = {k: self._choice(atom).specs for k, atom in enumerate(eqn.invars) if not is_literal(atom)}
             given = {k: self._cache.same(specs[:1]) for k, specs in known.items()}
-        return Record(None, self._followed(eqn, kind, given, 1))
+        return Record(None, self._following_strategies(eqn, kind, given, 1))
 
-    def _follow(self, occurrence: Occurrence, kind: StrategyKey, lead: Sequence[int]) -> Record:
+    def _follow_node(self, occurrence: Occurrence, kind: StrategyKey, lead: Sequence[int]) -> Record:
+        """Let an equation follow the node of the operands `lead`."""
         eqn = occurrence.eqn
         choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
         assert node is not None, eqn
 
         given = {k: choice.specs for k, choice in choices.items()}
-        strategies = self._followed(eqn, kind, given, len(self._costs.nodes[node]))
+        strategies = self._following_strategies(eqn, kind, given, len(self._costs.nodes[node]))
         self._costs.nodes[node] += occurrence.times * self._seconds(eqn, strategies)
         return Record(node, strategies)
 
-    def _followed(
+    def _following_strategies(
         self, eqn: JaxprEqn, kind: StrategyKey, given: Mapping[int, tuple[Spec, ...]], n_strategies: int
     ) -> StrategySet:
+        """The strategies of an equation that follows a node: strategy s reads operand k in the spec `given[k][s]`.
+
+        n_strategies: of the node.
+        """
         allow_partial = self._not_partial.isdisjoint(eqn.outvars)
-        return self._prices.of(eqn.outvars).follow(eqn, kind, given, n_strategies, allow_partial=allow_partial)
+        priced_strategies = self._prices.of(eqn.outvars)
+        return priced_strategies.follow(eqn, kind, given, n_strategies, allow_partial=allow_partial)
 
     # ---- strategies to choose from ----------------------------------------------------------------------------------
 
-    def _decide(self, occurrence: Occurrence, kind: StrategyKey) -> Record:
+    def _add_node(self, occurrence: Occurrence, kind: StrategyKey) -> Record:
+        """Add a node with the strategies of an equation."""
         eqn = occurrence.eqn
         is_optimizer = occurrence.in_update and _is_elementwise(kind.factors)
         strategies = self._own_strategies(occurrence, kind)
@@ -197,6 +208,7 @@ class PlainEquations:
         return Record(node, strategies)
 
     def _own_strategies(self, occurrence: Occurrence, kind: StrategyKey) -> StrategySet:
+        """All strategies that split the examples as required."""
         eqn, factors = occurrence.eqn, kind.factors
         required = Required()
         if not is_constraint(eqn):

@@ -42,6 +42,7 @@ class VariableFacts:
 
 
 def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
+    """plans_loops: whether bodies of scans are planned."""
     together: dict[Var, int] = {}
     with_gradients: set[Var] = set()
     n_readers: Counter[Var] = Counter()
@@ -79,14 +80,14 @@ class MeshPrices:
         counted: StartCounts | None,
         forbidden_s: float,
     ) -> None:
-        """counted: starts of the sums of gradients in an earlier solution. forbidden_s: see `reshard_table`."""
+        """counted: starts of the sums of gradients in an earlier solution. forbidden_s: seconds of a forbidden step."""
         self._mesh, self._forbidden, self._forbidden_s = mesh, option.forbidden_collectives, forbidden_s
         self._cache, self._facts, self._counted = cache, facts, counted
         self._kinds = combined_sums(mesh, option)
         self._by_sharing: dict[tuple[int, bool], MeshStrategies] = {}  # a mesh takes long to hash
 
     def of(self, made: Sequence[Var]) -> MeshStrategies:
-        """Strategies of the equation with results `made`, or resharding prices of these variables."""
+        """Priced strategies of the equation with results `made`, or resharding prices of these variables."""
         n_sums, is_counted = 1, False
         for var in made:
             n_sums = max(n_sums, self._facts.n_together.get(var, 1))

@@ -14,6 +14,7 @@ from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.sharding import EquationSpecs, Spec
 
 _N_LISTED = 3
+#: `batch` has examples; `received` comes from another mesh.
 Role = Literal["parameter", "state", "batch", "received"]
 
 
@@ -83,8 +84,9 @@ class GatheredState(NamedTuple):
         listed = ", ".join(f"`{path}`" for path in self.paths[:_N_LISTED]) + others
         return (
             f"`{self.eqn.primitive.name}` at {source_line(self.eqn)} gathers optimizer state that is stored in shards "
-            f"({listed}): a mesh axis splits only one dimension of the arrays of an operation. The results are right. "
-            "To keep the shards, take the update out of it (`jnp.where` on the results in place of `lax.cond`)."
+            f"({listed}), because a mesh axis splits only one dimension of the arrays of an operation. The results are "
+            "right but take more memory. To keep the shards, update the state outside of it, with `jnp.where` on the "
+            "results in place of `lax.cond`."
         )
 
 

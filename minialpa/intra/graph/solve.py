@@ -73,7 +73,7 @@ class MeshSolver:
 # ---- forbidden collectives ------------------------------------------------------------------------------------------
 
 
-class _Resharded(NamedTuple):
+class _Resharding(NamedTuple):
     """An array, the spec in which it is made, and the spec that `reader`, an operation or result, requires."""
 
     var: Var
@@ -99,7 +99,7 @@ def _why_infeasible(
         return None
 
     makers = {var: eqn for eqn in _all_equations(problem.eqns) for var in eqn.outvars}
-    for array in _resharded(problem, sharding):
+    for array in _reshardings(problem, sharding):
         table = reshard_table(
             shape_of(array.var), bytes_of(array.var), mesh, option.forbidden_collectives, forbidden_s=_FORBIDDEN_S
         )
@@ -111,28 +111,28 @@ def _why_infeasible(
     return None
 
 
-def _resharded(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Resharded]:
-    yield from _resharded_in(problem.eqns, sharding.equations, sharding.specs)
+def _reshardings(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Resharding]:
+    yield from _reshardings_in(problem.eqns, sharding.equations, sharding.specs)
     for var, path in problem.results:
-        yield _Resharded(var, sharding.specs[var], sharding.results[var], f"the result `{path}`")
+        yield _Resharding(var, sharding.specs[var], sharding.results[var], f"the result `{path}`")
 
 
-def _resharded_in(
+def _reshardings_in(
     eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]
-) -> Iterator[_Resharded]:
+) -> Iterator[_Resharding]:
     for eqn, of_eqn in zip(eqns, chosen, strict=True):
         for operand, required in zip(eqn.invars, of_eqn.operands, strict=True):
             if not is_literal(operand):
-                yield _Resharded(operand, specs[operand], required, _name_of(eqn))
+                yield _Resharding(operand, specs[operand], required, _name_of(eqn))
 
         if of_eqn.body:
             body = scan_body(eqn)
             assert body is not None, eqn.primitive
             inside, left = body_specs(body, of_eqn)
-            yield from _resharded_in(body.flat.eqns, of_eqn.body, inside)
+            yield from _reshardings_in(body.flat.eqns, of_eqn.body, inside)
             for atom, required in zip(body.flat.outvars, left, strict=True):
                 if not is_literal(atom):
-                    yield _Resharded(atom, inside[atom], required, _name_of(eqn))
+                    yield _Resharding(atom, inside[atom], required, _name_of(eqn))
 
 
 def _all_equations(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:

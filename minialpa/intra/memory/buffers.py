@@ -72,11 +72,12 @@ def timeline_of(
     pairs: (i, o) where result o takes over the buffer of input i.
     """
     home = homes(kernels, inputs)
+    # Buffers of results, and of results that take over an input.
     kept = {home.get(v, v) for v in results}
     replaced = {home.get(results[o], results[o]) for _, o in pairs}
 
-    start, end = _spans(kernels, home)
-    shared = _shared(kernels, start, end, fixed=kept | set(home.values()), sizes=sizes)
+    start, end = _starts_and_ends(kernels, home)
+    shared = _buffers_taken_over(kernels, start, end, fixed=kept | set(home.values()), sizes=sizes)
     # Before, the buffer has the operand.
     start.update((value, end[operand]) for value, operand in shared.items())
 
@@ -100,7 +101,7 @@ def homes(kernels: Sequence[Kernel], inputs: Sequence[int] = ()) -> dict[int, in
     return home
 
 
-def _spans(kernels: Sequence[Kernel], home: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
+def _starts_and_ends(kernels: Sequence[Kernel], home: Mapping[int, int]) -> tuple[dict[int, int], dict[int, int]]:
     """Start and end of each value. Arguments have only an end."""
     start: dict[int, int] = {}
     end: dict[int, int] = {}
@@ -113,7 +114,7 @@ def _spans(kernels: Sequence[Kernel], home: Mapping[int, int]) -> tuple[dict[int
     return start, end
 
 
-def _shared(
+def _buffers_taken_over(
     kernels: Sequence[Kernel],
     start: Mapping[int, int],
     end: Mapping[int, int],
@@ -167,7 +168,7 @@ def copies_of(
     for kernels far from their pass.
     """
     uses = _uses(kernels, inputs, units)
-    spans = {one: span for one, found in uses.times.items() if (span := _span(found)) is not None}
+    spans = {one: span for one, found in uses.times.items() if (span := _span_of_pass(found)) is not None}
     copies: list[tuple[Buffer, int]] = []
     for buffer in timeline.temporaries:
         if buffer.value not in uses.of_value:
@@ -177,7 +178,9 @@ def copies_of(
         beside = sorted(span for one, span in spans.items() if one.run == unit.unit_pass.run)
         # Kernels far from the others of their pass run unit by unit, too.
         if any(start < high and low < end for low, high in beside):
-            copies += [(Buffer(buffer.value, low, high), unit.n - 1) for low, high in _outside(beside, start, end)]
+            copies += [
+                (Buffer(buffer.value, low, high), unit.n - 1) for low, high in _times_outside(beside, start, end)
+            ]
     return tuple(copies)
 
 
@@ -218,7 +221,7 @@ def _uses(kernels: Sequence[Kernel], inputs: Sequence[int], units: Units) -> _Us
     return uses
 
 
-def _span(times: Sequence[int]) -> tuple[int, int] | None:
+def _span_of_pass(times: Sequence[int]) -> tuple[int, int] | None:
     """First time, and time after the last, of most kernels of a pass; None if units take turns all the time.
 
     Compilers run a few kernels of a pass long before the others, or long after them.
@@ -229,7 +232,7 @@ def _span(times: Sequence[int]) -> tuple[int, int] | None:
     return (most[0], most[-1] + 1) if len(most) > _MOST_KERNELS * len(times) else None
 
 
-def _outside(spans: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
+def _times_outside(spans: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int]]:
     """The times from `start` to `end` outside of `spans`, which are in order."""
     for low, high in spans:
         if start < min(low, end):
@@ -264,7 +267,7 @@ class Packed:
 
 
 def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int) -> Packed:
-    """sizes: bytes of values."""
+    """The block that holds all temporaries. sizes: bytes of values."""
     # Scratch buffers and copies are temporaries of values without a number in the program.
     scratch = [Buffer(len(sizes) + i, time, time + 1) for i, (time, _) in enumerate(timeline.scratch)]
     all_sizes = [*sizes, *(n_bytes for _, n_bytes in timeline.scratch)]
@@ -272,13 +275,13 @@ def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int)
         scratch.append(Buffer(len(all_sizes), copy.start, copy.end))
         all_sizes.append(n * sizes[copy.value])
     aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in all_sizes]
-    left = _without_space(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
-    blocks = _blocks(timeline, left, aligned)
+    unplaced = _unplaced_buffers(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
+    blocks = _blocks(timeline, unplaced, aligned)
     by_size = sorted(blocks, key=lambda block: (-block.n_bytes, block.start - block.end))
     by_duration = sorted(blocks, key=lambda block: (block.start - block.end, -block.n_bytes))
-    at = _fullest(blocks, timeline.n_times)
+    at = _peak_time(blocks, timeline.n_times)
     n_bytes = min(_height(by_size), _height(by_duration))
-    alive = [buffer.value for buffer in left if buffer.start <= at < buffer.end]
+    alive = [buffer.value for buffer in unplaced if buffer.start <= at < buffer.end]
     return Packed(
         n_bytes=n_bytes,
         values=tuple(value for value in alive if value < len(sizes)),
@@ -286,7 +289,7 @@ def pack(timeline: BufferTimeline, sizes: Sequence[float], alignment_bytes: int)
     )
 
 
-def _without_space(
+def _unplaced_buffers(
     timeline: BufferTimeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
 ) -> list[Buffer]:
     """The `temporaries` without a place in the buffer of a result."""
@@ -295,7 +298,7 @@ def _without_space(
     spans = [[(buffer.start, buffer.end)] for buffer in timeline.results]
     last_end = np.array([buffer.start for buffer in timeline.results])
 
-    left: list[Buffer] = []
+    unplaced: list[Buffer] = []
     for buffer in sorted(temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):
         span = (buffer.start, buffer.end)
         for place in np.flatnonzero((result_bytes >= aligned[buffer.value]) & (last_end >= buffer.end)).tolist():
@@ -303,11 +306,12 @@ def _without_space(
                 insort(spans[place], span)
                 break
         else:
-            left.append(buffer)
-    return left
+            unplaced.append(buffer)
+    return unplaced
 
 
 def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
+    """Whether a place with the uses `spans` is free during `span`."""
     start, end = span
     place = bisect(spans, (start, math.inf))
     if place < len(spans) and spans[place][0] < end:
@@ -315,22 +319,23 @@ def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
     return place == 0 or spans[place - 1][1] <= start or spans[place - 1][0] >= end
 
 
-def _blocks(timeline: BufferTimeline, left: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
+def _blocks(timeline: BufferTimeline, unplaced: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
     """Values that share a buffer are one block."""
     first: dict[int, Buffer] = {}  # for each value, the first one in its buffer
     end: dict[int, int] = {}  # of each buffer, by its first value
-    for buffer in sorted(left, key=lambda buffer: buffer.start):
+    for buffer in sorted(unplaced, key=lambda buffer: buffer.start):
         first[buffer.value] = first.get(timeline.shared.get(buffer.value, -1), buffer)
         end[first[buffer.value].value] = buffer.end
 
     return [
         _Block(buffer.start, end[buffer.value], aligned[buffer.value])
-        for buffer in left
+        for buffer in unplaced
         if first[buffer.value] is buffer
     ]
 
 
-def _fullest(blocks: Sequence[_Block], n_times: int) -> int:
+def _peak_time(blocks: Sequence[_Block], n_times: int) -> int:
+    """The time at which the blocks have the most bytes."""
     change = np.zeros(n_times + 1)
     for block in blocks:
         change[block.start] += block.n_bytes

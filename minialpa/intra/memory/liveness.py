@@ -21,6 +21,7 @@ from minialpa.intra.memory.recording import record_equations, record_program
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.ir.equations import Atom, dtype_name, is_literal, shape_of
 from minialpa.ir.repeats import NO_REPEATS, Repeats
+from minialpa.support.sizes import bytes_text
 
 #: Length of `ProgramMemory.largest`.
 _N_LARGEST = 5
@@ -36,7 +37,7 @@ class LargeTensor:
     source: str
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)} {self.n_bytes:,.0f} bytes ({self.source})"
+        return f"{self.dtype}{list(self.shape)} {bytes_text(self.n_bytes)} ({self.source})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
     packed = pack(recording.timeline(pairs, program.repeats), sizes, compiler.alignment_bytes)
 
     table_bytes = compiler.address_bytes * len(results) if len(results) > 1 else 0
-    n_inputs, n_results = _counts(program, program.invars), _counts(program, program.outvars)
+    n_inputs, n_results = _n_copies(program, program.invars), _n_copies(program, program.outvars)
     for i, o in pairs:
         n_results[o] = n_inputs[i]
     argument_bytes = sum(n * sizes[v] for n, v in zip(n_inputs, inputs, strict=True))
@@ -96,16 +97,17 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
         output_bytes=output_bytes,
         alias_bytes=alias_bytes,
         temp_bytes=packed.n_bytes + compiler.reserve * modelled_bytes,
-        largest=_largest(recording.recorder, {*packed.values, *inputs, *results}),
+        largest=_largest_tensors(recording.recorder, {*packed.values, *inputs, *results}),
     )
 
 
-def _counts(program: ShardedEquations, atoms: Sequence[Atom]) -> list[int]:
+def _n_copies(program: ShardedEquations, atoms: Sequence[Atom]) -> list[int]:
+    """For each atom, the number of values that it stands for."""
     n_of = program.repeats.n_variables
     return [1 if is_literal(atom) else n_of(atom) for atom in atoms]
 
 
-def _largest(recorder: ShardValues, present: set[int]) -> tuple[LargeTensor, ...]:
+def _largest_tensors(recorder: ShardValues, present: set[int]) -> tuple[LargeTensor, ...]:
     by_size = sorted(present, key=lambda v: -recorder.values[v].n_bytes)
     values = [recorder.values[v] for v in by_size[:_N_LARGEST]]
     return tuple(

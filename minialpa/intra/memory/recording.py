@@ -84,6 +84,7 @@ class Recording:
 
 
 def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
+    """`program`, with its resharding steps, on one device."""
     mesh_shape = program.mesh.shape
     waits = compiler.waits_at_barriers and not (program.in_loop and compiler.drops_inner_barriers)
     recorder = compiler.recorder(waits_at_barriers=waits)
@@ -140,6 +141,7 @@ def _add_equations(
     compiler: Compiler,
     buffers_of: Callable[[tuple[Jaxpr, ...], Compiler], tuple[float, ...]],
 ) -> None:
+    """env: the value of each variable. buffers_of: temporaries of loop bodies."""
     for eqn in eqns:
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         if eqn.primitive in _FUNCTIONS:
@@ -152,6 +154,7 @@ def _add_equations(
 
 
 def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:
+    """The number of shards along each split factor."""
     axes_of = split_axes(factors, chosen)
     return {factor: math.prod(mesh_shape[axis] for axis in axes) for factor, axes in axes_of.items()}
 
@@ -159,7 +162,7 @@ def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]
 def _add_function(
     eqn: JaxprEqn, params: Mapping[str, Any], recorder: ShardValues, operands: Sequence[int], compiler: Compiler
 ) -> list[int]:
-    """Add the equations of the function of a primitive, with `eqn` as their maker; the values of its results."""
+    """Record a function, such as attention, by its equations; `eqn` is the maker of all values. Returns the results."""
     arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)
     flat = _flat_function(eqn.primitive, tuple(params.items()), arrays)
     constants = [recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "constant") for v in flat.constvars]

@@ -87,6 +87,7 @@ def _joint_size(residual: Residual, v: int, near: set[int]) -> int:
 
 
 def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
+    """Decide the nodes; their cost goes to `offset`."""
     # The bucket of a node has the tables of which it is the first node to go.
     place = {node: at for at, node in enumerate(order)}
     buckets = {node: [_Table((node,), residual.costs[node])] for node in order}
@@ -98,7 +99,7 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
     for node in order:
         factors = buckets.pop(node)
         scope = tuple(sorted({w for factor in factors for w in factor.scope}, key=place.__getitem__))
-        joint = _join(factors, scope)
+        joint = _joint_table(factors, scope)
         best = joint.argmin(axis=0)
         least = np.take_along_axis(joint, best[None], axis=0)[0]
 
@@ -109,7 +110,8 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
             residual.offset += float(least)
 
 
-def _join(factors: list[_Table], scope: tuple[int, ...]) -> Floats:
+def _joint_table(factors: list[_Table], scope: tuple[int, ...]) -> Floats:
+    """The sum of `factors` over `scope`."""
     joint: Floats = np.zeros((1,) * len(scope))
     for factor in factors:
         sizes = dict(zip(factor.scope, factor.table.shape, strict=True))

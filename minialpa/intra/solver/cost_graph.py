@@ -62,14 +62,14 @@ class CostGraph:
         costs = tuple(_as_array(cost, f"`node_costs[{v}]`", 1) for v, cost in enumerate(self.node_costs))
         sizes = [len(cost) for cost in costs]
         if 0 in sizes:
-            raise ShardingError(f"Node {sizes.index(0)} has no strategies; give every node at least one.")
+            raise ShardingError(f"`node_costs[{sizes.index(0)}]` is empty. Give each node at least one strategy.")
 
         object.__setattr__(self, "node_costs", costs)
         edges = tuple(_checked_edge(number, edge, sizes) for number, edge in enumerate(self.edges))
         object.__setattr__(self, "edges", edges)
 
         if self.usage_limit is not None and self.usage_limit < 0:
-            raise ShardingError(f"`usage_limit` cannot be negative; got {self.usage_limit}.")
+            raise ShardingError(f"`usage_limit` must be 0 or more; got {self.usage_limit}.")
         object.__setattr__(self, "usages", _checked_usages(self.usages, sizes))
 
     @property
@@ -114,21 +114,23 @@ class GraphSolution:
 def _as_array(values: Any, name: str, ndim: int) -> Floats:
     array = np.array(values, np.float64)
     if array.ndim != ndim:
-        raise ShardingError(f"{name} needs {ndim} dimension{'s' * (ndim > 1)}; got shape {array.shape}.")
+        raise ShardingError(f"{name} must have {ndim} dimension{'s' * (ndim > 1)}; got shape {array.shape}.")
     if np.isnan(array).any() or np.isneginf(array).any():
-        raise ShardingError(f"{name} holds NaN or -inf; forbid a choice with `np.inf`.")
+        raise ShardingError(f"{name} has a value NaN or -inf. Use `np.inf` to forbid a choice.")
     array.flags.writeable = False
     return array
 
 
 def _checked_edge(number: int, edge: Edge, sizes: list[int]) -> Edge:
     if not (0 <= edge.a < len(sizes) and 0 <= edge.b < len(sizes)):
-        raise ShardingError(f"Edge {number} joins nodes {edge.a} and {edge.b}; nodes are 0 to {len(sizes) - 1}.")
-    cost = _as_array(edge.cost, f"The cost of edge {number}", 2)
+        raise ShardingError(
+            f"`edges[{number}]` joins the nodes {edge.a} and {edge.b}. Use nodes from 0 to {len(sizes) - 1}."
+        )
+    cost = _as_array(edge.cost, f"`edges[{number}].cost`", 2)
     if cost.shape != (sizes[edge.a], sizes[edge.b]):
         raise ShardingError(
-            f"Edge {number} joins nodes with {sizes[edge.a]} and {sizes[edge.b]} strategies; "
-            f"its cost has shape {cost.shape}."
+            f"`edges[{number}]` joins nodes with {sizes[edge.a]} and {sizes[edge.b]} strategies, but its cost has the "
+            f"shape {cost.shape}. Give a cost of shape {(sizes[edge.a], sizes[edge.b])}."
         )
     return Edge(edge.a, edge.b, cost)
 
@@ -138,14 +140,20 @@ def _checked_usages(usages: tuple[NodeUsage, ...], sizes: list[int]) -> tuple[No
     checked: list[NodeUsage] = []
     for node, (start, end), values in usages:
         if not 0 <= node < len(sizes):
-            raise ShardingError(f"A usage is of node {node}; nodes are 0 to {len(sizes) - 1}.")
+            raise ShardingError(f"`usages` has the node {node}. Use nodes from 0 to {len(sizes) - 1}.")
         usage = np.array(values)
         if usage.dtype.kind not in "iu" or usage.shape != (sizes[node],) or usage.min() < 0:
-            raise ShardingError(f"A usage of node {node} needs {sizes[node]} integers of zero or more; got {values}.")
+            raise ShardingError(
+                f"`usages` has {values} for node {node}. Give {sizes[node]} integers of 0 or more, one for each "
+                "strategy."
+            )
         if start < end and usage.any():
             checked.append((node, (start, end), usage))
 
     most = sum(int(usage.max()) for _, _, usage in checked)
     if most >= MOST_USAGE:
-        raise ShardingError(f"All usages together are {most:,}; use a larger unit, to stay below {MOST_USAGE:,}.")
+        raise ShardingError(
+            f"The largest values of `usages` add up to {most:.3g}, but the solver takes sums below {MOST_USAGE:.3g}. "
+            "Give `usages` and `usage_limit` in a larger unit, such as MiB instead of bytes."
+        )
     return tuple((node, interval, usage.astype(np.int64)) for node, interval, usage in checked)

@@ -69,10 +69,10 @@ def flatten(residual: Residual, nodes: list[int]) -> Core:
     """
     costs = [residual.costs[v] for v in nodes]
     sizes = [len(cost) for cost in costs]
-    forbidden = _above_all(residual, nodes)
+    forbidden = _forbidden_cost(residual, nodes)
     return Core(
         at=_offsets(sizes),
-        cost=_finite(np.concatenate(costs), forbidden),
+        cost=_finite_costs(np.concatenate(costs), forbidden),
         **_link_fields(residual, nodes, forbidden),
         **_usage_fields(residual, nodes),
         forbidden=forbidden,
@@ -95,7 +95,7 @@ def _link_fields(residual: Residual, nodes: list[int], forbidden: float) -> dict
         "other": np.array([there for _, there in pairs], np.int64),
         "back": np.array([number[there, here] for here, there in pairs], np.int64),
         "table_at": _offsets([table.size for table in tables]),
-        "table": _finite(np.concatenate([np.zeros(0), *(table.ravel() for table in tables)]), forbidden),
+        "table": _finite_costs(np.concatenate([np.zeros(0), *(table.ravel() for table in tables)]), forbidden),
         "message_at": _offsets([table.shape[0] for table in tables]),
     }
 
@@ -113,7 +113,7 @@ def _usage_fields(residual: Residual, nodes: list[int]) -> dict[str, NDArray[Any
     }
 
 
-def _finite(cost: Floats, forbidden: float) -> Floats:
+def _finite_costs(cost: Floats, forbidden: float) -> Floats:
     return np.where(np.isfinite(cost), cost, forbidden)
 
 
@@ -121,7 +121,7 @@ def _offsets(sizes: list[int]) -> Ints:
     return np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)))).astype(np.int64)
 
 
-def _above_all(residual: Residual, nodes: list[int]) -> float:
+def _forbidden_cost(residual: Residual, nodes: list[int]) -> float:
     """`Core.forbidden`: 2 * (sum over all tables of (largest - least allowed entry) + largest absolute entry)."""
     tables = [residual.costs[v] for v in nodes]
     tables += [edge for v in nodes for w, edge in residual.adjacent[v].items() if v < w]

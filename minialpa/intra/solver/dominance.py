@@ -82,6 +82,7 @@ def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
 
 @compiled
 def _in_loops(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
+    """`undominated` by machine code."""
     n_strategies, n_edges = len(cost), len(ends) - 1
     least, at, size = _least_over_edges(cost, edges, ends)
 

@@ -1,11 +1,11 @@
 """A `Residual` goes in; a smaller one with the same optimum comes out, often without nodes.
 
-    1. Arc consistency: drop a strategy without a finite partner over some edge, or above the limit.     -> _usable
-    2. Dominance: drop strategy A if some B uses no more and never costs more.                       -> _undominated
-    3. Merge a node into a neighbour whose strategy decides the strategy of the node.                -> _merge_follower
+    1. Arc consistency: drop a strategy without a finite partner over some edge, or above the limit.  -> _usable_mask
+    2. Dominance: drop strategy A if some B uses no more and never costs more.                        -> _undominated
+    3. Merge a node into a neighbour whose strategy decides the strategy of the node.              -> _merge_follower
     4. Minimise out a node without usage terms that has at most two neighbours a, b (min-plus elimination):
-       T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                                -> _eliminate
-    5. Replace an edge E[i, j] = f[i] + g[j] by node costs, which lowers degrees.          -> _fold_separable_edges
+       T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                                   -> _eliminate
+    5. Replace an edge E[i, j] = f[i] + g[j] by node costs, which lowers degrees.            -> _fold_separable_edges
 
 Source: weighted constraint satisfaction and PBQP (Scholz and Eckstein, 2002).
 """
@@ -31,12 +31,14 @@ _MAX_TABLE = 4_000_000
 def reduce_graph(residual: Residual, deadline: Deadline | None = None) -> None:
     """Apply all reductions in place until the graph stops changing, or until `deadline`.
 
-    Raises InfeasibleError if a node has no strategy left, or if the least usage of all nodes exceeds the limit.
+    Raises InfeasibleError if a node has no strategy left, or if the least memory of all nodes that are live together
+    exceeds the limit.
     """
     dirty = list(residual.alive)
-    deadline = deadline or Deadline(np.inf)
+    deadline = deadline or Deadline(limit_s=np.inf)
     while dirty and not deadline.is_over:
         _reduce_from(residual, dirty, deadline)
+        # Drops memory limits that always hold or that others imply.
         dirty = loosen_rows(residual)
 
 
@@ -61,9 +63,12 @@ def _visit(residual: Residual, v: int) -> list[int]:
     """Reduce around v; returns the other nodes whose tables or neighbours changed."""
     neighbours = list(residual.adjacent[v])
 
-    usable = _usable(residual, v)
+    usable = _usable_mask(residual, v)
     if not usable.any():
-        raise InfeasibleError(f"No strategy of node {v} is left: its cost, an edge or the usage limit forbids each.")
+        raise InfeasibleError(
+            "No sharding satisfies all options and constraints of the step together. Remove a "
+            "`with_sharding_constraint`, a spec of `fixed_specs`, or an option that forbids shardings."
+        )
     changed = not usable.all()
     if changed:
         keep(residual, v, usable)
@@ -88,7 +93,8 @@ def _visit(residual: Residual, v: int) -> list[int]:
     return neighbours if changed else []
 
 
-def _usable(residual: Residual, v: int) -> Bools:
+def _usable_mask(residual: Residual, v: int) -> Bools:
+    """A mask of the strategies that reduction 1 keeps."""
     usable = np.isfinite(residual.costs[v]) & room_for(residual, v)
     for cost in residual.adjacent[v].values():
         usable &= np.isfinite(cost).any(axis=1)
@@ -96,6 +102,7 @@ def _usable(residual: Residual, v: int) -> Bools:
 
 
 def _undominated(residual: Residual, v: int) -> Bools:
+    """A mask of the strategies that reduction 2 keeps."""
     cost, edges = residual.costs[v], list(residual.adjacent[v].values())
     # One memory layout: numba compiles a function anew for each layout.
     return undominated(
@@ -157,6 +164,7 @@ def _follows(cost: Floats, degree: int) -> bool:
 
 
 def _can_eliminate(residual: Residual, v: int) -> bool:
+    """Whether reduction 4 takes v out."""
     neighbours = residual.adjacent[v]
     if residual.terms[v] or len(neighbours) > 2:
         return False
@@ -167,6 +175,7 @@ def _can_eliminate(residual: Residual, v: int) -> bool:
 
 
 def _eliminate(residual: Residual, v: int) -> None:
+    """Reduction 4; the least costs go to the neighbours."""
     scope = tuple(residual.adjacent[v])
     # Axis 0 is the strategy of v; each neighbour adds an axis.
     table = residual.costs[v]

@@ -79,7 +79,7 @@ def solve_program(residual: Residual, deadline: Deadline, allowed: float = 0.0) 
     Raises InfeasibleError if forbidden pairs and the limit leave no choices.
     """
     check_base(residual)
-    independent = _independent(residual)
+    independent = _independent_components(residual)
     parts = [_solve_part(residual, nodes, deadline, allowed / len(independent)) for nodes in independent]
     bound = residual.offset + sum(part.bound for part in parts)
 
@@ -91,7 +91,7 @@ def solve_program(residual: Residual, deadline: Deadline, allowed: float = 0.0) 
     return ProgramSolution(choices, bound)
 
 
-def _independent(residual: Residual) -> list[list[int]]:
+def _independent_components(residual: Residual) -> list[list[int]]:
     """Connected components; components with usage terms count as one, as rows may join them."""
     apart, joined = [], []
     for component in components(residual):
@@ -170,6 +170,7 @@ class _Model:
         return x
 
     def _join(self, v: int, w: int, cost: Floats) -> None:
+        """Add the variables of edge (v, w) and their marginals."""
         rows: list[list[Any]] = [[] for _ in self.x[v]]
         columns: list[list[Any]] = [[] for _ in self.x[w]]
         for i, j in np.argwhere(np.isfinite(cost)).tolist():
@@ -203,8 +204,8 @@ class _Model:
 
     def _infeasible(self) -> InfeasibleError:
         return InfeasibleError(
-            f"No choice for the {len(self.x)} nodes that are left satisfies both the forbidden pairs and the usage "
-            "limit. Raise the limit (`memory_limit_bytes`), or allow more pairs of strategies."
+            "No sharding satisfies both the memory limit and the options of the step. Raise `memory_limit_bytes`, or "
+            "remove options that forbid shardings."
         )
 
     def solve(self, deadline: Deadline, allowed: float) -> dict[int, int] | None:

@@ -12,7 +12,7 @@ theta is never below the best bound (Kelley's cutting planes, 1960; the dual of 
 Messages under these prices prove a bound and give more choices, until the gap is small or the bound stops rising. Few
 rows bind, so a few prices are enough.                                                          -> _raise_with_columns
 
-Local search turns priced costs into choices within the limit.                                             -> _improve
+Local search turns priced costs into choices within the limit.                                     -> _improve_choices
 At the best price, one optimum may exceed the limit and another leave much of it unused. Probes find choices between
 them, in which only some of many equal layers use less: they force a few nodes to random strategies.       -> _probe
 """
@@ -59,6 +59,7 @@ class Bracket:
 
 
 def work_of_pass(core: Core) -> float:
+    """Operations of one pass of messages, about."""
     return len(core.table) + 10 * len(core.cost) + 50 * core.n_nodes
 
 
@@ -103,6 +104,8 @@ class Incumbent:
 
 
 class Passes:
+    """Passes of messages over `core` under `prices`; they spend `deadline`."""
+
     def __init__(self, core: Core, prices: Floats, deadline: Deadline) -> None:
         self.core, self.prices, self.deadline = core, prices, deadline
         self.messages = np.zeros(int(core.message_at[-1]))
@@ -110,13 +113,14 @@ class Passes:
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
 
     def run(self, forward: bool) -> float:
-        """One pass; returns L(prices)."""
+        """One pass, in or against the order of nodes; returns L(prices)."""
         self.deadline.spend(work_of_pass(self.core))
         price_usage(self.core, self.prices, self.priced)
         bound = pass_messages(self.core, self.priced, self.messages, forward, self.reduced, self.choices)
         return float(bound - self.prices @ self.core.slack)
 
     def round(self, forward: bool, incumbent: Incumbent) -> None:
+        """Offer choices that are rounded by the messages."""
         choices = np.zeros_like(self.choices)
         self.deadline.spend(work_of_pass(self.core))
         round_choices(self.core, self.priced, self.messages, forward, choices)
@@ -192,7 +196,7 @@ def bracket(
     if len(core.slack):
         passes = _raise_with_columns(core, prices, incumbent, half, options)
     else:
-        passes = _settle(core, prices, incumbent, half, options)
+        passes = _settle_messages(core, prices, incumbent, half, options)
 
     for _ in range(options.last_pairs if not deadline.is_over else 1):
         for forward in (True, False):
@@ -205,11 +209,11 @@ def bracket(
 
     # The second pass leaves the reduced costs for the bound of the first.
     rounding = ROUNDING * core.forbidden
-    bound = passes.run(True) - rounding
-    passes.run(False)
+    bound = passes.run(forward=True) - rounding
+    passes.run(forward=False)
 
     if not incumbent.is_within(bound + rounding):
-        _improve(core, passes.prices, incumbent, bound + rounding, deadline, options)
+        _improve_choices(core, passes.prices, incumbent, bound + rounding, deadline, options)
         _probe(passes, incumbent, bound + rounding, deadline, options)
     return Bracket(
         choices=incumbent.choices,
@@ -220,20 +224,22 @@ def bracket(
     )
 
 
-def _settle(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions) -> Passes:
+def _settle_messages(
+    core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions
+) -> Passes:
     """Passes without rows until the bound settles; returns the messages of the best bound."""
     passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     equal = ROUNDING * core.forbidden
     best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
 
     for k in range(options.max_pairs):
-        bound = max(passes.run(True), passes.run(False))
+        bound = max(passes.run(forward=True), passes.run(forward=False))
         if bound > best_bound:
             best_bound = bound
             best.messages[:] = passes.messages
 
         if (k + 1) % options.rounding_pairs == 0:
-            passes.round(True, incumbent)
+            passes.round(forward=True, incumbent=incumbent)
             if incumbent.is_within(best_bound):
                 break
             if best_bound - bound_before <= equal:
@@ -263,7 +269,7 @@ def _raise_with_columns(
     best_bound, best_cost, n_idle = -np.inf, np.inf, 0
 
     for k in range(options.max_prices):
-        bound = _settled(passes, options, options.little * equal)
+        bound = _settled_bound(passes, options, options.little * equal)
         gains = bound > best_bound + options.little * equal
         if bound > best_bound:
             best_bound = bound
@@ -276,7 +282,8 @@ def _raise_with_columns(
             _offer_noisy_columns(passes, columns, incumbent, best_bound, k, options)
             deadline.spend(40 * work_of_pass(core) + 2 * core.n_nodes * work_of_tree(core))
         gains |= incumbent.allowed_cost < best_cost - options.little * equal
-        best_cost, n_idle = min(best_cost, incumbent.allowed_cost), 0 if gains else n_idle + 1
+        best_cost = min(best_cost, incumbent.allowed_cost)
+        n_idle = 0 if gains else n_idle + 1
         following, most = columns.best_prices()
         is_settled = n_idle >= options.idle_prices or most - best_bound <= options.little * equal
         if incumbent.is_within(best_bound) or is_settled or deadline.is_over:
@@ -286,12 +293,13 @@ def _raise_with_columns(
     return best
 
 
-def _settled(passes: Passes, options: SolverOptions, little: float) -> float:
+def _settled_bound(passes: Passes, options: SolverOptions, little: float) -> float:
     """The best bound under unchanged prices, once it rises by at most `little`."""
     best = -np.inf
     for k in range(options.most_price_pairs):
-        bound = max(passes.run(True), passes.run(False))
-        rises, best = bound - best > little, max(best, bound)
+        bound = max(passes.run(forward=True), passes.run(forward=False))
+        rises = bound - best > little
+        best = max(best, bound)
         if k + 1 >= options.least_price_pairs and not rises:
             break
     return best
@@ -353,7 +361,7 @@ def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadlin
             return
 
 
-def _improve(
+def _improve_choices(
     core: Core, prices: Floats, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions
 ) -> None:
     """Local search, with a higher price on exceeded rows in each round."""
@@ -387,6 +395,7 @@ def exceeded_rows_priced(core: Core, prices: Floats, choices: Ints, k: int) -> F
 
 
 def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadline, options: SolverOptions) -> None:
+    """Offer choices with a few random nodes forced to random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
@@ -411,6 +420,7 @@ def _probe(passes: Passes, incumbent: Incumbent, bound: float, deadline: Deadlin
 
 
 def _with_forced_nodes(core: Core, priced: Floats, n_forced: int, rng: np.random.Generator) -> Floats:
+    """Costs under which `n_forced` random nodes take random strategies."""
     forced = priced.copy()
     for node in rng.integers(0, core.n_nodes, n_forced):
         chosen = rng.integers(core.at[node], core.at[node + 1])

@@ -48,9 +48,10 @@ class Tree(NamedTuple):
 
 @compiled
 def usage_of(core: Core, x: Ints) -> Ints:
+    """The usage of each row. x: the strategy of each node."""
     used = np.zeros(len(core.slack), np.int64)
     for v in range(len(core.at) - 1):
-        _use(core, used, v, x[v], 1)
+        _add_usage(core, used, v, x[v], 1)
     return used
 
 
@@ -88,8 +89,8 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
                 ahead[i] += core.table[line + i] if visited else messages[message + i]
 
         forbid_full(core, used, node, -1, ahead)
-        x[node] = _least(ahead, size)
-        _use(core, used, node, x[node], 1)
+        x[node] = _cheapest_strategy(ahead, size)
+        _add_usage(core, used, node, x[node], 1)
 
 
 @compiled
@@ -140,9 +141,9 @@ def grow(core: Core, tree: Tree, first: int, root: int, limit: int) -> int:
         degree = core.links[tree.nodes[k] + 1] - link_0
 
         # From a random link on.
-        turn = np.random.randint(max(degree, 1))
+        shift = np.random.randint(max(degree, 1))
         for step in range(degree):
-            link = link_0 + (step + turn) % degree
+            link = link_0 + (step + shift) % degree
             node = core.other[link]
             if (
                 count < limit
@@ -207,7 +208,7 @@ def descend(core: Core, tree: Tree, count: int) -> None:
     for k in range(count):
         if tree.parent[k] < 0:
             root = tree.nodes[k]
-            tree.new[k] = _least(tree.cost[k], core.at[root + 1] - core.at[root])
+            tree.new[k] = _cheapest_strategy(tree.cost[k], core.at[root + 1] - core.at[root])
         else:
             tree.new[k] = tree.best[k, tree.new[tree.parent[k]]]
 
@@ -253,14 +254,16 @@ def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
 
 @compiled
 def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> None:
+    """Change `used` from `old` to `new`; back for sign -1."""
     for k in range(count):
         if tree.new[k] != tree.old[k]:
-            _use(core, used, tree.nodes[k], tree.old[k], -sign)
-            _use(core, used, tree.nodes[k], tree.new[k], sign)
+            _add_usage(core, used, tree.nodes[k], tree.old[k], -sign)
+            _add_usage(core, used, tree.nodes[k], tree.new[k], sign)
 
 
 @compiled
-def _use(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
+def _add_usage(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
+    """Add `sign` times the usage of strategy i to `used`."""
     for segment in range(core.segments[node], core.segments[node + 1]):
         usage = sign * core.usage[core.usage_at[segment] + i]
         if usage != 0:
@@ -286,7 +289,7 @@ def forbid_full(core: Core, used: Ints, node: int, i: int, cost: Floats) -> None
 
 
 @compiled
-def _least(cost: Floats, size: int) -> int:
+def _cheapest_strategy(cost: Floats, size: int) -> int:
     best = 0
     for i in range(1, size):
         if cost[i] < cost[best]:

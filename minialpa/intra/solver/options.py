@@ -26,7 +26,7 @@ class SolverOptions:
         enough: within this many allowed gaps, only small integer programs run.
         reductions_s: least seconds of reductions, without which most attempts have a forbidden pair.
 
-    Bound without usage rows (`_settle`):
+    Bound without usage rows (`_settle_messages`):
         rounding_pairs: pairs between two roundings.
         progress_pairs: pairs between two checks of progress.
         least_progress: the passes end if the gap shrinks by less than this part between two checks.
@@ -45,7 +45,7 @@ class SolverOptions:
         price_levels: prices tried while no choices keep to the limit, each ten times the price before. At the middle
             price, the largest usage in all rows costs as much as a forbidden pair.
 
-    Local search (`_improve`), in rounds of one tree per node:
+    Local search (`_improve_choices`), in rounds of one tree per node:
         price_weights: factors on the prices, in turn.
         idle_searches: three per weight.
         trees_per_look: trees between two checks of the deadline.

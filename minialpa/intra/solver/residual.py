@@ -20,6 +20,7 @@ import numpy as np
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.cost_graph import FORBIDDEN, MOST_USAGE, Bools, CostGraph, Floats, Ints, NodeUsage
+from minialpa.support.sizes import bytes_text
 
 #: (first, end): the usage rows first, ..., end - 1.
 Rows = tuple[int, int]
@@ -97,6 +98,7 @@ class Residual:
 
 
 def without_rows(residual: Residual) -> Residual:
+    """A copy of `residual` without usage rows."""
     # Reductions change no array in place, so arrays are shared.
     return replace(
         residual,
@@ -158,6 +160,7 @@ def _add_usage_rows(residual: Residual, usages: Sequence[NodeUsage]) -> None:
 
 
 def keep(residual: Residual, v: int, mask: Bools) -> None:
+    """Drop the strategies of v outside of `mask`."""
     residual.costs[v] = residual.costs[v][mask]
     residual.kept[v] = residual.kept[v][mask]
     for w, cost in residual.adjacent[v].items():
@@ -186,8 +189,9 @@ def check_base(residual: Residual) -> None:
     least = residual.base.max(initial=0)
     if least > residual.limit:
         raise InfeasibleError(
-            f"The strategies with the least usage need a usage of {least:,} at some time, and the limit is "
-            f"{residual.limit:,}. Raise the limit (`memory_limit_bytes`), or offer strategies that use less."
+            f"The smallest shardings need {bytes_text(least)} per device at some time, "
+            f"{bytes_text(least - residual.limit)} above the limit of {bytes_text(residual.limit)}. Use more devices "
+            "or micro-batches, or raise `memory_limit_bytes`."
         )
 
 
@@ -207,7 +211,7 @@ def loosen_rows(residual: Residual) -> list[int]:
     check_base(residual)
     starting, ending = _term_changes(residual)
     peak = residual.base + np.cumsum(starting - ending)[:-1]
-    binds = (peak > residual.limit) & _essential(residual.base, starting, ending)
+    binds = (peak > residual.limit) & _essential_rows(residual.base, starting, ending)
 
     # The new number of row r is n_before[r].
     n_before = np.concatenate(([0], np.cumsum(binds)))
@@ -218,7 +222,7 @@ def loosen_rows(residual: Residual) -> list[int]:
 
 
 def _renumber_terms(residual: Residual, node: int, n_before: Ints, most_base: int) -> bool:
-    """Returns whether to revisit `node`."""
+    """Give terms the row numbers `n_before`; returns whether to revisit `node`."""
     terms, residual.terms[node] = residual.terms[node], {}
     for (first, end), usage in terms.items():
         if n_before[first] < n_before[end]:
@@ -241,7 +245,7 @@ def _term_changes(residual: Residual) -> tuple[Ints, Ints]:
     return starting, ending
 
 
-def _essential(base: Ints, starting: Ints, ending: Ints) -> Bools:
+def _essential_rows(base: Ints, starting: Ints, ending: Ints) -> Bools:
     """A mask of the rows that no other row implies.
 
     Row r implies row s if base[s] + U <= base[r], where U is the most usage of terms in row s but not in row r.

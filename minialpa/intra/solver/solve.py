@@ -1,8 +1,9 @@
 """A `CostGraph` goes in; the cheapest strategy of each node comes out, with a lower bound on the cost.
 
 `solve_graph` runs these phases and ends at the first proof of optimality:
-    1. Reduce the graph without a change of the optimum (elimination.py, bucket.py).
-    2. Reduce a copy without usage rows. If its optimum keeps to the limit, it is the answer.  -> _try_without_rows
+    1. Simplify the graph without a change of the optimum (elimination.py, bucket.py).
+    2. Simplify a copy without usage rows, the limits of memory at each time. If its optimum keeps to the limit, it is
+       the answer.                                                                             -> _try_without_rows
     3. Find bounds by message passing, and choices by rounding and local search (lagrange.py).         -> _bracket
        Drop the strategies that no better solution has, and repeat from 1.
     4. Solve a small enough rest as an integer program (ilp_model.py).                              -> _solve_rest
@@ -23,6 +24,7 @@ from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.elimination import reduce_graph
 from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.residual import Residual, keep, residual_of, without_rows
+from minialpa.support.sizes import bytes_text
 
 if TYPE_CHECKING:
     from minialpa.intra.solver.lagrange import Bracket
@@ -141,10 +143,10 @@ class Best:
         if self.choices is None:
             limit = self.graph.usage_limit
             found = self.least_usage is not None
-            usage = f" The least usage found is {self.least_usage:,}, the limit {limit:,}." if found else ""
+            usage = f"{bytes_text(self.least_usage or 0)} per device, the limit is {bytes_text(limit or 0)}"
             raise InfeasibleError(
-                f"Time ran out before any solution was found for {self.graph.n_nodes} nodes.{usage} "
-                "Raise the time limit (`solver_time_limit_s`) or the usage limit (`memory_limit_bytes`)."
+                f"The solver found no shardings in its time limit{f' (the smallest need {usage})' if found else ''}. "
+                "Raise `solver_time_limit_s` or `memory_limit_bytes`."
             )
         return GraphSolution(self.choices, self.cost, self.cost if self.proven else self.bound, self.proven)
 

@@ -52,22 +52,22 @@ def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return over(x, names)
     wide = x.astype(np.float32) if x.dtype.itemsize < 2 else x
-    return _float(over(_ordered(wide, how), names), wide.dtype).astype(x.dtype)
+    return _floats_of(over(_ordered_integers(wide, how), names), wide.dtype).astype(x.dtype)
 
 
-def _ordered(x: Any, how: Reduction) -> Any:
+def _ordered_integers(x: Any, how: Reduction) -> Any:
     """Integers in the order of the floats `x`; a NaN is the largest, or for a minimum the smallest."""
     dtype = np.dtype(f"int{8 * x.dtype.itemsize}")
     bounds = np.iinfo(dtype)
     of_nan = np.array(bounds.max if how == "max" else bounds.min, dtype)
-    return jnp.where(jnp.isnan(x), of_nan, _turned(lax.bitcast_convert_type(x, dtype)))
+    return jnp.where(jnp.isnan(x), of_nan, _reordered_bits(lax.bitcast_convert_type(x, dtype)))
 
 
-def _float(ordered: Any, dtype: Any) -> Any:
-    """The reverse of `_ordered`."""
-    return lax.bitcast_convert_type(_turned(ordered), dtype)
+def _floats_of(ordered: Any, dtype: Any) -> Any:
+    """The reverse of `_ordered_integers`."""
+    return lax.bitcast_convert_type(_reordered_bits(ordered), dtype)
 
 
-def _turned(bits: Any) -> Any:
+def _reordered_bits(bits: Any) -> Any:
     """Bits of floats to integers in the same order, and back: negative floats have their bits in reverse order."""
     return jnp.where(bits < 0, bits ^ np.array(np.iinfo(bits.dtype).max, bits.dtype), bits)

@@ -126,7 +126,7 @@ def enumerate_candidates(
         # A single partial operand can be reduced before the equation instead.
         eager = [axis for axis, use in enumerate(assignment)
                  if not isinstance(use, PassedSum) or n_pending.get(axis, 0) > 1]  # fmt: skip
-        leave = functools.partial(_left, eqn, eager, mesh_shape, scatter)
+        leave = functools.partial(_left_specs, eqn, eager, mesh_shape, scatter)
         for candidate in _candidates_of(eqn, factors, mesh_shape, assignment, leave):
             alike.setdefault((candidate.operands, candidate.results), []).append(len(candidates))
             candidates.append(candidate)
@@ -144,7 +144,7 @@ def follow_candidates(
 ) -> Candidates:
     """For each strategy, the candidate that follows the `given` operands; see `MeshStrategies.follow`."""
     leave: Callable[[Specs], Iterable[Specs]] = (
-        (lambda made: (made,)) if allow_partial else (lambda made: (_without_partial(made),))
+        (lambda made: (made,)) if allow_partial else (lambda made: (_complete_specs(made),))
     )
     by_size = leads(eqn, given)
     known: dict[Specs, int] = {}
@@ -155,7 +155,7 @@ def follow_candidates(
         specs = tuple(given[k][s] for k in by_size)
         if specs not in known:
             known[specs] = len(candidates)
-            assignment = _followed(eqn, factors, mesh_shape, dict(zip(by_size, specs, strict=True)))
+            assignment = _following_assignment(eqn, factors, mesh_shape, dict(zip(by_size, specs, strict=True)))
             candidates.append(next(_candidates_of(eqn, factors, mesh_shape, assignment, leave)))
         strategies.append((known[specs],))
     return _columns(candidates, strategies, len(eqn.invars), len(eqn.outvars))
@@ -164,6 +164,7 @@ def follow_candidates(
 def _columns(
     candidates: Sequence[_Candidate], strategies: Sequence[tuple[int, ...]], n_operands: int, n_results: int
 ) -> Candidates:
+    """`candidates` as columns. strategies: the candidates of each strategy."""
     # Each bill is priced once.
     bills: dict[Bill, int] = {}
     bill_of = [bills.setdefault(candidate.bill, len(bills)) for candidate in candidates]
@@ -207,6 +208,7 @@ def _assignments(
     n_pending: Mapping[int, int],
     kept: frozenset[int],
 ) -> Iterator[Assignment]:
+    """For the arguments, see `MeshStrategies.enumerate`."""
     linear = PassedSum(frozenset(factors.linear_operands))
     free = [factor for factor in factors.splittable if factor not in required.values() and factor not in kept]
 
@@ -227,6 +229,7 @@ def _assignments(
 
 
 def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
+    """The number of parts of each split factor."""
     splits: dict[int, int] = {}
     for axis, factor in enumerate(assignment):
         if isinstance(factor, int):
@@ -234,16 +237,16 @@ def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
     return splits
 
 
-def _followed(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping[int, Spec]) -> Assignment:
+def _following_assignment(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping[int, Spec]) -> Assignment:
     """The assignment that follows the operands `given`; the first one that uses an axis decides."""
     assignment: list[int | PassedSum | None] = []
     for axis in range(len(mesh_shape)):
         uses = (_use_of_axis(eqn, factors, k, spec, axis) for k, spec in given.items())
         assignment.append(next((use for use in uses if use is not None), None))
-    return _legal(factors, mesh_shape, assignment, reversed(range(len(assignment))))
+    return _legal_assignment(factors, mesh_shape, assignment, reversed(range(len(assignment))))
 
 
-def _legal(
+def _legal_assignment(
     factors: Factors, mesh_shape: Shape, uses: Sequence[int | PassedSum | None], axes: Iterable[int]
 ) -> Assignment:
     """`uses` without splits into more shards than a factor allows; the first of `axes` are dropped first."""
@@ -256,15 +259,17 @@ def _legal(
 
 
 def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> int | PassedSum | None:
+    """What `axis` does in operand `k` with this spec."""
     if axis in spec.partial:
-        return _passing(eqn, factors, k)
+        return _passed_sum(eqn, factors, k)
     for dim, axes in enumerate(spec.dims):
         if axis in axes:
             return factors.leading_factor(k, dim)
     return None
 
 
-def _passing(eqn: JaxprEqn, factors: Factors, k: int) -> PassedSum | None:
+def _passed_sum(eqn: JaxprEqn, factors: Factors, k: int) -> PassedSum | None:
+    """How a partial sum in operand `k` passes, if it can."""
     if k not in factors.linear_operands:
         return None
     if factors.linear == "joint":
@@ -283,6 +288,7 @@ def _candidates_of(
     assignment: Assignment,
     leave: Callable[[Specs], Iterable[Specs]],
 ) -> Iterator[_Candidate]:
+    """A candidate for each of the specs in which `leave` leaves results."""
     operands = tuple(_operand_spec(factors, assignment, k) for k in range(len(eqn.invars)))
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
     finish = tuple(eager_reductions(factors, operands, made, mesh_shape))
@@ -293,7 +299,7 @@ def _candidates_of(
 
 
 def _n_shares(factors: Factors, splits: Mapping[int, int]) -> float:
-    """Splits of a positional, reduced factor do not count: each shard of a table makes a result of full size."""
+    """`Candidates.n_shares`, without splits of a positional, reduced factor: there, each shard makes a full result."""
     return math.prod(factors.n_shares(factor, n) for factor, n in splits.items()
                      if factor not in factors.positional or factor not in factors.reductions)  # fmt: skip
 
@@ -338,6 +344,7 @@ def eager_reductions(
 
 
 def _reduced_axes(factors: Factors, operands: Sequence[Spec]) -> dict[int, tuple[int, ...]]:
+    """The mesh axes of each split factor whose reduction is no sum."""
     axes_of: dict[int, tuple[int, ...]] = {}
     for k, spec in enumerate(operands):
         for dim, axes in enumerate(spec.dims):
@@ -359,11 +366,11 @@ def _eager_reduction(
     return ReshardStep(kind="all-reduce", axes=axes, src=spec, dst=spec, reduction=kinds.pop())
 
 
-def _without_partial(made: Specs) -> Specs:
+def _complete_specs(made: Specs) -> Specs:
     return tuple(replace(spec, partial=()) for spec in made)
 
 
-def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool, made: Specs) -> Iterator[Specs]:
+def _left_specs(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool, made: Specs) -> Iterator[Specs]:
     """The specs in which results with the specs `made` may be left.
 
     Along each axis in `eager`, the partial sum of a single result stays, is all-reduced, or, with `scatter`, is
@@ -371,8 +378,8 @@ def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool,
     """
     if len(made) != 1:
         yield made
-        if _without_partial(made) != made:
-            yield _without_partial(made)
+        if _complete_specs(made) != made:
+            yield _complete_specs(made)
         return
 
     (spec,), shape = made, shape_of(eqn.outvars[0])
@@ -397,7 +404,7 @@ def nearest_candidate(
     They equal the given specs if these are a candidate. Axes of the specs must be mesh axes with several devices.
     """
     uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
-    assignment = _legal(factors, mesh_shape, uses, range(len(uses)))
+    assignment = _legal_assignment(factors, mesh_shape, uses, range(len(uses)))
 
     return (
         tuple(_operand_spec(factors, assignment, k) for k in range(len(operands))),
@@ -414,4 +421,4 @@ def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, ax
                     return factors.leading(dim)
 
     partial = (k for k, spec in enumerate(operands) if axis in spec.partial)
-    return next((use for k in partial if (use := _passing(eqn, factors, k)) is not None), None)
+    return next((use for k in partial if (use := _passed_sum(eqn, factors, k)) is not None), None)

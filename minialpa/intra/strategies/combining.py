@@ -23,6 +23,7 @@ from minialpa.ir.equations import is_gradient_marker, operand_vars
 from minialpa.options import AutoShardingOption
 from minialpa.rules.expensive import has_contraction
 
+#: The group of the sums of gradients.
 WITH_GRADIENTS = 0
 #: (kind, mesh axes, number) of collectives that may start together.
 StartCounts = tuple[tuple[CollectiveKind, tuple[int, ...], int], ...]
@@ -79,7 +80,7 @@ class SumGroups(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def sum_groups(eqns: tuple[JaxprEqn, ...]) -> SumGroups:
     number = _reductions_by_depth(eqns)
-    number.update((var, WITH_GRADIENTS) for var in _beside_gradients(eqns))
+    number.update((var, WITH_GRADIENTS) for var in _values_with_gradients(eqns))
 
     made = {var for eqn in eqns if eqn.primitive.name.startswith("reduce_") for var in eqn.outvars}
     gradients = {var for eqn in eqns if is_gradient_marker(eqn) for var in operand_vars(eqn)}
@@ -102,7 +103,7 @@ def _reductions_by_depth(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
     return sums
 
 
-def _beside_gradients(eqns: Sequence[JaxprEqn]) -> Iterator[Var]:
+def _values_with_gradients(eqns: Sequence[JaxprEqn]) -> Iterator[Var]:
     """The unsummed gradients, and values that neither wait for their sums nor lead to gradients."""
     markers = [eqn for eqn in eqns if is_gradient_marker(eqn)]
     if not markers:

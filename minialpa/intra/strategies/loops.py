@@ -40,6 +40,7 @@ class ScanBody:
 
     @property
     def n_lead(self) -> int:
+        """The number of operands before the stacked ones."""
         return self.n_consts + self.n_carry
 
     @property
@@ -70,11 +71,11 @@ def scan_body(eqn: JaxprEqn) -> ScanBody | None:
     """The body of a scan with at least one iteration and a product or convolution; None for other equations."""
     if eqn.primitive.name != "scan" or not eqn.params["length"] or not has_contraction(eqn):
         return None
-    return ScanBody(_flat(eqn.params["jaxpr"]), *scan_counts(eqn), eqn.params["length"])
+    return ScanBody(_flat_body(eqn.params["jaxpr"]), *scan_counts(eqn), eqn.params["length"])
 
 
 @functools.lru_cache(maxsize=256)
-def _flat(body: Any) -> Block:
+def _flat_body(body: Any) -> Block:
     flat = flat_body(body.jaxpr, tuple(body.consts))
     placed = share_reads(flat.eqns, [""] * len(flat.eqns))
     return replace(flat, ops=tuple(Op(one.eqn) for one in placed))

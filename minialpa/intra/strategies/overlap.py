@@ -47,10 +47,10 @@ def hidden_values(
     late = {v for v in (*invars, *(v for eqn in eqns for v in eqn.outvars)) if v not in needed}
     if in_loop:
         return frozenset(ahead | late)
-    return frozenset((ahead - _read_first(eqns)) | (late - _made_last(eqns)))
+    return frozenset((ahead - _needed_by_first_contraction(eqns)) | (late - _made_of_last_contraction(eqns)))
 
 
-def _read_first(eqns: Sequence[JaxprEqn]) -> set[Var]:
+def _needed_by_first_contraction(eqns: Sequence[JaxprEqn]) -> set[Var]:
     first = next((i for i, eqn in enumerate(eqns) if has_contraction(eqn)), None)
     if first is None:
         return {v for eqn in eqns for v in operand_vars(eqn)}
@@ -61,7 +61,7 @@ def _read_first(eqns: Sequence[JaxprEqn]) -> set[Var]:
     return read
 
 
-def _made_last(eqns: Sequence[JaxprEqn]) -> set[Var]:
+def _made_of_last_contraction(eqns: Sequence[JaxprEqn]) -> set[Var]:
     last = next((i for i in reversed(range(len(eqns))) if has_contraction(eqns[i])), None)
     if last is None:
         return set()

@@ -37,7 +37,8 @@ class ReshardStep:
     """One operation on the shards of an array.
 
     Attributes:
-        kind: `swap` exchanges halves (balance.py); `cut-halves` is a cut and a swap of a replicated array at once.
+        kind: `mask` makes a partial sum of a replicated array, with zeros on all devices except the first. `swap`
+            exchanges halves (balance.py). `cut-halves` is a cut and a swap of a replicated array at once.
         axes: mesh axes along which devices communicate.
         dim: the dimension that is cut, gathered, scattered to, split by an all-to-all, or swapped.
         source: the dimension that an all-to-all joins.
@@ -70,7 +71,7 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
     live = tuple(axis for axis, length in enumerate(mesh_shape) if length > 1)
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
-            rest = _without(src.partial, axes)
+            rest = _without_axes(src.partial, axes)
             # All pending axes at once: sums over one axis after the other do not start together with others.
             if not rest:
                 yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims))
@@ -99,7 +100,7 @@ def _steps_off(
                 yield ReshardStep(kind="all-to-all", axes=axes, src=src, dst=dst, dim=to, source=dim)
 
 
-def _without(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
+def _without_axes(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in axes if axis not in gone)
 
 
@@ -129,7 +130,7 @@ class ReshardTable:
     """All shortest paths between the specs of one array.
 
     Attributes:
-        number: i, j of each spec.
+        number: the index of each spec.
         seconds: [i, j], from spec i to spec j; inf without a path.
         first: [i, j], the index in `steps` of the first step from spec i to spec j.
     """
@@ -143,10 +144,11 @@ class ReshardTable:
         return float(self.seconds[self.number[src], self.number[dst]])
 
     def numbers(self, specs: Sequence[Spec]) -> NDArray[np.int64]:
-        """The same for all tables that share `number`."""
+        """Indices of `specs`, equal for all tables that share `number`."""
         return np.array([self.number[spec] for spec in specs], np.int64)
 
     def between(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds from each spec of `src` to each spec of `dst`."""
         return self.seconds[src[:, None], dst]
 
     def path(self, src: Spec, dst: Spec) -> tuple[ReshardStep, ...]:
@@ -155,7 +157,10 @@ class ReshardTable:
         at, end = self.number[src], self.number[dst]
         while at != end:
             if not np.isfinite(self.seconds[at, end]):
-                raise ShardingError(f"The options leave no way to reshard `{src}` to `{dst}`.")
+                raise ShardingError(
+                    f"The allowed collectives cannot reshard `{src}` to `{dst}`. Remove `allow_all_gather=False` or "
+                    "`allow_all_to_all=False` from `AutoShardingOption`."
+                )
             path.append(self.steps[self.first[at, end]])
             at = self.number[path[-1].dst]
         return tuple(path)
@@ -189,7 +194,7 @@ class _StepGraph:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _StepGraph:
+def _step_graph(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _StepGraph:
     number = {spec: i for i, spec in enumerate(partial_specs_of(shape, mesh_shape))}
     steps, ends, bill_of = list[ReshardStep](), list[tuple[int, int]](), list[int]()
     bills: dict[object, tuple[int, ReshardStep]] = {}
@@ -220,33 +225,34 @@ def reshard_table(
     sharing: Sharing = ALONE,
     forbidden_s: float = math.inf,
 ) -> ReshardTable:
-    """The table of an array.
+    """Seconds and first step of the cheapest path between each two specs of an array.
 
     Args:
         shape, n_bytes: of the whole array.
+        sharing: how many sums start together.
         forbidden: kinds of steps that the options forbid.
         forbidden_s: seconds of a forbidden step; a finite value finds the paths with the fewest forbidden steps.
     """
-    common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
+    graph = _step_graph(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
         forbidden_s if step.kind in forbidden
         else _price(step, n_bytes, mesh, sharing)
-        for step in common.bills
+        for step in graph.bills
     ]  # fmt: skip
 
-    seconds, first = _shortest_paths(common, prices)
-    return ReshardTable(common.number, seconds, first, common.steps)
+    seconds, first = _shortest_paths(graph, prices)
+    return ReshardTable(graph.number, seconds, first, graph.steps)
 
 
-def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """`ReshardTable.seconds` and `.first`. prices: of `common.bills`."""
-    n_specs = len(common.number)
+def _shortest_paths(graph: _StepGraph, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """`ReshardTable.seconds` and `.first`. prices: seconds of each of `graph.bills`."""
+    n_specs = len(graph.number)
     direct = [[math.inf] * n_specs for _ in range(n_specs)]
     step_of = [[0] * n_specs for _ in range(n_specs)]
 
     for i in range(n_specs):
         direct[i][i] = 0.0
-    for step, ((i, j), bill) in enumerate(zip(common.ends, common.bill_of, strict=True)):
+    for step, ((i, j), bill) in enumerate(zip(graph.ends, graph.bill_of, strict=True)):
         if prices[bill] < direct[i][j]:
             direct[i][j], step_of[i][j] = prices[bill], step
 

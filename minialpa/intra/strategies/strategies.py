@@ -1,5 +1,9 @@
 """The candidates of an equation (candidates.py) go in; its strategies, with their seconds, come out.
 
+A *candidate* is a choice of specs for the operands and results of an equation. Its *bill* lists its collectives.
+Candidates with equal specs that differ in the collectives between are one strategy, at the price of the cheapest. Each
+device computes one of `n_shares` equal shares of the work; `idle_s` is work of processors without a tile:
+
 seconds = (shared_s + idle_s) / n_shares + fixed_s      -> work.py
         + collectives                                   -> _bill_s
 """
@@ -71,7 +75,7 @@ class StrategySet:
 def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
     """Whether only the candidates with the most shards are considered.
 
-    Without a device, compute has no price: replicated compute would be the cheapest.
+    For an unknown kind of device, compute has no price, so replicated compute would be the cheapest.
     """
     return mesh.device is None and has_contraction(eqn)
 
@@ -87,7 +91,7 @@ def priced(
 ) -> StrategySet:
     """The strategies of an equation, each with its cheapest candidate.
 
-    sharing: how many sums start with the sums of the results.
+    sharing: how many reductions of one kind over the same axes start together and share one latency.
     gather_s: seconds of a reduction that needs an all-gather, if all-gathers are forbidden.
     """
     work = work_of(eqn, factors, mesh)
@@ -117,7 +121,7 @@ def priced(
 def _balanced(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, strategies: StrategySet) -> StrategySet:
     """The same strategies, balanced where the exchange takes less time than it saves.
 
-    Without a device, compute has no price: every strategy that can be balanced is.
+    For an unknown kind of device, compute has no price: every strategy that can be balanced is.
     """
     compute_s, communication_s = strategies.compute_s.copy(), strategies.communication_s.copy()
     balanced = []

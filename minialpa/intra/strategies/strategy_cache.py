@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -45,11 +45,25 @@ _KEY_BYTES = 500
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StrategyKey:
-    """A kind of equations, which differ only in the names of variables and so have equal strategies."""
+    """A kind of equations, which differ only in the names of variables and so have equal strategies.
+
+    Equations of one kind share one `StrategyKey`.
+
+    same: for each operand, the first operand that is the same variable.
+    """
 
     factors: Factors
     same: tuple[int, ...]
     result_shapes: tuple[tuple[int, ...], ...]
+
+
+class _Options(NamedTuple):
+    """Hashable arguments of `MeshStrategies.enumerate`."""
+
+    required: tuple[tuple[int, int | None], ...]
+    n_pending: tuple[tuple[int, int], ...]
+    scatter: bool
+    kept: frozenset[int]
 
 
 class _Memo:
@@ -67,19 +81,19 @@ class _Memo:
 
 
 class _ShapeCandidates:
+    """`MeshStrategies` without prices, for all meshes of one shape."""
+
     def __init__(self, shape: tuple[int, ...], all_shapes: _Memo) -> None:
         self.shape, self._all_shapes = shape, all_shapes
         self._memo = _Memo()
 
-    def enumerate(self, eqn: JaxprEqn, kind: StrategyKey, options: tuple[Any, ...], *, most_splits: bool) -> Candidates:
-        required, pending, scatter, kept = options
-
+    def enumerate(self, eqn: JaxprEqn, kind: StrategyKey, options: _Options, *, most_splits: bool) -> Candidates:
         return self._memo.get_or_make(
-            ("enumerate", self._alike(kind), options, most_splits),
-            lambda: self._same(
+            ("enumerate", self._shared_key(kind), options, most_splits),
+            lambda: self._deduplicated(
                 enumerate_candidates(
-                    eqn, kind.factors, self.shape, dict(required), dict(pending), scatter=scatter,
-                    most_splits=most_splits, kept=kept,
+                    eqn, kind.factors, self.shape, dict(options.required), dict(options.n_pending),
+                    scatter=options.scatter, most_splits=most_splits, kept=options.kept,
                 )
             ),
         )  # fmt: skip
@@ -89,14 +103,16 @@ class _ShapeCandidates:
     ) -> Candidates:
         lead = tuple((k, ById(given[k])) for k in leads(eqn, given))
         return self._memo.get_or_make(
-            ("follow", self._alike(kind), lead, n, allow_partial),
-            lambda: self._same(follow_candidates(eqn, kind.factors, self.shape, given, n, allow_partial=allow_partial)),
+            ("follow", self._shared_key(kind), lead, n, allow_partial),
+            lambda: self._deduplicated(
+                follow_candidates(eqn, kind.factors, self.shape, given, n, allow_partial=allow_partial)
+            ),
         )
 
     def numbers(self, table: ReshardTable, specs: Specs) -> NDArray[np.int64]:
         return self._memo.get_or_make((ById(table.number), ById(specs)), lambda: table.numbers(specs))
 
-    def _same(self, candidates: Candidates) -> Candidates:
+    def _deduplicated(self, candidates: Candidates) -> Candidates:
         """`candidates` with specs that can be compared by identity."""
         return replace(
             candidates,
@@ -104,11 +120,11 @@ class _ShapeCandidates:
             results=tuple(map(self._all_shapes.same, candidates.results)),
         )
 
-    def _alike(self, kind: StrategyKey) -> object:
+    def _shared_key(self, kind: StrategyKey) -> object:
         """One object for all kinds with the same candidates."""
-        return self._memo.get_or_make(kind, lambda: self._memo.get_or_make(self._divided(kind), object))
+        return self._memo.get_or_make(kind, lambda: self._memo.get_or_make(self._key_by_divisors(kind), object))
 
-    def _divided(self, kind: StrategyKey) -> Hashable:
+    def _key_by_divisors(self, kind: StrategyKey) -> Hashable:
         return (
             _structure(kind.factors), same_divisors(kind.factors.sizes, self.shape), kind.same,
             tuple(same_divisors(shape, self.shape) for shape in kind.result_shapes),
@@ -151,11 +167,11 @@ class MeshStrategies:
             scatter: whether partial sums may be reduce-scattered.
             kept: factors that only the axes in `required` may split.
         """
-        options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter, kept)
+        options = _Options(tuple(required.items()), tuple(sorted(n_pending.items())), scatter, kept)
 
         def make() -> StrategySet:
             candidates = self._shape.enumerate(eqn, kind, options, most_splits=splits_most(eqn, self._mesh))
-            return self._priced(eqn, kind, candidates)
+            return self._priced_strategies(eqn, kind, candidates)
 
         return self._memo.get_or_make(("enumerate", kind, options), make)
 
@@ -171,15 +187,17 @@ class MeshStrategies:
 
         def make() -> StrategySet:
             candidates = self._shape.follow(eqn, kind, given, n, allow_partial=allow_partial)
-            return self._priced(eqn, kind, candidates)
+            return self._priced_strategies(eqn, kind, candidates)
 
         lead = tuple((k, ById(specs)) for k, specs in given.items())
         return self._memo.get_or_make(("follow", kind, lead, n, allow_partial), make)
 
-    def _priced(self, eqn: JaxprEqn, kind: StrategyKey, candidates: Candidates) -> StrategySet:
+    def _priced_strategies(self, eqn: JaxprEqn, kind: StrategyKey, candidates: Candidates) -> StrategySet:
         return priced(eqn, kind.factors, self._mesh, candidates, sharing=self._sharing, gather_s=self._gather_s)
 
     def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, required: Specs) -> NDArray[np.float64]:
+        """Seconds of resharding an array, [spec in `made`, spec in `required`]."""
+
         def make() -> NDArray[np.float64]:
             table = reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._sharing, self._forbidden_s)
             return table.between(self._shape.numbers(table, made), self._shape.numbers(table, required))

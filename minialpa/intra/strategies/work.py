@@ -56,7 +56,7 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
     may differ from the dtypes of its operands.
     """
     device = mesh.device
-    if device is None or _is_row(eqn):
+    if device is None or _is_free_reshape(eqn):
         return Work(0.0, 0.0)
     if eqn.primitive.name in ("scan", "while", "cond"):
         return _work_inside(eqn, mesh)
@@ -75,15 +75,17 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
 def _work_inside(eqn: JaxprEqn, mesh: LogicalMesh) -> Work:
     """The work of all iterations of a scan, one iteration of a `while`, or the longest branch."""
-    bodies = [_total(work_of(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)]
+    bodies = [
+        _total_work(work_of(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)
+    ]
     if eqn.primitive.name == "cond":
         return max(bodies, key=sum)
     n_times: int = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    once = _total(bodies)
+    once = _total_work(bodies)
     return Work(n_times * once.shared_s, n_times * once.fixed_s)
 
 
-def _total(parts: Iterable[Work]) -> Work:
+def _total_work(parts: Iterable[Work]) -> Work:
     shared_s = fixed_s = 0.0
     for part in parts:
         shared_s, fixed_s = shared_s + part.shared_s, fixed_s + part.fixed_s
@@ -95,7 +97,7 @@ def _equations_of(body: Jaxpr) -> tuple[JaxprEqn, ...]:
     return flat_body(body, [None] * len(body.constvars)).eqns
 
 
-def _is_row(eqn: JaxprEqn) -> bool:
+def _is_free_reshape(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in ("reshape", "squeeze"):
         return False
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -145,11 +147,13 @@ _BACKWARD = _Passes(products=5, sums=(3, 2), loops=4, rows=19)
 
 
 def has_kernel(eqn: JaxprEqn) -> bool:
+    """Whether cuDNN has a kernel."""
     query, key, value = (aval_of(atom) for atom in eqn.invars[:3])
     return takes(query, key, value, eqn.params["kind"])
 
 
 def blockwise_s(eqn: JaxprEqn, factors: Factors, device: DeviceSpec) -> float:
+    """Seconds of an attention in blocks."""
     passes = _FORWARD if eqn.primitive.name == "minialpa_attention" else _BACKWARD
     d, (n_keys, e) = shape_of(eqn.invars[1])[-1], (shape_of(eqn.invars[2])[i] for i in (1, 3))
     of_keys, of_values = passes.sums

@@ -95,7 +95,7 @@ def _parts(arrays: Sequence[ArrayToWrite]) -> Mapping[WorkerHandle, list[PartToW
             for box, holders in _holders(block).items():
                 writer = min(holders, key=n_bytes.__getitem__)
                 n_bytes[writer] += n_elements(box) * block.dtype.itemsize
-                shards[writer].append((block.number, box, _moved(box, first_row)))
+                shards[writer].append((block.number, box, _moved_box(box, first_row)))
 
         chunks = _chunk_shape(array.shape, [place for mine in shards.values() for *_, place in mine])
         for i, (worker, mine) in enumerate(shards.items()):
@@ -119,11 +119,14 @@ def _holders(array: DistributedArray) -> dict[Box, list[WorkerHandle]]:
             if of_box is not None and worker not in of_box:
                 of_box.append(worker)
     if not holders:
-        raise WorkerError(f"The session that held an array of shape {array.shape} has ended.")
+        raise WorkerError(
+            f"An array of shape {array.shape} is lost, because the session that held it has ended. Restore it from a "
+            "checkpoint; next time, call `jax.device_get` on values that you need before the session ends."
+        )
     return holders
 
 
-def _moved(box: Box, first_row: int) -> Box:
+def _moved_box(box: Box, first_row: int) -> Box:
     return ((box[0][0] + first_row, box[0][1] + first_row), *box[1:]) if box else box
 
 

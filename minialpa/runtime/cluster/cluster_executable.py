@@ -65,7 +65,7 @@ class ClusterExecutable:
             self.session.check()
             self._check_usable(leaves)
             self._program.load()
-            self._bring(leaves)
+            self._bring_arguments(leaves)
             numbers = [self.session.new_number() for _ in range(self._n_results)]
             self._program.start(leaves, numbers, traced)
             return self._results(numbers)
@@ -82,7 +82,9 @@ class ClusterExecutable:
         return from_start(tasks)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `Runner.place`. Workers keep the arrays, and read `UnreadArray`s themselves."""
+        """Argument leaves, laid out as the step reads them (`Runner.place`). Workers keep the arrays, and read
+        `UnreadArray`s themselves.
+        """
         with self.session.in_use():
             with self.session.turn():
                 self.session.check()
@@ -111,6 +113,7 @@ class ClusterExecutable:
         numbers = {(leaf, rows): self.session.new_number() for leaf in missing for rows in self._readers[leaf]}
 
         values = HostValues(leaves)
+        # (worker, number of the array for each input, shards of these inputs)
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
         for mesh_program, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
             kept = {
@@ -136,11 +139,11 @@ class ClusterExecutable:
         out = list(leaves)
         for leaf in {leaf for leaf, _ in numbers}:
             readers = self._readers[leaf]
-            parts = {rows: [self._placed(readers[rows], numbers[leaf, rows])] for rows in readers}
+            parts = {rows: [self._placed_array(readers[rows], numbers[leaf, rows])] for rows in readers}
             out[leaf] = parts[None][0] if parts.keys() == {None} else MicroBatchedArray(parts)
         return out
 
-    def _placed(self, readers: Sequence[tuple[MeshProgram, InputSlot]], number: int) -> DistributedArray:
+    def _placed_array(self, readers: Sequence[tuple[MeshProgram, InputSlot]], number: int) -> DistributedArray:
         copies = tuple(
             Copy(self._program.meshes[mesh_program.mesh], mesh_program.shape, slot.spec)
             for mesh_program, slot in readers
@@ -149,7 +152,9 @@ class ClusterExecutable:
         return distributed_array(self.session, number, mesh_program.types[slot.buffer], copies)
 
     def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
-        """See `Runner.homes`. Includes ended meshes, which the next call restarts."""
+        """The number of each mesh that holds an array, and the sharding there. Includes ended meshes, which the next
+        call restarts.
+        """
         if not isinstance(leaf, DistributedArray):
             return ()
         number_of = {program.shape: program.mesh for program in self._program.programs}
@@ -161,7 +166,7 @@ class ClusterExecutable:
             for array in arrays_on_workers(leaf):
                 array.check_usable()
 
-    def _bring(self, leaves: Sequence[Any]) -> None:
+    def _bring_arguments(self, leaves: Sequence[Any]) -> None:
         """Have workers send each other arguments that the step reads on another mesh or in another sharding."""
         requested: dict[tuple[int, Any, Any], CopyRequest] = {}
         for mesh_program in self._program.programs:
@@ -322,7 +327,7 @@ def read_order(
             input=i,
             leaf=leaf_of[slot.leaf],
             dtype=program.types[slot.buffer].dtype,
-            boxes=tuple(_in_leaf(box, slot.rows) for box in of_worker.boxes),
+            boxes=tuple(_box_in_leaf(box, slot.rows) for box in of_worker.boxes),
             shard_of_device=of_worker.shard_of_device,
         )
         for i, (slot, of_worker) in enumerate(zip(program.inputs, shards, strict=True))
@@ -331,7 +336,7 @@ def read_order(
     return ReadOrder(form, merged_ranges([box[0] for x in inputs for box in x.boxes]), tuple(inputs))
 
 
-def _in_leaf(box: Any, rows: MicroRows) -> Any:
+def _box_in_leaf(box: Any, rows: MicroRows) -> Any:
     """A box in the rows of a micro-batch, as a box of the leaf."""
     if rows is None:
         return box

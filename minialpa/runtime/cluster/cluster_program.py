@@ -58,6 +58,7 @@ class ClusterProgram:
             worker_shards(mesh_program, [p for p in self.places if p.mesh == mesh_program.mesh])
             for mesh_program in self.programs
         ]
+        # (first device, number of devices) of each mesh
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._donated_leaves = program.donated_leaves
         weakref.finalize(self, runtime.dropped.append, self.number)  # also if loading fails
@@ -65,7 +66,7 @@ class ClusterProgram:
     def load(self) -> None:
         """Start the meshes that do not run, and compile the program on workers that lack it.
 
-        Call it in the turn that uses the meshes: another turn may end them.
+        Call it in the turn (`Turns.turn`, of one thread at a time) that uses the meshes: another turn may end them.
         """
         if self.meshes and all(mesh.alive for mesh in self.meshes):
             return
@@ -82,6 +83,7 @@ class ClusterProgram:
         addresses = self.runtime.gather(
             {w.actor.call("open_transport", self.number, i): w for i, (w, _) in enumerate(workers)}
         )
+        # (worker, its GPU, receiving worker, its GPU)
         device_links: tuple[tuple[int, int, int, int], ...] = ()
         if launcher.platform == "cuda" and all(self.runtime.ask([w for w, _ in workers], "has_nccl")):
             device_links = links(self.programs, self.places)
@@ -98,27 +100,31 @@ class ClusterProgram:
         step = self.runtime.new_step()
         # Before the first call: a fetch waits for all started steps, and must not wait for half of this one.
         arguments = iter(share(self.runtime.launcher, self._arguments(leaves)))
-        used_up = self._used_up(leaves)
+        donated_arrays = self._donated_arrays(leaves)
 
         calls: dict[Reply, WorkerHandle] = {}
         try:
             for mesh_program, mesh in zip(self.programs, self.meshes, strict=True):
                 results = {number: numbers[number] for number, _ in mesh_program.outputs}
-                donated = [array.number for array in used_up if any(copy.mesh is mesh for copy in array.copies)]
+                donated = [array.number for array in donated_arrays if any(copy.mesh is mesh for copy in array.copies)]
                 freed = mesh.take_freed()
                 for worker in mesh.workers:
                     mine, shared = next(arguments)
                     call = worker.actor.call("step", self.number, step, mine, results, donated, freed, traced, *shared)
                     calls[call] = worker
-            for array in used_up:
+            for array in donated_arrays:
                 self._use_up(array)
             self.runtime.note_step(calls)
         except BaseException:  # such as Ctrl-C
             if calls:
-                self.runtime.abandon("A step was interrupted after only some workers had its call.")
+                self.runtime.abandon(
+                    "A step was interrupted when only some workers had begun it. Call `minialpa.restart()`, and "
+                    "restore the state from a checkpoint."
+                )
             raise
 
     def _arguments(self, leaves: Sequence[Any]) -> list[list[Argument]]:
+        """The arguments of each worker, in the order of meshes and of their workers."""
         values = HostValues(leaves)
         return [
             [
@@ -137,12 +143,13 @@ class ClusterProgram:
         leaves: Sequence[Any],
         values: HostValues,
     ) -> Argument:
+        """One input of one worker: the number of an array that its mesh has, or shards of the leaf."""
         array = array_of(leaves, slot)
         if array is not None and array.is_on(mesh_program.shape, slot.spec):
             return array.number
         return values.given(slot, mesh_program, shards)
 
-    def _used_up(self, leaves: Sequence[Any]) -> list[DistributedArray]:
+    def _donated_arrays(self, leaves: Sequence[Any]) -> list[DistributedArray]:
         arrays = (array for leaf in sorted(self._donated_leaves) for array in arrays_on_workers(leaves[leaf]))
         return list({array.number: array for array in arrays}.values())
 
@@ -168,6 +175,7 @@ class CopyRequest:
 
 
 _Route = tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]
+"""The type of an array, its mesh and sharding, and the mesh and sharding of the copy."""
 
 
 def move_arrays(runtime: ClusterRuntime, moves: Sequence[CopyRequest]) -> None:
@@ -215,21 +223,23 @@ class HostValues:
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._leaves = leaves
-        self._known: dict[int, Any] = {}
+        self._leaf_values: dict[int, Any] = {}
         self._shards: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
 
     def given(self, slot: InputSlot, program: MeshProgram, shards: WorkerShards) -> Given:
+        """The shards of an input for one worker."""
         kind = program.types[slot.buffer]
-        if slot.leaf not in self._known:
+        if slot.leaf not in self._leaf_values:
             leaf = self._leaves[slot.leaf]
             data = leaf if kind.key is None else kind.data(leaf[...])
-            self._known[slot.leaf] = np.asarray(data, kind.dtype)
+            self._leaf_values[slot.leaf] = np.asarray(data, kind.dtype)
         return Given(tuple(self._shard(slot, box) for box in shards.boxes), shards.shard_of_device)
 
     def _shard(self, slot: InputSlot, box: Box) -> np.ndarray[Any, Any]:
+        """The part `box` of the rows that an input reads, as plain data."""
         key = (slot.leaf, slot.rows, box)
         if key not in self._shards:
-            value = self._known[slot.leaf]
+            value = self._leaf_values[slot.leaf]
             if slot.rows is not None:
                 start, stop, dim = slot.rows
                 value = value[(slice(None),) * dim + (slice(start, stop),)]
@@ -254,11 +264,12 @@ def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[t
     out: list[tuple[Sequence[Argument], list[Any]]] = []
     for mine, shards in zip(arguments, large, strict=True):
         shared = [shard for shard in shards if shard in refs]
-        out.append((_referring(mine, shared), [refs[shard] for shard in shared]))
+        out.append((_with_references(mine, shared), [refs[shard] for shard in shared]))
     return out
 
 
-def _referring(arguments: Sequence[Argument], shared: Sequence[ById[Any]]) -> Sequence[Argument]:
+def _with_references(arguments: Sequence[Argument], shared: Sequence[ById[Any]]) -> Sequence[Argument]:
+    """The arguments, with the position in `shared` in place of each shared shard."""
     if not shared:
         return arguments
     numbers = {shard: i for i, shard in enumerate(shared)}
@@ -277,7 +288,10 @@ def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
 
 
 def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
-    """The array on workers that an input reads, a leaf or a part of a leaf, or None."""
+    """The array on workers that an input reads: a leaf, or one micro-batch of a leaf. None otherwise.
+
+    A `MicroBatchedArray` on workers has one array for each micro-batch, with copies on all meshes that read it.
+    """
     leaf = leaves[slot.leaf]
     found = leaf if slot.rows is None else None
     if isinstance(leaf, MicroBatchedArray):

@@ -79,7 +79,7 @@ class ClusterRuntime:
         # Waiting threads and the thread in its turn share the watch and these lists, under the lock, for moments only.
         self._lock = threading.RLock()
         self._steps: deque[dict[Reply, WorkerHandle]] = deque()
-        self._waiting: deque[dict[Reply, WorkerHandle]] = deque()
+        self._noted_calls: deque[dict[Reply, WorkerHandle]] = deque()
         self._beat_at_s = time.monotonic()
 
     def new_number(self) -> int:
@@ -125,7 +125,7 @@ class ClusterRuntime:
         """End the workers of a mesh that no thread waits for, and keep the values of their arrays here."""
         self.sync()
         with self._lock:
-            waiting = list(self._waiting)
+            waiting = list(self._noted_calls)
         for calls in waiting:  # of other threads
             self._wait(calls)
 
@@ -154,14 +154,14 @@ class ClusterRuntime:
     def note_waiting(self, calls: dict[Reply, WorkerHandle]) -> None:
         """Note calls that this thread waits for after its turn (`gather_noted`). Their workers do not end before."""
         with self._lock:
-            self._waiting.append(calls)
+            self._noted_calls.append(calls)
 
     def gather_noted(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
         try:
             return self.gather(calls)
         finally:
             with self._lock, suppress(ValueError):
-                self._waiting.remove(calls)
+                self._noted_calls.remove(calls)
 
     def free_unused_arrays(self) -> None:
         """Wait while too many steps are under way. Call it before the turn of the next step, not in it."""
@@ -178,7 +178,7 @@ class ClusterRuntime:
             self._steps.append(calls)
 
     def sync(self) -> None:
-        """See `Runner.sync`."""
+        """Wait until all started steps have ended."""
         with self._turns.in_use():
             self.check()
             with self._lock:
@@ -194,11 +194,12 @@ class ClusterRuntime:
     def check(self) -> None:
         """Raise WorkerError if the session has ended, a worker is lost or a step has failed."""
         with self._turns.in_use():
-            watched = self._watched()
+            watched = self._watched_calls()
             for reply in self.launcher.ready(list(watched)):
                 self._look_at(reply, watched[reply])
 
-    def _watched(self) -> dict[Reply, WorkerHandle]:
+    def _watched_calls(self) -> dict[Reply, WorkerHandle]:
+        """The calls whose replies may show a failure: of `live`, and of steps under way."""
         with self._lock:
             watched = dict(self._watch.lives)
             for step in self._steps:
@@ -215,7 +216,7 @@ class ClusterRuntime:
             self._watch.note_progress()
 
         while waiting:
-            watched = {ref: worker for ref, worker in (self._watched() | calls).items() if ref not in seen}
+            watched = {ref: worker for ref, worker in (self._watched_calls() | calls).items() if ref not in seen}
             done = self.launcher.wait(list(watched), self._watch.interval_s)
             self._turns.check()
 
@@ -254,6 +255,7 @@ class ClusterRuntime:
         return answer if isinstance(answer, Failure) else None
 
     def _answer(self, reply: Reply, worker: WorkerHandle) -> Any:
+        """The value of a reply. Raises WorkerError if the call raised; the session goes on."""
         try:
             return self.launcher.answer(reply)
         except CallRaised as error:
@@ -262,9 +264,9 @@ class ClusterRuntime:
 
     def _status(self, worker: WorkerHandle) -> Status:
         with self._lock:
-            return self._placed(self._watch.status(worker))
+            return self._with_known_stage(self._watch.status(worker))
 
-    def _placed(self, status: Status) -> Status:
+    def _with_known_stage(self, status: Status) -> Status:
         """`status`, with the stage of a worker that has not run a step."""
         meshes = sorted(list(self._meshes.values()), key=lambda mesh: mesh.first_device)
         numbers = [[worker.number for worker in mesh.workers] for mesh in meshes]
@@ -296,7 +298,7 @@ class ClusterRuntime:
             # Other threads may have their turn while this one waits.
             answers = self.gather_noted(calls)
 
-        values |= _put_together(zip(owners, answers, strict=True))
+        values |= _join_shards(zip(owners, answers, strict=True))
         for array in missing:
             array.keep(values[array.number])
         return [values[array.number] for array in arrays]
@@ -307,7 +309,7 @@ class ClusterRuntime:
     # ---- hosts ----------------------------------------------------------------------------------------------------
 
     def available_hosts(self) -> int:
-        """See `Launcher.available_hosts`. Works after the end of the session, too."""
+        """How many hosts a restarted session would get. Works after the end of the session, too."""
         try:
             with self._turns.in_use():
                 return self.launcher.available_hosts()
@@ -317,13 +319,18 @@ class ClusterRuntime:
         return self.launcher.available_hosts()
 
     def restarted(self) -> Launcher:
-        """End this session. See `Launcher.restarted`."""
-        self.shutdown("`minialpa.restart()` was called.")
+        """End this session; returns a launcher for the same request on the hosts that answer."""
+        self.shutdown(
+            "`minialpa.restart()` was called. Compile the step anew, and restore the state from a checkpoint."
+        )
         return self.launcher.restarted()
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def shutdown(self, reason: str = "`minialpa.shutdown()` was called.") -> None:
+    def shutdown(
+        self,
+        reason: str = "`minialpa.shutdown()` was called. Call `minialpa.init`, and compile the step anew.",
+    ) -> None:
         """End all workers and give the hosts back. Values that were not fetched are lost. A second call has no effect.
 
         Waiting threads raise a WorkerError with `reason`.
@@ -348,6 +355,7 @@ class ClusterRuntime:
         self.launcher.release()
 
     def _beat(self) -> None:
+        """Ask all workers for their status. Ends the session if a worker, a host or the cluster has failed."""
         with self._lock:
             self._beat_at_s = time.monotonic()
             failure = self._watch.heartbeat(bool(self._steps))
@@ -358,24 +366,24 @@ class ClusterRuntime:
         if lost:
             self._fail(*(lost_host(self._status(w), lost[w.host]) for w in late if w.host in lost))
         if failure is not None:
-            self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
+            self._fail(dataclasses.replace(failure, where=self._with_known_stage(failure.where)))
         fault = self.launcher.fault()
         if fault is not None:
             self._turns.end(WorkerError(fault))
 
     def _fail(self, *first: Failure) -> NoReturn:
         """End the session with a WorkerError for `first`, or for the cause that other workers report."""
-        self._turns.end(session_error(first, []), lambda: session_error(*self._hear(first)))
+        self._turns.end(session_error(first, []), lambda: session_error(*self._hear_of_failures(first)))
 
-    def _hear(self, first: Sequence[Failure]) -> tuple[list[Failure], list[Status]]:
+    def _hear_of_failures(self, first: Sequence[Failure]) -> tuple[list[Failure], list[Status]]:
         """All failures that workers report within `_GRACE_S` seconds, and the status of the other workers.
 
         One fault fails several workers, and the first report may come from a victim.
         """
         found, statuses = list(first), []
         with self._lock:
-            asked = self._watch.ask({f.where.worker for f in first})
-        watched = self._watched() | asked
+            status_calls = self._watch.ask({f.where.worker for f in first})
+        watched = self._watched_calls() | status_calls
         deadline = time.monotonic() + _GRACE_S
 
         # Workers never answer `live`, so this does not wait for these calls.
@@ -385,13 +393,14 @@ class ClusterRuntime:
                 failure = self._failure_in(ref, worker)
                 if failure is not None:
                     found.append(failure)
-                elif asked.pop(ref, None) is not None:
-                    statuses.append(self._placed(self.launcher.answer(ref)))
+                elif status_calls.pop(ref, None) is not None:
+                    statuses.append(self._with_known_stage(self.launcher.answer(ref)))
 
         known = {f.where.worker for f in found}
         with self._lock:
-            seconds = {w.number: self._watch.unanswered_s(w, _GRACE_S) for w in asked.values()}
-        found += [silent(self._status(w), seconds[w.number]) for w in asked.values() if w.number not in known]
+            seconds = {w.number: self._watch.unanswered_s(w, _GRACE_S) for w in status_calls.values()}
+        unheard = [w for w in status_calls.values() if w.number not in known]
+        found += [silent(self._status(w), seconds[w.number]) for w in unheard]
         return self._with_lost_hosts(found), statuses
 
     def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:
@@ -414,12 +423,15 @@ def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list
         array.check_usable()
         mesh = next((copy.mesh for copy in array.copies if copy.mesh.alive), None)
         if mesh is None:
-            raise WorkerError(f"The session that held an array of shape {array.shape} has ended.")
+            raise WorkerError(
+                f"An array of shape {array.shape} is lost, because the session that held it has ended. Restore it from "
+                "a checkpoint; next time, call `jax.device_get` on values that you need before the session ends."
+            )
         found.setdefault(mesh, []).append(array)
     return list(found.items())
 
 
-def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:
+def _join_shards(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:
     """Values of arrays by their number. answers: for each worker, its arrays and the shards that it sent."""
     data: dict[int, Any] = {}
     types: dict[int, ArrayType] = {}

@@ -22,6 +22,8 @@ from minialpa.support.private_jax import class_of_remote_keys
 
 
 class Holder(Protocol):
+    """The runtime that holds arrays on its workers, a `ClusterRuntime`."""
+
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]: ...
 
     def turn_even_if_ended(self) -> AbstractContextManager[None]: ...
@@ -74,8 +76,8 @@ class DistributedArray(RemoteArray):
         self.shape, self.dtype, self.weak_type = type.shape, type.jax_dtype, type.weak_type
         for copy in copies:
             copy.mesh.arrays[number] = self
-        self._host: Any = None
-        self._deleted = False
+        self._host_value: Any = None
+        self._is_deleted = False
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -90,19 +92,20 @@ class DistributedArray(RemoteArray):
         copy.mesh.arrays[self.number] = self
 
     def is_deleted(self) -> bool:
-        return self._deleted
+        return self._is_deleted
 
     def delete(self) -> None:
         """Have the next call free the memory. Later uses raise DeletedArrayError."""
         with self.runtime.turn_even_if_ended():  # no step is about to read this array
-            if not self._deleted:
-                self._deleted = True
-                self._host = None
+            if not self._is_deleted:
+                self._is_deleted = True
+                self._host_value = None
                 self._release()
 
     def used_up(self) -> None:
-        self._deleted = True
-        self._host = None
+        """Note that a step has taken over the memory. Later uses raise DeletedArrayError."""
+        self._is_deleted = True
+        self._host_value = None
 
     def keep(self, value: Any) -> None:
         """Hold the value in this process too, unless the array is used up.
@@ -111,37 +114,42 @@ class DistributedArray(RemoteArray):
         """
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
-        if not self._deleted:
-            self._host = value
+        if not self._is_deleted:
+            self._host_value = value
 
     @property
     def kept(self) -> Any:
         """The value in this process; None if it was not fetched, or the array is used up."""
-        return self._host
+        return self._host_value
 
     @property
     def held_here(self) -> bool:
-        return self._host is not None
+        return self._host_value is not None
 
     def block_until_ready(self) -> DistributedArray:
         self.check_usable()
-        if self._host is None:
+        if self._host_value is None:
             self.runtime.sync()
             is_lost = not any(copy.mesh.alive for copy in self.copies)
-            if is_lost and self._host is None:
-                raise WorkerError(f"The session that held an array of shape {self.shape} has ended.")
+            if is_lost and self._host_value is None:
+                raise WorkerError(
+                    f"An array of shape {self.shape} is lost, because the session that held it has ended. Restore it "
+                    "from a checkpoint; next time, call `jax.device_get` on values that you need before the session "
+                    "ends."
+                )
         return self
 
     def _fetch(self) -> Any:
         self.check_usable()
-        value = self._host  # another thread may donate the array at any time
+        value = self._host_value  # another thread may donate the array at any time
         return self.runtime.fetch([self])[0] if value is None else value
 
     def fetch_once(self) -> Any:
-        had_value = self._host is not None
+        """The value, which this process keeps only if it had the value before."""
+        had_value = self._host_value is not None
         value = self._fetch()
         if not had_value:
-            self._host = None
+            self._host_value = None
         return value
 
     @classmethod
@@ -153,7 +161,7 @@ class DistributedArray(RemoteArray):
             missing[0].runtime.fetch(missing)
 
     def check_usable(self) -> None:
-        if self._deleted:
+        if self._is_deleted:
             raise DeletedArrayError(
                 f"An array of shape {self.shape} was deleted or donated to a step. Use that step's result, or keep "
                 "arguments alive with `donate_argnums=()`."
@@ -165,7 +173,7 @@ class DistributedArray(RemoteArray):
                 copy.mesh.freed.append(self.number)
 
     def __del__(self) -> None:
-        if not getattr(self, "_deleted", True):
+        if not getattr(self, "_is_deleted", True):
             self._release()
 
 

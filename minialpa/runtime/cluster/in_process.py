@@ -63,8 +63,8 @@ class InProcessTransport:
         sent = [(array.shape, array.dtype) for array in arrays]
         if sent != [(part.shape, part.dtype) for part in expected]:
             raise WorkerError(
-                f"Worker {self.number} expected {expected} as message {tag} of worker {peer} and got {sent}. "
-                "The two run different programs."
+                f"Worker {self.number} expected arrays of types {expected} from worker {peer} (tag {tag}), and got "
+                f"{sent}. This is a bug in minialpa: report it with this message."
             )
         return arrays
 
@@ -76,12 +76,13 @@ class InProcessTransport:
         """End as the transport of a process that dies: waiting peers get an error."""
         self._leave(lambda peer: peer.fail(WorkerError(f"Worker {self.number} is lost: its process has ended.")))
 
-    def _leave(self, tell: Callable[[Mailbox[_Arrays]], None]) -> None:
+    def _leave(self, notify: Callable[[Mailbox[_Arrays]], None]) -> None:
+        """Close the mailbox of this worker, and call `notify` with each peer's mailbox."""
         self._hub.mailboxes.pop(self.address, None)
-        self._mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
+        self._mailbox.fail(WorkerError(f"Worker {self.number} has closed its connections to other workers."))
         for address in self._addresses:
             if address in self._hub.mailboxes:
-                tell(self._hub.mailboxes[address])
+                notify(self._hub.mailboxes[address])
 
     def _deliver(self, peer: int, tag: int, parts: Sequence[Part]) -> None:
         arrays = []
@@ -90,7 +91,10 @@ class InProcessTransport:
             arrays.append(np.array(array if part.index is None else array[part.index]))
         mailbox = self._hub.mailboxes.get(self._addresses[peer])
         if mailbox is None:
-            raise WorkerError(f"Message {tag} to worker {peer} was not sent: it has closed its transport.")
+            raise WorkerError(
+                f"Worker {self.number} cannot send arrays to worker {peer} (tag {tag}), which has closed its "
+                "connections."
+            )
         mailbox.put(self.number, tag, arrays)
 
 
@@ -164,6 +168,7 @@ class ThreadActor:
             self._answer(*call)
 
     def _answer(self, reply: Future[bytes], method: str, args: bytes) -> None:
+        """Run a method of the worker, and give its result to `reply`. args: the pickled arguments."""
         answer, error = b"", None
         try:
             with jax.enable_x64(True):  # as in a worker's own process

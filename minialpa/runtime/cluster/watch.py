@@ -29,8 +29,8 @@ class Watch:
         self.interval_s = min(1.0, self.timeout_s / 4)
         self.lives: dict[Reply, WorkerHandle] = {}
         self._launcher = launcher
-        self._known: dict[int, Status] = {}  # The last status of each worker.
-        self._asked: dict[Reply, tuple[WorkerHandle, float]] = {}  # Unanswered calls, and when they were made.
+        self._last_statuses: dict[int, Status] = {}  # The last status of each worker.
+        self._open_calls: dict[Reply, tuple[WorkerHandle, float]] = {}  # Unanswered calls, and when they were made.
         self._last_progress_s = time.monotonic()
 
     def add(self, workers: Iterable[WorkerHandle]) -> None:
@@ -38,12 +38,12 @@ class Watch:
         self.lives.update((w.actor.call_aside("live"), w) for w in started)
         # Their first status has the number of the process.
         now = time.monotonic()
-        self._asked.update((_ask(w), (w, now)) for w in started)
+        self._open_calls.update((_ask(w), (w, now)) for w in started)
 
     def remove(self, workers: Iterable[WorkerHandle]) -> None:
         removed = {w.number for w in workers}
         self.lives = {ref: w for ref, w in self.lives.items() if w.number not in removed}
-        self._asked = {ref: asked for ref, asked in self._asked.items() if asked[0].number not in removed}
+        self._open_calls = {ref: asked for ref, asked in self._open_calls.items() if asked[0].number not in removed}
 
     def watches(self, worker: WorkerHandle) -> bool:
         return any(w.number == worker.number for w in self.lives.values())
@@ -68,39 +68,39 @@ class Watch:
         """
         self._read_answers()
         now = time.monotonic()
-        waiting = {w.number for w, _ in self._asked.values()}
-        self._asked.update((ref, (w, now)) for ref, w in self.ask(waiting).items())
+        waiting = {w.number for w, _ in self._open_calls.values()}
+        self._open_calls.update((ref, (w, now)) for ref, w in self.ask(waiting).items())
 
-        unanswered = [(self._last_status(w), now - asked_s) for w, asked_s in self._asked.values()]
+        unanswered = [(self._last_status(w), now - asked_s) for w, asked_s in self._open_calls.values()]
         failure = hung_worker(unanswered, self.timeout_s)
         if failure is None and is_stepping:
-            failure = stalled_step(list(self._known.values()), now - self._last_progress_s, self.timeout_s)
+            failure = stalled_step(list(self._last_statuses.values()), now - self._last_progress_s, self.timeout_s)
         return failure
 
     def late(self, seconds: float) -> list[WorkerHandle]:
         """The workers that have not answered a heartbeat for so long: busy, or gone with their hosts."""
         now = time.monotonic()
-        return [w for w, asked_s in self._asked.values() if now - asked_s >= seconds]
+        return [w for w, asked_s in self._open_calls.values() if now - asked_s >= seconds]
 
     def unanswered_s(self, worker: WorkerHandle, least_s: float) -> float:
         """Seconds since the oldest call that the worker has not answered, at least `least_s`."""
         self._read_answers()
         now = time.monotonic()
-        return max([least_s, *(now - asked_s for w, asked_s in self._asked.values() if w.number == worker.number)])
+        return max([least_s, *(now - asked_s for w, asked_s in self._open_calls.values() if w.number == worker.number)])
 
     def _last_status(self, worker: WorkerHandle) -> Status:
-        return self._known.get(worker.number) or Status(worker=worker.number, host=worker.host)
+        return self._last_statuses.get(worker.number) or Status(worker=worker.number, host=worker.host)
 
     def _read_answers(self) -> None:
         """Read the answers that have come. A changed status is progress."""
-        for ref in self._launcher.ready(list(self._asked)):
-            del self._asked[ref]
+        for ref in self._launcher.ready(list(self._open_calls)):
+            del self._open_calls[ref]
             try:
                 status = self._launcher.answer(ref)
             except (CallRaised, WorkerEnded):
                 continue  # The worker has died, as its call of `live` shows.
-            if self._known.get(status.worker) != status:
-                self._known[status.worker] = status
+            if self._last_statuses.get(status.worker) != status:
+                self._last_statuses[status.worker] = status
                 self.note_progress()
 
 

@@ -17,6 +17,7 @@ from minialpa.errors import MinialpaError
 from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded
 from minialpa.runtime.ray.private_ray import folder_of_shared_memory
 from minialpa.runtime.workers.worker import Worker
+from minialpa.support.sizes import bytes_text
 
 #: Each concurrency group has its own thread in the actor. A call of `live` never returns.
 _GROUP_OF_METHOD = {"status": "control", "stop": "control", "live": "life", "read": "samples", "write_copies": "files"}
@@ -55,8 +56,9 @@ class RayCalls:
         free_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
         if n_bytes > free_bytes:
             raise MinialpaError(
-                f"Arrays of {n_bytes / 1e6:.3g} MB go to the workers through `{folder}`, which has "
-                f"{free_bytes / 1e6:.3g} MB free. Remove files there, or give it more memory; the session goes on."
+                f"Arrays of {bytes_text(n_bytes)} go to the workers through `{folder}`, which has "
+                f"{bytes_text(free_bytes)} free. Remove files there, or make it larger (in Docker with `--shm-size`); "
+                "the session goes on."
             )
 
     def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:

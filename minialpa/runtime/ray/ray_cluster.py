@@ -85,13 +85,13 @@ class RayCluster(RayCalls):
 
         self._secret = secrets.token_bytes(32)
         self._n_workers = 0
-        self._released = False
+        self._is_released = False
         self._head_lost_at_s: float | None = None
 
     def release(self) -> None:
-        if self._released:
+        if self._is_released:
             return
-        self._released = True
+        self._is_released = True
         if not ray.is_initialized():
             return
 
@@ -109,8 +109,10 @@ class RayCluster(RayCalls):
         return replace(_requested_hosts(self.request), resource=self._resource, held=held)
 
     def available_hosts(self) -> int:
-        """See `Launcher`. After `release`, the process connects for a moment, which takes seconds."""
-        if self._released and self.owns_cluster:
+        """How many hosts `restarted` would reserve. After `release`, the process connects for a moment, which takes
+        seconds.
+        """
+        if self._is_released and self.owns_cluster:
             return 1  # `restarted` starts a new cluster on this machine.
         if ray.is_initialized():
             return 0 if fault_of_head(self.head) is not None else n_available(self.same_hosts())
@@ -127,12 +129,14 @@ class RayCluster(RayCalls):
             ray.shutdown()
 
     def restarted(self) -> RayCluster:
-        """See `Launcher`. Without the address, Ray might find or start another cluster after the head is gone."""
+        """A launcher for the same request. Without the address, Ray might find or start another cluster after the head
+        is gone.
+        """
         address = "local" if self.owns_cluster else self.head
         return RayCluster(replace(self.request, address=address), before=self)
 
     def check(self) -> None:
-        """See `Launcher`. The head must be reachable, and may not have restarted since this process connected."""
+        """Raise MinialpaError unless the head is reachable and has not restarted since this process connected."""
         fault = fault_of_head(self.head)
         if fault is not None:
             raise MinialpaError(
@@ -142,7 +146,9 @@ class RayCluster(RayCalls):
             )
 
     def fault(self) -> str | None:
-        """See `Launcher`. The head may be silent for `_HEAD_TIMEOUT_S`, from the first failed probe."""
+        """The fault of the cluster, or None. The head may be silent for `_HEAD_TIMEOUT_S` after the first failed
+        probe.
+        """
         if answers(self.head):
             self._head_lost_at_s = None
             return None
@@ -193,7 +199,7 @@ class RayCluster(RayCalls):
             meshes.extend(self._spawn(*key) for key in keys)
             failure = self._join(meshes, check)
             if failure is not None:
-                hint = "Is minialpa installed on every host, with the same versions of jax and Python?"
+                hint = "Check that every host has minialpa, with the same versions of jax and Python."
                 raise worker_error(replace(failure, message=f"{failure.message}\n{hint}"), (), has_ended=False)
         except BaseException:
             self.end(list(itertools.chain(*meshes)))
@@ -307,7 +313,9 @@ def _memory_fraction(env: Mapping[str, str]) -> float:
     try:
         return float(text)
     except ValueError:
-        raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {text!r}.") from None
+        raise MinialpaError(
+            f"Set `{_MEMORY_FRACTION}` in `worker_env` to a number such as 0.8; got {text!r}."
+        ) from None
 
 
 def _requested_hosts(request: SessionRequest) -> HostRequest:

@@ -31,7 +31,7 @@ def connect(address: str | None, namespace: str) -> bool:
 
     Returns whether it has started one. Raises MinialpaError if no cluster answers at an address.
     """
-    address = address or os.environ.get("RAY_ADDRESS") or _started_here()
+    address = address or os.environ.get("RAY_ADDRESS") or _address_started_here()
 
     if address in (None, "local"):
         with warnings.catch_warnings():
@@ -43,7 +43,7 @@ def connect(address: str | None, namespace: str) -> bool:
     if address.startswith("ray://"):
         raise MinialpaError(
             f"{address!r} is the address of a Ray client server, but the training process has to be on a host of "
-            "the cluster: start it there, by `ray job submit` for instance, without `address` and `RAY_ADDRESS`."
+            "the cluster. Start it there, for example with `ray job submit`, without `address` and `RAY_ADDRESS`."
         )
     # Ray would retry for minutes.
     if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not answers(address):
@@ -69,7 +69,7 @@ def _no_cluster(address: str, reason: str) -> MinialpaError:
     )
 
 
-def _started_here() -> str | None:
+def _address_started_here() -> str | None:
     """The address of a running cluster that `ray start` has started on this machine."""
     address = address_of_this_machine()
     return address if address and answers(address) else None

@@ -75,8 +75,8 @@ def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devi
     n_hosts = num_hosts or len(with_devices)
     if not 1 <= n_hosts <= len(with_devices):
         raise ShardingError(
-            f"{n_hosts} hosts were requested and the Ray cluster has {len(with_devices)} with `{resource}`. Request "
-            "fewer, or start more nodes."
+            f"{num_hosts or 1} hosts were requested, and the Ray cluster has {len(with_devices)} with `{resource}`. "
+            "Pass a smaller `num_hosts` to `minialpa.init`, or start more nodes with `ray start`."
         )
 
     # Every host gives the same number of devices. Virtual devices may share CPUs.
@@ -85,8 +85,8 @@ def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devi
     per_host = devices_per_host or least
     if per_host < 1 or (per_host > least and resource != "CPU"):
         raise ShardingError(
-            f"{per_host} devices per host were requested and a host of the Ray cluster has {least} `{resource}`. "
-            "Request fewer devices or fewer hosts."
+            f"{per_host} devices per host were requested, and host {chosen[-1]['NodeManagerAddress']} of the Ray "
+            f"cluster has {least} `{resource}`. Pass a smaller `devices_per_host` or `num_hosts` to `minialpa.init`."
         )
     return NodeChoice(resource, chosen, per_host)
 
@@ -166,15 +166,15 @@ class Reservation:
 
 
 def n_available(requested: HostRequest) -> int:
-    n_nodes = len(_usable(nodes_that_answer(_QUICK_PROBE_S), requested))
+    n_nodes = len(_usable_nodes(nodes_that_answer(_QUICK_PROBE_S), requested))
     return n_nodes if requested.num_hosts is None else min(requested.num_hosts, n_nodes)
 
 
 def reserve(requested: HostRequest) -> Reservation:
-    """Reserve hosts when they become free."""
+    """Reserve hosts when they become free. Raises MinialpaError after `_RESERVE_TIMEOUT_S`."""
     deadline = time.monotonic() + _RESERVE_TIMEOUT_S
     while True:
-        choice = _choose_same(requested) if requested.resource else _choose_first(requested)
+        choice = _choose_for_restart(requested) if requested.resource else _choose_for_new_session(requested)
         bundle = {choice.resource: choice.resource_per_device * choice.devices_per_host}
         group = placement_group(
             [dict(bundle) for _ in choice.nodes],
@@ -196,23 +196,23 @@ def reserve(requested: HostRequest) -> Reservation:
             raise MinialpaError(
                 f"The Ray cluster did not reserve {bundle} on each of {len(choice.nodes)} hosts within "
                 f"{_RESERVE_TIMEOUT_S:.0f} s, because other programs use them. Wait for the end of these programs, or "
-                "request fewer hosts or devices."
+                "pass a smaller `num_hosts` or `devices_per_host` to `minialpa.init`."
             )
 
 
-def _choose_first(requested: HostRequest) -> NodeChoice:
+def _choose_for_new_session(requested: HostRequest) -> NodeChoice:
     return choose_nodes(nodes_that_answer(_PROBE_S), requested.num_hosts, requested.devices_per_host)
 
 
-def _choose_same(requested: HostRequest) -> NodeChoice:
+def _choose_for_restart(requested: HostRequest) -> NodeChoice:
     """The nodes for a restarted session, once the ended session has left its nodes, or after `_FREE_TIMEOUT_S`."""
     nodes = nodes_that_answer(_PROBE_S)
     deadline = time.monotonic() + _FREE_TIMEOUT_S
-    usable = _usable(nodes, requested)
-    free = _free(nodes, requested)
+    usable = _usable_nodes(nodes, requested)
+    free = _free_nodes(nodes, requested)
     while len(free) < len(usable) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        free = _free(nodes, requested)
+        free = _free_nodes(nodes, requested)
 
     if not free:
         devices = f"{requested.devices_per_host or 'all of its'} `{requested.resource}`"
@@ -224,7 +224,7 @@ def _choose_same(requested: HostRequest) -> NodeChoice:
     return choose_nodes(free, n_hosts, requested.devices_per_host)
 
 
-def _usable(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
+def _usable_nodes(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
     """The nodes that are free, or will be after the end of the session that holds them."""
     assert requested.resource is not None
     return nodes_to_restart_on(
@@ -236,5 +236,5 @@ def _usable(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[
     )
 
 
-def _free(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
-    return _usable(nodes, replace(requested, held=frozenset()))
+def _free_nodes(nodes: Sequence[Mapping[str, Any]], requested: HostRequest) -> list[Mapping[str, Any]]:
+    return _usable_nodes(nodes, replace(requested, held=frozenset()))

@@ -98,12 +98,12 @@ def compile_all(lowered: Iterable[LoweredFunction]) -> list[Any]:
         known: dict[Hashable, list[tuple[LoweredFunction, Future[Any]]]] = defaultdict(list)
         pending = []
         for function in lowered:
-            alike = known[function.outside]
-            found = next((future for other, future in alike if function.equals(other)), None)
-            if found is None:
-                found = pool.submit(_compile, function.jitted, function.lowered)
-                alike.append((function, found))
-            pending.append(found)
+            candidates = known[function.outside]
+            compiling = next((future for other, future in candidates if function.equals(other)), None)
+            if compiling is None:
+                compiling = pool.submit(_compile, function.jitted, function.lowered)
+                candidates.append((function, compiling))
+            pending.append(compiling)
         return [future.result() for future in pending]
 
 
@@ -132,6 +132,7 @@ def function_seconds(compiled: Any, repeats: int) -> float:
 
 
 def _compile(jitted: Any, lowered: Any) -> Any:
+    """The compiled function: a `NarrowCall` for narrow dtypes, a `PacedCall` on several CPU devices."""
     avals = jax.tree.leaves(lowered.in_avals)
     if any(str(aval.dtype) in _NARROW for aval in avals):
         return NarrowCall(jitted, lowered)
@@ -141,6 +142,7 @@ def _compile(jitted: Any, lowered: Any) -> Any:
 
 
 def paced(function: Any, devices: Collection[jax.Device]) -> Any:
+    """`function`, as a `PacedCall` if it runs on several CPU devices."""
     if len(devices) < 2 or any(device.platform != "cpu" for device in devices):
         return function
     return PacedCall(function)

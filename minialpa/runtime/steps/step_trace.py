@@ -49,6 +49,7 @@ class _Note:
     Attributes:
         issued_s: the earliest start.
         done: the end, or None if its array was donated before the end was seen.
+        reads, writes: numbers of the buffers that the task reads and fills.
     """
 
     mesh: int
@@ -83,6 +84,7 @@ class StepTrace:
         return call
 
     def take_flag(self) -> Any:
+        """The flag of the last `watched` call, once."""
         flag, self._flag = self._flag, None
         return flag
 
@@ -126,6 +128,7 @@ class StepTrace:
 
     def tasks(self) -> list[TaskTime]:
         """All notes in order, after the last has ended. Times are seconds of this host's clock."""
+        # When the last task of each track has ended, and when each buffer is ready.
         free: dict[tuple[int, str], float] = defaultdict(float)
         ready: dict[int, float] = {}
         tasks = []

@@ -85,16 +85,16 @@ class Channel:
             thread.start()
 
     def send(self, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """See `Transport.send`."""
+        """Send parts in the background (`Transport.send`)."""
         sent: Future[None] = Future()
         sent.set_running_or_notify_cancel()
         send = _QueuedMessage(tag, tuple(parts), sent)
         with self._lock:
             is_quick = not self._n_unfinished and _is_quick(parts)
-            left = self._write_quickly(send) if is_quick else send
-            if left is not None:
+            unsent = self._write_quickly(send) if is_quick else send
+            if unsent is not None:
                 self._n_unfinished += 1
-                self._queue.put(left)
+                self._queue.put(unsent)
         return sent
 
     def say_goodbye(self) -> None:
@@ -134,6 +134,7 @@ class Channel:
             send.sent.set_result(None)
 
     def _write_quickly(self, send: _QueuedMessage) -> _QueuedMessage | None:
+        """Write what the socket takes without blocking; returns a message with the other bytes, or None."""
         with self._reporting(send):
             data = b"".join(_encoded(send))
             try:
@@ -147,16 +148,17 @@ class Channel:
 
     @contextlib.contextmanager
     def _reporting(self, send: _QueuedMessage) -> Iterator[None]:
+        """Turn errors in this context into the error of `send.sent` and of the mailbox."""
         try:
             self._mailbox.check()
             yield
         except BaseException as error:
-            send.sent.set_exception(self._failed_to_send(send.tag, error))
+            send.sent.set_exception(self._send_error(send.tag, error))
             if not isinstance(error, Exception):  # An interrupt: it is unknown how much was written.
                 raise
 
-    def _failed_to_send(self, tag: int, error: BaseException) -> WorkerError:
-        failure = WorkerError(f"Message {tag} to worker {self._peer} was not sent: {str(error) or repr(error)}")
+    def _send_error(self, tag: int, error: BaseException) -> WorkerError:
+        failure = WorkerError(f"Arrays for worker {self._peer} were not sent (tag {tag}). {str(error) or repr(error)}")
         failure.__cause__ = error
         # A peer that has closed its transport takes no more messages, without a failure of the others.
         if not self._closing and not self._mailbox.has_left(self._peer):
@@ -166,6 +168,7 @@ class Channel:
     # Reading
 
     def _read_all(self) -> None:
+        """The reader thread: puts messages into the mailbox until the goodbye."""
         try:
             while self._read_frame():
                 pass
@@ -173,11 +176,16 @@ class Channel:
         except Exception as error:
             if not self._closing:
                 # The peer ends the connection without a goodbye when it dies, and also when its transport fails.
-                why = "Its process has ended, or failed" if isinstance(error, EOFError | OSError) else "This is a bug"
-                self._mailbox.fail(WorkerError(f"Worker {self._peer} is lost: {error}. {why}."))
+                why = (
+                    "Its process has ended, or failed."
+                    if isinstance(error, EOFError | OSError)
+                    else "This is a bug in minialpa: report it with this message."
+                )
+                self._mailbox.fail(WorkerError(f"Worker {self._peer} is lost: {error}. {why}"))
                 shut(self._socket)  # Wakes the writer.
 
     def _read_frame(self) -> bool:
+        """Read one message into the mailbox. Returns False for a goodbye."""
         header = np.empty(_FRAME.size, np.uint8)
         self._fill(header)
         magic, kind, digest, tag, size_bytes = _FRAME.unpack(header.data)

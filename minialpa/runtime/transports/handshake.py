@@ -54,7 +54,10 @@ class Listener:
 
     def __init__(self, secret: bytes, number: int, host: str) -> None:
         if len(secret) < 16:
-            raise WorkerError(f"The workers' secret has {len(secret)} bytes. Pass at least 16 random bytes.")
+            raise WorkerError(
+                f"The workers' secret has {len(secret)} bytes instead of at least 16. This is a bug in minialpa: "
+                "report it with this message."
+            )
         self.authenticated: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         self._secret, self._number = secret, number
 
@@ -86,6 +89,7 @@ class Listener:
         thread.start()
 
     def _accept(self, server_socket: socket.socket) -> None:
+        """The thread that accepts connections until `close`. A thread of its own authenticates each."""
         while True:
             try:
                 pending, _ = server_socket.accept()
@@ -138,7 +142,7 @@ def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline
             if time.monotonic() > deadline:
                 raise WorkerError(
                     f"Worker {number} cannot connect to worker {peer} at {address.host}, port {address.port}: "
-                    f"{error}. Is it running, and is there a firewall between the two?"
+                    f"{error}. Check that it runs, and that no firewall between the two hosts blocks TCP."
                 ) from error
             time.sleep(_RETRY_S)
         except BaseException:
@@ -163,6 +167,7 @@ def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = 
 
 
 def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadline: float) -> None:
+    """The connector's side of the handshake. Raises WorkerError if the listener has another secret."""
     hello = _HELLO.pack(_MAGIC, number, peer, secrets.token_bytes(_NONCE_BYTES))
     sock.settimeout(max(1e-3, deadline - time.monotonic()))
     sock.sendall(hello)
@@ -170,7 +175,10 @@ def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadli
     answer = receive_exactly(sock, _NONCE_BYTES + _MAC_BYTES, deadline)
     nonce, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, b"listener", hello, nonce)):
-        raise WorkerError(f"The process at the address of worker {peer} does not know the workers' secret.")
+        raise WorkerError(
+            f"The process at the address of worker {peer} does not know the workers' secret, so it is of another "
+            f"session. Worker {peer} was probably lost: `minialpa.restart()` starts new workers."
+        )
 
     sock.sendall(_mac(secret, b"connector", hello, nonce))
     # Without the welcome, the listener may have dropped this connection.
@@ -179,7 +187,7 @@ def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadli
 
 
 def _answer(sock: socket.socket, secret: bytes, number: int, deadline: float) -> int | None:
-    """The number of the peer, or None if it does not prove the secret."""
+    """The listener's side of the handshake: the number of the peer, or None if it does not prove the secret."""
     hello = receive_exactly(sock, _HELLO.size, deadline)
     magic, peer, addressee, _ = _HELLO.unpack(hello)
     if magic != _MAGIC or addressee != number:

@@ -58,26 +58,31 @@ class HostTransport:
                 except Empty:
                     missing = sorted(set(range(self.number)) - set(self._channels))
                     raise WorkerError(
-                        f"Worker {self.number} waited {timeout_s:g} s for connections from workers {missing}."
+                        f"Worker {self.number} waited {timeout_s:g} s for connections from workers {missing}. Check "
+                        "that they run, and that no firewall between the hosts blocks TCP; if they start slowly, raise "
+                        "`worker_timeout_s` of `minialpa.init`."
                     ) from None
         finally:
             self._listener.close()
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """See `Transport.send`."""
+        """Send parts in the background (`Transport.send`)."""
         self.mailbox.check()
         return self._channel(peer).send(tag, parts)
 
     def receive(
         self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float
     ) -> list[np.ndarray[Any, Any]]:
-        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and share the memory of the message."""
+        """Wait for a message (`Transport.receive`). The arrays are aligned to ALIGNMENT, and share the memory of the
+        message.
+        """
         message = self.take(peer, tag, timeout_s)
         layout = lay_out(tuple(expected))
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
             raise WorkerError(
-                f"Worker {self.number} expected {layout.size_bytes} bytes as message {tag} of worker {peer}, "
-                f"{expected}, and got {message.payload.size} bytes with another layout. The two run different programs."
+                f"Worker {self.number} expected {layout.size_bytes} bytes from worker {peer} (tag {tag}), {expected}, "
+                f"and got {message.payload.size} bytes with another layout. This is a bug in minialpa: report it with "
+                "this message."
             )
         return [
             message.payload[offset : offset + part.size_bytes].view(part.dtype).reshape(part.shape)
@@ -90,7 +95,7 @@ class HostTransport:
         return self.mailbox.take(peer, tag, timeout_s)
 
     def close(self) -> None:
-        """See `Transport.close`. Waits up to `_FLUSH_S` seconds for sends under way."""
+        """Close all connections (`Transport.close`). Waits up to `_FLUSH_S` seconds for sends under way."""
         self._listener.close()
 
         # Each sends its goodbye before the first closes, so that they share the time.
@@ -103,7 +108,7 @@ class HostTransport:
         # Connected peers that `connect` has not taken.
         while not self._listener.authenticated.empty():
             self._listener.authenticated.get()[1].close()
-        self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
+        self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its connections to other workers."))
 
     def _add(self, peer: int, sock: socket.socket) -> None:
         # A second connection of one worker can only be a mistake: the first one stays.
@@ -115,5 +120,8 @@ class HostTransport:
     def _channel(self, peer: int) -> Channel:
         channel = self._channels.get(peer)
         if channel is None:
-            raise WorkerError(f"Worker {self.number} is not connected to {peer}, but to {sorted(self._channels)}.")
+            raise WorkerError(
+                f"Worker {self.number} is not connected to worker {peer}, but to workers {sorted(self._channels)}. "
+                "This is a bug in minialpa: report it with this message."
+            )
         return channel

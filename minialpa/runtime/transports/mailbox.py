@@ -43,7 +43,7 @@ class Mailbox(Generic[T]):
         """Keep a message of `peer`. Raises ProtocolError if a message with this tag is there."""
         with self._changed:
             if (peer, tag) in self._messages:
-                raise ProtocolError(f"it sent two messages {tag}")
+                raise ProtocolError(f"it sent two messages with tag {tag}")
             self._messages[peer, tag] = message
             self._changed.notify_all()
 
@@ -58,17 +58,20 @@ class Mailbox(Generic[T]):
             )
             self.check()
             if (peer, tag) not in self._messages:
-                raise self._missing(peer, tag, timeout_s)
+                raise self._missing_error(peer, tag, timeout_s)
             return self._messages.pop((peer, tag))
 
-    def _missing(self, peer: int, tag: int, timeout_s: float | None) -> WorkerError:
+    def _missing_error(self, peer: int, tag: int, timeout_s: float | None) -> WorkerError:
         others = sorted(self._messages)
         why = (
-            "which has closed its transport" if peer in self._departed else f"which did not come within {timeout_s:g} s"
+            f"but worker {peer} has closed its connections"
+            if peer in self._departed
+            else f"which did not come within {timeout_s:g} s. If the step is slow, raise `worker_timeout_s` of "
+            "`minialpa.init`"
         )
         return WorkerError(
-            f"Worker {self._number} waited for message {tag} of worker {peer}, {why}. There are "
-            f"{len(others)} other messages, as (worker, tag): {others[:8]}."
+            f"Worker {self._number} waited for arrays of worker {peer} (tag {tag}), {why}. {len(others)} other "
+            f"messages have arrived, as (worker, tag): {others[:8]}."
         )
 
     def leave(self, peer: int) -> None:

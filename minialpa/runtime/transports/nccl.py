@@ -100,10 +100,13 @@ class NcclTransport:
         self._watcher = self._start(self._watch)
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """See `Transport.send`. Slices are copied on the device of their array."""
+        """Send parts in the background (`Transport.send`). Slices are copied on the device of their array."""
         self._mailbox.check()
         if peer not in self._queues:
-            raise WorkerError(f"Worker {self._number} has no link to {peer}, but to {sorted(self._queues)}.")
+            raise WorkerError(
+                f"Worker {self._number} has no NCCL link to worker {peer}, but to workers {sorted(self._queues)}. This "
+                "is a bug in minialpa: report it with this message."
+            )
 
         arrays = tuple(jnp.asarray(part.array if part.index is None else part.array[part.index]) for part in parts)
         links = tuple(
@@ -111,7 +114,11 @@ class NcclTransport:
             for array, part in zip(arrays, parts, strict=True)
         )
         if missing := sorted(set(links) - set(self._ends)):
-            raise WorkerError(f"Message {tag} needs links that were not made: {missing}.")
+            pairs = (f"device {link.source_device} to device {link.target_device}" for link in missing)
+            raise WorkerError(
+                f"Worker {self._number} has no NCCL links to worker {peer} from {', '.join(pairs)}, which it needs to "
+                f"send arrays (tag {tag}). This is a bug in minialpa: report it with this message."
+            )
 
         sent: Future[None] = Future()
         sent.set_running_or_notify_cancel()
@@ -119,19 +126,19 @@ class NcclTransport:
         return sent
 
     def receive(self, peer: int, tag: int, expected: Sequence[ExpectedPart], timeout_s: float) -> list[jax.Array]:
-        """See `Transport.receive`. The values have arrived on the devices of `expected`."""
+        """Wait for a message (`Transport.receive`). The values have arrived on the devices of `expected`."""
         arrays = self._mailbox.take(peer, tag, timeout_s)
         got = [(array.shape, str(array.dtype), self._device_of(array)) for array in arrays]
         asked = [(part.shape, str(part.dtype), part.device) for part in expected]
         if got != asked:
             raise WorkerError(
-                f"Worker {self._number} expected {asked} (shape, dtype, device) as message {tag} of worker {peer}, "
-                f"and got {got}. The two run different programs."
+                f"Worker {self._number} expected arrays {asked} (shape, dtype, device) from worker {peer} (tag {tag}), "
+                f"and got {got}. This is a bug in minialpa: report it with this message."
             )
         return arrays
 
     def close(self) -> None:
-        """See `Transport.close`. Waits up to `_FLUSH_S` seconds for messages under way."""
+        """End threads and communicators (`Transport.close`). Waits up to `_FLUSH_S` seconds for messages under way."""
         self._closing = True
 
         # Writers end when their queues are empty, unless NCCL waits for the peer.
@@ -147,13 +154,18 @@ class NcclTransport:
 
         # Aborting the communicators ends these waits.
         busy = any(thread.is_alive() for thread in (*self._writers, *self._readers))
-        self._end(WorkerError(f"Worker {self._number} has closed its transport."), abort=failed or busy)
+        closed = WorkerError(f"Worker {self._number} has closed its connections to other workers.")
+        self._end(closed, abort=failed or busy)
         _join((*self._writers, *self._readers, self._watcher), time.monotonic() + _FLUSH_S)
 
     def _make_end(self, i: int, link: DeviceLink) -> Endpoint:
         """This worker's end of the communicator of link number `i`, after a first byte went over it."""
         if link.source == link.target:
-            raise WorkerError(f"{link} stays within a worker, where jax moves arrays itself.")
+            raise WorkerError(
+                f"An NCCL link was requested from device {link.source_device} to device {link.target_device} of one "
+                f"worker, {link.source}, where jax moves arrays itself. This is a bug in minialpa: report it with this "
+                "message."
+            )
 
         # The sender makes the id of the communicator, and is rank 0.
         if self._number == link.source:
@@ -172,7 +184,10 @@ class NcclTransport:
     def _device_of(self, array: jax.Array) -> int:
         (device,) = array.devices()
         if device not in self._devices:
-            raise WorkerError(f"An array is on {device}, which is not one of worker {self._number}: {self._devices}.")
+            raise WorkerError(
+                f"An array is on {device}, and worker {self._number} has the devices {self._devices}. This is a bug in "
+                "minialpa: report it with this message."
+            )
         return self._devices.index(device)
 
     def _start(self, run: Any, *args: Any) -> threading.Thread:
@@ -194,7 +209,9 @@ class NcclTransport:
                 self._mailbox.check()
                 send.sent.set_result(None)
             except Exception as error:
-                failure = WorkerError(f"Message {send.tag} to worker {peer} was not sent: {str(error) or repr(error)}")
+                failure = WorkerError(
+                    f"Arrays for worker {peer} were not sent (tag {send.tag}). {str(error) or repr(error)}"
+                )
                 failure.__cause__ = error
                 send.sent.set_exception(failure)
                 self._fail(failure)
@@ -211,6 +228,7 @@ class NcclTransport:
     # Reading: a thread for each peer.
 
     def _read_all(self, peer: int) -> None:
+        """The reader thread of a peer: puts each announced message into the mailbox."""
         n_read = 0
         while True:
             try:
@@ -227,12 +245,13 @@ class NcclTransport:
                 tag, entries = json.loads(announcement.payload.tobytes())
                 self._mailbox.put(peer, int(tag), self._receive_all(peer, entries))
             except Exception as error:
-                failure = WorkerError(f"A message of worker {peer} could not be received: {str(error) or repr(error)}")
+                failure = WorkerError(f"Arrays of worker {peer} could not be received. {str(error) or repr(error)}")
                 failure.__cause__ = error
                 self._fail(failure)
                 return
 
     def _receive_all(self, peer: int, entries: list[Any]) -> list[jax.Array]:
+        """The arrays of an announced message. entries: of `_describe`, one for each array."""
         links = [
             DeviceLink(peer, source_device, self._number, target_device)
             for source_device, target_device, _, _ in entries
@@ -258,13 +277,13 @@ class NcclTransport:
             # The host transport then closes without a goodbye, by which the peers notice.
             self._control.mailbox.fail(error)
 
-    def _end(self, error: WorkerError, abort: bool) -> None:
+    def _end(self, error: WorkerError, *, abort: bool) -> None:
         """Make every call raise `error`, and free the communicators."""
         self._mailbox.fail(error)
         with self._lock:
             ends, self._ends = self._ends, {}
         for end in ends.values():
-            end.close(abort)
+            end.close(abort=abort)
 
 
 def new_id() -> bytes:
@@ -286,7 +305,7 @@ class Endpoint:
         context: contextlib.AbstractContextManager[Any] = _cuda().Device(self.device.local_hardware_id)
         return context
 
-    def close(self, abort: bool) -> None:
+    def close(self, *, abort: bool) -> None:
         """Free the communicator. `abort` also ends kernels that wait for the peer."""
         with contextlib.suppress(Exception), self.current():
             if abort:
@@ -342,5 +361,7 @@ def _cuda() -> Any:
         import cupy.cuda
         import cupy.cuda.nccl  # noqa: F401 - `cupy.cuda` does not import it
     except ImportError as error:
-        raise WorkerError("Workers with GPUs need CuPy and NCCL: pip install 'minialpa[gpu]'.") from error
+        raise WorkerError(
+            "CuPy with NCCL is not installed. Install it on every host with `pip install 'minialpa[gpu]'`."
+        ) from error
     return cupy.cuda

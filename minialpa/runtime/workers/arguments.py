@@ -41,6 +41,7 @@ def to_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def from_plain(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """The inverse of `to_plain`."""
     return array if np.dtype(dtype).isbuiltin == 1 else array.view(dtype)
 
 
@@ -89,6 +90,7 @@ def read_inputs(read: ReadSamples, order: ReadOrder, first: int) -> list[Given]:
 def _shard(
     rows: Sequence[tuple[int, int, list[np.ndarray[Any, Any]]]], of_input: InputRead, box: Box
 ) -> np.ndarray[Any, Any]:
+    """The plain shard `box` of a leaf. rows: (start, stop, leaves) for each range of rows that was read."""
     (start, stop), *others = box
     first, leaves = next((a, leaves) for a, b, leaves in rows if a <= start and stop <= b)
     index = (slice(start - first, stop - first), *(slice(*ends) for ends in others))

@@ -128,7 +128,7 @@ def read(arrays: Sequence[ArrayToRead], devices: Sequence[jax.Device]) -> dict[i
     stores = [future.result() for future in opened]
 
     made = {}
-    for some in _some_at_a_time(list(zip(arrays, stores, strict=True)), lambda pair: _own_bytes(pair[0])):
+    for some in _some_at_a_time(list(zip(arrays, stores, strict=True)), lambda pair: _n_bytes(pair[0])):
         reads = [_start_reading(array, store, devices) for array, store in some]
         for (array, _), (sharding, shards) in zip(some, reads, strict=True):
             made[array.number] = _array(array, sharding, shards)
@@ -140,6 +140,7 @@ _Shards = Sequence[tuple[Any, Sequence[jax.Device]]]
 
 
 def _start_reading(array: ArrayToRead, store: Any, devices: Sequence[jax.Device]) -> tuple[NamedSharding, _Shards]:
+    """Start to read the shards of this process; returns the sharding of the array and the shards."""
     sharding = NamedSharding(device_mesh(devices, array.mesh_shape), array.sharding)
     shape = array.type.data_shape
     readers: dict[Box, list[jax.Device]] = {}
@@ -163,7 +164,7 @@ def _array(array: ArrayToRead, sharding: NamedSharding, shards: _Shards) -> jax.
     return jax.make_array_from_single_device_arrays(array.type.data_shape, sharding, placed)
 
 
-def _own_bytes(array: ArrayToRead) -> int:
+def _n_bytes(array: ArrayToRead) -> int:
     return int(np.prod(array.type.data_shape)) * np.dtype(array.type.dtype).itemsize
 
 
@@ -172,7 +173,7 @@ def _tensorstore() -> Any:
         import tensorstore
     except ImportError as error:
         raise CheckpointError(
-            "Workers read and write checkpoints with tensorstore, which comes with orbax. Install "
+            "The host of a worker has no tensorstore, with which workers read and write checkpoints. Install "
             "`minialpa[checkpoint]` on every host."
         ) from error
     return tensorstore
@@ -191,7 +192,7 @@ def _await_folder(folder: str, seconds: float) -> None:
 
 
 def _sees(folder: str) -> bool:
-    """Addresses such as gs://bucket/folder are the same for all hosts."""
+    """Whether this host has the folder. Addresses such as gs://bucket/folder are the same for all hosts."""
     return "://" in folder or Path(folder).is_dir()
 
 

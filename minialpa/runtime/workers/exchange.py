@@ -64,14 +64,15 @@ class Exchange:
     # ---- see `interpreter.Backend` ----------------------------------------------------------------------------------
 
     def action(self, instruction: Any) -> Action:
+        """The function that carries out a transfer instruction on the buffers of a step."""
         match instruction:
             case Send(source, number):
                 return lambda buffers: self._send(number, source, buffers[source])
             case Receive(target, number):
-                return _fill(target, lambda _: self._receive(number))
+                return _fill_action(target, lambda _: self._receive(number))
             case Relayout(source, target, spec):
                 relayout = self._relayout(NamedSharding(self._mesh, spec))
-                return _fill(target, lambda buffers: relayout(buffers[source]))
+                return _fill_action(target, lambda buffers: relayout(buffers[source]))
         raise AssertionError(instruction)
 
     def settle(self, buffers: Sequence[int]) -> None:
@@ -101,6 +102,7 @@ class Exchange:
     # ---- transfers ------------------------------------------------------------------------------------------------
 
     def _send(self, number: int, source: int, array: jax.Array) -> None:
+        """Post this worker's messages of transfer `number`, except relayed ones."""
         transfer = self._program.transfers[number]
         shards = self._shards(array, transfer.type)
         boxes = dict(transfer.resharding.source_boxes)
@@ -111,11 +113,13 @@ class Exchange:
         )
 
     def _post(self, number: int, message: Message, shards: dict[int, Any], boxes: dict[int, Box]) -> Future[None]:
+        """Send the moves of one message. shards, boxes: by device, the source shards and their places in the array."""
         first = self._places[message.target].first_device
         parts = [Part(shards[m.source], _index_in(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
         return self._transport.send(message.target, self._tag(number), parts)
 
     def _receive(self, number: int) -> jax.Array:
+        """The array of transfer `number` on this mesh, joined from its messages."""
         transfer = self._program.transfers[number]
         boxes = {d: box for d, box in transfer.resharding.landing_boxes if d in self._local}
         arrived: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
@@ -123,7 +127,7 @@ class Exchange:
             if message.target == self._me:
                 self._take(number, message, np.dtype(transfer.type.dtype), arrived)
 
-        landed = [_joined(arrived[d], boxes[d], transfer.type.dtype) for d in boxes]
+        landed = [_joined_parts(arrived[d], boxes[d], transfer.type.dtype) for d in boxes]
         shards = jax.device_put(landed, [self._local[d] for d in boxes])
 
         # A part for several workers of this mesh crosses once; one of them relays it over the faster links.
@@ -139,6 +143,7 @@ class Exchange:
     def _take(
         self, number: int, message: Message, dtype: np.dtype[Any], arrived: dict[int, list[tuple[Box, Any]]]
     ) -> None:
+        """Wait for a message, and add its parts to `arrived`, by device."""
         first = min(self._local)
         expected = [ExpectedPart(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
         arrays = self._transport.receive(message.source, self._tag(number), expected, self._timeout_s)
@@ -162,7 +167,9 @@ class Exchange:
         return made
 
 
-def _fill(target: int, value: Callable[[Buffers], Any]) -> Action:
+def _fill_action(target: int, value: Callable[[Buffers], Any]) -> Action:
+    """The action that sets buffer `target` to `value(buffers)`."""
+
     def fill(buffers: Buffers) -> None:
         buffers[target] = value(buffers)
 
@@ -180,7 +187,7 @@ def _index_in(box: Box, outer: Box) -> tuple[slice, ...] | None:
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
-def _joined(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
+def _joined_parts(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
     """The part `outer` of an array, joined from smaller parts."""
     if len(parts) == 1 and parts[0][0] == outer:
         return parts[0][1]

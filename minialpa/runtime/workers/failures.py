@@ -81,7 +81,7 @@ def fault_of(error: Exception) -> Fault:
 
 
 def lost_host(last: Status, ip: str) -> Failure:
-    return Failure(Fault.LOST_HOST, last, f"its host is lost: {ip} accepts no connection.")
+    return Failure(Fault.LOST_HOST, last, f"its host is lost ({ip} accepts no connection).")
 
 
 def died(last: Status, reason: str) -> Failure:
@@ -95,7 +95,11 @@ def call_raised(last: Status, method: str | None, message: str, traceback: str) 
 
 
 def silent(last: Status, seconds: float) -> Failure:
-    return Failure(Fault.SILENT, last, f"it has not answered for {seconds:.0f} s. Its process hangs, or its network.")
+    message = (
+        f"it has not answered for {seconds:.0f} s. Its process or its network hangs, or it is slow: then raise "
+        "`worker_timeout_s` of `minialpa.init`."
+    )
+    return Failure(Fault.SILENT, last, message)
 
 
 def hung_worker(unanswered: Iterable[tuple[Status, float]], timeout_s: float) -> Failure | None:
@@ -151,7 +155,8 @@ def worker_error(
     others, lost = list(others), lost or {}
     at = cause.where
     process = "" if at.pid is None else f", process {at.pid}"
-    lines = [f"Worker {at.worker}, stage {at.stage} on host {at.host}{process}, failed: {cause.message}"]
+    failed = "failed with" if cause.traceback else "failed:"
+    lines = [f"Worker {at.worker}, stage {at.stage} on host {at.host}{process}, {failed} {cause.message}"]
     if at.step >= 0:
         seen = "was last heard of" if cause.fault in (Fault.LOST_HOST, Fault.DIED, Fault.SILENT) else "was"
         lines.append(
@@ -186,7 +191,7 @@ def worker_error(
 
 def ended(error: WorkerError) -> WorkerError:
     """The error of later calls of a session that `error` has ended, with all attributes of `error`."""
-    later = WorkerError(f"The session has ended: {error}")
+    later = WorkerError(f"The session has ended. {error}")
     later.__dict__.update(error.__dict__)
     later.__cause__ = error
     return later

@@ -66,6 +66,7 @@ class Worker:
         return self._transports[number].address
 
     def has_nccl(self) -> bool:
+        """Whether this worker can send from GPU to GPU."""
         return self.settings.platform == "cuda" and importlib.util.find_spec("cupy") is not None
 
     def load(
@@ -80,8 +81,8 @@ class Worker:
         """Compile program `number` and connect to its other workers.
 
         Args:
-            places, me: as in `WorkerProgram`.
-            links: links between GPUs of all workers, as in `mesh_program.links`; empty to send through the hosts.
+            places: all workers of the program, in order; number `me` is this one.
+            links: (worker, its GPU, receiving worker, its GPU), as in `DeviceLink`; empty to send through the hosts.
         """
         from minialpa.runtime.workers.worker_program import WorkerProgram
 
@@ -165,6 +166,7 @@ class Worker:
         return self._failure
 
     def _inputs(self, running: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]) -> list[Any]:
+        """The array of each input: made of sent shards, or an array of this worker by its number."""
         inputs: list[Any] = []
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
@@ -232,6 +234,7 @@ class Worker:
         Args:
             function: number of the user's function.
             sent: the function itself; None if an earlier call has brought it.
+            order: the rows to read, and the inputs to make of them.
             first: the first sample of the batch.
             numbers: as in `put`.
         """

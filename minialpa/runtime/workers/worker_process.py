@@ -53,6 +53,8 @@ class Process(Protocol):
 
 
 class OwnProcess:
+    """A process that belongs to the worker alone. See `Process`."""
+
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._reserved: socket.socket | None = None
@@ -127,7 +129,7 @@ class OwnProcess:
                 raise
             raise WorkerError(
                 f"Ray has GPUs on host {settings.host} ({settings.ip}), and jax cannot use them ({error!r}). Install "
-                "`minialpa[gpu]` there, and check them with `minialpa doctor`."
+                "`minialpa[gpu]` there, and check the GPUs with `minialpa doctor`."
             ) from error
 
     def _check_own(self, devices: list[Any]) -> None:
@@ -138,5 +140,6 @@ class OwnProcess:
         if n_own != settings.n_devices:
             raise WorkerError(
                 f"jax has {n_own} {settings.platform} devices on host {settings.host} ({settings.ip}), and the worker "
-                f"needs {settings.n_devices}. Check the variables in `worker_env` that select devices."
+                f"needs {settings.n_devices}. Check variables in `worker_env` that select devices, such as XLA_FLAGS "
+                "or CUDA_VISIBLE_DEVICES."
             )

@@ -137,7 +137,7 @@ class WorkerProgram:
         jax reports a failed computation when its result is read, perhaps many instructions later.
         """
         for i, instruction in enumerate(self.program.instructions[: self.position]):
-            if any(b in buffers and _has_failed(buffers[b]) for b in _written(instruction)):
+            if any(b in buffers and _has_failed(buffers[b]) for b in _buffers_written(instruction)):
                 return i
         return self.position
 
@@ -146,13 +146,13 @@ class WorkerProgram:
     def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
         """Input `number` of the program, made of the shards that the caller sent."""
         slot = self.program.inputs[number]
-        kind = self.program.types[slot.buffer]
+        array_type = self.program.types[slot.buffer]
         sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
-        shards = [from_plain(shard, kind.dtype) for shard in sent]
+        shards = [from_plain(shard, array_type.dtype) for shard in sent]
         # jax on CPU may use the caller's memory in place, and a step takes over donated arrays.
         if slot.leaf in self.program.donated_leaves:
             shards = [np.array(shard) for shard in shards]
-        return self._array([shards[k] for k in given.shard_of_device], kind, slot.spec)
+        return self._array([shards[k] for k in given.shard_of_device], array_type, slot.spec)
 
     def _array(self, shards: Sequence[Any], type_: ArrayType, spec: PartitionSpec) -> jax.Array:
         placed = jax.device_put(list(shards), self._devices)
@@ -167,7 +167,7 @@ class WorkerProgram:
     # ---- functions ------------------------------------------------------------------------------------------------
 
     def _compile(self, compiled: MutableMapping[Any, Any], *, with_flag: bool) -> list[Any]:
-        """Equal functions are compiled once. with_flag: for traced steps."""
+        """The compiled functions of the program, equal ones once. with_flag: for traced steps, see `lower`."""
         keys = [
             (f.code, f.in_specs, f.out_specs, f.donated, f.compiler_options, self.mesh, with_flag)
             for f in self.program.functions
@@ -192,7 +192,7 @@ class WorkerProgram:
         )
 
 
-def _written(instruction: Any) -> tuple[int, ...]:
+def _buffers_written(instruction: Any) -> tuple[int, ...]:
     match instruction:
         case Run(_, _, outputs):
             return tuple(outputs)

@@ -311,9 +311,9 @@ def test_a_tile_is_gathered_inside_itself() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"shape": (3, 4)}, "not divisible by 2"),
-        ({"source_spec": P("x", "x")}, "used twice"),
-        ({"target_spec": P("z")}, "does not fit an array of 2 dimensions, over the axes x, y"),
+        ({"shape": (3, 4)}, r"splits a dimension of length 3, of an array of shape \(3, 4\), into 2 parts"),
+        ({"source_spec": P("x", "x")}, "has an axis twice"),
+        ({"target_spec": P("z")}, "does not fit an array of 2 dimensions.*axes from x, y"),
         ({"target": MeshShape(3, (2,))}, "devices 3 to 4, but the cluster has 4 devices"),
     ],
 )

@@ -79,7 +79,7 @@ def _step_that_notes(note: Any, place: str) -> Any:
 @pytest.mark.parametrize("place", ["layer", "scan"])
 def test_a_callback_with_values_of_each_example_is_refused(place: str) -> None:
     step = _step_that_notes(lambda x: jax.debug.print("{}", x), place)
-    with pytest.raises(TraceError, match=r"calls Python with values of each example.*Return these values"):
+    with pytest.raises(TraceError, match=r"values of each example to a Python callback.*return the values"):
         minialpa.parallelize(step, method=METHODS[0])(WEIGHTS, BATCH)
 
 

@@ -179,10 +179,10 @@ def test_chunks_are_runs_of_neighbouring_layers_in_order() -> None:
 @pytest.mark.parametrize(
     ("stages", "schedule", "message"),
     [
-        ([(0, 2), (1, 3)], "1f1b", r"need the schedule `1f1b-interleaved`.*\[0\] on stage 0, \[1\] on stage 1"),
+        ([(0, 2), (1, 3)], "1f1b", "but stage 0 has the layers 0, 2, stage 1 has the layers 1, 3. Use .*`1f1b-int"),
         ([(0, 3), (1, 2)], "1f1b-interleaved", "equally often"),
-        ([(0, 5), (1, 4), (2, 3)], "1f1b-interleaved", "go round the stages 0 to 2 in order"),
-        ([(0, 1), (2, 3)], "1f1b-interleaved", "needs stages of several runs of layers: `num_chunks`"),
+        ([(0, 5), (1, 4), (2, 3)], "1f1b-interleaved", "to the stages 0 to 2 in turn.*now stage 0 has the layers 0, 5"),
+        ([(0, 1), (2, 3)], "1f1b-interleaved", r"but stage 0 has the layers 0, 1.*Option\(num_chunks=2\)"),
     ],
 )
 def test_stages_of_another_schedule_are_refused(stages: Any, schedule: str, message: str) -> None:
@@ -194,8 +194,8 @@ def test_stages_of_another_schedule_are_refused(stages: Any, schedule: str, mess
     ("stages", "message"),
     [
         (by_hand([[2, 0], [1, 3]]), "once and in order"),
-        (uniform(2, 3), "`num_stages=2` stages of 3 chunks cannot be made of 4 layers"),
-        ("auto", "the search makes stages of one run"),
+        (uniform(2, 3), "`num_stages=2` and `num_chunks=3` need at least 6 layers, but the model has 4"),
+        ("auto", '"1f1b-interleaved"` does not work with `stage_option="auto"`'),
     ],
 )
 def test_stages_that_cannot_be_are_refused(stages: Any, message: str) -> None:

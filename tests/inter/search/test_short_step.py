@@ -67,7 +67,7 @@ def of_whole(solver: SublayerSolver, n: int, remat: Remat) -> SublayerCosts:
 
 def assert_same_problems(solver: SublayerSolver) -> None:
     for n, remat in WAYS:
-        found, expected = solver._sublayers(n, remat), of_whole(solver, n, remat)
+        found, expected = solver._sublayer_costs(n, remat), of_whole(solver, n, remat)
         digests = [[sublayers.digests[place] for place in sublayers.place] for sublayers in (found, expected)]
         wrong = [sublayer for sublayer, (a, b) in enumerate(zip(*digests, strict=True)) if a != b]
         assert not wrong, (n, remat, wrong)
@@ -156,7 +156,7 @@ SHORT = {
 
 def short_of(solver: SublayerSolver) -> SublayeredStep | NotShortened | None:
     for n, remat in WAYS[:2]:
-        solver._sublayers(n, remat)
+        solver._sublayer_costs(n, remat)
     return solver.short
 
 
@@ -233,7 +233,7 @@ def test_a_short_step_that_cannot_be_split_is_not_used(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sublayer_solver, "stage_step", refuses_short_steps)
     assert isinstance(short_of(solver), SublayeredStep)
-    assert solver._sublayers(4, "none").kind == of_whole(solver, 4, "none").kind
+    assert solver._sublayer_costs(4, "none").kind == of_whole(solver, 4, "none").kind
     assert solver.short == NotShortened("by the test")
 
 

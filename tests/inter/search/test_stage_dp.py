@@ -102,7 +102,7 @@ def test_least_memory_in_the_message_is_enough_and_less_is_not(problem: tuple[St
     low, high = -1.0, 100.0
     with pytest.raises(InfeasibleError, match="smallest one needs") as caught:
         choose_stages(table, **{**limits, "memory_bytes": low})
-    need = float(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    need = float(str(caught.value).split("needs ")[1].split(" B")[0])
     assert math.isfinite(fastest_pipeline(table, **{**limits, "memory_bytes": need}))
     assert math.isinf(fastest_pipeline(table, **{**limits, "memory_bytes": need - 1}))
     assert low < need < high

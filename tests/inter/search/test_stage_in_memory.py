@@ -119,11 +119,11 @@ def test_known_shardings_of_a_stage_serve_where_they_keep_up(monkeypatch: pytest
 
     limit = 0.8 * max(stage.peak_bytes for stage in plan(None).stages)
     solved: list[int] = []
-    solve = stage_solve._cheapest
-    monkeypatch.setattr(stage_solve, "_cheapest", lambda *args: solved.append(1) or solve(*args))
+    solve = stage_solve._cheapest_solution
+    monkeypatch.setattr(stage_solve, "_cheapest_solution", lambda *args: solved.append(1) or solve(*args))
     found, n_solved = plan(limit), len(solved)
 
-    monkeypatch.setattr(stage_solve.StageSolver, "_known", lambda *args: None)
+    monkeypatch.setattr(stage_solve.StageSolver, "_cached_in_memory", lambda *args: None)
     each = plan(limit)
     assert n_solved < len(solved) - n_solved
     assert max(stage.peak_bytes for stage in found.stages) <= limit

@@ -310,13 +310,13 @@ def test_a_part_of_a_deadline_counts_the_same_work() -> None:
 def test_forbidden_is_each_cost_and_not_their_sum() -> None:
     """Allowed costs may add up to more than a forbidden one; no gain makes up for a forbidden cost."""
     assert solve_graph(CostGraph(node_costs=(np.full(1, 9e17),) * 2, edges=())).cost == 1.8e18
-    with pytest.raises(InfeasibleError, match="No strategy of node 0 is left"):
+    with pytest.raises(InfeasibleError, match="No sharding satisfies all options and constraints"):
         solve_graph(CostGraph(node_costs=(np.full(1, 1e18), np.full(1, -9e17)), edges=()))
 
 
 def test_a_limit_below_the_least_usage_is_refused() -> None:
     graph = CostGraph(node_costs=(np.zeros(2),), edges=(), usages=((0, (0, 1), np.array([3, 4])),), usage_limit=2)
-    with pytest.raises(InfeasibleError, match=r"need a usage of 3 .* limit is 2.*`memory_limit_bytes`"):
+    with pytest.raises(InfeasibleError, match=r"need 3 B .*1 B above the limit of 2 B.*`memory_limit_bytes`"):
         solve_graph(graph)
 
 
@@ -327,7 +327,7 @@ def test_an_infeasible_core_is_refused() -> None:
     )
     with pytest.raises(InfeasibleError):
         solve_graph(odd_cycle)
-    with pytest.raises(InfeasibleError, match="both the forbidden pairs and the usage limit"):
+    with pytest.raises(InfeasibleError, match="both the memory limit and the options"):
         ilp_model.solve_program(residual_of(odd_cycle), Deadline(10.0))
 
 
@@ -353,13 +353,19 @@ ONE = (np.zeros(1),)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"node_costs": ONE, "edges": (Edge(0, 1, np.zeros((1, 1))),)}, "Edge 0 joins nodes 0 and 1; nodes are 0 to 0"),
-        ({"node_costs": ONE * 2, "edges": (Edge(0, 1, np.zeros((1, 2))),)}, r"its cost has shape \(1, 2\)"),
-        ({"node_costs": (np.zeros(0),)}, "Node 0 has no strategies"),
+        (
+            {"node_costs": ONE, "edges": (Edge(0, 1, np.zeros((1, 1))),)},
+            "the nodes 0 and 1. Use nodes from 0 to 0",
+        ),
+        (
+            {"node_costs": ONE * 2, "edges": (Edge(0, 1, np.zeros((1, 2))),)},
+            r"shape \(1, 2\). Give .* \(1, 1\)",
+        ),
+        ({"node_costs": (np.zeros(0),)}, r"`node_costs\[0\]` is empty"),
         ({"node_costs": (np.array([np.nan]),)}, "NaN or -inf"),
-        ({"node_costs": ONE, "usages": ((0, (0, 1), [0.5]),)}, "needs 1 integers of zero or more"),
-        ({"node_costs": ONE, "usages": ((0, (0, 1), [2**60]),)}, "use a larger unit"),
-        ({"node_costs": ONE, "usage_limit": -1}, "cannot be negative"),
+        ({"node_costs": ONE, "usages": ((0, (0, 1), [0.5]),)}, r"\[0.5\] for node 0. Give 1 integers of 0 or"),
+        ({"node_costs": ONE, "usages": ((0, (0, 1), [2**60]),)}, "add up to 1.15e.18.*in a larger unit"),
+        ({"node_costs": ONE, "usage_limit": -1}, "`usage_limit` must be 0 or more; got -1"),
     ],
 )
 def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> None:

@@ -55,9 +55,9 @@ def test_all_threads_get_the_first_cause() -> None:
 
     threads = run_threads(8, work, 5)
     assert len(threads.errors) == 8 and session.n_released == 1 and session.inside_at_release == 0
-    causes = {str(error).removeprefix("The session has ended: ") for error in threads.errors.values()}
+    causes = {str(error).removeprefix("The session has ended. ") for error in threads.errors.values()}
     assert len(causes) == 1 and causes.pop().startswith("cause of thread")
-    with pytest.raises(WorkerError, match="The session has ended: cause of thread"), session.turns.turn():
+    with pytest.raises(WorkerError, match=r"The session has ended\. cause of thread"), session.turns.turn():
         pass
 
 
@@ -81,7 +81,7 @@ def test_shutdown_waits_until_threads_have_left_and_then_releases_once() -> None
         session.turns.shutdown(WorkerError("enough"))
     threads.join(5)
     assert session.n_released == 1 and session.inside_at_release == 0
-    assert [str(error) for error in threads.errors.values()] == ["The session has ended: enough"] * 4
+    assert [str(error) for error in threads.errors.values()] == ["The session has ended. enough"] * 4
 
 
 def test_shutdown_while_another_thread_finds_out_why_the_session_ends() -> None:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.usefi
 
 
 def test_a_session_is_of_its_first_arguments_and_gives_ray_back(cluster: Cluster) -> None:
-    with pytest.raises(ShardingError, match="9 hosts were requested and the Ray cluster has 3"):
+    with pytest.raises(ShardingError, match="9 hosts were requested, and the Ray cluster has 3"):
         start_session(cluster.address, 9, 1)
     with pytest.raises(ShardingError, match="5 devices per host were requested"):
         start_session(cluster.address, 1, 5)

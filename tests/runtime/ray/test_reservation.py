@@ -47,9 +47,13 @@ def test_virtual_devices_may_be_more_than_cpus_and_share_them() -> None:
 
 def test_too_few_hosts_or_devices_are_errors() -> None:
     nodes = [node("10.0.0.1", GPU=4), node("10.0.0.2", GPU=8)]
-    with pytest.raises(ShardingError, match=r"3 hosts were requested and the Ray cluster has 2 with `GPU`. Request f"):
+    with pytest.raises(
+        ShardingError, match=r"3 hosts were requested, and the Ray cluster has 2 with `GPU`. Pass a smaller `num_hosts`"
+    ):
         choose_nodes(nodes, 3, None)
-    with pytest.raises(ShardingError, match=r"5 devices per host were requested and a host .* has 4 `GPU`"):
+    with pytest.raises(
+        ShardingError, match=r"5 devices per host were requested, and host \S+ of the Ray cluster has 4 `GPU`"
+    ):
         choose_nodes(nodes, 2, 5)
     with pytest.raises(ShardingError, match="the Ray cluster has 0 with `CPU`"):
         choose_nodes([], None, None)
@@ -96,7 +100,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mapping[str, float]]
 
 
 def _chosen(requested: HostRequest) -> list[str]:
-    return [node["NodeID"] for node in reservation._choose_same(requested).nodes]
+    return [node["NodeID"] for node in reservation._choose_for_restart(requested).nodes]
 
 
 def _wanted(num_hosts: int | None, *held: str) -> HostRequest:

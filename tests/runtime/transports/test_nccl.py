@@ -107,16 +107,18 @@ def test_another_shape_dtype_or_device_is_an_error(workers: list[NcclTransport])
     ]
     for tag, one in enumerate(wrong):
         workers[0].send(1, tag, [Part(place(np.zeros(2, np.float32), 0, 0))])
-        with pytest.raises(WorkerError, match=rf"as message {tag} of worker 0, and got \[\(\(2,\), 'float32', 0\)\]"):
+        with pytest.raises(WorkerError, match=rf"from worker 0 \(tag {tag}\), and got \[\(\(2,\), 'float32', 0\)\]"):
             workers[1].receive(0, tag, [one], TIMEOUT_S)
 
 
 def test_a_link_that_was_not_made_is_an_error(workers: list[NcclTransport]) -> None:
-    with pytest.raises(WorkerError, match="Message 4 needs links that were not made"):
+    with pytest.raises(
+        WorkerError, match=r"no NCCL links to worker \d from device \d to device \d, which .* \(tag 4\)"
+    ):
         workers[0].send(1, 4, [Part(place(np.zeros(2), 0, 0), device=5)])
-    with pytest.raises(WorkerError, match="is not one of worker 0"):
+    with pytest.raises(WorkerError, match="and worker 0 has the devices"):
         workers[0].send(1, 4, [Part(place(np.zeros(2), 1, 0))])
-    with pytest.raises(WorkerError, match=r"Worker 0 has no link to 9, but to \[1, 2\]"):
+    with pytest.raises(WorkerError, match=r"Worker 0 has no NCCL link to worker 9, but to workers \[1, 2\]"):
         workers[0].send(9, 4, [])
 
 
@@ -130,7 +132,7 @@ def test_a_peer_that_is_lost_in_the_middle_of_a_transfer_ends_every_wait(workers
         channel._socket.shutdown(2)
     with pytest.raises(WorkerError, match="Worker 1 is lost"):
         workers[0].receive(2, 9, [], TIMEOUT_S)
-    with pytest.raises(WorkerError, match="Message 3 to worker 1 was not sent"):
+    with pytest.raises(WorkerError, match=r"Arrays for worker 1 were not sent \(tag 3\)"):
         message.result(TIMEOUT_S)
 
 
@@ -142,7 +144,7 @@ def test_a_message_that_cannot_be_sent_leaves_no_worker_waiting(
     link = DeviceLink(0, 0, 1, 0)
     workers[0]._ends[link].communicator.abort()
     waiting = workers[1]._ends[link].stream
-    with pytest.raises(WorkerError, match="Message 1 to worker 1 was not sent: NCCL_ERROR"):
+    with pytest.raises(WorkerError, match=r"Arrays for worker 1 were not sent \(tag 1\)\. NCCL_ERROR"):
         workers[0].send(1, 1, [Part(place(np.zeros(2, np.float32), 0, 0))]).result(TIMEOUT_S)
     deadline = time.monotonic() + TIMEOUT_S
     while not waiting.n_pending:
@@ -157,7 +159,7 @@ def test_a_message_that_cannot_be_sent_leaves_no_worker_waiting(
 
 def test_a_peer_that_leaves_is_named(workers: list[NcclTransport]) -> None:
     workers[1].close()
-    with pytest.raises(WorkerError, match="message 9 of worker 1, which has closed its transport"):
+    with pytest.raises(WorkerError, match=r"worker 1 \(tag 9\), but worker 1 has closed its connections"):
         workers[0].receive(1, 9, [], TIMEOUT_S)
     workers[0].send(2, 1, [Part(place(np.ones(2, np.float32), 0, 0))])
     assert workers[2].receive(0, 1, [ExpectedPart((2,), np.dtype(np.float32))], TIMEOUT_S)[0].sum() == 2

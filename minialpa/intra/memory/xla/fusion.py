@@ -149,7 +149,7 @@ class Graph:
         self.maker = makers_of(operations)
         required = set(results)
         self.is_result = [any(v in required for v in op.writes) for op in operations]
-        self.live = _live(operations, results)
+        self.live = _live_operations(operations, results)
         self._n_readers: Counter[int] | None = None
         self.readers: list[list[int]] = [[] for _ in operations]
         for reader in range(len(operations)):
@@ -171,7 +171,7 @@ class Graph:
         return len(self.readers[producer]) + self.is_result[producer]
 
 
-def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]:
+def _live_operations(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]:
     live = [False] * len(operations)
     needed = set(results)
     for number in range(len(operations) - 1, -1, -1):
@@ -185,7 +185,7 @@ def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]
 
 
 def _kernels_of(graph: Graph, stored: Sequence[bool], joined: Sequence[Collection[int]]) -> list[Kernel]:
-    """joined: readers that compute each operation."""
+    """A kernel for each stored operation. joined: readers that compute each operation."""
     # See `_stored_reads`. Kept until the last reader, to save memory.
     reads: dict[int, dict[int, bool]] = {}
     last_reader = [max(readers, default=-1) for readers in joined]
@@ -230,6 +230,7 @@ def _stored_reads(
 
 
 def _kernel(op: Operation, reads: Mapping[int, bool]) -> Kernel:
+    """reads: see `_stored_reads`."""
     # A view of a stored value is in its buffer; a view of a joined value is computed into a new buffer.
     is_view = op.kind == "view" and op.reads[0] in reads
     return Kernel(

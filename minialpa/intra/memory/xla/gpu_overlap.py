@@ -39,6 +39,8 @@ def overlapped(
 
 
 class _Schedule:
+    """XLA's scheduler: kernels are ready once all their readers are scheduled."""
+
     def __init__(
         self, kernels: Sequence[Kernel], sizes: Sequence[float], collectives: Collection[int], work: Collection[int]
     ) -> None:
@@ -65,15 +67,17 @@ class _Schedule:
         self._ready: list[tuple[int, int, int]] = []
         for number in range(len(kernels)):
             if not self._readers[number]:
-                self._push(number)
+                self._push_ready(number)
 
     def _depths(self) -> list[int]:
+        """The most collectives on a path to each kernel."""
         depths = [0] * len(self._kernels)
         for number, kernels_before in enumerate(self._before):
             depths[number] = max((depths[k] + self._is_collective[k] for k in kernels_before), default=0)
         return depths
 
     def _add_order_of_changes(self, maker: dict[int, int]) -> None:
+        """Changes in place wait for earlier readers of the old value."""
         readers: dict[int, list[int]] = defaultdict(list)
         for number, kernel in enumerate(self._kernels):
             for v in kernel.reads:
@@ -86,17 +90,17 @@ class _Schedule:
                     self._before[number].add(other)
 
     def kernels(self) -> list[Kernel]:
-        while (number := self._next()) is not None:
+        while (number := self._next_kernel()) is not None:
             if self._is_collective[number]:
                 self._add_collective(number)
             else:
                 self._add(number)
         return self._from_end[::-1]
 
-    def _push(self, number: int) -> None:
+    def _push_ready(self, number: int) -> None:
         heapq.heappush(self._ready, (-self._depth[number], -self._n_freed[number], -number))
 
-    def _next(self) -> int | None:
+    def _next_kernel(self) -> int | None:
         while self._ready:
             number = -heapq.heappop(self._ready)[-1]
             if number not in self._done:
@@ -104,25 +108,26 @@ class _Schedule:
         return None
 
     def _add(self, number: int) -> None:
+        """Schedule a kernel before all scheduled ones."""
         self._from_end.append(self._kernels[number])
         self._done.add(number)
         for before in self._before[number]:
             readers = self._readers[before]
             readers.remove(number)
             if not readers:
-                self._push(before)
+                self._push_ready(before)
             elif len(readers) == 1:
                 (last,) = readers
                 self._n_freed[last] += 1
                 if not self._readers[last]:
-                    self._push(last)
+                    self._push_ready(last)
 
     def _add_collective(self, collective: int) -> None:
         """Add its end, the work beside it, and its start."""
         others: list[int] = []
         beside = len(self._from_end)
         kernel, left_bytes = self._kernels[collective], self._n_bytes[collective]
-        while left_bytes > 0 and (number := self._next()) is not None:
+        while left_bytes > 0 and (number := self._next_kernel()) is not None:
             if self._is_collective[number] or self._is_scalar[number]:
                 others.append(number)
                 continue
@@ -132,4 +137,4 @@ class _Schedule:
             self._from_end.insert(beside, Kernel(reads=(*kernel.reads, *kernel.writes), writes=()))
         self._add(collective)
         for number in others:
-            self._push(number)
+            self._push_ready(number)

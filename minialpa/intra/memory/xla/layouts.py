@@ -25,12 +25,13 @@ def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes:
     if max(n_free) < 2:
         recorder.add("own", operands, writes, is_product=True)
     else:
-        recorder.add("view", (_stored(recorder, eqn, operands, writes[0], is_product=True),), writes)
+        recorder.add("view", (_add_kernel(recorder, eqn, operands, writes[0], is_product=True),), writes)
 
 
 def product_operands(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], exchanged: bool = False) -> list[int]:
     """The operands of a product in its layouts. exchanged: whether it computes the transpose of its result."""
     contracted, batch = eqn.params["dimension_numbers"]
+    # Side 0, the left operand, has contracted dimensions last; in a transpose, side 1 has.
     return [
         _product_operand(recorder, eqn, read, batch[side], contracted[side], contracted_last=exchanged == side)
         for side, read in enumerate(reads)
@@ -59,14 +60,14 @@ def _product_operand(
     orders = [order]
     if max(len(free), len(summed)) < 2:
         orders = [batched + free + summed, batched + summed + free]
-    if not any(_in_order(dims, recorder.values[v].shape) for dims in orders):
+    if not any(_are_in_order(option, recorder.values[v].shape) for option in orders):
         return recorder.copied(v, eqn, order)
     if max(len(free), len(summed)) > 1:
-        return _merged(recorder, v, eqn, (len(batched), len(free), len(summed)))
+        return _merged_view(recorder, v, eqn, (len(batched), len(free), len(summed)))
     return v
 
 
-def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]) -> int:
+def _merged_view(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]) -> int:
     """A view with one dimension for each group of neighbouring dimensions. groups: dimensions in each."""
     if (v, groups) not in recorder.merged:
         out = recorder.like(v, maker)
@@ -89,29 +90,29 @@ def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], wri
     if features_first:
         orders = [(batch, features, *space), (out_features, in_features, *window)]
     operands = [
-        v if _in_order(order, recorder.values[v].shape) else recorder.copied(v, eqn, order)
+        v if _are_in_order(order, recorder.values[v].shape) else recorder.copied(v, eqn, order)
         for v, order in zip(reads, orders, strict=True)
     ]
 
     batch, features, *space = numbers.out_spec
     order = (batch, features, *space) if features_first else (batch, *space, features)
-    if _in_order(order, recorder.values[writes[0]].shape):
+    if _are_in_order(order, recorder.values[writes[0]].shape):
         recorder.add("own", operands, writes)
     else:
-        recorder.add("loop", (_stored(recorder, eqn, operands, writes[0]),), writes)
+        recorder.add("loop", (_add_kernel(recorder, eqn, operands, writes[0]),), writes)
 
 
-def _stored(
+def _add_kernel(
     recorder: Recorder, eqn: JaxprEqn, operands: Sequence[int], result: int, *, is_product: bool = False
 ) -> int:
-    """Add the kernel of `eqn`; returns its value."""
+    """Add the kernel of `eqn`; returns its value, which is `result` in another layout."""
     made = recorder.like(result, eqn)
     recorder.origin[made] = result
     recorder.add("own", operands, (made,), is_product=is_product)
     return made
 
 
-def _in_order(dims: Sequence[int], shape: Sequence[int]) -> bool:
+def _are_in_order(dims: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether `dims` ascend, not counting dimensions of one element."""
     kept = [dim for dim in dims if shape[dim] > 1]
     return kept == sorted(kept)

@@ -28,20 +28,20 @@ from minialpa.intra.memory.xla.rewrites import absorb, combine, with_epilogues
 _GPU_RESERVE = 0.025
 
 
-def _rewritten(recorder: Recorder, results: Sequence[int]) -> tuple[Operation, ...]:
+def _rewritten_operations(recorder: Recorder, results: Sequence[int]) -> tuple[Operation, ...]:
     """Steps 1 and 2."""
     operations = absorb(recorder.operations, results, recorder.zeros)
     return combine(operations, results, recorder.combinable, recorder.sizes, GPU_COMBINED_BYTES)
 
 
-def _scheduled_on_cpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
-    kernels = fused(Graph(_rewritten(recorder, results), results, recorder.sizes))
+def _kernels_on_cpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
+    kernels = fused(Graph(_rewritten_operations(recorder, results), results, recorder.sizes))
     return [kernels[number] for number in order_on_cpu(kernels, inputs)]
 
 
-def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
+def _kernels_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
     sizes = recorder.sizes
-    operations = with_epilogues(_rewritten(recorder, results), inputs, results, sizes)
+    operations = with_epilogues(_rewritten_operations(recorder, results), inputs, results, sizes)
     kernels = fused(Graph(operations, results, sizes))
     ordered = [kernels[number] for number in order_on_gpu(kernels, results, sizes)]
     work = {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes} - recorder.exchanged
@@ -59,7 +59,7 @@ XLA_GPU = Compiler(
     recorder=Recorder,
     add_equation=add_equation,
     add_step=add_step,
-    kernels=_scheduled_on_gpu,
+    kernels=_kernels_on_gpu,
 )
 #: Up to jax 0.10, XLA drops optimization barriers before it orders the kernels.
 XLA_CPU = dataclasses.replace(
@@ -69,7 +69,7 @@ XLA_CPU = dataclasses.replace(
     drops_inner_barriers=False,
     alignment_bytes=64,
     reserve=0.0,
-    kernels=_scheduled_on_cpu,
+    kernels=_kernels_on_cpu,
 )
 #: From jax 0.11 on.
 XLA_CPU_WITH_BARRIERS = dataclasses.replace(XLA_CPU, name="xla-cpu-with-barriers", waits_at_barriers=True)

@@ -29,6 +29,7 @@ class Operation(NamedTuple):
         sums: "add" if it adds its two operands, "scatter" if it adds the others into the first.
         reduces: whether an element of the result needs many elements of an operand.
         work_bytes: its work, as the bytes that a GPU moves in that time; 0 if it is cheap.
+        converts: whether it converts real numbers.
     """
 
     kind: Kind

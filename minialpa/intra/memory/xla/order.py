@@ -3,9 +3,9 @@
 CPUs run kernels as soon as their operands exist, so they compute and keep recomputed values early, unless the program
 waits at barriers. For GPUs, XLA takes the best of three orders:
 
-list         of the kernels that are ready, the one that frees most bytes, less the bytes it writes    -> _greedy
+list         of the kernels that are ready, the one that frees most bytes, less the bytes it writes     -> _list_order
 program      the order of the operations in the program
-depth first  each kernel right after its operands, the largest operand first                           -> _depth_first
+depth first  each kernel right after its operands, the largest operand first                     -> _depth_first_order
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from minialpa.intra.memory.compiler import Kernel
 
 
 def order_on_cpu(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
+    """First come, first served, from `inputs` on."""
     readers: dict[int, list[int]] = {}
     for number, kernel in enumerate(kernels):
         for value in kernel.reads:
@@ -45,6 +46,7 @@ def order_on_cpu(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
 
 
 def _constants(kernels: Sequence[Kernel], read: Mapping[int, object], inputs: Sequence[int]) -> list[int]:
+    """Values that kernels read but do not make, without inputs."""
     known = set(inputs).union(*(kernel.writes for kernel in kernels))
     return [value for value in read if value not in known]
 
@@ -52,11 +54,11 @@ def _constants(kernels: Sequence[Kernel], read: Mapping[int, object], inputs: Se
 def order_on_gpu(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
     """The order that needs least memory. sizes: bytes of values."""
     buffers = _Buffers(kernels, results, sizes)
-    orders = (_greedy(kernels, buffers), list(range(len(kernels))), _depth_first(kernels, buffers, results))
+    orders = (_list_order(kernels, buffers), list(range(len(kernels))), _depth_first_order(kernels, buffers, results))
     return min(orders, key=buffers.peak_bytes)
 
 
-def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence[int]) -> list[int]:
+def _depth_first_order(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence[int]) -> list[int]:
     """The kernels that `results` wait for, and then the others, each after the kernels that it reads from.
 
     Of these, the one with the most other readers comes first, or else with the most bytes. Both counts include all
@@ -96,6 +98,7 @@ class _Buffers:
     """Buffers that kernels write and read, by their first value; without arguments.
 
     Attributes:
+        writes, reads: bytes written, and buffers read, by each kernel.
         n_readers: kernels that read each buffer, and one more for a result.
     """
 
@@ -123,7 +126,7 @@ class _Buffers:
         return peak
 
 
-def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
+def _list_order(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
     after, missing = _later_kernels(kernels)
     readers: dict[int, set[int]] = defaultdict(set)
     for k, values in enumerate(buffers.reads):

@@ -24,12 +24,12 @@ from minialpa.intra.memory.xla.operations import Operation, makers_of
 
 
 def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: AbstractSet[int]) -> tuple[Operation, ...]:
-    """`operations` with such sums replaced, in a valid order. zeros: values that are all zeros."""
+    """`operations` in which sums with scatters are scatters, in a valid order. zeros: values that are all zeros."""
     n_readers = Counter([value for op in operations for value in op.reads] + list(results))
     out: dict[int, Operation] = {}  # by their first results; by negative numbers without results
 
     for number, op in enumerate(operations):
-        scattered = _scattered(op, out, n_readers)
+        scattered = _scattered_operand(op, out, n_readers)
         if scattered is None:
             out[op.writes[0] if op.writes else -1 - number] = op
             continue
@@ -45,7 +45,7 @@ def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: Abstr
     return tuple(out.values())
 
 
-def _scattered(op: Operation, made: Mapping[int, Operation], n_readers: Mapping[int, int]) -> int | None:
+def _scattered_operand(op: Operation, made: Mapping[int, Operation], n_readers: Mapping[int, int]) -> int | None:
     if op.sums != "add":
         return None
     return next(
@@ -71,15 +71,16 @@ def combine(
     out = tuple(operations)
     for kind in dict.fromkeys(kinds.values()):
         groups = _groups(out, results, [value for value, other in kinds.items() if other == kind])
-        groups = [part for group in groups for part in _parts(out, group, sizes, most_bytes)]
+        groups = [part for group in groups for part in _limited_groups(out, group, sizes, most_bytes)]
         if any(len(group) > 1 for group in groups):
-            out = _sorted(_merged(out, groups))
+            out = _in_valid_order(_with_merged_groups(out, groups))
     return out
 
 
-def _parts(
+def _limited_groups(
     operations: Sequence[Operation], group: Sequence[int], sizes: Sequence[float], most_bytes: float
 ) -> Iterator[list[int]]:
+    """`group` in parts that write at most `most_bytes` each."""
     part: list[int] = []
     n_bytes = 0.0
     for number in group:
@@ -110,6 +111,7 @@ def _groups(operations: Sequence[Operation], results: Sequence[int], values: Seq
 
 
 def _dependencies(operations: Sequence[Operation], maker: Mapping[int, int]) -> list[int]:
+    """For each operation, bit i is set if it depends on operation i."""
     below: list[int] = []
     for op in operations:
         bits = 0
@@ -140,7 +142,7 @@ def _postorder(operations: Sequence[Operation], maker: Mapping[int, int], result
     return order
 
 
-def _merged(operations: Sequence[Operation], groups: Sequence[Sequence[int]]) -> list[Operation]:
+def _with_merged_groups(operations: Sequence[Operation], groups: Sequence[Sequence[int]]) -> list[Operation]:
     """`operations` with each group replaced by one operation, in the place of its last member."""
     joined: dict[int, Operation | None] = {}
     for group in groups:
@@ -152,7 +154,7 @@ def _merged(operations: Sequence[Operation], groups: Sequence[Sequence[int]]) ->
     return [op for number, old in enumerate(operations) if (op := joined.get(number, old)) is not None]
 
 
-def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+def _in_valid_order(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """Each operation after the makers of its operands, otherwise in the given order."""
     made = {value for op in operations for value in op.writes}
     out: list[Operation] = []
@@ -185,16 +187,16 @@ def with_epilogues(
     out: list[Operation | None] = []
     # For the result of a product with one reader, the place of the product in `out`.
     products: dict[int, int] = {}
-    loaded = _loaded(operations, inputs, sizes)
+    arguments_of = _arguments_read(operations, inputs, sizes)
     for op in operations:
         # The operation reads one product, once, and arguments.
-        others = {v for v in op.reads if v not in loaded and sizes[v]}
+        others = {v for v in op.reads if v not in arguments_of and sizes[v]}
         (product,) = others if len(others) == 1 else (None,)
         if product in products and op.reads.count(product) == 1 and _is_epilogue(op, sizes):
             place = products.pop(product)
             before = out[place]
             assert before is not None
-            arguments = (read for v in op.reads if v != product for read in loaded.get(v, (v,)))
+            arguments = (read for v in op.reads if v != product for read in arguments_of.get(v, (v,)))
             op = before._replace(reads=(*before.reads, *arguments), writes=op.writes)
             out[place] = None
         out.append(op)
@@ -204,17 +206,20 @@ def with_epilogues(
     return tuple(op for op in out if op is not None)
 
 
-def _loaded(
+def _arguments_read(
     operations: Sequence[Operation], inputs: Sequence[int], sizes: Sequence[float]
 ) -> dict[int, tuple[int, ...]]:
-    """For arguments, their views and arrays that repeat them: the arguments that a kernel reads."""
-    loaded: dict[int, tuple[int, ...]] = {v: (v,) for v in inputs}
+    """For arguments, and values made of these by views and broadcasts: the arguments that a kernel reads.
+
+    Example: `(b,)` for a broadcast of `b`. Literals have 0 bytes and do not count.
+    """
+    arguments_of: dict[int, tuple[int, ...]] = {v: (v,) for v in inputs}
     for op in operations:
-        is_loaded = all(v in loaded or not sizes[v] for v in op.reads)
-        if is_loaded and (op.repeats or op.kind in ("fill", "view")):
-            reads = tuple(read for v in op.reads for read in loaded.get(v, (v,)))
-            loaded.update(dict.fromkeys(op.writes, reads))
-    return loaded
+        is_of_arguments = all(v in arguments_of or not sizes[v] for v in op.reads)
+        if is_of_arguments and (op.repeats or op.kind in ("fill", "view")):
+            reads = tuple(read for v in op.reads for read in arguments_of.get(v, (v,)))
+            arguments_of.update(dict.fromkeys(op.writes, reads))
+    return arguments_of
 
 
 def _is_epilogue(op: Operation, sizes: Sequence[float]) -> bool:
