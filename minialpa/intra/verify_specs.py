@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -18,6 +18,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import nearest_candidate
+from minialpa.intra.strategies.compared import compared_values
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
@@ -133,7 +134,7 @@ class _Verifier:
         for r, (v, made, left) in enumerate(zip(eqn.outvars, chosen.made, chosen.results, strict=True)):
             here = f"{where}[{_RESULTS}][{r}]"
             self._check_resharding(v, made, left, here)
-            expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is read elsewhere or combined otherwise"
+            expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is compared, read elsewhere or not summed"
             require(not left.partial or v not in self.not_partial, here, left, expected)
             known[v] = known[self.equal.get(v, v)] = left
 
@@ -158,7 +159,7 @@ class _Verifier:
             expected = f"an empty list, as `{eqn.primitive.name}` is no loop with planned equations"
             require(body is not None, f"{where}[{_BODY}]", f"a list of {len(chosen.body)}", expected)
             assert body is not None
-            self._check_loop(body, chosen, where)
+            self._check_loop(eqn, body, chosen, where)
         elif eqn.primitive.name == "optimization_barrier":
             _check_barrier(chosen, where)
         elif eqn.effects and self.mesh.n_devices > 1:
@@ -187,7 +188,7 @@ class _Verifier:
 
     # ---- loops ------------------------------------------------------------------------------------------------------
 
-    def _check_loop(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
+    def _check_loop(self, eqn: JaxprEqn, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
         for k, spec in enumerate(chosen.operands[body.n_lead :], body.n_lead):
             require(not spec.dims[0], f"{where}[{_OPERANDS}][{k}]", spec, "an unsplit dimension of iterations")
 
@@ -200,13 +201,22 @@ class _Verifier:
             else:
                 require(not made.dims[0], here, made, "an unsplit dimension of iterations")
 
-        self._check_iteration(body, chosen, where)
+        self._check_iteration(eqn, body, chosen, where)
 
-    def _check_iteration(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
+    def _complete_inside(self, eqn: JaxprEqn, body: ScanBody) -> list[Var]:
+        """The values of an iteration whose stacked results are complete."""
+        stacked = zip(eqn.outvars[body.n_carry :], body.flat.outvars[body.n_carry :], strict=True)
+        return [v for out, v in stacked if out in self.not_partial and not is_literal(v)]
+
+    def _check_iteration(self, eqn: JaxprEqn, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
         flat = body.flat
         known = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
         known.update((v, body.inner_operand(k, chosen.operands[k])) for k, v in enumerate(flat.invars))
-        self.equations(flat.eqns, chosen.body, known, f"{where}[{_BODY}]")
+        inside = replace(self, not_partial={*self._complete_inside(eqn, body), *compared_values(flat.eqns)})
+        for k, v in enumerate(flat.invars):
+            is_right = not known[v].partial or v not in inside.not_partial
+            require(is_right, f"{where}[{_OPERANDS}][{k}]", known[v], "no partial sum: a comparison reads the value")
+        inside.equations(flat.eqns, chosen.body, known, f"{where}[{_BODY}]")
 
         for r, atom in enumerate(flat.outvars):
             made = Spec.replicated(len(shape_of(atom))) if is_literal(atom) else known[atom]

@@ -165,7 +165,7 @@ def test_what_a_bound_rules_out_is_solved_once_and_never_measured(
 
     solver = StageSolver(compiler_of(GPUS))
     for part in (1.0, 0.999):
-        with pytest.raises(StageTooLargeError, match="there is a plan") as error:
+        with pytest.raises(StageTooLargeError, match="another plan takes") as error:
             pipeline._planned(asking(mlp, GPUS, options, solver, part * bound_s))
         assert error.value.is_too_slow
     assert calls == {"_cheapest_solution": 1}

@@ -144,7 +144,7 @@ def test_obstacles_to_rematerialisation_are_reported(free: Plan) -> None:
         planned(within(1e5, **DATA), CPUS)
     with pytest.raises(InfeasibleError, match=r"Rematerialisation of \d+ of \d+ layers is not enough"):
         planned(within(1e5, **DATA))
-    with pytest.raises(ShardingError, match="`remat` is"):
+    with pytest.raises(ShardingError, match=r"`remat` must be .*'some'"):
         ShardParallel(remat="some").options()  # type: ignore[arg-type]
 
     args = ([jnp.ones((16, 16))], jnp.ones((4096, 16)))

@@ -17,6 +17,7 @@ from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.narrow_moves import with_narrow_moves
 from minialpa.intra.spmd import Communication, ShardedEquations
 from minialpa.intra.strategies.combining import combined_sums
+from minialpa.intra.strategies.compared import compared_values
 from minialpa.ir.equations import is_literal, operand_vars
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
@@ -45,7 +46,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
         equal=accumulator_of,
         added=frozenset(a.loop for a in split.accumulators if a.reduction == "sum" and a.loop in made),
         batch_dims=split.batch_dims,
-        not_partial=_not_partial(staged, mesh),
+        not_partial=_not_partial(staged, mesh) | compared_values([eqn for eqn, _ in times]),
         paths=_input_paths(staged),
         results=tuple(
             (atom, path)
@@ -82,8 +83,8 @@ def _input_paths(staged: StagedStep) -> dict[Var, str]:
 
 
 def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
-    """Variables that may not stay partial sums: the step returns them, other meshes read them, or micro-batches combine
-    them by anything but a sum.
+    """Variables that other meshes, results or micro-batches need complete: the step returns them, other meshes read
+    them, or micro-batches combine them by anything but a sum.
     """
     split = staged.split
     complete = set(split.results)

@@ -27,6 +27,7 @@ from minialpa.intra.graph.plain_equations import Occurrence, PlainEquations, is_
 from minialpa.intra.graph.prices import MeshPrices, facts_of, loop_scans
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.strategies.combining import StartCounts
+from minialpa.intra.strategies.compared import compared_values
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import partial_specs_of
@@ -278,7 +279,8 @@ class CollectedCosts:
 
         # A partial sum of an iteration would stay a partial sum in the stacked result.
         stacked = zip(occurrence.eqn.outvars[scan.n_carry :], scan.flat.outvars[scan.n_carry :], strict=True)
-        complete = {v for out, v in stacked if out in self._not_partial and not is_literal(v)} - self._not_partial
+        complete = {v for out, v in stacked if out in self._not_partial and not is_literal(v)}
+        complete = (complete | compared_values(scan.flat.eqns)) - self._not_partial
         self._not_partial |= complete
 
         operands = tuple(self._add_loop_operand(occurrence, scan, k) for k in range(len(scan.flat.invars)))
@@ -298,7 +300,8 @@ class CollectedCosts:
         inner = scan.flat.invars[k]
         is_carry = scan.n_consts <= k < scan.n_lead
         # A partial sum in a carry is summed over devices once, after the loop.
-        candidates = partial_specs_of if is_carry and is_inexact(inner) else specs_of
+        may_be_partial = is_carry and is_inexact(inner) and inner not in self._not_partial
+        candidates = partial_specs_of if may_be_partial else specs_of
         specs = self._constraints.carry_specs(inner, candidates(shape_of(inner), self.mesh.shape))
         specs = self._cache.same(specs[:1] if is_extended(aval_of(inner).dtype) else specs)
 

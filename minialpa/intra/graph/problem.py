@@ -29,7 +29,8 @@ class MeshEquations:
         equal: for each accumulated value, its accumulator, which has the same spec.
         added: accumulated values that each micro-batch adds to the accumulator.
         batch_dims: the dimension of the examples of each variable with examples.
-        not_partial: variables that may not be partial sums: they leave the mesh, or micro-batches do not sum them.
+        not_partial: variables that may not be partial sums: they leave the mesh, micro-batches do not sum them, or a
+            comparison reads them (`compared_values`).
         paths: names of inputs, such as `params['w']`.
         results: results of the step that this mesh makes, and their names.
         repeats: the equations that stand for several.

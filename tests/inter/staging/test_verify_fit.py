@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
     "a sum that is returned": (
         "line",
         {FIRST: lambda equations: [*equations[:-1], [*equations[-1][:2], ["+P0"], []]]},
-        "[2][0]` is +P0; expected no partial sum: result 0 of `add` is read elsewhere",
+        "[2][0]` is +P0; expected no partial sum: result 0 of `add` is compared, read elsewhere or",
     ),
     "another array behind a barrier": (
         "interleaved",
