@@ -403,8 +403,8 @@ class ClusterSpec:
         if math.prod(shape) != hosts * per_host:
             raise ShardingError(
                 f"The logical shape {shape} has {math.prod(shape)} devices, but the submesh of {hosts} x {per_host} "
-                f"devices has {hosts * per_host}. Choose a logical shape of {hosts * per_host} devices, or another "
-                "submesh."
+                f"devices has {hosts * per_host}. Choose a logical shape with the product {hosts * per_host}, such as "
+                f"({hosts}, {per_host}), or another submesh."
             )
 
         alpha, beta = [], []

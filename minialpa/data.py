@@ -84,8 +84,8 @@ class DataLoader(Iterator[Any]):
         """The next batch. Raises errors of the source or of laying out the batch, which end the loader."""
         if self._is_closed:
             raise MinialpaError(
-                "The loader is closed. Make another `DataLoader`, and pass `get_state()` of this one to its "
-                "`set_state` to go on."
+                "The loader is closed. Make a new `DataLoader`. To continue after the last batch of the closed loader, "
+                "call `new.set_state(closed.get_state())`."
             )
         if self._reader is None:
             self._start()

@@ -243,9 +243,7 @@ def test_a_pipeline_of_a_step_whose_results_need_no_operation() -> None:
     def nothing(params: Any, batch: Any) -> None:
         jax.grad(loss_of)(params, batch)
 
-    message = (
-        "no result of the step needs an operation. Return the values that the step computes.*or use .*`ShardParallel`"
-    )
+    message = "each of its results is an argument or a constant. Return the values.*or use .*`ShardParallel`"
     refused(TraceError, message, minialpa.parallelize(nothing, method=PipeshardParallel()), make_params(), make_batch())
 
 

@@ -140,7 +140,9 @@ def test_a_model_with_other_layers_is_refused() -> None:
         value, grads = minialpa.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    with pytest.raises(VerifyError, match=r"\d+ forward operations in place of \d+. Make a new plan"):
+    with pytest.raises(
+        VerifyError, match=r"\d+ forward operations, and this step has \d+. Plan this step with `minialpa.plan`"
+    ):
         minialpa.replan(pipeline_plan(), other, make_args())
     assert minialpa.replan(shard_plan(), other, make_args()).stages
     with pytest.raises(ShardingError, match=r"Pass `on_stale=.*got 'ignore'"):

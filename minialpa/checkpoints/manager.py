@@ -223,8 +223,8 @@ class CheckpointManager:
         target = target_tree(like)
         name = f"step {step} in `{self._directory}`"
         advice = (
-            f"The checkpoint is damaged. Restore another step, or delete `{self._directory}/{step}`: `train` then "
-            "continues from the step before."
+            f"The checkpoint is damaged. Restore another step, or delete `{self._directory}/{step}`: `minialpa.train` "
+            "then continues from the newest checkpoint that is left."
         )
         with _errors_of_orbax(f"Reading {name}", advice):
             if not self._has_item(step, "state"):

@@ -47,8 +47,8 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     """
     if not traced.flat.eqns:
         raise TraceError(
-            "The step has no layers for a pipeline, because no result of the step needs an operation. Return the "
-            "values that the step computes, such as the new state, or use a method without a pipeline, such as "
+            "The step has no layers for a pipeline, because each of its results is an argument or a constant. Return "
+            "the values that the step computes, such as the new state, or use a method without a pipeline, such as "
             "`ShardParallel`."
         )
     match option:
@@ -63,8 +63,9 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
 def _planned_layers(traced: TracedStep, option: FixedLayerOption) -> tuple[int, ...]:
     if len(option.layer_of_group) != traced.n_groups:
         raise VerifyError(
-            f"The plan was made for another model, with {len(option.layer_of_group)} forward operations in place of "
-            f"{traced.n_groups}. Make a new plan, with the method that made this plan."
+            f"The plan was made for another model: it has {len(option.layer_of_group)} forward operations, and "
+            f"this step has {traced.n_groups}. Plan this step with `minialpa.plan` and the same method, or load "
+            "another plan."
         )
     return option.layer_of_group
 
