@@ -300,11 +300,11 @@ class LogicalMesh:
         )
 
     def reduce_scatter_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds of a reduce-scatter. n_bytes: of the operand on each device, as in the other collectives."""
+        """Seconds of a reduce-scatter. n_bytes: of the operand on each device."""
         return self.all_gather_s(n_bytes, axes)
 
     def all_reduce_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds of an all-reduce.
+        """Seconds of an all-reduce. n_bytes: of the operand on each device.
 
         Two axes take three phases, each with a start: a reduce-scatter along the inner axis, an all-reduce of the
         shards along the outer axis, and an all-gather along the inner axis.
@@ -317,6 +317,7 @@ class LogicalMesh:
         return 2 * self.all_gather_s(n_bytes, inner) + self._linear_s(outer, 2 * n_bytes / n_shards)
 
     def all_to_all_s(self, n_bytes: float, axes: Sequence[int]) -> float:
+        """Seconds of an all-to-all. n_bytes: of the operand on each device."""
         return sum(self._linear_s(axis, n_bytes) for axis, _ in self._outer_to_inner(axes))
 
     def permute_s(self, n_bytes: float, axes: Sequence[int]) -> float:

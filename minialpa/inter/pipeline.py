@@ -4,7 +4,7 @@ The planner tries plans in this order and keeps the fastest that fits:
 
     check the request                                                             context.py
     stages: one stage, the user's stages, or the stages that a search finds       one_stage.py, here, searched_plan.py
-    for each choice of stages: layers -> micro-batches -> tasks -> specs -> plan  build_plan.py
+    for each choice: rematerialise -> micro-batches -> tasks -> specs -> plan     build_plan.py
     refinements: change one decision, keep the change if the plan gets faster     refine.py
     variants: activations kept or recomputed, weights cast once or in each pass   here
     after a search: fixed methods such as DataParallel, for comparison            by_name.py
