@@ -438,6 +438,7 @@ def _plan_and_compile(
         given = None if saved is None else _saved_plan(saved)
         if given is not None:
             run.step.use_plan(given)
+
         start_s = time.monotonic()
         lowered = run.step.lower(state, batch)
         planned_s = time.monotonic() - start_s
@@ -445,6 +446,7 @@ def _plan_and_compile(
             progress.note("loaded", planned_s, f"The plan in the checkpoint is used for {_hosts_text()}.")
         else:
             progress.note("planned", planned_s, f"The step is planned for {_hosts_text()}.")
+
         with progress.timed("compiled", "The step is compiled."):
             return lowered.plan, lowered.compile()
     except (CheckpointError, VerifyError) as error:
@@ -575,6 +577,7 @@ def _check_arguments(
             "Pass a function without arguments that makes the state as `create_state`; got a "
             f"{type(create_state).__name__}."
         )
+
     if isinstance(batches, Mapping):
         raise MinialpaError(
             "Pass a function that returns an iterator over batches, or an iterable of batches, as `batches`; got a "
@@ -585,6 +588,7 @@ def _check_arguments(
             "`batches` is an iterator, which cannot go back to a checkpoint. Pass a function without arguments that "
             "returns a new one, such as the generator function itself."
         )
+
     counts = {"n_steps": n_steps, "save_every": save_every, "evaluate_every": evaluate_every}
     for name, value in counts.items():
         if not (isinstance(value, int) and value > 0) and not (name == "n_steps" and value is None):

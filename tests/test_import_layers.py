@@ -177,6 +177,13 @@ def test_imports_point_down() -> None:
     assert not _lines(wrong)
 
 
+def test_classes_have_different_names() -> None:
+    """`compat.alpa` has the names of Alpa."""
+    paths = [path for path in PACKAGE.rglob("*.py") if "compat" not in path.parts]
+    classes = [node.name for path in paths for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)]
+    assert len(classes) == len(set(classes))
+
+
 def test_every_package_has_a_readme() -> None:
     """One or two pages, for a reader who opens the package first."""
     packages = {path.parent for path in PACKAGE.rglob("__init__.py")} - {PACKAGE, PACKAGE / "compat" / "alpa"}

@@ -88,6 +88,7 @@ def _check_rule(rule: ShardingRule) -> None:
                     f"`{what}` has the name `{name}`, which is not in the sharding rule `{rule.text}`. Use one of "
                     f"{', '.join(f'`{one}`' for one in names)}."
                 )
+
     for name, how in rule.reductions:
         if how not in get_args(Reduction):
             raise ShardingError(
@@ -98,6 +99,7 @@ def _check_rule(rule: ShardingRule) -> None:
                 f"`{name}` of the sharding rule `{rule.text}` is in `reductions` and in `need_replication`. Remove it "
                 "from one of the two."
             )
+
     _check_factor_sizes(rule)
     _check_diagonals(rule)
 

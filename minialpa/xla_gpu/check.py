@@ -149,8 +149,8 @@ def _call(instruction: Run | Accumulate) -> tuple[int, tuple[int, ...], tuple[in
     match instruction:
         case Run(function, inputs, outputs):
             return function, inputs, outputs
-        case Accumulate(function, totals, values):
-            return function, (*totals, *values), totals
+        case Accumulate(function, accumulators, values):
+            return function, (*accumulators, *values), accumulators
 
 
 def _buffer_bytes(program: MeshProgram, buffer: int) -> int:

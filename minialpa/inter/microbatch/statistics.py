@@ -126,11 +126,7 @@ def _statistics_in_forward(
     step: TracedStep, normal: Sequence[Moments], moments: Sequence[Moments], marked: set[int], lines: _Lines
 ) -> _ForwardStatistics:
     """marked: the calls of `per_micro_batch`."""
-    eqns = step.flat.eqns
-    read = {var for m in normal for i in m.entries for var in operand_vars(eqns[i])}
-    # A flag has no average: it is computed from averages.
-    read.update(var for m in normal for i in m.averages for var in operand_vars(eqns[i]) if is_inexact(var))
-    read.update(var for m in normal for var in m.results if is_inexact(var))
+    eqns, read = step.flat.eqns, set[Var]().union(*(_statistics_read(step, m) for m in normal))
     keys = {lines.key(i) for m in normal for i in (*m.entries, *_needed_aggregates(eqns, m.aggregates, read))}
 
     # Recomputed parts of a block have the lines of its forward pass.
@@ -139,6 +135,15 @@ def _statistics_in_forward(
     entries = {i for m in (*normal, *recomputed) for i in m.entries} | marked
     aggregates = {i for m in (*normal, *recomputed) for i in m.aggregates}
     return _ForwardStatistics(entries=entries, aggregates=aggregates, read=read, keys=keys)
+
+
+def _statistics_read(step: TracedStep, moments: Moments) -> set[Var]:
+    """The statistics that examples, running averages and results read."""
+    eqns = step.flat.eqns
+    read = {var for i in moments.entries for var in operand_vars(eqns[i])}
+    # A flag has no average: it is computed from averages.
+    read.update(var for i in moments.averages for var in operand_vars(eqns[i]) if is_inexact(var))
+    return read.union(filter(is_inexact, moments.results))
 
 
 def _needed_aggregates(eqns: Sequence[JaxprEqn], aggregates: Sequence[int], read: Collection[Var]) -> list[int]:

@@ -35,7 +35,6 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     accumulator_of = {value: accumulator for value, accumulator in split.combined if value in made}
     made.update(accumulator_of.values())
     inputs = tuple((v, role) for v, role in _input_roles(staged, tasks, mesh) if v not in made)
-    known = made | {v for v, _ in inputs}
 
     return MeshEquations(
         eqns=tuple(eqn for eqn, _ in times),
@@ -48,13 +47,15 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
         batch_dims=split.batch_dims,
         not_partial=_not_partial(staged, mesh) | compared_values([eqn for eqn, _ in times]),
         paths=_input_paths(staged),
-        results=tuple(
-            (atom, path)
-            for atom, path in zip(split.outvars, split.traced.out_paths, strict=True)
-            if not is_literal(atom) and atom in known
-        ),
+        results=_results_on(staged, made.union(v for v, _ in inputs)),
         repeats=staged.repeats,
     )
+
+
+def _results_on(staged: StagedStep, known: AbstractSet[Var]) -> tuple[tuple[Var, str], ...]:
+    """The results of the step among the variables `known` on a mesh, with their paths."""
+    results = zip(staged.split.outvars, staged.split.traced.out_paths, strict=True)
+    return tuple((atom, path) for atom, path in results if not is_literal(atom) and atom in known)
 
 
 def _equation_runs(staged: StagedStep, tasks: Sequence[Task]) -> list[tuple[JaxprEqn, int]]:

@@ -2,8 +2,8 @@
 
 Two readers of a partial sum may reduce it in two ways, which round differently. Most equations tolerate that. A
 comparison does not: the derivative of y = max(x, 0) selects the elements with x == y, and finds none if x of the
-forward pass and x of the backward pass differ in the last bit. So compared values, and the values that moves copy into
-them, are complete.
+forward pass and x of the backward pass differ in the last bit. So compared values are complete, and so are the values
+from which linear equations and casts compute them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.loops import scan_body
 from minialpa.ir.equations import Atom, is_inexact, is_literal, operand_vars, sub_jaxprs
+from minialpa.rules.expensive import has_contraction
+from minialpa.rules.known_rules import factors_of
 
 #: Comparisons whose result changes with a bit, against any number.
 _EQUALITIES = frozenset(("eq", "ne"))
 #: Comparisons with a threshold that the step computes, such as the k-th largest element.
 _ORDERS = frozenset(("ge", "gt", "le", "lt"))
-#: Operations that move or copy elements.
-_MOVES = frozenset(
-    ("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice", "name", "reshape", "rev"),
-) | frozenset(("slice", "squeeze", "stop_gradient", "transpose"))
 
 
 def compared_values(eqns: Sequence[JaxprEqn]) -> frozenset[Var]:
-    """The variables of `eqns`, in order, that a comparison reads, also after moves."""
+    """The float variables of `eqns`, in order, that a comparison reads, also through linear equations and casts."""
     found = set[Var]()
     for eqn in reversed(eqns):
         found.update(_compared_operands(eqn, found))
@@ -39,8 +37,6 @@ def _compared_operands(eqn: JaxprEqn, found: set[Var]) -> Iterable[Var]:
     name = eqn.primitive.name
     if name in _EQUALITIES or (name in _ORDERS and not any(map(is_literal, eqn.invars))):
         return _floats(eqn.invars)
-    if name in _MOVES and not found.isdisjoint(eqn.outvars):
-        return _floats(eqn.invars)
     if name == "optimization_barrier":
         return _floats([atom for atom, out in zip(eqn.invars, eqn.outvars, strict=True) if out in found])
 
@@ -48,7 +44,12 @@ def _compared_operands(eqn: JaxprEqn, found: set[Var]) -> Iterable[Var]:
     if body is not None:
         inside = compared_values(body.flat.eqns)
         return _floats([atom for atom, inner in zip(eqn.invars, body.flat.invars, strict=True) if inner in inside])
-    return _floats(eqn.invars) if _tests_equality(eqn) else ()
+    if _tests_equality(eqn):
+        return _floats(eqn.invars)
+
+    # Only linear equations pass partial sums; the search passes none through products. Casts may read a sum twice.
+    passes = name == "convert_element_type" or (factors_of(eqn).linear != "none" and not has_contraction(eqn))
+    return _floats(eqn.invars) if passes and not found.isdisjoint(eqn.outvars) else ()
 
 
 def _floats(atoms: Sequence[Atom]) -> list[Var]:

@@ -34,6 +34,15 @@ def test_a_value_is_compared_after_moves() -> None:
     assert products_compared(lambda x, w: (x @ w).T.reshape(4, 8) == 1.0, X, W) == [True]
 
 
+def test_a_value_is_compared_after_linear_equations_and_casts() -> None:
+    def is_largest(x: Any, w: Any) -> Any:
+        y = x @ w
+        return y - 1.0 == y.max() - 1.0, y.astype(jnp.bfloat16) == y.max().astype(jnp.bfloat16)
+
+    assert products_compared(is_largest, X, W) == [True]
+    assert products_compared(lambda x, w: jnp.tanh(x @ w) == 1.0, X, W) == [False]
+
+
 def test_a_threshold_that_the_step_computes_compares() -> None:
     def largest(x: Any, w: Any) -> Any:
         y = x @ w
