@@ -1,5 +1,5 @@
 # The commands of a working day. `make install` once, in a virtual environment.
-.PHONY: install test lint types ci
+.PHONY: install test lint types docs ci
 
 install:
 	python -m pip install -e ".[dev]"
@@ -12,6 +12,9 @@ lint:
 
 types:
 	mypy
+
+docs:
+	mkdocs build --strict
 
 ci:
 	bash .ci/run

@@ -25,7 +25,7 @@ def flag_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="steps of the whole run, including earlier starts")
     parser.add_argument("--folder", type=Path, help="checkpoints and metrics; a run continues from the last checkpoint")
-    parser.add_argument("--save-every", type=int, default=10, metavar="N", help="steps from one checkpoint to the next")
+    parser.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints; 10 by default")
     parser.add_argument("--stages", type=int, default=0, help="pipeline stages; 0 leaves everything to the planner")
     parser.add_argument("--ray", action="store_true", help="run on the hosts of a Ray cluster, or start one here")
     parser.add_argument("--hosts", type=int, metavar="N", help="with --ray: the number of its hosts; all by default")
@@ -37,10 +37,12 @@ def flag_parser(description: str | None) -> argparse.ArgumentParser:
 def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Read the flags, and start the session that they describe."""
     flags = parser.parse_args(argv)
-    if flags.folder is None and (flags.profile or flags.tensorboard):
-        parser.error("--profile and --tensorboard write to the folder: add --folder FOLDER")
+    if flags.folder is None and (flags.profile or flags.tensorboard or flags.save_every):
+        parser.error("--profile, --tensorboard and --save-every write to the folder: add --folder FOLDER")
     if flags.hosts is not None and not flags.ray:
         parser.error("--hosts is a number of hosts of a Ray cluster: add --ray")
+    if flags.save_every is None and flags.folder is not None:
+        flags.save_every = 10
     flags.checkpoints = flags.folder and flags.folder / "checkpoints"
 
     logging.basicConfig(format="%(message)s")

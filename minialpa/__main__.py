@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """`python -m minialpa` is the command `minialpa`."""
 
 import sys

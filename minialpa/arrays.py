@@ -66,6 +66,12 @@ class RemoteArray(NDArrayOperatorsMixin):
         for array in arrays:
             array._fetch()
 
+    def _repr_html_(self) -> str:
+        # For users: draws the array with all of minialpa.
+        import minialpa
+
+        return minialpa.visualize(self)._repr_html_()
+
     def block_until_ready(self) -> RemoteArray:
         """Wait until the value is computed. Raises the error that prevented its computation."""
         raise NotImplementedError

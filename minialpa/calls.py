@@ -30,7 +30,14 @@ from minialpa.pytrees import (
     variables_in,
     with_static,
 )
-from minialpa.support.private_jax import ArrayImpl, UsersMesh, current_settings, under_mesh, users_mesh
+from minialpa.support.private_jax import (
+    ArrayImpl,
+    UsersMesh,
+    current_settings,
+    named_for_messages,
+    under_mesh,
+    users_mesh,
+)
 from minialpa.tracing.arguments import leaf_type
 from minialpa.tracing.placements import host_kind
 
@@ -105,8 +112,8 @@ class Parameters:
         """static, donate: numbers and names of arguments. batch: numbers."""
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
-        kinds = {p.kind for p in self._signature.parameters.values()} if self._signature else set()
-        self._takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
+        kinds = {p.kind: name for name, p in self._signature.parameters.items()} if self._signature else {}
+        self._varargs = kinds.get(inspect.Parameter.VAR_POSITIONAL)
         self._takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
         self._static = self._argnums("static", *static)
         self.donate = self._argnums("donate", *donate)
@@ -190,10 +197,10 @@ class Parameters:
         return positions if len(positions) == len(values) else None
 
     def number(self, name: int | str) -> int:
-        """The position of a name in the signature, or -1 if the signature lacks it."""
+        """The position of a name in the signature, or -1 if the signature lacks it or it is of `*args`."""
         if isinstance(name, int):
             return name
-        return self._names.index(name) if name in self._names else -1
+        return self._names.index(name) if name in self._names and name != self._varargs else -1
 
     def as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with keywords at their positions, so that numbers mean the same in all spellings of a call."""
@@ -213,8 +220,11 @@ class Parameters:
         return jax.tree_util.all_leaves([value]) and not is_numeric(value)
 
     def label(self, name: int | str) -> str:
+        """The argument as users write it, such as `batch`, or `rest[0]` for the first argument in `*rest`."""
         if isinstance(name, str):
             return name
+        if self._varargs is not None and name >= self._names.index(self._varargs):
+            return f"{self._varargs}[{name - self._names.index(self._varargs)}]"
         return self._names[name] if name < len(self._names) else f"args[{name}]"
 
     def _argnums(self, option: str, value: Argnums, names: Argnames) -> tuple[int, ...] | Literal["auto"]:
@@ -222,14 +232,17 @@ class Parameters:
 
         option: the name of the option, without "_argnums".
         """
-        named = [self._number_of(option, name) for name in ((names,) if isinstance(names, str) else names)]
+        given_names = (names,) if isinstance(names, str) else names
+        if not isinstance(given_names, Iterable):
+            raise TraceError(f"Pass argument names, such as `('mode',)`, as `{option}_argnames`; got {names!r}.")
+        named = [self._number_of(option, name) for name in given_names]
         if isinstance(value, str) and value == "auto":
             return tuple(named) or "auto"
 
-        given = (value,) if isinstance(value, int) else tuple(value)
+        given = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, Iterable) else None
+        if given is None or not all(isinstance(number, int) for number in given):
+            raise TraceError(f'Pass argument numbers, such as `(0,)`, or "auto" as `{option}_argnums`; got {value!r}.')
         for number in given:
-            if not isinstance(number, int):
-                raise TraceError(f"Pass argument numbers, such as `(0,)`, as `{option}_argnums`; got {value!r}.")
             self._check_number(option, number)
         return tuple(number + len(self._names) if number < 0 else number for number in (*named, *given))
 
@@ -240,7 +253,7 @@ class Parameters:
         return self._names.index(name)
 
     def _check_number(self, option: str, number: int) -> None:
-        if self._signature and not self._takes_any and not -len(self._names) <= number < len(self._names):
+        if self._signature and self._varargs is None and not -len(self._names) <= number < len(self._names):
             raise TraceError(
                 f"`{option}_argnums` has {number}, and the step has {len(self._names)} arguments, numbered from 0: "
                 f"{', '.join(self._names)}."
@@ -314,24 +327,9 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
     return args, {name: value for name, value in values.items() if isinstance(name, str)}
 
 
-def _named_as(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes jax's messages name `fun` and its line instead of a function of leaves, if `fun` has a name."""
+def on_leaves(fun: Callable[..., Any], call: Call, paths: Sequence[str]) -> Callable[..., Any]:
+    """`fun` as a function of the leaves of `call`, with the names `paths`. `shown` rebuilds its result."""
 
-    def named(flat_fun: Any) -> Any:
-        if not inspect.isroutine(fun):
-            return flat_fun
-        functools.update_wrapper(flat_fun, fun)
-        # Otherwise jax would take the parameters of `fun` for names of leaves.
-        flat_fun.__signature__ = inspect.Signature([inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)])
-        return flat_fun
-
-    return named
-
-
-def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
-    """`fun` as a function of the leaves of `call`. `shown` rebuilds its result."""
-
-    @_named_as(fun)
     def flat_fun(*leaves: Any) -> Any:
         args, kwargs = rebuild(call, leaves)
         in_graph = () if call.graph is None else call.graph.names
@@ -342,13 +340,29 @@ def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
             result = fun(*args, **kwargs)
         check_returned(variables, result)
         check_no_graph(result, "The result")
+        arrays = hide_static(result)
+        _check_arrays(arrays)
         if call.graph is None:
-            return hide_static(result)
+            return arrays
         modules = tuple(args[name] if isinstance(name, int) else kwargs[name] for name in in_graph)
         # First, since `find_aliases` searches results in order.
-        return call.graph.values_of(modules), hide_static(result)
+        return call.graph.values_of(modules), arrays
 
-    return flat_fun
+    if inspect.isroutine(fun):
+        functools.update_wrapper(flat_fun, fun)
+    return named_for_messages(flat_fun, fun, paths)
+
+
+def _check_arrays(result: Any) -> None:
+    """Raise TraceError for a leaf of a step's result that is neither an array nor a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result):
+        try:
+            jax.typeof(leaf)
+        except Exception as error:  # also one from the leaf's own code
+            raise TraceError(
+                f"The step returns a {type(leaf).__name__} as `result{jax.tree_util.keystr(path)}`. Return arrays, "
+                "numbers and functions in pytrees, and compute other values outside of the step."
+            ) from error
 
 
 def shown(tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:

@@ -13,12 +13,21 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from minialpa.errors import ShardingError
+from minialpa.errors import ShardingError, meant
+from minialpa.field_types import (
+    Count,
+    MeshLengths,
+    NotNegative,
+    Positive,
+    Within,
+    check_fields,
+    check_value,
+)
+from minialpa.support.private_jax import api_boundary, warn
 
 #: Version of the JSON of `ClusterSpec.to_json`.
 _VERSION = 1
@@ -46,21 +55,17 @@ class KernelRates:
         overlap: part of the seconds of work in which collectives can run; 0 where streams wait for each other.
     """
 
-    product_efficiency: float
-    exposed_bytes: float
-    memory_efficiency: float
-    launch_s: float
-    attention_efficiency: float = 1.0
-    sustained: float = 1.0
-    overlap: float = 1.0
+    product_efficiency: Positive
+    exposed_bytes: NotNegative
+    memory_efficiency: Positive
+    launch_s: NotNegative
+    attention_efficiency: Positive = 1.0
+    sustained: Positive = 1.0
+    overlap: NotNegative = 1.0
 
+    @api_boundary
     def __post_init__(self) -> None:
-        parts = (self.product_efficiency, self.memory_efficiency, self.attention_efficiency, self.sustained)
-        if min(parts) <= 0 or min(self.exposed_bytes, self.launch_s, self.overlap) < 0:
-            raise ShardingError(
-                "Give `product_efficiency`, `memory_efficiency`, `attention_efficiency` and `sustained` values above "
-                f"0, and `exposed_bytes`, `launch_s` and `overlap` values of at least 0; got {self}."
-            )
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,19 @@ class DeviceSpec:
     """
 
     name: str
-    peak_flops: tuple[tuple[str, float], ...]
-    memory_bytes: float
-    memory_bandwidth: float
+    peak_flops: tuple[tuple[str, Positive], ...]
+    memory_bytes: Positive
+    memory_bandwidth: Positive
     kernels: KernelRates | None = None
-    n_processors: int = 0
+    n_processors: Annotated[int, Within(0)] = 0
 
+    @api_boundary
     def __post_init__(self) -> None:
-        if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:
+        check_fields(self)
+        if not self.peak_flops:
             raise ShardingError(
-                f"Give the device `{self.name}` values above 0 for `peak_flops`, `memory_bytes` and "
-                f"`memory_bandwidth`; got {self.peak_flops}, {self.memory_bytes} and {self.memory_bandwidth}."
+                f"`peak_flops` of the device `{self.name}` is empty. Give it the rate of at least one dtype, such as "
+                '(("float32", 2e13),).'
             )
 
     def flops_per_s(self, dtype: str) -> float:
@@ -128,12 +135,12 @@ class DeviceSpec:
 class LinkSpec:
     """A link between two devices: n bytes take alpha_s + n * beta_s_per_byte seconds."""
 
-    alpha_s: float
-    beta_s_per_byte: float
+    alpha_s: NotNegative
+    beta_s_per_byte: NotNegative
 
+    @api_boundary
     def __post_init__(self) -> None:
-        if self.alpha_s < 0 or self.beta_s_per_byte < 0:
-            raise ShardingError(f"Give `alpha_s` and `beta_s_per_byte` of a link values of at least 0; got {self}.")
+        check_fields(self)
 
     def transfer_s(self, n_bytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * n_bytes
@@ -242,10 +249,9 @@ def gpu_preset(kind: str) -> PresetName:
     """The preset of a GPU, by its name in jax or Ray. Warns about an unknown GPU, which gets the preset of a V100."""
     found = next((preset for pattern, preset in _GPU_KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
     if found is None:
-        warnings.warn(
+        warn(
             f"minialpa has no rates for the GPU {kind!r} and plans as if it were a V100. Pass its rates as "
             "`devices=ClusterSpec(...)` to the method.",
-            stacklevel=2,
         )
     return found or "v100-p3.16xlarge"
 
@@ -268,17 +274,15 @@ class LogicalMesh:
             convolutions over all devices as far as it can.
     """
 
-    shape: tuple[int, ...]
-    alpha: tuple[float, ...] = ()
-    beta: tuple[float, ...] = ()
+    shape: MeshLengths
+    alpha: tuple[NotNegative, ...] = ()
+    beta: tuple[NotNegative, ...] = ()
     device: DeviceSpec | None = None
 
+    @api_boundary
     def __post_init__(self) -> None:
+        check_fields(self)
         shape = tuple(int(n) for n in self.shape)
-        if len(shape) not in (1, 2) or min(shape) < 1:
-            raise ShardingError(
-                f"Give `LogicalMesh` a shape of 1 or 2 positive lengths, such as (2, 4); got {self.shape}."
-            )
         object.__setattr__(self, "shape", shape)
         for name, default in (("alpha", _DEFAULT_ALPHA), ("beta", _DEFAULT_BETA)):
             values: Sequence[float] = getattr(self, name) or default[-len(shape) :]
@@ -350,24 +354,21 @@ class ClusterSpec:
         host_devices: the device of each host, if hosts differ; else empty.
     """
 
-    num_hosts: int
-    devices_per_host: int
+    num_hosts: Count
+    devices_per_host: Count
     device: DeviceSpec
     intra_host: LinkSpec
     inter_host: LinkSpec
     host_devices: tuple[DeviceSpec, ...] = ()
 
+    @api_boundary
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "host_devices", tuple(self.host_devices))
         if self.host_devices and len(self.host_devices) != self.num_hosts:
             raise ShardingError(
                 f"`host_devices` has {len(self.host_devices)} devices, and `num_hosts` is {self.num_hosts}. Pass one "
                 "device for each host, or an empty tuple."
-            )
-        if self.num_hosts < 1 or self.devices_per_host < 1:
-            raise ShardingError(
-                f"Set `num_hosts` and `devices_per_host` to at least 1; got {self.num_hosts} and "
-                f"{self.devices_per_host}."
             )
 
     @property
@@ -375,13 +376,17 @@ class ClusterSpec:
         return self.num_hosts * self.devices_per_host
 
     @staticmethod
+    @api_boundary
     def preset(name: PresetName, *, num_hosts: int = 1, devices_per_host: int = 8) -> ClusterSpec:
         """A cluster of hosts with rates from vendor data sheets. Raises ShardingError for an unknown name."""
-        if name not in _PRESETS:
-            raise ShardingError(f"There is no cluster preset `{name}`. Choose one of {', '.join(_PRESETS)}.")
+        check_value("devices_per_host", devices_per_host, Count)
+        if name not in tuple(_PRESETS):  # also for a value without a hash
+            raise ShardingError(
+                f"There is no cluster preset `{name}`.{meant(name, _PRESETS)} Choose one of {', '.join(_PRESETS)}."
+            )
         device, intra_host, inter_host = _PRESETS[name]
         if name in _ADAPTER_FOR_EACH:
-            inter_host = LinkSpec(inter_host.alpha_s, inter_host.beta_s_per_byte / max(1, devices_per_host))
+            inter_host = LinkSpec(inter_host.alpha_s, inter_host.beta_s_per_byte / devices_per_host)
         return ClusterSpec(num_hosts, devices_per_host, device, intra_host, inter_host)
 
     def device_of(self, host: int) -> DeviceSpec:
@@ -422,6 +427,7 @@ class ClusterSpec:
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1, sort_keys=True)
 
     @staticmethod
+    @api_boundary
     def from_json(text: str) -> ClusterSpec:
         """The inverse of `to_json`. Raises ShardingError for any other text."""
         try:
@@ -439,6 +445,7 @@ class ClusterSpec:
         return ClusterSpec.from_dict(data)
 
     @staticmethod
+    @api_boundary
     def from_dict(data: dict[str, Any]) -> ClusterSpec:
         """The inverse of `dataclasses.asdict`; `data` may have the `version` of `to_json`. Raises ShardingError."""
         if isinstance(data, dict) and data.get("version", _VERSION) != _VERSION:

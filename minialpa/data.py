@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -21,9 +21,11 @@ import numpy as np
 
 from minialpa.arrays import own_copy
 from minialpa.errors import MinialpaError, ShardingError
+from minialpa.field_types import Count, check_value
 from minialpa.plan import PlacementSpec
 from minialpa.samples import ReadSamples, SampleBatches, UnreadArray
 from minialpa.session import running_session
+from minialpa.support.private_jax import api_boundaries
 
 OnRagged = Literal["fewer", "error", "drop"]
 
@@ -35,6 +37,7 @@ class PlacesBatches(Protocol):
     def place_batch(self, batch: Any) -> Any: ...
 
 
+@api_boundaries
 class DataLoader(Iterator[Any]):
     """The batches of a source, in order, on the devices and in the shardings in which the step reads them.
 
@@ -167,6 +170,7 @@ class DataLoader(Iterator[Any]):
         self.close()
 
 
+@api_boundaries
 class MeshDriverDataLoader(DataLoader):
     """A `DataLoader` with Alpa's arguments, over the samples 0 to `num_samples` of a data set.
 
@@ -199,9 +203,10 @@ class MeshDriverDataLoader(DataLoader):
         step, prefetch_size, on_ragged: as in `DataLoader`. In Alpa, placement specs take the place of the step.
         repeat: whether epochs repeat.
         """
-        for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
-            if not isinstance(value, int) or value < 1:
-                raise MinialpaError(f"Pass a positive integer as `{name}`; got {value!r}.")
+        check_value("batch_size", batch_size, Count, MinialpaError)
+        check_value("num_samples", num_samples, Count, MinialpaError)
+        check_value("repeat", repeat, bool, MinialpaError)
+        check_value("input_iter_func", input_iter_func, ReadSamples, MinialpaError)
         batches = SampleBatches(
             input_iter_func,
             n_samples=num_samples,
@@ -225,12 +230,8 @@ def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:
         )
     if not hasattr(step, "place_batch"):
         raise MinialpaError(f"Pass the function that `parallelize` returned as `step`; got a {type(step).__name__}.")
-    if not isinstance(prefetch_size, int) or prefetch_size < 1:
-        raise MinialpaError(
-            f"Pass the number of batches to hold, 1 or more, as `prefetch_size`; got {prefetch_size!r}."
-        )
-    if on_ragged not in ("fewer", "error", "drop"):
-        raise MinialpaError(f'Pass "fewer", "error" or "drop" as `on_ragged`; got {on_ragged!r}.')
+    check_value("prefetch_size", prefetch_size, Count, MinialpaError)
+    check_value("on_ragged", on_ragged, OnRagged, MinialpaError)
 
 
 # ---- the source -----------------------------------------------------------------------------------------------------
@@ -243,10 +244,12 @@ class _Source:
 
     def __init__(self, given: Any) -> None:
         is_factory = callable(given) and not isinstance(given, Iterable)
-        if not is_factory and not isinstance(given, Iterable):
+        is_single = isinstance(given, Mapping | str | bytes)
+        if is_single or not (is_factory or isinstance(given, Iterable)):
+            looks = ", which looks like a single batch" if is_single else ""
             raise MinialpaError(
-                "Pass an iterator, an iterable or a function that returns one as `source`; got a "
-                f"{type(given).__name__}."
+                "Pass an iterator over batches, an iterable of batches, or a function that returns one as `source`; "
+                f"got a {type(given).__name__}{looks}."
             )
         self._given, self._open = given, given if is_factory else lambda: given
         self._is_one_shot = isinstance(given, Iterator)

@@ -1,5 +1,24 @@
 """The errors that minialpa raises. A message states the value that arrived, the expected one and what to change."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def near_names(name: object, known: Iterable[str]) -> list[str]:
+    """The names in `known` that the unknown `name` may stand for: without case, longer, or similar."""
+    lower, by_lower = str(name).lower(), {one.lower(): one for one in known}
+    longer = [one for one in by_lower if lower and one.startswith(lower)]
+    near = [lower] if lower in by_lower else longer or difflib.get_close_matches(lower, by_lower, n=3)
+    return [by_lower[one] for one in near[:5]]
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """A question for the message about an unknown name, such as " Do you mean `1f1b`?"; empty if no name is near."""
+    near = near_names(name, known)
+    return f" Do you mean {' or '.join(f'`{one}`' for one in near)}?" if near else ""
+
 
 class MinialpaError(Exception):
     """Base class of all errors that minialpa raises on purpose."""

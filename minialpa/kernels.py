@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import jax
 from jax.extend.core import Primitive
 
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
-from minialpa.errors import ShardingError
+from minialpa.errors import ShardingError, meant
 from minialpa.ir.equations import is_literal
 from minialpa.rules.factors import Reduction
 from minialpa.rules.known_rules import is_kernel, known_primitives, operation_name
@@ -21,11 +20,12 @@ from minialpa.rules.notation import parse_rule
 from minialpa.rules.registered import Flops, OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
 from minialpa.rules.rule_check import check_parts
 from minialpa.rules.sharding_rule import ShardingRule
-from minialpa.support.private_jax import compiled_primitives
+from minialpa.support.private_jax import api_boundary, argument_names, compiled_primitives, named_for_messages
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import trace_flat
 
 
+@api_boundary
 def register_sharding_rule(
     operation: Callable[..., Any] | Primitive | str,
     rule: str,
@@ -119,9 +119,8 @@ def _check_name(primitive: str) -> None:
     """Raise ShardingError if jax has no primitive of this name."""
     names = compiled_primitives() | set(known_primitives())
     if primitive not in names:
-        close = difflib.get_close_matches(primitive, names, 1)
-        advice = f"There is `{close[0]}`." if close else "Import the library that defines it first."
-        raise ShardingError(f"jax has no primitive `{primitive}`. {advice}")
+        advice = meant(primitive, names) or " Import the library that defines it first."
+        raise ShardingError(f"jax has no primitive `{primitive}`.{advice}")
 
 
 class _WithRule:
@@ -198,6 +197,7 @@ class CheckedFactor:
     parts: int
 
 
+@api_boundary
 def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[CheckedFactor, ...]:
     """Run `fun(*args, **kwargs)` and test the rules of its kernels, derived rules included.
 
@@ -209,11 +209,11 @@ def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> t
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
 
-    def flat_fun(*arrays: Any) -> Any:
+    def on_arrays(*arrays: Any) -> Any:
         own_args, own_kwargs = jax.tree.unflatten(tree, arrays)
         return fun(*own_args, **own_kwargs)
 
-    flat, _ = trace_flat(flat_fun, *leaves)
+    flat, _ = trace_flat(named_for_messages(on_arrays, fun, argument_names(fun, args, kwargs)), *leaves)
     env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, leaves, strict=True))
     checked: list[CheckedFactor] = []

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkabl
 
 import jax
 
-from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.errors import ShardingError
-from minialpa.field_types import Count, Within, check_fields, check_value
-from minialpa.inter.schedule.schedules import PipelineSize, make_schedule
+from minialpa.cluster import ClusterSpec, LogicalMesh, PresetName
+from minialpa.errors import ShardingError, near_names
+from minialpa.field_types import Count, MeshLengths, Within, check_fields, check_value
+from minialpa.inter.schedule.schedules import schedule_names
 from minialpa.inter.staging.replan import logical_mesh_of, options_of
 from minialpa.options import (
     Attention,
@@ -34,6 +34,7 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
+from minialpa.support.private_jax import api_boundary
 from minialpa.tracing.trace import TracedStep
 
 #: A number of micro-batches. Schedules list every pass, so the number is limited.
@@ -64,7 +65,7 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
     """The target of a method's `devices`: None (the session's devices), jax devices, a cluster, or a logical mesh.
 
     A plan for a cluster or a logical mesh runs on the first devices of the session, if there are enough. Raises
-    ShardingError for other values and for a repeated device.
+    ShardingError as `_checked_devices` does.
     """
     if isinstance(devices, ClusterSpec):
         return Target(devices)
@@ -74,15 +75,35 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
     if devices is None:
         session = session or current_session()
         return Target(session.cluster, devices=session.devices, jax_version=jax.__version_info__)
-    chosen = tuple(devices) if isinstance(devices, Iterable) else ()
+    chosen = _checked_devices(devices)
+    return Target(describe_devices(chosen), devices=chosen, jax_version=jax.__version_info__)
+
+
+def _checked_devices(devices: Any) -> Any:
+    """`devices`, with jax devices as a tuple. Raises ShardingError for other values and for a repeated device."""
+    if devices is None or isinstance(devices, ClusterSpec | LogicalMesh):
+        return devices
+    chosen = tuple(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else ()
     if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
+        advice = ""
+        if isinstance(devices, str):
+            advice = f' Write `ClusterSpec.preset("{devices}")`.' if devices in get_args(PresetName) else ""
+        elif isinstance(devices, int):
+            advice = f" Write `jax.devices()[:{devices}]`."
         raise ShardingError(
-            f"`devices` must be a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}."
+            f"`devices` must be a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}.{advice}"
         )
     twice = [device for device, n in Counter(chosen).items() if n > 1]
     if twice:
         raise ShardingError(f"`devices` lists {twice[0]} more than once. List each device once.")
-    return Target(describe_devices(chosen), devices=chosen, jax_version=jax.__version_info__)
+    return chosen
+
+
+def _check_method(method: Any) -> None:
+    """Check the fields of a method, and its options against each other, when it is made."""
+    check_fields(method, but=["devices"])
+    object.__setattr__(method, "devices", _checked_devices(method.devices))
+    method.options()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +123,13 @@ class ShardParallel:
     devices: Devices = None
     num_micro_batches: MicroBatches | None = None
     auto_sharding_option: AutoShardingOption | None = None
-    logical_shape: tuple[Count, ...] | None = None
+    logical_shape: MeshLengths | None = None
     submesh: tuple[Count, Count] | None = None
     remat: RematChoice = "auto"
 
+    @api_boundary
     def __post_init__(self) -> None:
-        check_fields(self, but=["devices"])
+        _check_method(self)
 
     def options(self) -> PlanOptions:
         return _shard_options(self)
@@ -175,8 +197,9 @@ class AutoParallel:
     layer_option: LayerOption = field(default_factory=lambda: AutoLayerOption(remat="auto"))
     stage_option: AutoStageOption = field(default_factory=AutoStageOption)
 
+    @api_boundary
     def __post_init__(self) -> None:
-        check_fields(self, but=["devices"])
+        _check_method(self)
 
     def options(self) -> PlanOptions:
         return PlanOptions(
@@ -211,9 +234,10 @@ class PipeshardParallel:
     stage_option: Literal["uniform", "auto"] | StageOption | None = None
     default_auto_sharding_option: AutoShardingOption | None = None
 
+    @api_boundary
     def __post_init__(self) -> None:
-        check_fields(self, but=["devices"])
-        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))  # raises for unknown names
+        _check_method(self)
+        check_value("pipeline_schedule", self.pipeline_schedule, Literal[*schedule_names()])
         if self.pipeline_schedule == "1f1b-interleaved" and isinstance(self._stages(), AutoStageOption):
             raise ShardingError(
                 '`pipeline_schedule="1f1b-interleaved"` does not work with `stage_option="auto"`, whose stages have '
@@ -283,6 +307,7 @@ class CreateStateParallel:
     train_step: PlannedFunction
     other_args: Any
 
+    @api_boundary
     def __post_init__(self) -> None:
         _check_planned("train_step", self.train_step)
         object.__setattr__(self, "other_args", _other_arguments(self.train_step, self.other_args))
@@ -323,10 +348,11 @@ class FollowParallel:
     num_micro_batches: MicroBatches | None = None
     pipeline_schedule: str = "inference"
 
+    @api_boundary
     def __post_init__(self) -> None:
         check_fields(self, but=["src_func"])
         _check_planned("src_func", self.src_func)
-        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))  # raises for unknown names
+        check_value("pipeline_schedule", self.pipeline_schedule, Literal[*schedule_names()])
 
     def options(self) -> PlanOptions:
         return PlanOptions(n_micro_batches=self.num_micro_batches or 1, schedule=self.pipeline_schedule)
@@ -364,12 +390,14 @@ def options_to_follow(method: Method, n_stages: int) -> PlanOptions | None:
     return PlanOptions(n_micro_batches=n_micro_batches, schedule="inference") if is_open else None
 
 
+@api_boundary
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     """The method that fixes the decisions of `plan` and leaves only the shardings to the solver, under the plan's
     options.
 
     It fixes micro-batches, schedule, layers, rematerialisation, stages, submeshes and logical shapes.
     """
+    check_value("plan", plan, Plan)
     options = options_of(plan)
     if options.layers is None:
         return ShardParallel(
@@ -391,6 +419,7 @@ def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     )
 
 
+@api_boundary
 def get_3d_parallel_method(
     num_micro_batches: int,
     data_parallel: int,
@@ -416,6 +445,8 @@ def get_3d_parallel_method(
     check_value("data_parallel", data_parallel, Literal[-1] | Count)
     check_value("operator_parallel", operator_parallel, Count)
     check_value("pipeline_parallel", pipeline_parallel, Count)
+    check_value("allow_degenerate_into_shard_parallel", allow_degenerate_into_shard_parallel, bool)
+    check_value("manual_layer_num", manual_layer_num, Count | None)
     cluster = resolve_devices(devices).cluster
     rest = operator_parallel * pipeline_parallel
     if data_parallel == -1:
@@ -541,12 +572,10 @@ def check_method(method: Any) -> None:
     # Other libraries take names, such as `method="pipeshard"`.
     if isinstance(method, str):
         classes = (AutoParallel, DataParallel, PipeshardParallel, ShardParallel, Zero2Parallel, Zero3Parallel)
+        names = [c.__name__ for c in classes]
         plain = method.lower().replace("_", "").replace("-", "").removesuffix("parallel")
-        meant = [c.__name__ for c in classes if plain == c.__name__.lower().removesuffix("parallel")]
-        names = meant or [c.__name__ for c in classes]
         raise ShardingError(
-            f"`method` must be an object, not a name; got {method!r}. Use "
-            + " or ".join(f"`{name}()`" for name in names)
-            + "."
+            "`method` must be an object, not a name; got "
+            f"{method!r}. Use {' or '.join(f'`{name}()`' for name in near_names(plain, names) or names)}."
         )
     raise ShardingError(f"`method` must be a parallel method such as `ShardParallel()`, or a `Plan`; got {method!r}.")

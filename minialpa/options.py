@@ -14,10 +14,11 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import DeviceSpec
-from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.field_types import Count, NotNegative, check_fields
+from minialpa.errors import InfeasibleError, ShardingError, meant
+from minialpa.field_types import Count, MeshLengths, NotNegative, Positive, check_fields
 from minialpa.sharding import AXIS_NAMES
 from minialpa.support.divisors import divisors
+from minialpa.support.private_jax import api_boundary
 
 #: See `AutoShardingOption.attention`.
 Attention = Literal["auto", "fused", "written"]
@@ -72,7 +73,7 @@ class AutoShardingOption:
     force_zero_stage_3: bool = False
     prefer_reduce_scatter: bool = False
     fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
-    memory_limit_bytes: float | None = None
+    memory_limit_bytes: Positive | None = None
     planning_effort: PlanningEffort = "balanced"
     solver_time_limit_s: NotNegative = 20.0
     keep_constraints: bool = True
@@ -80,14 +81,13 @@ class AutoShardingOption:
     axis_names: tuple[str, ...] = ()
     received_axes: tuple[tuple[str, int], ...] = ()
 
+    @api_boundary
     def __post_init__(self) -> None:
         check_fields(self)
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
         object.__setattr__(self, "fixed_specs", tuple(pairs))
         object.__setattr__(self, "axis_names", tuple(self.axis_names))
         object.__setattr__(self, "received_axes", tuple((name, dim) for name, dim in self.received_axes))
-        if self.memory_limit_bytes is not None and not self.memory_limit_bytes > 0:
-            raise ShardingError(f"`memory_limit_bytes` must be above 0, or None; got {self.memory_limit_bytes!r}.")
         if len(set(self.axis_names)) < len(self.axis_names):
             raise ShardingError(f"Give `axis_names` a different name for each axis; got {self.axis_names!r}.")
         _check_together(self)
@@ -155,6 +155,7 @@ class AutoShardingOption:
                     f"`{name}` sets `{field_name}={value}`, but its `auto_sharding_option` has `{field_name}={given}`. "
                     f"Remove `{field_name}` from the option, or use `ShardParallel` with the option."
                 )
+        _check_data_parallel(self, name, is_sharded=DATA_PARALLEL_METHODS[name]["force_zero_stage_3"])
         return replace(self, **DATA_PARALLEL_METHODS[name])
 
     @property
@@ -164,20 +165,29 @@ class AutoShardingOption:
 
 
 def _check_together(option: AutoShardingOption) -> None:
-    named = {"force_zero_stage_3": option.force_zero_stage_3, "force_data_parallel": option.force_data_parallel}
-    forced = next((name for name, is_set in named.items() if is_set), None)
-    if forced and not option.allow_replicated_parameters and not option.force_zero_stage_3:
-        raise _contradiction(forced, "replicates parameters", "allow_replicated_parameters=False")
+    if option.data_parallel:
+        name = "force_zero_stage_3" if option.force_zero_stage_3 else "force_data_parallel"
+        _check_data_parallel(option, name, is_sharded=option.force_zero_stage_3)
 
     if not option.enable_auto_sharding:
         others = {
-            **named,
             "prefer_reduce_scatter": option.prefer_reduce_scatter,
             "force_batch_dim_to_mesh_dim": option.force_batch_dim_to_mesh_dim is not None,
             "allow_replicated_parameters=False": not option.allow_replicated_parameters,
         }
         for other in (name for name, is_set in others.items() if is_set):
             raise _contradiction("enable_auto_sharding=False", "computes everything on every device", other)
+
+
+def _check_data_parallel(option: AutoShardingOption, name: str, *, is_sharded: bool) -> None:
+    """Raise ShardingError if `option` contradicts data parallelism, which the user requests by `name`.
+
+    is_sharded: whether parameters are sharded.
+    """
+    if not is_sharded and not option.allow_replicated_parameters:
+        raise _contradiction(name, "replicates parameters", "allow_replicated_parameters=False")
+    if not option.enable_auto_sharding:
+        raise _contradiction("enable_auto_sharding=False", "computes everything on every device", name)
 
 
 def _contradiction(option: str, does: str, other: str) -> ShardingError:
@@ -210,6 +220,7 @@ class ManualLayerOption:
 
     remat: RematChoice = False
 
+    @api_boundary
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -230,6 +241,7 @@ class AutoLayerOption:
     eps: NotNegative = 0.5
     remat: RematChoice = False
 
+    @api_boundary
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -276,6 +288,7 @@ class AutoStageOption:
     cached_costs: str | Path | None = None
     planned_steps: NotNegative | None = None
 
+    @api_boundary
     def __post_init__(self) -> None:
         check_fields(self)
         physical = self.submesh_physical_shape_space
@@ -321,11 +334,31 @@ class ManualStageOption:
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
     submesh_physical_shapes: Sequence[tuple[Count, Count]]
-    submesh_logical_shapes: Sequence[tuple[Count, ...]]
+    submesh_logical_shapes: Sequence[MeshLengths]
     submesh_autosharding_option_dicts: Sequence[dict[str, Any]] = ()
 
+    @api_boundary
     def __post_init__(self) -> None:
         check_fields(self)
+        dicts = self.submesh_autosharding_option_dicts
+        n_stages = len(self.forward_stage_layer_ids)
+        n_shapes, n_logical = len(self.submesh_physical_shapes), len(self.submesh_logical_shapes)
+        n_dicts = len(dicts) or n_stages
+        if not n_stages == n_shapes == n_logical == n_dicts:
+            raise ShardingError(
+                f"`ManualStageOption` has {n_stages} stages in `forward_stage_layer_ids`, but {n_shapes} in "
+                f"`submesh_physical_shapes`, {n_logical} in `submesh_logical_shapes` and {n_dicts} in "
+                f"`submesh_autosharding_option_dicts`. Give each list {n_stages} elements."
+            )
+
+        known = [field.name for field in fields(AutoShardingOption)]
+        for name in (name for one in dicts for name in one if name not in known):
+            raise ShardingError(
+                f"`submesh_autosharding_option_dicts` has `{name}`, which is no field of `AutoShardingOption`."
+                f"{meant(name, known)} Rename or remove it."
+            )
+        for one in dicts:
+            AutoShardingOption(**one)  # raises for wrong values
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,10 +375,11 @@ class UniformStageOption:
 
     num_stages: Count | None = None
     submesh_physical_shape: tuple[Count, Count] | None = None
-    submesh_logical_shape: tuple[Count, ...] | None = None
+    submesh_logical_shape: MeshLengths | None = None
     submesh_autosharding_option: AutoShardingOption | None = None
     num_chunks: Count = 1
 
+    @api_boundary
     def __post_init__(self) -> None:
         check_fields(self)
 

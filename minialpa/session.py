@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +17,9 @@ import jax
 
 from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
 from minialpa.errors import MinialpaError, ShardingError, WorkerError
+from minialpa.field_types import Count, Positive, check_fields, check_value
 from minialpa.inter.lower.mesh_programs import split_by_mesh
+from minialpa.support.private_jax import api_boundary, warn
 
 if TYPE_CHECKING:
     from minialpa.runtime.cluster.launcher import Launcher
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 class InitArguments:
     """The arguments of `init`, to compare a second call with the first."""
 
-    cluster: str
+    cluster: Literal["local", "ray"]
     address: str | None
-    num_hosts: int | None
-    devices_per_host: int | None
+    num_hosts: Count | None
+    devices_per_host: Count | None
     namespace: str
-    worker_timeout_s: float
+    worker_timeout_s: Positive
     worker_env: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class _Current:
     lock = threading.RLock()
 
 
+@api_boundary
 def init(
     cluster: Literal["local", "ray"] = "local",
     *,
@@ -108,6 +113,7 @@ def init(
     Raises MinialpaError if the session has other arguments or no Ray cluster answers, and ShardingError for more local
     devices than there are.
     """
+    check_value("worker_env", worker_env, Mapping[str, str] | None)
     arguments = InitArguments(
         cluster=cluster,
         address=address or cluster_address,
@@ -140,10 +146,9 @@ def _start_session(arguments: InitArguments) -> Session:
             return _ray_session(arguments)
         case "local":
             return _local_session(arguments)
-        case other:
-            raise MinialpaError(f'Pass `cluster="local"` or `cluster="ray"`; got {other!r}.')
 
 
+@api_boundary
 def shutdown() -> None:
     """End the session; the next call or `init` starts a new one. You may call it twice.
 
@@ -156,6 +161,7 @@ def shutdown() -> None:
             session.runtime.shutdown()
 
 
+@api_boundary
 def available_hosts() -> int:
     """The number of hosts that `restart` would get: hosts of the session that still answer, and free hosts.
 
@@ -170,6 +176,7 @@ def available_hosts() -> int:
         return session.cluster.num_hosts if session.runtime is None else session.runtime.available_hosts()
 
 
+@api_boundary
 def restart() -> None:
     """End the session, and start one with the same arguments on the hosts that answer.
 
@@ -273,10 +280,9 @@ def _leave_gpus_to_workers() -> None:
     # The setting comes too late for a running backend.
     if jax.default_backend() != "cpu":
         jax.config.update("jax_platforms", None)
-        warnings.warn(
+        warn(
             "jax in this process already uses a GPU and most of its memory, which the worker needs. Call "
             "`minialpa.init` before anything else of jax, or set JAX_PLATFORMS=cpu.",
-            stacklevel=6,  # The caller of `init`.
         )
 
 
@@ -287,8 +293,8 @@ def _local_session(arguments: InitArguments | None) -> Session:
     if n_hosts is None:
         n_hosts = 1
     if per_host is None:
-        per_host = len(devices) // max(n_hosts, 1)
-    if n_hosts < 1 or per_host < 1 or n_hosts * per_host > len(devices):
+        per_host = len(devices) // n_hosts
+    if per_host < 1 or n_hosts * per_host > len(devices):
         raise ShardingError(
             f"{n_hosts} x {per_host} devices (hosts x devices per host) were requested and this process has "
             f"{len(devices)}. Pass other values of `num_hosts` and `devices_per_host`, or on CPU start Python with "

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -29,10 +28,11 @@ from minialpa.arrays import prefetch
 from minialpa.checkpoints.manager import CheckpointManager
 from minialpa.data import DataLoader, state_methods
 from minialpa.errors import CheckpointError, MinialpaError, VerifyError, WorkerError
+from minialpa.field_types import Count, NotNegative, check_fields
 from minialpa.methods import CreateStateParallel
 from minialpa.plan import Plan
 from minialpa.session import available_hosts, current_session, failure, restart
-from minialpa.support.private_jax import api_boundary
+from minialpa.support.private_jax import api_boundary, warn
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,9 @@ What = Literal[
     "unusable", "loaded", "planned", "compiled", "created", "restored", "saved", "ended", "lost", "restarted"
 ]
 #: Events that are logged as warnings.
-_WARNINGS = ("unusable", "ended", "lost", "restarted")
+_WARNINGS = ("unusable", "lost", "restarted")
+#: Default of `save_every` and `evaluate_every`, and of `max_to_keep`.
+_EVERY, _MOST_KEPT = 100, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +113,11 @@ def train(
     *,
     n_steps: int | None = None,
     folder: str | os.PathLike[str] | None = None,
-    save_every: int = 100,
-    max_to_keep: int | None = 3,
+    save_every: int | None = None,
+    max_to_keep: int | None = _MOST_KEPT,
     report: Callable[[StepReport], object] | None = None,
     evaluate: Callable[[Any], Any] | None = None,
-    evaluate_every: int = 100,
+    evaluate_every: int | None = None,
     prefetch_size: int = 2,
     wait_for_hosts_s: float = 600.0,
 ) -> TrainingResult:
@@ -130,17 +132,18 @@ def train(
         n_steps: number of steps of the whole run, including steps before the checkpoint; None for one step per batch.
         folder: a folder for checkpoints that every host sees. With None, a loss ends the run. The first checkpoint may
             hold pretrained weights: `save_checkpoint(folder, state, step=0)`.
-        save_every: steps between checkpoints. The last step has one, too.
+        save_every: steps between checkpoints; None for 100. The last step has one, too.
         max_to_keep: number of checkpoints that stay; None for all.
         report: called for each step, in order, when its metrics are on the host, possibly during the next step. After a
             restart, lost steps are repeated and reported a second time.
         evaluate: called with the state, which it must not change.
-        evaluate_every: steps between evaluations. Step `n_steps` has one, too.
+        evaluate_every: steps between evaluations; None for 100. Step `n_steps` has one, too.
         prefetch_size: number of batches to read ahead.
         wait_for_hosts_s: seconds to wait for a host after all were lost.
 
-    The logger `minialpa.training` logs events: losses, restarts, missing batches and unusable plans as warnings, others
-    as information. Each checkpoint has the plan, for a restart on the same devices.
+    The logger `minialpa.training` logs events: losses, restarts and unusable plans as warnings, others as information.
+    Each checkpoint has the plan, for a restart on the same devices. A UserWarning reports batches that end before
+    `n_steps`.
 
     Clusters send SIGTERM before they take a machine away. With a folder, `train` then finishes the step, saves a
     checkpoint, and lets the signal end the process. Without a state to save, the signal acts at once.
@@ -148,21 +151,23 @@ def train(
     Raises the WorkerError if a session is lost without a folder, or three times at the same step; MinialpaError for
     wrong arguments.
     """
-    _check_arguments(step, create_state, batches, n_steps, save_every, evaluate_every)
+    _check_arguments(step, create_state, batches)
     run = _Run(
         step=step,
         create_state=create_state,
         batches=batches,
         n_steps=n_steps,
-        folder=None if folder is None else Path(folder),
-        save_every=save_every,
+        folder=folder,
+        save_every=_EVERY if save_every is None else save_every,
         max_to_keep=max_to_keep,
         report=report or (lambda _: None),
         evaluate=evaluate,
-        evaluate_every=evaluate_every,
+        evaluate_every=_EVERY if evaluate_every is None else evaluate_every,
         prefetch_size=prefetch_size,
         wait_for_hosts_s=wait_for_hosts_s,
     )
+    _check_used({"save_every": (save_every, None), "max_to_keep": (max_to_keep, _MOST_KEPT)}, "folder", folder)
+    _check_used({"evaluate_every": (evaluate_every, None)}, "evaluate", evaluate)
     progress = _Progress()
     while True:
         session = current_session()
@@ -188,15 +193,18 @@ class _Run:
     step: ParallelizedFunc
     create_state: Callable[[], Any]
     batches: Any
-    n_steps: int | None
-    folder: Path | None
-    save_every: int
-    max_to_keep: int | None
+    n_steps: Count | None
+    folder: str | os.PathLike[str] | None
+    save_every: Count
+    max_to_keep: Count | None
     report: Callable[[StepReport], object]
     evaluate: Callable[[Any], Any] | None
-    evaluate_every: int
-    prefetch_size: int
-    wait_for_hosts_s: float
+    evaluate_every: Count
+    prefetch_size: Count
+    wait_for_hosts_s: NotNegative
+
+    def __post_init__(self) -> None:
+        check_fields(self, but=["batches"], error=MinialpaError)
 
 
 class _Progress:
@@ -332,9 +340,13 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
             return None
 
     reports.give()
-    if run.n_steps is not None and progress.n_done < run.n_steps and not progress.is_terminated:
-        progress.note("ended", 0.0, f"The batches ended after {progress.n_done} of {run.n_steps} steps.")
     checkpoints.save_end(state)
+    if run.n_steps is not None and progress.n_done < run.n_steps and not progress.is_terminated:
+        text = f"The batches ended after {progress.n_done} of {run.n_steps} steps."
+        progress.note("ended", 0.0, text)
+        warn(
+            f"{text} Pass `batches` that repeat, such as `lambda: itertools.cycle(batches)`, or a smaller `n_steps`.",
+        )
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
 
 
@@ -566,9 +578,7 @@ def _hosts_text() -> str:
     return f"{cluster.num_hosts} x {cluster.devices_per_host} devices"
 
 
-def _check_arguments(
-    step: Any, create_state: Any, batches: Any, n_steps: Any, save_every: Any, evaluate_every: Any
-) -> None:
+def _check_arguments(step: Any, create_state: Any, batches: Any) -> None:
     """Raise MinialpaError for wrong arguments of `train`."""
     if not isinstance(step, ParallelizedFunc):
         raise MinialpaError(f"Pass the function that `parallelize` returned as `step`; got a {type(step).__name__}.")
@@ -589,7 +599,12 @@ def _check_arguments(
             "returns a new one, such as the generator function itself."
         )
 
-    counts = {"n_steps": n_steps, "save_every": save_every, "evaluate_every": evaluate_every}
-    for name, value in counts.items():
-        if not (isinstance(value, int) and value > 0) and not (name == "n_steps" and value is None):
-            raise MinialpaError(f"Pass a number of steps, a positive integer, as `{name}`; got {value!r}.")
+
+def _check_used(given: Mapping[str, tuple[Any, Any]], option: str, value: Any) -> None:
+    """Raise MinialpaError for an argument without effect, because the argument `option` is None.
+
+    given: the value and the default of each argument.
+    """
+    for name, (found, default) in given.items():
+        if value is None and found != default:
+            raise MinialpaError(f"`{name}={found!r}` has no effect without `{option}`. Pass `{option}=...`, too.")

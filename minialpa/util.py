@@ -4,5 +4,5 @@ from minialpa.support.progress import disable_progress
 
 
 def disable_tqdm_globally() -> None:
-    """Show no more progress bars in this process."""
+    """Show no more progress in this process."""
     disable_progress()

@@ -309,20 +309,11 @@ def test_presharded_arguments_lie_where_the_step_reads_them(pipeline: Any) -> No
     assert is_deleted(params)  # used in place, so donated
 
 
-def test_allocation_sizes_and_debug_info_are_those_of_the_programs(pipeline: Any, tmp_path: Any) -> None:
+def test_the_allocation_size_of_a_step_is_the_largest_of_its_stages(pipeline: Any) -> None:
     executable = pipeline.get_last_executable()
     sizes = executable.get_stage_allocation_size()
     assert len(sizes) == 2 and min(sizes) > WIDTH * WIDTH * 4 / 4
     assert executable.get_total_allocation_size() == max(sizes)
-
-    executable.dump_debug_info(str(tmp_path / "deep" / "info"))
-    root = tmp_path / "deep" / "info"
-    assert minialpa.Plan.load(root / "plan.json") == executable.get_parallel_plan()
-    assert "Stage 1" in (root / "summary.txt").read_text()
-    assert "params['w']" in (root / "placements.txt").read_text()
-    instructions = (root / "instructions.txt").read_text()
-    assert "forward0 Run" in instructions and "accumulate1 Accumulate" in instructions
-    assert len(list(root.glob("*.hlo.txt"))) == len(executable.function_names)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------

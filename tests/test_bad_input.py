@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -178,18 +176,20 @@ def test_python_control_flow_on_values() -> None:
 
     parallel = minialpa.parallelize(step)
     params, batch = make_params(), make_batch()
+    message = r"If the program depends on `big`, make it static, with `static_argnums=\(2,\)`"
     for value in (1, np.float32(1)):
-        refused(TraceError, "static, with `static_argnums`", parallel, params, batch, value)
+        refused(TraceError, message, parallel, params, batch, value)
     works(minialpa.parallelize(step, static_argnums=2), params, batch, 1)
     indexed = minialpa.parallelize(lambda p, b, mask: b["x"][mask])
-    refused(TraceError, "static_argnums", indexed, params, batch, jnp.ones(N_EXAMPLES, bool))
+    refused(TraceError, r"choose with `jnp\.where\(mask, x, 0\)`", indexed, params, batch, jnp.ones(N_EXAMPLES, bool))
 
 
 def test_argument_numbers_that_are_no_numbers() -> None:
     for option in ("static_argnums", "donate_argnums", "batch_argnums"):
         for value, message in (
-            ("batch", rf"Pass argument numbers, such as `\(0,\)`, as `{option}`; got 'batch'"),
-            ((0.5,), rf"Pass argument numbers, such as `\(0,\)`, as `{option}`; got \(0\.5,\)"),
+            ("batch", rf"Pass argument numbers, such as `\(0,\)`, or \"auto\" as `{option}`; got 'batch'"),
+            ((0.5,), rf"Pass argument numbers, such as `\(0,\)`, or \"auto\" as `{option}`; got \(0\.5,\)"),
+            (None, rf"Pass argument numbers, such as `\(0,\)`, or \"auto\" as `{option}`; got None"),
             (2, f"`{option}` has 2, and the step has 2 arguments.*params, batch"),
             (-3, f"`{option}` has -3, and the step has 2 arguments.*params, batch"),
         ):
@@ -211,15 +211,9 @@ def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> Pipeshard
         (ShardParallel(devices=LogicalMesh((4, 4))), r"needs 16 devices \(.*there are 8\. Plan for 8 devices"),
         (manual((1, 8), (1, 8)), "2 stages need 16 devices together, but the cluster has 8"),
         (
-            manual((1, 4)),
-            "has 2 stages in `forward_stage_layer_ids`, but 1 in `submesh_physical_shapes`, 1 in .* and 1 in",
-        ),
-        (
             manual((1, 4), (1, 4), layers=((0,), (0,))),
             r"List each of the layers 0 to 1 .* once and in order.*got \[\[0\], \[0\]\]",
         ),
-        (ShardParallel(devices=["gpu:0"]), r"`devices` must be a list of jax devices.*got \['gpu:0'\]"),
-        (ShardParallel(devices=jax.devices()[:1] * 2), "more than once"),
         (
             PipeshardParallel(layer_option=AutoLayerOption(10_000)),
             r"cannot be cut into 10000 layers, because it has only \d+ .*Set `layer_option=.*to at most \d+",
@@ -310,13 +304,15 @@ def test_init_again_with_other_arguments() -> None:
 
 def test_init_with_what_is_not_there() -> None:
     wrong: dict[str, dict[str, Any]] = {
-        'Pass `cluster="local"` or `cluster="ray"`; got \'slurm\'': {"cluster": "slurm"},
+        "`cluster` must be 'local' or 'ray'; got 'slurm'": {"cluster": "slurm"},
         r"2 x 8 devices \(.*\) were requested and this process has 8\. .*`num_hosts`": {
             "num_hosts": 2,
             "devices_per_host": 8,
         },
-        r"-1 x 8 devices \(.*\) were requested": {"num_hosts": -1},
-        r"1 x 0 devices \(.*\) were requested": {"devices_per_host": 0},
+        "`num_hosts` must be an integer >= 1 or None; got -1": {"num_hosts": -1},
+        "`devices_per_host` must be an integer >= 1 or None; got '4'": {"devices_per_host": "4"},
+        "`worker_timeout_s` must be a number > 0; got 0": {"worker_timeout_s": 0},
+        "`worker_env` must be a mapping from strings to strings or None; got": {"worker_env": {"N": 1}},
         r"9 x 0 devices \(.*\) were requested": {"num_nodes": 9},
     }
     for message, arguments in wrong.items():
@@ -343,9 +339,9 @@ def _counts(params: Any, batch: Any, k: Any) -> Any:
 @pytest.mark.parametrize(
     "step, extra, names, advice",
     [
-        (_chooses, (), ("`params['w']`", "`batch['x']`"), "Choose with `jnp.where` or `jax.lax.cond`"),
-        (_converts, (), ("`params['w']`",), "Return the value and use it outside"),
-        (_counts, (3,), ("`k`",), "static, with `static_argnums`"),
+        (_chooses, (), ("params['w']", "batch['x']"), "Choose with `jnp.where` or `jax.lax.cond`"),
+        (_converts, (), ("params['w']",), "Return the value and use it outside"),
+        (_counts, (3,), ("`k`",), "static, with `static_argnums=(2,)`"),
     ],
 )
 def test_code_that_needs_a_value_is_reported_by_the_names_of_the_user(
@@ -353,10 +349,13 @@ def test_code_that_needs_a_value_is_reported_by_the_names_of_the_user(
 ) -> None:
     with pytest.raises(TraceError) as raised:
         minialpa.parallelize(step)(make_params(), make_batch(), *extra)
+    for error in (raised.value, raised.value.__cause__):
+        text = str(error)
+        assert f"{step.__name__} at {__file__}:" in text
+        assert "leaves" not in text and "flat_fun" not in text
     text = str(raised.value)
-    assert f"{step.__name__} at {__file__}:" in text
     assert all(name in text for name in (*names, advice))
-    assert "leaves" not in text and "flat_fun" not in text
+    assert ("static" in text) == bool(extra)
 
 
 def test_arguments_of_functions_in_each_others_places() -> None:
@@ -388,23 +387,3 @@ def test_arguments_of_functions_in_each_others_places() -> None:
     )
     message = r'Pass a ClusterSpec as `cluster`, such as `ClusterSpec.preset\("h100"\)`'
     refused(ShardingError, message, lambda: minialpa.plan(train_step, (params, batch), cluster="h100"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mode", ["auto", "off"])
-def test_tracebacks_show_the_users_frames_alone_unless_jax_is_asked_for_all(mode: str) -> None:
-    package = Path(minialpa.__file__).parent
-
-    def step(params: Any, batch: Any) -> Any:
-        return float(jnp.sum(batch["x"] @ params["w"]))
-
-    jax.config.update("jax_traceback_filtering", mode)
-    try:
-        with pytest.raises(TraceError) as raised:
-            minialpa.parallelize(step, method=METHODS["shard"])({"w": np.ones(8)}, {"x": np.ones((16, 8))})
-    finally:
-        jax.config.update("jax_traceback_filtering", "off")
-    for error in (raised.value, raised.value.__cause__):
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        inner = [file for file in files if Path(file).is_relative_to(package)]
-        assert __file__ in files
-        assert bool(inner) == (mode == "off")

@@ -64,5 +64,5 @@ def test_devices_are_measured_and_the_file_is_a_cluster(tmp_path: Path, capsys: 
 
 
 def test_a_missing_folder_is_reported_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--out", "/nowhere/cluster.json"]) == 1
+    assert main(["calibrate", "--out", "/nowhere/cluster.json"]) == 2
     assert "no folder" in capsys.readouterr().err

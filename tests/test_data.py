@@ -280,10 +280,11 @@ def test_no_more_batches_are_read_than_the_queue_holds() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     wrong = {
-        "Pass .* as `prefetch_size`; got 0": {"prefetch_size": 0},
-        "Pass .* as `on_ragged`; got 'pad'": {"on_ragged": "pad"},
+        "`prefetch_size` must be an integer >= 1; got 0": {"prefetch_size": 0},
+        "`on_ragged` must be 'fewer', 'error', or 'drop'; got 'drops'. Do you mean `drop`": {"on_ragged": "drops"},
         "Pass .* as `step`; got a function": {"step": train_step},
         "Pass .* as `source`; got a int": {"source": 3},
+        "as `source`; got a dict, which looks like a single batch": {"source": {"x": np.ones(4)}},
     }
     for message, arguments in wrong.items():
         with pytest.raises(minialpa.MinialpaError, match=message):
@@ -428,7 +429,7 @@ def test_a_mesh_driver_data_loader_reads_all_samples_and_repeats() -> None:
     with MeshDriverDataLoader(4, 10, samples, step, repeat=True, on_ragged="drop") as loader:
         loader.set_state(state)
         assert numbers(next(loader) for _ in range(3)) == [4, 0, 4]
-    with pytest.raises(minialpa.MinialpaError, match="Pass a positive integer as `batch_size`; got 0"):
+    with pytest.raises(minialpa.MinialpaError, match="`batch_size` must be an integer >= 1; got 0"):
         MeshDriverDataLoader(0, 10, samples, step)
 
 

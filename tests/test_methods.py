@@ -274,7 +274,7 @@ def test_planning_effort_is_for_the_shardings_of_all_stages(effort: Any) -> None
         (lambda: AutoStageOption(planned_steps=math.nan), "`planned_steps` must be a number >= 0 or None; got nan"),
         (lambda: AutoShardingOption(fixed_specs={"x": ("x",)}), "`fixed_specs` must be a mapping from strings"),
         (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` must be 0, 1"),
-        (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` must be above 0, or None; got 0"),
+        (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` must be a number > 0 or None; got 0"),
         (lambda: AutoShardingOption(enable_auto_sharding=False, prefer_reduce_scatter=True), "`prefer_reduce_scatter`"),
         (
             lambda: AutoShardingOption(force_data_parallel=True, allow_replicated_parameters=False),
@@ -283,13 +283,22 @@ def test_planning_effort_is_for_the_shardings_of_all_stages(effort: Any) -> None
         (lambda: AutoLayerOption(remat="half"), "`remat` must be 'none', 'dots', 'full', 'auto', True, or False; got"),
         (lambda: ManualStageOption([0, 1], [(1, 4)], [(4,)]), "`forward_stage_layer_ids` must be a tuple of tuples"),
         (
+            lambda: ManualStageOption([[0], [1]], [(1, 4)], [(4,)], [{}]),
+            "has 2 stages in `forward_stage_layer_ids`, but 1 in `submesh_physical_shapes`, 1 in .* and 1 in",
+        ),
+        (
+            lambda: ManualStageOption([[0]], [(1, 4)], [(4,)], [{"force_data": True}]),
+            r"has `force_data`, which is no field of `AutoShardingOption`\. Do you mean `force_data_parallel`\?",
+        ),
+        (lambda: ManualStageOption([[0]], [(1, 4)], [(4,)], [{"attention": "f"}]), "`attention` must be 'auto', "),
+        (
             lambda: ShardParallel(auto_sharding_option={"force_data_parallel": True}),
             r"must be an AutoShardingOption or None; .* Write `AutoShardingOption\(force_data_parallel=True\)`\.",
         ),
         (lambda: ShardParallel(num_micro_batches=2**26), "`num_micro_batches` must be an integer from 1 to 1,048,576"),
         (lambda: ShardParallel(submesh=4), "`submesh` must be a pair of integers >= 1 or None; got 4"),
         (lambda: PipeshardParallel(layer_option="guess"), "`layer_option` must be 'manual', .*'guess'"),
-        (lambda: PipeshardParallel(pipeline_schedule="2f2b"), "no schedule `2f2b`. Choose one of `1f1b`, `1f1b-"),
+        (lambda: PipeshardParallel(pipeline_schedule="2f2b"), "`pipeline_schedule` must be '1f1b', .*got '2f2b'"),
         (lambda: AutoParallel(stage_option="auto"), "`stage_option` must be an AutoStageOption; got 'auto'"),
     ],
 )  # fmt: skip
@@ -320,7 +329,7 @@ def refused(method: Method, error: type[MinialpaError] = InfeasibleError, batch_
 @pytest.mark.parametrize(
     ("method", "batch_size", "parts"),
     [
-        (DataParallel(LogicalMesh((4,)), 2), 12, ["`force_data_parallel=True`", "4 devices", "has 6", "micro-batch"]),
+        (DataParallel(LogicalMesh((4,)), 2), 12, ["Data parallelism splits", "4 devices", "has 6", "micro-batch"]),
         (
             sharded((4, 2), force_batch_dim_to_mesh_dim=0),
             6,
@@ -350,7 +359,8 @@ def test_an_infeasible_option_is_named_with_the_operation(method: Method) -> Non
     # Weights of 32 features, or activations of 16 examples if the weights stay split.
     assert re.search(r"`allow_all_gather=False` cannot be kept, because float32\[(32|16, 32)", message), message
     assert ".py:" in message
-    assert "`prefer_reduce_scatter`" in message or "`force_zero_stage_3`" in message
+    names = {ShardParallel: "prefer_reduce_scatter", Zero2Parallel: "Zero2Parallel"}
+    assert f"`{names.get(type(method), 'force_zero_stage_3')}`" in message  # type: ignore[arg-type]
 
 
 def test_a_method_that_is_to_change_says_how() -> None:
@@ -363,9 +373,6 @@ def test_what_nothing_answers_to_is_refused() -> None:
     assert "`fixed_specs` has the key `nothing`" in refused(sharded((4,), fixed_specs={"nothing": P()}), ShardingError)
     both = dataclasses.replace(sharded((4,)), logical_shape=(2, 2))
     assert "`logical_shape` is (2, 2)" in refused(both, ShardingError)
-    manual = ManualStageOption([[0], [1]], [(1, 2)] * 2, [(2,)] * 2, [{"force_data": True}, {}])
-    method = PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=manual)
-    assert "`submesh_autosharding_option_dicts` has `force_data`" in refused(method, ShardingError)
     no_such_submesh = PipeshardParallel(CLUSTER, 1, stage_option=AutoStageOption([(1, 1), (1, 5)]))
     assert "has (1, 5), but the cluster has 1 hosts of 4 devices" in refused(no_such_submesh, ShardingError)
     pipeline = PipeshardParallel(LogicalMesh((4,)), 1, layer_option=AutoLayerOption(2))

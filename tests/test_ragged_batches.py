@@ -95,7 +95,7 @@ def test_exactness_may_be_asked_for() -> None:
             minialpa.TraceError, match=r"10 examples cannot be split into 4 equal.* divisors: 1, 2, 5, 10"
         ):
             one(make_params(), make_batch(10))
-    with pytest.raises(minialpa.ShardingError, match='Pass `on_ragged="fewer"` or `on_ragged="error"`; got \'drop\''):
+    with pytest.raises(minialpa.ShardingError, match="`on_ragged` must be 'fewer' or 'error'; got 'drop'"):
         minialpa.parallelize(train_step, on_ragged="drop")
 
 

@@ -1,42 +1,50 @@
-"""The first example of the README and the examples of docs/ run.
+"""The examples of the README and of docs/ run, and print the output on their pages.
 
 The scripts of docs/frameworks.md, with the lines that change, compute the losses of one device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 import pytest
 
 import minialpa
+from minialpa.training import What
+from tests.pages import DOCS, examples_of, run
 
-README = Path(__file__).parents[1] / "README.md"
-DOCS = README.parent / "docs"
-#: The version of jax that printed the output on the pages of docs/design.
-DESIGN_JAX = "0.10.2"
+README = DOCS.parent / "README.md"
+#: The version of jax that printed the output on the pages.
+PAGES_JAX = "0.10.2"
+#: Pages with other tests, and pages of clusters.
+OTHERS = [DOCS / name for name in ("alpa.md", "clusters.md", "compiler-in-500-lines/README.md", "frameworks.md")]
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path not in OTHERS and examples_of(path))
+#: Warnings that the examples of a page give.
+WARNINGS = {"plans.md": "has solved new shardings"}
 
 
-def examples_of(path: Path) -> list[str]:
-    """The examples of a page. Examples that begin with `# source:` need other packages, and are left out."""
-    examples = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-    return [example for example in examples if not example.startswith("# source:")]
-
-
-def run(path: Path, examples: list[str]) -> dict[str, Any]:
-    """The names after examples, which run one after the other, in jax as users have it."""
-    names: dict[str, Any] = {"__name__": "script"}
-    with jax.numpy_dtype_promotion("standard"):
-        exec(compile("\n".join(examples), str(path), "exec"), names)
+def check(path: Path) -> dict[str, Any]:
+    """The names after the examples of a page. Traces of another jax have other numbers."""
+    warns = pytest.warns(UserWarning, match=WARNINGS[path.name]) if path.name in WARNINGS else contextlib.nullcontext()
+    with warns:
+        names, printed = run(path)
+    if jax.__version__ == PAGES_JAX:
+        for example, text in zip(examples_of(path), printed, strict=True):
+            assert example.output in (None, text), f"python -m tests.pages {path}"
     return names
 
 
-def test_first_example_trains() -> None:
-    assert np.isfinite(float(run(README, examples_of(README)[:1])["loss"]))
+def test_the_examples_of_the_readme_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, (first, *_) = run(README)
+    assert "The loss after 20 steps is" in first
+    assert np.isfinite(float(names["loss"]))
 
 
 def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
@@ -50,48 +58,31 @@ def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("page", ["checkpoints", "data", "kernels", "signatures", "state", "training"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_examples_of_a_page_run_one_after_the_other(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = DOCS / f"{page}.md"
-    examples = examples_of(path)
-    assert examples
-    names = run(path, examples)
-    if page == "data":
+    names = check(page)
+    if page.stem == "data":
         assert np.isfinite(float(names["loss"]))
-    if page == "training":
+    if page.stem == "training":
         assert names["result"].n_steps == 50
-    if page == "kernels":
+    if page.stem == "plans":
+        assert names["train_step"].get_last_executable().get_parallel_plan() != names["plan"]
+    if page.stem == "kernels":
         checked = minialpa.check_sharding_rule(names["attention"], *(names[name] for name in "qkv"))
         assert [one.parts for one in checked] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("page", sorted((DOCS / "design").glob("*.md")), ids=lambda page: page.stem)
-def test_the_examples_of_a_design_page_print_the_output_on_it(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A block in python may be followed by a block with its output. Traces of another jax have other numbers."""
-    blocks = re.findall(r"```python\n(.*?)```(?:\n+```\n(.*?)```)?", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    names: dict[str, Any] = {"__name__": "script"}
-    for example, output in blocks:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            exec(compile(example, str(page), "exec"), names)
-        printed = capsys.readouterr().out
-        assert not output or printed == output or jax.__version__ != DESIGN_JAX
-
-
-def test_the_examples_of_micro_batches_run() -> None:
-    path = DOCS / "micro_batches.md"
-    for example in examples_of(path):
-        run(path, [example])
-
-
-def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.warns(UserWarning, match="has solved new shardings"):
-        names = run(DOCS / "plans.md", examples_of(DOCS / "plans.md"))
-    assert names["train_step"].get_last_executable().get_parallel_plan() != names["plan"]
+@pytest.mark.parametrize("kind", [minialpa.StepReport, minialpa.TrainingResult, minialpa.TrainingEvent])
+def test_the_page_of_the_training_loop_has_the_fields_of_its_reports(kind: type[Any]) -> None:
+    text = (DOCS / "training.md").read_text(encoding="utf-8")
+    _, table = text.split(f"`{kind.__name__}`", 1)[1].split("|---|---|\n", 1)
+    rows = table.split("\n\n")[0].splitlines()
+    assert [row.split("`")[1] for row in rows] == [field.name for field in dataclasses.fields(kind)]
+    if kind is minialpa.TrainingEvent:
+        assert set(re.findall(r'"(\w+)"', rows[0])) == set(get_args(What))
 
 
 # ---- docs/frameworks.md ----------------------------------------------------------------------------------------------
@@ -121,6 +112,14 @@ def changed(script: str, changes: list[str]) -> str:
     return "\n".join([*front, *lines[:at], new, *lines[at + 1 :]])
 
 
+def losses_of(script: str) -> list[float]:
+    names: dict[str, Any] = {"__name__": "script"}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(script, "docs/frameworks.md", "exec"), names)
+    losses: list[float] = names["losses"]
+    return losses
+
+
 def test_each_framework_has_its_section() -> None:
     assert list(SECTIONS) == ["flax linen", "flax nnx", "equinox", "haiku", "jax and optax"]
 
@@ -130,7 +129,6 @@ def test_each_framework_has_its_section() -> None:
 def test_at_most_three_lines_change_and_the_losses_stay(title: str) -> None:
     script, changes = SECTIONS[title]
     assert sum(line.startswith("+") for line in changes) <= MOST_LINES
-    with jax.numpy_rank_promotion("allow"):
-        one_device, many = (run(DOCS, [text])["losses"] for text in (script, changed(script, changes)))
+    one_device, many = (losses_of(text) for text in (script, changed(script, changes)))
     assert many == pytest.approx(one_device, rel=1e-3)
     assert one_device[-1] < one_device[0]

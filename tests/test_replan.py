@@ -145,7 +145,7 @@ def test_a_model_with_other_layers_is_refused() -> None:
     ):
         minialpa.replan(pipeline_plan(), other, make_args())
     assert minialpa.replan(shard_plan(), other, make_args()).stages
-    with pytest.raises(ShardingError, match=r"Pass `on_stale=.*got 'ignore'"):
+    with pytest.raises(ShardingError, match=r"`on_stale` must be .*got 'ignore'"):
         minialpa.parallelize(train_step, method=shard_plan(), on_stale="ignore")
 
 

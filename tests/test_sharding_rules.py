@@ -123,7 +123,7 @@ def test_errors_name_the_function() -> None:
         jax.jit(lambda x: minialpa.register_sharding_rule(lambda y: x + y, "b -> b")(x))(floats((4,), 0))
     with pytest.raises(ShardingError, match=r"`halved` already has another sharding rule"):
         minialpa.register_sharding_rule(halved, "b -> c b", need_replication="b")
-    with pytest.raises(ShardingError, match=r"jax has no primitive `tanhh`. There is `tanh`"):
+    with pytest.raises(ShardingError, match=r"jax has no primitive `tanhh`. Do you mean `tanh`"):
         minialpa.register_sharding_rule("tanhh", "b -> b")
     with pytest.raises(ShardingError, match="Import the library that defines it first"):
         minialpa.register_sharding_rule("my_missing_kernel", "b -> b")

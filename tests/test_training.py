@@ -242,16 +242,17 @@ def test_it_ends_with_the_batches_and_saves_the_end(
             saved.append(n_steps)
 
     monkeypatch.setattr(_Progress, "note", check)
-    result = minialpa.train(
-        step_on_one_mesh(),
-        create_state,
-        lambda: itertools.islice(batches(), 7),
-        n_steps=9,
-        folder=tmp_path,
-        save_every=4,
-    )
+    with pytest.warns(UserWarning, match=r"ended after 7 of 9 steps\. Pass `batches` that repeat") as warned:
+        result = minialpa.train(
+            step_on_one_mesh(),
+            create_state,
+            lambda: itertools.islice(batches(), 7),
+            n_steps=9,
+            folder=tmp_path,
+            save_every=4,
+        )
+    assert [one.filename for one in warned] == [__file__]
     assert "ended" in [event.what for event in result.events] and result.n_steps == 7
-    assert "The batches ended after 7 of 9 steps." in caplog.text
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
     assert saved == [4, 7]
 
@@ -269,8 +270,21 @@ def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
         minialpa.train(step, create_state, batches(), folder=tmp_path)
     with pytest.raises(MinialpaError, match="has no batch"):
         minialpa.train(step, create_state, list)
-    with pytest.raises(MinialpaError, match="Pass a number of steps, a positive integer, as `save_every`"):
-        minialpa.train(step, create_state, batches, save_every=0)
+    wrong: dict[str, dict[str, Any]] = {
+        "`save_every=5` has no effect without `folder`": {"save_every": 5},
+        "`max_to_keep=1` has no effect without `folder`": {"max_to_keep": 1},
+        "`evaluate_every=5` has no effect without `evaluate`": {"evaluate_every": 5},
+        "`save_every` must be an integer >= 1; got 0": {"save_every": 0},
+        "`n_steps` must be an integer >= 1 or None; got '9'": {"n_steps": "9"},
+        "`folder` must be a string, a path, or None; got 3": {"folder": 3},
+        "`report` must be a function; got 'print'": {"report": "print"},
+        "`evaluate` must be a function or None; got 1": {"evaluate": 1},
+        "`prefetch_size` must be an integer >= 1; got 0": {"prefetch_size": 0},
+        "`wait_for_hosts_s` must be a number >= 0; got -1": {"wait_for_hosts_s": -1},
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(MinialpaError, match=message):
+            minialpa.train(step, create_state, batches, **arguments)
     step = minialpa.parallelize(lambda state, batch: train_step(state, batch)[0], method=ShardParallel())
     with pytest.raises(MinialpaError, match="Return a pair"):
         minialpa.train(step, create_state, batches, n_steps=2)

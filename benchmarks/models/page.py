@@ -34,7 +34,7 @@ def page(rows: Rows) -> str:
 
 The table compares training under minialpa with training under `jax.jit` on one device. Each step runs {N_STEPS} times
 under minialpa, on {N_DEVICES} virtual devices of a CPU, and {N_STEPS} times under `jax.jit`. The models are small,
-their data is synthetic, and a batch has {N_EXAMPLES} examples. The code is in [benchmarks/models](models).
+their data is synthetic, and a batch has {N_EXAMPLES} examples. The code is in `benchmarks/models`.
 
 `python -m benchmarks.models.table --results rows.json --write benchmarks/models.md` makes this page, in an environment
 with the packages of the extra `table`. If a run is interrupted, the same command continues it. All rows come from one

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from minialpa.api.ragged import OnRagged
 from minialpa.api.step_planner import OnStale, StepPlanner
 from minialpa.calls import Argnames, Argnums
 from minialpa.cluster import ClusterSpec
-from minialpa.errors import MinialpaError, ShardingError, TraceError
+from minialpa.errors import MinialpaError, ShardingError, TraceError, meant
 from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
 from minialpa.options import PlanningEffort
 from minialpa.plan import Plan
@@ -79,7 +80,8 @@ def parallelize(
     """
     for name in of_jit:
         if name not in _JIT_OPTIONS:
-            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+            near = meant(name, inspect.signature(ParallelizedFunc).parameters)
+            raise TypeError(f"parallelize() got an unexpected keyword argument {name!r}.{near}")
         raise ShardingError(f"`{name}` is an option of `jax.jit`, not of `parallelize`. {_JIT_OPTIONS[name]}")
     make = functools.partial(
         ParallelizedFunc,
@@ -240,6 +242,7 @@ class DPResult:
         return iter((no_profile_file, *(getattr(self, field.name) for field in dataclasses.fields(self))))
 
 
+@api_boundary
 def get_last_dp_result() -> DPResult:
     """The stages of the latest plan in this process. Raises MinialpaError before the first plan."""
     plan = StepPlanner.last_plan

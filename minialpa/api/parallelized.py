@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import reprlib
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from minialpa.api.following import Followed, computes_gradients, find_followed, 
 from minialpa.api.invalid_values import call_checked, checks_values
 from minialpa.api.plan_folder import PlanCache, folder_of
 from minialpa.api.ragged import OnRagged
-from minialpa.api.step_compiler import check_plan, compile_creation, compile_step
+from minialpa.api.step_compiler import check_plan, compile_creation, compile_step, function_name
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
 from minialpa.calls import (
     Argnames,
@@ -58,7 +57,8 @@ from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.sharding import bare_specs_over
 from minialpa.support.collection import collection_paused
-from minialpa.support.private_jax import NO_MESH, api_boundary, under_mesh, with_users_frames
+from minialpa.support.private_jax import NO_MESH, api_boundaries, under_mesh, warn
+from minialpa.support.progress import phase
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
@@ -117,6 +117,7 @@ class _Latest:
     recent: LastCall | None = None
 
 
+@api_boundaries
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """A planned, uncompiled step. See `ParallelizedFunc.lower`."""
@@ -130,6 +131,7 @@ class Lowered:
         return executable
 
 
+@api_boundaries
 class ParallelizedFunc:
     """A step that runs on all devices. It plans and compiles once for each set of argument shapes.
 
@@ -153,11 +155,10 @@ class ParallelizedFunc:
         planning_effort: PlanningEffort | None = None,
     ) -> None:
         check_method(method)
+        check_value("on_stale", on_stale, OnStale)
+        check_value("on_ragged", on_ragged, OnRagged)
+        check_value("plan_cache", plan_cache, PlanCache)
         check_value("planning_effort", planning_effort, PlanningEffort | None)
-        if on_stale not in ("refuse", "replan"):
-            raise ShardingError(f'Pass `on_stale="refuse"` or `on_stale="replan"`; got {on_stale!r}.')
-        if on_ragged not in ("fewer", "error"):
-            raise ShardingError(f'Pass `on_ragged="fewer"` or `on_ragged="error"`; got {on_ragged!r}.')
         _check_function(fun)
         with suppress(Exception):  # attributes of a callable object may raise anything
             functools.update_wrapper(self, fun, updated=())
@@ -198,7 +199,6 @@ class ParallelizedFunc:
         self._training_keys: set[Hashable] = set()
         self._latest = _Latest()
 
-    @api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if checks_values():
             return call_checked(self._name, self, args, kwargs)
@@ -245,7 +245,6 @@ class ParallelizedFunc:
             return ParallelizedFunc.__get__, (self._bound_to(()), *self._bound)
         return functools.partial(type(self), **self._options), (self._fun, self._method)
 
-    @api_boundary
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, without running."""
         executable, _ = self._get_program(self._bind(args, kwargs))
@@ -256,7 +255,6 @@ class ParallelizedFunc:
         recent = self._latest.recent
         return None if recent is None else recent.executable
 
-    @api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, without compiling or running."""
         call = self._bind(args, kwargs)
@@ -279,22 +277,19 @@ class ParallelizedFunc:
         else:
             self._planner.remember(plan)
 
-    @api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """`jax.jit(step).trace` for one device, with the static arguments of this function and without a plan."""
         call = self._bind(args, kwargs)
+        paths, _ = self._parameters.paths(call)
+        flat_fun = on_leaves(self._fun, call, paths)
 
-        flat_fun = on_leaves(self._fun, call)
-
-        @functools.wraps(self._fun)
+        @functools.wraps(flat_fun)
         def step(*values: Any) -> Any:
             return flat_fun(*jax.tree.leaves(values))
 
-        paths, _ = self._parameters.paths(call)
         types = [leaf_type(leaf, path) for leaf, path in zip(call.leaves, paths, strict=True)]
         return jax.jit(step).trace(*jax.tree.unflatten(call.tree[0], types))
 
-    @api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The result of a call, with a `jax.ShapeDtypeStruct` for each leaf."""
         call = self._bind(args, kwargs)
@@ -303,7 +298,6 @@ class ParallelizedFunc:
         result_of = shown(traced.out_tree)  # adds static leaves, which are not traced
         return result_of(shapes_of_leaves)
 
-    @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan the step for these arguments without compiling: minialpa's form of `jax.jit(step).lower`.
 
@@ -322,7 +316,6 @@ class ParallelizedFunc:
 
         return Lowered(plan, lambda: self._keep_program(call, session, followed, compile_))
 
-    @api_boundary
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
         """A table of one choice in the plan for these arguments: the alternatives and their costs.
 
@@ -332,14 +325,14 @@ class ParallelizedFunc:
         """
         from minialpa.inter.alternatives import explain_step
 
+        check_value("what", what, str, TraceError)
         self._check_plans("explain")
         call = self._bind(args, kwargs)
         traced = self._trace(call)
         plan = self._plan_in_session(call, traced)
-        with collection_paused(), under_mesh(NO_MESH):
+        with phase("explaining"), collection_paused(), under_mesh(NO_MESH):
             return explain_step(traced, plan, what)
 
-    @api_boundary
     def check(self, *args: Any, target: str | None = None, cache: str | Path | None = None, **kwargs: Any) -> PlanCheck:
         """Compare the plan with XLA's program for GPUs. See `minialpa.check`."""
         self._check_plans("check")
@@ -374,7 +367,6 @@ class ParallelizedFunc:
             jax.tree.unflatten(traced.out_tree, [specs.outputs.get(value.path) for value in plan.outputs]),
         )
 
-    @api_boundary
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments on the devices and in the shardings in which the step reads them. Compiles if necessary.
 
@@ -474,6 +466,7 @@ class ParallelizedFunc:
             found = self._executables.get((key, *where, followed and followed.meshes))
             if found is None:
                 executable = compile_()
+                executable.name = function_name(self._fun)
                 found = executable, shown(executable.out_tree)
                 executable.call = CompiledCall(
                     name=self._name, parameters=self._parameters, bound=self._bound, key=key, result_of=found[1]
@@ -554,7 +547,7 @@ class ParallelizedFunc:
             plan = self._planner.plan_followed(traced, followed, call.leaves)
         except (InfeasibleError, ShardingError) as error:
             plan = self._plan_by_method(traced, target)
-            warnings.warn(refusal(self._name, followed, plan, error), UserWarning, stacklevel=2)
+            warn(refusal(self._name, followed, plan, error))
             return plan, target
         return (self._plan_by_method(traced, target), target) if plan is None else (plan, followed.target)
 
@@ -566,29 +559,35 @@ class ParallelizedFunc:
 
     def _plan_by_method(self, traced: TracedStep, target: Target) -> Plan:
         """The plan of this function's own method, or of `use_plan`."""
-        with self._batch_named(traced):
+        with self._explained(traced):
             return self._planner.plan(traced, target, is_first=self._earlier_types is None)
 
     @contextmanager
-    def _batch_named(self, traced: TracedStep) -> Iterator[None]:
-        """Errors about examples name the arguments that were found to hold them."""
+    def _explained(self, traced: TracedStep) -> Iterator[None]:
+        """Errors about examples name the arguments that were found to hold them. Errors have public types."""
         try:
             yield
         except (TraceError, InfeasibleError) as error:
-            if self._parameters.batch == "auto" and traced.batch_arguments:
+            if self._parameters.batch == "auto" and traced.batch_arguments and "example" in str(error):
                 names = ", ".join(f"`{name}`" for name in traced.batch_arguments)
                 error.add_note(f"The examples were taken to be in {names}. Otherwise, give `batch_argnums`.")
-            raise
+            if type(error) in (TraceError, InfeasibleError):
+                raise
+            public = InfeasibleError(str(error)) if isinstance(error, InfeasibleError) else TraceError(str(error))
+            for note in getattr(error, "__notes__", ()):
+                public.add_note(note)
+            raise public from error
 
     @_without_mesh
     def _trace(self, call: Call) -> TracedStep:
         """The traced step, with recognised attentions as the method asks."""
-        traced = self._traced_as_written(call)
-        attention = attention_of(self._method)
-        if attention == "written":
-            return traced
-        with collection_paused():
-            return recognise(traced, everywhere=attention == "fused")
+        with phase("tracing", ticks=False):
+            traced = self._traced_as_written(call)
+            attention = attention_of(self._method)
+            if attention == "written":
+                return traced
+            with collection_paused():
+                return recognise(traced, everywhere=attention == "fused")
 
     def _warn_of_object(self, call: Call) -> None:
         """Warn that the program keeps the present attributes of `self`, unless `self` is static."""
@@ -596,12 +595,10 @@ class ParallelizedFunc:
         has_state = bool(getattr(type(owner), "__dictoffset__", 0)) and bool(vars(owner))
         is_auto = self._options["static_argnums"] == "auto" and not isinstance(owner, type)
         if has_state and is_auto and type(owner).__hash__ is object.__hash__:
-            warnings.warn(
+            warn(
                 f"`{self._name}` is called on a {type(owner).__name__}, and its program keeps the attributes that the "
                 "object has now: a later change has no effect. Pass what changes as an argument, or register the class "
                 "as a pytree. If the attributes never change, pass `static_argnums=0`.",
-                UserWarning,
-                stacklevel=2,
             )
 
     def _traced_as_written(self, call: Call) -> TracedStep:
@@ -618,7 +615,7 @@ class ParallelizedFunc:
         try:
             with collection_paused(), bare_specs_over(axis_names_of(self._method)):
                 traced = trace_step(
-                    on_leaves(self._fun, call),
+                    on_leaves(self._fun, call, paths),
                     call.leaves,
                     in_paths=paths,
                     is_batch=[known.batch != "auto" and number in known.batch for number in numbers],
@@ -627,7 +624,7 @@ class ParallelizedFunc:
                     state_like=state_like,
                     in_tree=tree,
                 )
-        except MinialpaError:
+        except (MinialpaError, jax.errors.UnexpectedTracerError):
             raise
         except Exception as error:
             if known.batch == "auto" and set(numbers) == {0, 1}:
@@ -665,7 +662,7 @@ class ParallelizedFunc:
         raise TraceError(
             f"The step fails with {error!r} on arguments that differ from an earlier call. Pass arguments as before, "
             f"or change the step so that it takes both.\n  {listed}{rest}"
-        ) from with_users_frames(error)
+        ) from error
 
 
 def _check_function(fun: Any) -> None:

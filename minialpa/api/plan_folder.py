@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from minialpa.options import PlanOptions
 from minialpa.plan import Plan
 from minialpa.rules.registered import registered_rules
 from minialpa.support.files import write_text
+from minialpa.support.private_jax import warn
 from minialpa.support.users_cache import users_cache
 from minialpa.tracing.trace import TracedStep
 
@@ -69,11 +69,9 @@ class PlanFolder:
                 _keep_the_latest(folder)
         except OSError as error:
             if self.path is not None:  # the user asked for it
-                warnings.warn(
+                warn(
                     f"The plan is not kept for later runs ({error}). Pass a folder that this process can write as "
                     "`plan_cache`, or leave it out.",
-                    UserWarning,
-                    stacklevel=2,
                 )
         return plan
 
@@ -131,10 +129,8 @@ def _read_plan(file: Path, inputs_text: str) -> Plan | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, VerifyError) as error:
-        warnings.warn(
+        warn(
             f"`{file}` has no usable plan for this step, so minialpa plans it and replaces the file. {error}",
-            UserWarning,
-            stacklevel=2,
         )
         return None
 

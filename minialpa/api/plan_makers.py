@@ -14,10 +14,16 @@ from minialpa.api.plan_folder import PlanFolder
 from minialpa.errors import MinialpaError, TraceError
 from minialpa.inter.staging.replan import logical_mesh_of, options_of
 from minialpa.methods import FollowParallel, Target
-from minialpa.options import AutoShardingOption, PlanOptions
+from minialpa.options import (
+    AutoShardingOption,
+    ManualLayerOption,
+    ManualStageOption,
+    PlanOptions,
+    UniformStageOption,
+)
 from minialpa.plan import PlacedValue, Plan, verify_plan
 from minialpa.support.collection import collection_paused
-from minialpa.support.progress import ProgressBar
+from minialpa.support.progress import phase
 from minialpa.tracing.trace import TracedStep
 
 #: Drops options that no plan satisfies, such as data parallelism of a batch that the devices do not divide.
@@ -81,18 +87,18 @@ def follow_plan(
     placements: the present placement of argument leaves, by number.
     relax: see `plan_following`.
     """
-    from minialpa.inter.context import PlanningContext, compiler_of
-    from minialpa.inter.followed_plan import plan_following
-    from minialpa.inter.search.stage_solve import StageSolver
+    with phase("planning") as report, collection_paused():
+        from minialpa.inter.context import PlanningContext, compiler_of
+        from minialpa.inter.followed_plan import plan_following
+        from minialpa.inter.search.stage_solve import StageSolver
 
-    with ProgressBar() as bar, collection_paused():
         context = PlanningContext(
             traced=traced,
             cluster=source.cluster,
             solver=StageSolver(compiler_of(source.cluster, target.jax_version)),
             options=options,
             logical_mesh=logical_mesh_of(source),
-            report=bar.report,
+            report=report,
         )
         plan = plan_following(context, source, placements, relax)
     verify_plan(plan)
@@ -101,21 +107,39 @@ def follow_plan(
 
 def _make_plan(traced: TracedStep, options: PlanOptions, target: Target) -> Plan:
     """A new plan, verified. Raises TraceError if the options split examples that no argument holds."""
-    from minialpa.inter.context import compiler_of
-    from minialpa.inter.pipeline import plan_step
-
     _check_batch(traced, options)
-    with ProgressBar() as bar, collection_paused():
+    _check_boundaries(traced, options)
+    with phase("planning") as report, collection_paused():
+        from minialpa.inter.context import compiler_of
+        from minialpa.inter.pipeline import plan_step
+
         plan = plan_step(
             traced,
             target.cluster,
             options,
             compiler=compiler_of(target.cluster, target.jax_version),
             logical_mesh=target.logical_mesh,
-            progress=bar.report,
+            progress=report,
         )
     verify_plan(plan)
     return plan
+
+
+def _check_boundaries(traced: TracedStep, options: PlanOptions) -> None:
+    """Raise TraceError if the options ask for several stages of marked layers, and the step has no mark."""
+    match options.stages:
+        case UniformStageOption(num_stages=int(n), num_chunks=chunks):
+            n_layers = n * chunks
+        case ManualStageOption(forward_stage_layer_ids=layers):
+            n_layers = sum(map(len, layers))
+        case _:
+            return
+    if n_layers > 1 and traced.n_boundaries == 0 and isinstance(options.layers, ManualLayerOption):
+        raise TraceError(
+            f"The stages need {n_layers} layers, which end at `mark_pipeline_boundary()`, but the step has no such "
+            "call, so it is one layer. Call `mark_pipeline_boundary()` in the model, or set "
+            f"`layer_option=AutoLayerOption(layer_num={n_layers})`."
+        )
 
 
 def _check_batch(traced: TracedStep, options: PlanOptions) -> None:

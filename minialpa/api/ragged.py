@@ -5,13 +5,14 @@ For example, 10 examples in 4 micro-batches: planning tries 2, then 1.
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal
 
 from minialpa.errors import InfeasibleError
+from minialpa.options import PlanOptions
 from minialpa.plan import Plan
 from minialpa.plan.text import count
 from minialpa.support.divisors import divisors
+from minialpa.support.private_jax import warn
 from minialpa.tracing.trace import TracedStep
 
 OnRagged = Literal["fewer", "error"]
@@ -41,12 +42,21 @@ def warn_of_fewer(traced: TracedStep, asked: int, plan: Plan) -> None:
     """Warn if the plan has fewer micro-batches than asked, because the number asked does not divide the batch."""
     if traced.batch_size is None or traced.batch_size % asked == 0:
         return
-    warnings.warn(
+    warn(
         f"{explain_fewer(traced, asked, plan.n_micro_batches)} Memory has to hold the activations of these examples. "
         f'Pass batches whose size {asked} divides, or `parallelize(..., on_ragged="error")` to get an error instead.',
-        UserWarning,
-        stacklevel=2,
     )
+
+
+def explain_most(traced: TracedStep, options: PlanOptions, error: InfeasibleError) -> str | None:
+    """Why the advice in `error` to use more micro-batches is impossible; None if it is possible, or not in `error`."""
+    if "micro-batches" not in str(error) and "num_micro_batches" not in str(error):
+        return None
+    if options.choose_micro_batches:
+        return "More micro-batches are impossible: the search has tried all numbers of micro-batches."
+    if traced.batch_size == options.n_micro_batches:
+        return f"More micro-batches are impossible: each of the {options.n_micro_batches} has one example."
+    return None
 
 
 def is_uneven(error: InfeasibleError) -> bool:

@@ -5,8 +5,10 @@ Functions import runtime and compilers themselves, since planning needs no devic
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
 from minialpa.calls import Call
 from minialpa.errors import ShardingError
@@ -17,7 +19,8 @@ from minialpa.plan.check import PlanCheck
 from minialpa.programs.program import Program
 from minialpa.session import Session
 from minialpa.support.collection import collection_paused
-from minialpa.support.progress import ProgressBar
+from minialpa.support.private_jax import NO_MESH, under_mesh
+from minialpa.support.progress import phase
 from minialpa.tracing.trace import TracedStep
 
 if TYPE_CHECKING:
@@ -31,12 +34,11 @@ def compile_step(call: Call, traced: TracedStep, plan: Plan, target: Target, ses
     from minialpa.runtime.executable import Executable
 
     _check_devices(plan, target, session)
-    with ProgressBar() as bar:
-        bar.report("Compiling", 0, 1)
-        with collection_paused():
-            program = emit_program(traced, plan)
-        runner = _make_runner(program, traced, target, session)
-        return Executable(plan, program, runner, call.tree[0], traced.out_tree)
+    with phase("emitting instructions"), collection_paused():
+        program = emit_program(traced, plan)
+    runner = _make_runner(program, traced, target, session)
+    texts = functools.partial(_planning_texts, traced, plan)
+    return Executable(plan, program, runner, call.tree[0], traced.out_tree, planning_texts=texts)
 
 
 def compile_creation(
@@ -48,15 +50,36 @@ def compile_creation(
 
     # A leaf may be on several meshes: the step's program decides which mesh reads it.
     plan = train_step.get_parallel_plan()
-    with ProgressBar() as bar:
-        bar.report("Compiling the state", 0, 1)
+    with phase("creating the state"):
         with collection_paused():
             created = state_program(traced, train_step.program, [stage.mesh for stage in plan.stages])
         runner = _make_runner(created.program, traced, target, session)
     placements = [[value.placement() for value in values] for values in (created.inputs, created.outputs)]
     return Executable(
-        plan, created.program, runner, call.tree[0], traced.out_tree, placements=(placements[0], placements[1])
+        plan,
+        created.program,
+        runner,
+        call.tree[0],
+        traced.out_tree,
+        placements=(placements[0], placements[1]),
+        planning_texts=functools.partial(_planning_texts, traced, None),
     )
+
+
+def _planning_texts(traced: TracedStep, plan: Plan | None) -> dict[str, str]:
+    from minialpa.inter.phases import debug_texts
+
+    with collection_paused(), under_mesh(NO_MESH):
+        return debug_texts(traced, plan)
+
+
+def function_name(fun: Any) -> str:
+    """The name of a user's function, also under `functools.partial`; of a callable object, the name of its class."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    # Attributes of other objects may raise.
+    is_plain = isinstance(fun, FunctionType | MethodType | BuiltinFunctionType | type)
+    return str(fun.__name__ if is_plain else type(fun).__name__)
 
 
 def check_plan(traced: TracedStep, plan: Plan, target: str | None, cache: str | Path | None) -> PlanCheck:
@@ -65,11 +88,12 @@ def check_plan(traced: TracedStep, plan: Plan, target: str | None, cache: str | 
     from minialpa.xla_gpu.targets import target_of
 
     gpu = target_of(plan.cluster.device.name if target is None else target)
-    with collection_paused():
-        program = emit_program(traced, plan)
-        types = input_types(program, traced)
-        programs = split_by_mesh(program, types, cluster=plan.cluster, platform="cuda")
-    return check_programs(programs, plan, gpu, cache=None if cache is None else Path(cache))
+    with phase("checking the plan"):
+        with collection_paused():
+            program = emit_program(traced, plan)
+            types = input_types(program, traced)
+            programs = split_by_mesh(program, types, cluster=plan.cluster, platform="cuda")
+        return check_programs(programs, plan, gpu, cache=None if cache is None else Path(cache))
 
 
 def _check_devices(plan: Plan, target: Target, session: Session) -> None:

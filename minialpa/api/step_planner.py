@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -13,7 +12,7 @@ import jax
 from minialpa.api.following import Followed
 from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.plan_makers import MakePlan, Relax, follow_plan, following, on_known_stages, planning
-from minialpa.api.ragged import OnRagged, explain_fewer, is_uneven, numbers_to_try, warn_of_fewer
+from minialpa.api.ragged import OnRagged, explain_fewer, explain_most, is_uneven, numbers_to_try, warn_of_fewer
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
@@ -30,6 +29,7 @@ from minialpa.methods import (
 )
 from minialpa.options import AutoShardingOption, PlanningEffort, PlanOptions
 from minialpa.plan import Plan, verify_plan
+from minialpa.support.private_jax import warn
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
 
@@ -144,12 +144,10 @@ class StepPlanner:
         method = plan_to_method(saved)
         make = planning(traced, resolve_devices(method.devices))
         plan = self._plan_for_batch(traced, self._with_effort(method.options()), make)
-        warnings.warn(
+        warn(
             f"The plan was made for another call: {found}. minialpa keeps its stages, micro-batches, schedule and "
             f"rematerialisation, and has solved new shardings: {plan.cost.total_s:.3g} s per step instead of "
             f"{saved.cost.total_s:.3g} s.",
-            UserWarning,
-            stacklevel=2,
         )
         return plan
 
@@ -171,7 +169,7 @@ class StepPlanner:
                 plan = self._plan_for_batch(traced, options, make, relax)
             except InfeasibleError:
                 raise error from None
-            warnings.warn(f"{error} {what}", UserWarning, stacklevel=2)
+            warn(f"{error} {what}")
             return plan
 
     def _plan_for_batch(
@@ -189,6 +187,8 @@ class StepPlanner:
                 if n != options.n_micro_batches:
                     error.add_note(explain_fewer(traced, options.n_micro_batches, n))
                 if not is_uneven(error):
+                    if note := explain_most(traced, dataclasses.replace(options, n_micro_batches=n), error):
+                        error.add_note(note)
                     raise
                 uneven = uneven or error
                 continue

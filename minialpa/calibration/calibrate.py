@@ -24,6 +24,8 @@ from minialpa.calibration.measure import ByteTime, Measurements, ProductTime, me
 from minialpa.cluster import ClusterSpec, KernelRates, LinkSpec, LogicalMesh
 from minialpa.errors import ShardingError
 from minialpa.session import describe_devices
+from minialpa.support.private_jax import api_boundary
+from minialpa.support.progress import phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Calibration:
         )
 
 
+@api_boundary
 def calibrate(devices: Sequence[jax.Device] | None = None) -> Calibration:
     """Measure devices of this process, which takes minutes, and fit the constants of a cluster to them.
 
@@ -62,7 +65,8 @@ def calibrate(devices: Sequence[jax.Device] | None = None) -> Calibration:
     if len({device.device_kind for device in devices}) != 1:
         kinds = ", ".join(sorted({device.device_kind for device in devices})) or "no device"
         raise ShardingError(f"Call `calibrate(devices)` with devices of one kind; got {kinds}.")
-    return fitted(describe_devices(devices), measured(devices))
+    with phase("calibrating") as report:
+        return fitted(describe_devices(devices), measured(devices, report))
 
 
 def fitted(preset: ClusterSpec, found: Measurements) -> Calibration:

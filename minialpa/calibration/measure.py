@@ -12,13 +12,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from minialpa.support.progress import Report
 
 #: Sizes stop growing at a longer repetition.
 _LONG_S = 0.02
@@ -27,6 +29,8 @@ _RUN_S = 0.02
 #: Number of differences of a long and a short run, whose median counts.
 _N_ROUNDS = 5
 _AXIS = "devices"
+
+_Time = TypeVar("_Time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,22 @@ class Measurements:
     sums: tuple[ByteTime, ...]
 
 
-def measured(devices: Sequence[jax.Device]) -> Measurements:
+def measured(devices: Sequence[jax.Device], report: Report) -> Measurements:
     """Measure `devices`, all of one process and one kind."""
     return Measurements(
         n_devices=len(devices),
-        products=tuple(product_times(devices)),
-        kernels=tuple(kernel_times(devices)),
-        sums=tuple(_sum_times(_mesh(devices))) if len(devices) > 1 else (),
+        products=tuple(_counted("products", product_times(devices), report)),
+        kernels=tuple(_counted("kernels", kernel_times(devices), report)),
+        sums=tuple(_counted("sums", _sum_times(_mesh(devices)), report)) if len(devices) > 1 else (),
     )
+
+
+def _counted(what: str, times: Iterator[_Time], report: Report) -> Iterator[_Time]:
+    """Report each time. Their number depends on the seconds, so the total is unknown."""
+    report(what, 0, 0)
+    for n, one in enumerate(times, 1):
+        report(what, n, 0)
+        yield one
 
 
 def product_times(devices: Sequence[jax.Device]) -> Iterator[ProductTime]:

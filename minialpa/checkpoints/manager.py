@@ -27,8 +27,11 @@ from typing import Any, Literal
 
 from minialpa.checkpoints.folder_lock import lock
 from minialpa.errors import CheckpointError, MinialpaError
+from minialpa.field_types import check_value
 from minialpa.plan import Plan
 from minialpa.pytrees import hide_static, show_static
+from minialpa.support.private_jax import api_boundaries, api_boundary
+from minialpa.support.progress import phase
 
 #: Checkpoints move here before their deletion. Moving is atomic, so a killed process leaves no incomplete step that
 #: looks complete.
@@ -53,6 +56,7 @@ class Checkpoint:
     metrics: Mapping[str, float] | None
 
 
+@api_boundaries
 class CheckpointManager:
     """The checkpoints of a training run in one folder, with the names of `orbax.checkpoint.CheckpointManager`.
 
@@ -92,14 +96,18 @@ class CheckpointManager:
         """
         ocp = _orbax()
         from minialpa.checkpoints.paths import LiteralPath, UnfinishedCheckpoint
-        from minialpa.checkpoints.remote_handler import state_handler
+        from minialpa.checkpoints.remote_handler import BytesRead, state_handler
 
         self._directory, self._read_only = _absolute_path(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
             raise CheckpointError(f"There is no folder `{directory}`. Pass the folder that checkpoints were saved to.")
         _check_counts(save_interval_steps=save_interval_steps, max_to_keep=max_to_keep, keep_period=keep_period)
+        check_value("best_mode", best_mode, Literal["max", "min"], CheckpointError)
+        check_value("read_only", read_only, bool, CheckpointError)
+        check_value("best_fn", best_fn, Callable[[Any], float] | None, CheckpointError)
         worst = math.inf if best_mode == "min" else -math.inf
         self._is_closed = False
+        self._n_bytes_to_write, self._read = 0, BytesRead()
         self._best_fn = None if best_fn is None else _number_of(best_fn, worst)
         number = None
         with _errors_of_orbax(f"Opening the checkpoints in `{directory}`"):
@@ -125,7 +133,7 @@ class CheckpointManager:
                     enable_async_checkpointing=not read_only,
                 ),
                 item_handlers={
-                    "state": state_handler(),
+                    "state": state_handler(self._read),
                     "plan": ocp.JsonCheckpointHandler(filename="plan.json"),
                     "data": ocp.JsonCheckpointHandler(filename="state.json"),
                     "numbers": ocp.JsonCheckpointHandler(filename="metrics.json"),
@@ -165,7 +173,7 @@ class CheckpointManager:
         Raises CheckpointError, before writing, for a leaf that cannot be saved and for a step that exists.
         """
         ocp = _orbax()
-        from minialpa.checkpoints.targets import savable, weak_numbers
+        from minialpa.checkpoints.targets import savable, stored_bytes, weak_numbers
 
         if self._read_only:
             raise CheckpointError(
@@ -173,6 +181,7 @@ class CheckpointManager:
             )
         if self._is_closed:
             raise CheckpointError(f"The manager of `{self._directory}` is closed. Open another one to save there.")
+        check_value("plan", plan, Plan | None, CheckpointError)
         if not _is_whole(step, 0):
             raise CheckpointError(f"Pass an integer, 0 or more, as `step`; got {step!r}.")
         if step in self.all_steps():
@@ -194,7 +203,8 @@ class CheckpointManager:
             if self._best_fn is not None:
                 self._best_fn(numbers)  # raises here; orbax would call it only after the files are written
             items["numbers"] = ocp.args.JsonSave(numbers)
-        with _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
+        self._n_bytes_to_write = stored_bytes(state)
+        with phase(f"saving step {step}"), _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
             return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=numbers, force=force))
 
     def restore(self, step: int | None = None, *, like: Any, partial_restore: bool = False) -> Checkpoint:
@@ -214,6 +224,7 @@ class CheckpointManager:
             out_of_stored_tree,
             restore_arguments,
             restored,
+            stored_bytes,
             target_tree,
         )
 
@@ -226,7 +237,11 @@ class CheckpointManager:
             f"The checkpoint is damaged. Restore another step, or delete `{self._directory}/{step}`: `minialpa.train` "
             "then continues from the newest checkpoint that is left."
         )
-        with _errors_of_orbax(f"Reading {name}", advice):
+        self._read.n_bytes = n_bytes = 0
+        with (
+            phase(f"restoring step {step}", look=lambda: _megabytes(self._read.n_bytes, n_bytes)),
+            _errors_of_orbax(f"Reading {name}", advice),
+        ):
             if not self._has_item(step, "state"):
                 raise CheckpointError(
                     f"There is no `state` in {name}, so minialpa did not save this checkpoint. Restore another step, "
@@ -242,6 +257,7 @@ class CheckpointManager:
                 )
             weak = (stored.custom_metadata or {}).get("weak_numbers", ())
             arguments = restore_arguments(target, stored.tree, name, weak, partial_restore=partial_restore)
+            n_bytes = stored_bytes(target)
             item = target
             if partial_restore:
                 item, arguments = (in_stored_tree(tree, stored.tree) for tree in (target, arguments))
@@ -293,7 +309,7 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Wait until every checkpoint is written. Raises CheckpointError if writing failed."""
-        with _errors_of_orbax(f"Saving to `{self._directory}`"):
+        with self._writing(), _errors_of_orbax(f"Saving to `{self._directory}`"):
             self._orbax.wait_until_finished()
         if not self._read_only:
             self._delete_old()
@@ -302,13 +318,27 @@ class CheckpointManager:
         """Wait until every checkpoint is written, and end the threads. Other methods then fail."""
         self._is_closed = True
         try:
-            with _errors_of_orbax(f"Saving to `{self._directory}`"):
+            with self._writing(), _errors_of_orbax(f"Saving to `{self._directory}`"):
                 self._orbax.close()
             if not self._read_only:
                 self._delete_old()
         finally:
             if self._unlock is not None:
                 self._unlock()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A phase of progress, if threads still write a checkpoint."""
+        if not self.is_saving():
+            yield
+            return
+        from minialpa.checkpoints.paths import unfinished_bytes
+
+        def look() -> tuple[str, int, int] | None:
+            return _megabytes(unfinished_bytes(Path(self._directory)), self._n_bytes_to_write)
+
+        with phase("writing the checkpoint", look=look):
+            yield
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -362,6 +392,7 @@ class CheckpointManager:
         return bool((self._orbax.directory / str(step) / item).exists())
 
 
+@api_boundary
 def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan: Plan | None = None) -> None:
     """Save a pytree as the checkpoint of `step` in the folder `path`, and wait until it is written.
 
@@ -371,6 +402,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan:
         manager.save(step, tree, plan=plan, force=True)  # `force`: at any interval; an existing step is an error
 
 
+@api_boundary
 def restore_checkpoint(
     path: str | os.PathLike[str], target: Any, *, step: int | None = None, partial_restore: bool = False
 ) -> Any:
@@ -380,6 +412,12 @@ def restore_checkpoint(
     """
     with CheckpointManager(path, read_only=True) as manager:
         return manager.restore(step, like=target, partial_restore=partial_restore).state
+
+
+def _megabytes(done: int, total: int) -> tuple[str, int, int] | None:
+    """A report of bytes; None before the first megabyte. Files may have more bytes than the arrays in them."""
+    done, total = min(done, total) // 10**6, total // 10**6
+    return ("MB", done, total) if done else None
 
 
 def _check_counts(save_interval_steps: Any, **optional: Any) -> None:

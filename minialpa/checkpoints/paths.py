@@ -41,3 +41,11 @@ class UnfinishedCheckpoint(atomicity.AtomicRenameTemporaryPath):
 
 def unfinished_checkpoints(directory: Path) -> list[Path]:
     return list(directory.glob(f"*{_SUFFIX}*"))
+
+
+def unfinished_bytes(directory: Path) -> int:
+    """Bytes of files in incomplete checkpoints; 0 if files move meanwhile."""
+    try:
+        return sum(file.stat().st_size for path in unfinished_checkpoints(directory) for file in path.rglob("*"))
+    except OSError:
+        return 0

@@ -7,6 +7,7 @@ the sub-folders before it names the checkpoint.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.runtime.workers.array_files import StoredArray
 
 
+@dataclass(slots=True)
+class BytesRead:
+    """The bytes of arrays that this process has read since a restore began."""
+
+    n_bytes: int = 0
+
+
 @dataclass
 class RemoteRestoreArgs(ocp.RestoreArgs):
     """Asks for a `RemoteArray` in the placement of `target`."""
@@ -35,7 +43,8 @@ class RemoteRestoreArgs(ocp.RestoreArgs):
 
 
 class RemoteArrayHandler(type_handlers.NumpyHandler):
-    def __init__(self) -> None:
+    def __init__(self, read: BytesRead) -> None:
+        self._read = read
         # The arrays are fresh copies, which no other code changes.
         super().__init__(deepcopy_host_arrays=False)
 
@@ -63,6 +72,7 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
             else:
                 (whole,) = await super().deserialize([info], [ocp.RestoreArgs(restore_type=np.ndarray)])
                 found[i] = _split_in_blocks(whole, arg.target)
+                self._read.n_bytes += whole.nbytes
 
         for runtime, requested in on_workers.items():
             arrays = iter(read_arrays(runtime, [array for blocks in requested.values() for array in blocks]))
@@ -72,11 +82,36 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
         return [found[i] for i in range(len(infos))]
 
 
-def state_handler() -> Any:
-    default_handlers = [
-        (kind, type_handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray, jax.Array)
-    ]
-    registry = type_handlers.create_type_handler_registry((RemoteArray, RemoteArrayHandler()), *default_handlers)
+class _CountingLimiter:
+    """A `ByteLimiter` of orbax that also counts."""
+
+    def __init__(self, limiter: Any, read: BytesRead) -> None:
+        self.wait_for_bytes, self._release, self._read = limiter.wait_for_bytes, limiter.release_bytes, read
+
+    async def release_bytes(self, n_bytes: int) -> None:
+        self._read.n_bytes += n_bytes
+        await self._release(n_bytes)
+
+
+def _counting(handler: Any, read: BytesRead) -> Any:
+    """A copy of orbax's handler of jax arrays that counts the bytes of each shard that it has read."""
+
+    async def deserialize(infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
+        counted = [info.replace(byte_limiter=_CountingLimiter(info.byte_limiter, read)) for info in infos]
+        return await handler.deserialize(counted, args)
+
+    counting = copy.copy(handler)
+    counting.deserialize = deserialize
+    return counting
+
+
+def state_handler(read: BytesRead) -> Any:
+    default_handlers = [(kind, type_handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray)]
+    registry = type_handlers.create_type_handler_registry(
+        (RemoteArray, RemoteArrayHandler(read)),
+        (jax.Array, _counting(type_handlers.get_type_handler(jax.Array), read)),
+        *default_handlers,
+    )
     # Compressing weights takes most of the time and saves few bytes.
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -241,6 +242,12 @@ def _stored_type(target: Any) -> tuple[tuple[int, ...], Any]:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
         return data.shape, data.dtype
     return tuple(value.shape), np.dtype(value.dtype)
+
+
+def stored_bytes(tree: Any) -> int:
+    """Bytes of all leaves of a state or a target in the files."""
+    types = map(_stored_type, jax.tree.leaves(tree))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
 
 
 def _type_fits(found: Any, target: Any) -> bool:

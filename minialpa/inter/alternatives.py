@@ -25,7 +25,8 @@ from minialpa.options import (
     UniformStageOption,
 )
 from minialpa.plan import PlacedValue, Plan
-from minialpa.plan.text import count, operator_lines, seconds_text
+from minialpa.plan.text import count, seconds_text
+from minialpa.report.explain import explain, is_topic, operation_lines, unknown_text
 from minialpa.sharding import Spec, specs_of
 from minialpa.support.sizes import bytes_text
 from minialpa.tracing.trace import TracedStep
@@ -46,7 +47,7 @@ class Alternative:
 def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
     """Tables of the alternatives to the decisions of `plan` on `what`.
 
-    what: "stages", "micro-batches", "remat", or a part of the path of an argument or result, or of an operator's line.
+    what: "stages", "micro-batches", "remat", a part of the path of an argument or result, or a name of `Plan.explain`.
     """
     of_plan: dict[str, Callable[[TracedStep, Plan], Iterator[Alternative]]] = {
         "micro-batches": _other_micro_batches,
@@ -58,19 +59,17 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
         note = "" if found else "\nNo other choice is possible. Rematerialisation, for example, needs gradients."
         return _table_text(plan, [Alternative(_plan_name(plan), plan), *found]) + note
 
+    if is_topic(plan, what):
+        return explain(plan, what)
+
     # Other texts are names. Plans with other specs take long for many values.
     values = named_values(traced, plan, what)
     parts = [_explain_value(traced, plan, value, k) for value, k in values[:_MOST_VALUES]]
     if len(values) > _MOST_VALUES:
         parts.append(f"{len(values) - _MOST_VALUES} more values match. Give the full name of one value.")
 
-    for k, stage in enumerate(plan.stages):
-        lines = operator_lines(plan, stage.operators)
-        parts.extend(f"stage {k}: {line}" for line in lines if what in line)
-    return "\n".join(parts) or (
-        f"No part of the plan is called `{what}`. Name arguments, results or operators of the plan, or one of "
-        f"{', '.join(f'`{name}`' for name in of_plan)}."
-    )
+    parts.extend(operation_lines(plan, what))
+    return "\n".join(parts) or unknown_text(plan, what, tuple(of_plan))
 
 
 # ---- specs ----------------------------------------------------------------------------------------------------------

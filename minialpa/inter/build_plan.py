@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import ClusterSpec
-from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.inter.context import PlanningContext, compiler_options_of
 from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.plan_details import (
+    StepNames,
+    argument_roles,
+    model_flops,
+    planned_collectives,
+    planned_operators,
+)
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of, plan_chunks
 from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_counts, make_schedule
 from minialpa.inter.search.stage_cost import border_bytes
@@ -33,9 +38,8 @@ from minialpa.inter.staging.staged_step import realise, stage_step
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
-from minialpa.ir.equations import shape_of
-from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
-from minialpa.rules.expensive import is_contraction
+from minialpa.plan import Plan, PlanCost, StagePlan
+from minialpa.support.private_jax import warn
 from minialpa.tracing.ragged_products import ragged_products
 
 #: Steps with fewer equations are always planned as a whole.
@@ -234,10 +238,12 @@ def solve_meshes(context: PlanningContext, placed: PlacedStages, *, saves_memory
     """
     solved: list[SolvedMesh] = []
     for mesh in range(len(placed.stages)):
-        context.report("Shardings of stages", mesh, len(placed.stages))
+        context.report("stage shardings", mesh, len(placed.stages))
         slowest = _slowest_stage(placed, solved)
-        solved.append(_solve_mesh(context, placed, mesh, saves_memory=saves_memory, slowest=slowest))
-    context.report("Shardings of stages", len(solved), len(solved))
+        try:
+            solved.append(_solve_mesh(context, placed, mesh, saves_memory=saves_memory, slowest=slowest))
+        finally:
+            context.report("stage shardings", mesh + 1, len(placed.stages))
     return solved
 
 
@@ -285,7 +291,7 @@ def _solve_mesh(
 
     if stage.option.sharded_update:
         for gathered in gathered_state(problem, solved.sharding, view.mesh):
-            warnings.warn(str(gathered), UserWarning, stacklevel=2)
+            warn(str(gathered))
 
     return SolvedMesh(
         problem=problem,
@@ -320,10 +326,16 @@ class Sketch(Plan):
 
 def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
     layered, staged, options = placed.layered, placed.staged, context.options
-    stages = tuple(_stage_plan(placed, mesh, found) for mesh, found in enumerate(solved))
-    collectives = [
-        _planned_collectives(found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)
-    ]
+    # A sketch is compared by its cost alone.
+    names = StepNames(staged) if placed.short is None else None
+    stages = tuple(_stage_plan(placed, mesh, found, names) for mesh, found in enumerate(solved))
+    collectives = (
+        ()
+        if names is None
+        else (
+            planned_collectives(names, found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)
+        )
+    )
 
     return Plan(
         fingerprint=layered.fingerprint,
@@ -345,10 +357,13 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
         batch=layered.plain.batch_arguments,
         compiler_options=compiler_options_of(context.cluster),
         ragged_products=tuple(dict.fromkeys(ragged_products(context.traced.flat.eqns))),
+        roles=() if names is None else argument_roles(context.traced),
+        model_flops=0.0 if names is None else model_flops(context.traced),
     )
 
 
-def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePlan:
+def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh, names: StepNames | None) -> StagePlan:
+    """names: None for a sketch."""
     stage, memory, logical_mesh = placed.stages[mesh], solved.memory, solved.view.mesh
     return StagePlan(
         layers=stage.layers,
@@ -361,59 +376,19 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePla
         option=stage.option,
         input_specs=tuple(solved.sharding.specs[v] for v, _ in solved.problem.inputs),
         equation_specs=solved.sharding.equations,
-        operators=_operators(placed, solved),
+        operators=()
+        if names is None
+        else planned_operators(names, solved.problem, solved.sharding, logical_mesh, placed.layered.of_group),
         passes=solved.times.passes,
         update_s=solved.times.update_s,
         fixed_bytes=memory.fixed_bytes + memory.temp_bytes,
         kept_bytes=memory.kept_bytes,
         peak_bytes=memory.peak_bytes(solved.live),
+        temp_bytes=memory.temp_bytes,
         optimal=solved.sharding.optimal,
         gap=solved.sharding.gap,
         between_s=solved.times.between_s,
     )
-
-
-def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperator, ...]:
-    split, layer_of_group = placed.staged.split, placed.layered.of_group
-    origins = {op.eqn: op.origin for op in split.ops}
-
-    operators = []
-    for eqn, specs in zip(solved.problem.eqns, solved.sharding.equations, strict=True):
-        if not is_contraction(eqn):
-            continue
-
-        # Without a pipeline all forward groups are one layer; equations of no group have no layer.
-        origin = origins[eqn]
-        layer = None
-        if origin.group is not None:
-            layer = layer_of_group[origin.group] if layer_of_group else 0
-        operators.append(
-            PlannedOperator(
-                name=eqn.primitive.name,
-                part=origin.direction,
-                layer=layer,
-                shape=shape_of(eqn.outvars[0]),
-                result=specs.results[0],
-                operands=specs.operands,
-            )
-        )
-    return tuple(operators)
-
-
-def _planned_collectives(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
-    """Equal collectives are one entry with a count."""
-    counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
-    for task in moved:
-        # The last run of a loop may have other collectives.
-        n_runs = n_micro_batches if task.task.per_micro_batch else 1
-        runs = [(n_runs, task.collectives)] if task.last is None else [(n_runs - 1, task.collectives), (1, task.last)]
-        for n, one in ((n, one) for n, collectives in runs for one in collectives):
-            key = (one.collective.kind, one.collective.n_bytes, one.collective.axes)
-            counts[key] = counts.get(key, 0) + n * one.times
-    return [
-        PlannedCollective(kind=kind, n_bytes=size, axes=axes, stage=stage, times_per_step=n)
-        for (kind, size, axes), n in counts.items()
-    ]
 
 
 def _border_seconds(placed: PlacedStages, cluster: ClusterSpec) -> list[float]:

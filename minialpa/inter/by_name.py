@@ -84,7 +84,7 @@ def _plans_by_name(
     if not isinstance(space, str) and (cluster.num_hosts, cluster.devices_per_host) not in space:
         return []
 
-    tries = _MethodTries(context, planned, best_variant, _least_s(found))
+    tries = _MethodTries(context.reporting("other methods"), planned, best_variant, _least_s(found))
     numbers = context.options.micro_batch_choices(context.traced.batch_size)
     # Without a plan, start with one example at a time on each device.
     first = found[0].n_micro_batches if found else max(1, numbers[-1] // cluster.n_devices)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +23,11 @@ from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_
 from minialpa.options import AutoStageOption, LayerOption, ManualLayerOption, PlanOptions
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import primitives_without_rule
+from minialpa.support.private_jax import warn
+from minialpa.support.progress import Report
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
 
-#: `progress(what, done, total)` reports long work.
-Progress = Callable[[str, int, int], None]
 JaxVersion = tuple[int, ...]
 
 #: The first jax whose XLA for CPUs respects optimization barriers. Before, rematerialisation saves no memory inside one
@@ -62,7 +61,7 @@ class PlanningContext:
     solver: StageSolver
     options: PlanOptions
     logical_mesh: LogicalMesh | None
-    report: Progress
+    report: Report
     below_s: float = math.inf
     shortens: bool = True
     made: list[Plan] = dataclasses.field(default_factory=list)
@@ -85,17 +84,29 @@ class PlanningContext:
 
     def cut_scans(self, layers: LayerOption) -> CutStep | None:
         """`layered_step.cut_scans`. Attempts share the result, and so its sublayers."""
-        return self.cuts.get_or_make(("cut", layers), lambda: cut_scans(self.whole, layers))
+        return self._cut(("cut", layers), lambda: cut_scans(self.whole, layers))
 
     def whole_scans(self, layers: LayerOption) -> CutStep:
         """`layered_step.whole_scans`, shared as well."""
-        cut = self.cuts.get_or_make(("whole", layers), lambda: whole_scans(self.whole, layers))
+        cut = self._cut(("whole", layers), lambda: whole_scans(self.whole, layers))
         assert cut is not None
         return cut
+
+    def _cut(self, key: Hashable, make: Callable[[], CutStep | None]) -> CutStep | None:
+        def make_reported() -> CutStep | None:
+            self.report("finding layers", 0, 0)
+            return make()
+
+        return self.cuts.get_or_make(key, make_reported)
 
     def asking(self, **options: Any) -> PlanningContext:
         """The same context with some options replaced."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **options))
+
+    def reporting(self, part: str) -> PlanningContext:
+        """The same context, with `part` in its reports."""
+        report = self.report
+        return dataclasses.replace(self, report=lambda what, done, total: report(f"{what} of {part}", done, total))
 
     def asking_for_fewest(self) -> PlanningContext:
         """The same context with one micro-batch, if the options leave the number open."""
@@ -134,21 +145,17 @@ def _warn_of_missing_rules(context: PlanningContext) -> None:
     names = primitives_without_rule(context.traced.flat.eqns)
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
-        warnings.warn(
+        warn(
             f"No sharding rule for {listed}: every device computes all of {'it' if len(names) == 1 else 'them'}. The "
             "results are right but take more time and memory. Add a rule with `minialpa.register_sharding_rule`.",
-            UserWarning,
-            stacklevel=3,
         )
 
 
 def _warn_of_missing_boundaries(context: PlanningContext) -> None:
     if isinstance(context.options.layers, ManualLayerOption) and context.traced.n_boundaries == 0:
-        warnings.warn(
+        warn(
             "The layers of this pipeline end at `mark_pipeline_boundary()`, but the step has no such call, so it is "
             "one stage. Call `mark_pipeline_boundary()` in the model, or set `layer_option=AutoLayerOption()`.",
-            UserWarning,
-            stacklevel=3,
         )
 
 

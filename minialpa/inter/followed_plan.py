@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from minialpa.inter.search.user_stages import DecidedStage, as_planned
 from minialpa.inter.staging.placement import with_first_readers
 from minialpa.ir.equations import dtype_name, operand_vars, shape_of
 from minialpa.options import AutoShardingOption, Remat
-from minialpa.plan import PlacedValue, Plan
+from minialpa.plan import PlacedValue, Plan, StagePlan
 from minialpa.sharding import Spec
+from minialpa.support.private_jax import warn
 from minialpa.tracing.trace import LeafPart, TracedStep
 
 #: Unique names of leaves and of blocks of their rows. Paths are not unique.
@@ -80,16 +80,18 @@ def plan_following(
     # Options name leaves by their paths, and blocks of one leaf may have different specs.
     named = dataclasses.replace(cut.step, in_paths=tuple(names[part] for part in parts))
     followed = dataclasses.replace(cut, step=named)
-    if source.layer_of_group:
+    # A step without operations, such as one that returns its arguments, has no layers for stages.
+    stage_plans = source.stages if source.layer_of_group and context.traced.n_groups else source.stages[:1]
+    if len(stage_plans) > 1:
         deciding = [number for number in homes.of_leaf if _decides_stage(context.traced, number)]
         deciders = _Homes({number: homes.of_leaf[number] for number in deciding})
         followed = dataclasses.replace(followed, of_group=_stage_of_groups(named, parts, deciders))
-        no_remat: list[Remat] = ["none" for _ in source.stages]
+        no_remat: list[Remat] = ["none" for _ in stage_plans]
         layered = layered_step(followed, tuple(no_remat))
     else:
         layered = dataclasses.replace(context.whole, plain=named)
 
-    stages = list(_stages_with_fixed_specs(context, source, homes, names, relax))
+    stages = list(_stages_with_fixed_specs(context, stage_plans, homes, names, relax))
     plan = plan_stages(context, layered, stages)
     paths = context.traced.in_paths
     inputs = tuple(dataclasses.replace(value, path=path) for value, path in zip(plan.inputs, paths, strict=True))
@@ -132,7 +134,7 @@ def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
         )
         if not of_leaf:
             raise ShardingError(message)
-        warnings.warn(f"{message} Until then, calls may move it to other devices.", UserWarning, stacklevel=2)
+        warn(f"{message} Until then, calls may move it to other devices.")
     elif not of_leaf:
         raise ShardingError(
             "`FollowParallel` matches arguments of the two functions by name, shape and dtype, but no argument "
@@ -242,17 +244,17 @@ def _stages_by_leaves(step: TracedStep, parts: Sequence[LeafPart], homes: _Homes
 
 def _stages_with_fixed_specs(
     context: PlanningContext,
-    source: Plan,
+    stage_plans: Sequence[StagePlan],
     homes: _Homes,
     names: _Names,
     relax: Callable[[AutoShardingOption], AutoShardingOption] | None,
 ) -> Iterator[DecidedStage]:
-    for mesh, stage in enumerate(source.stages):
+    for mesh, stage in enumerate(stage_plans):
         option = stage.option if relax is None else relax(stage.option)
         fixed = tuple(
             (name, homes.of_part(part)[mesh].partition_spec(option.names_on(stage.logical_shape)))
             for part, name in names.items()
             if mesh in homes.of_part(part)
         )
-        decided = as_planned(stage, context.cluster, (mesh,) if source.layer_of_group else ())
+        decided = as_planned(stage, context.cluster, (mesh,) if len(stage_plans) > 1 else ())
         yield dataclasses.replace(decided, option=dataclasses.replace(option, fixed_specs=fixed))

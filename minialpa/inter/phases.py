@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.errors import InfeasibleError
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.inter.staging.staged_step import RealisedStep, mesh_problems, realise
 from minialpa.inter.staging.verify_fit import verify_staged
+from minialpa.inter.strategies_text import specs_text, strategy_lines
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.ir.block import Block, verify_block
 from minialpa.ir.op import Op
@@ -21,6 +23,7 @@ from minialpa.ir.text import Fact, ProgramText, direction, modules, type_text, w
 from minialpa.plan import Plan
 from minialpa.programs.program import Accumulate, Instruction, Program, Run, Transfer
 from minialpa.sharding import EquationSpecs, Spec
+from minialpa.support.private_jax import jaxpr_text
 from minialpa.tracing.trace import TracedStep
 
 
@@ -52,11 +55,47 @@ class Phase:
 def phases(traced: TracedStep, plan: Plan) -> dict[str, str]:
     """Name -> text of each phase, in order. Raises VerifyError if the plan is for another step."""
     planned = _RealisedPlan(traced, plan, realise(traced, plan))
-    texts = {}
-    for phase in PHASES:
-        phase.verify(planned)
-        texts[phase.name] = "\n".join((f"{phase.name}: {phase.adds}", "", *phase.lines(planned), ""))
-    return texts
+    return {phase.name: _phase_text(phase, planned) for phase in PHASES}
+
+
+def _phase_text(phase: Phase, planned: _RealisedPlan) -> str:
+    phase.verify(planned)
+    return "\n".join((f"{phase.name}: {phase.adds}", "", *phase.lines(planned), ""))
+
+
+def debug_texts(traced: TracedStep, plan: Plan | None) -> dict[str, str]:
+    """Files that describe the planning of a step: name -> text, whose first line describes it.
+
+    plan: None for a step without a plan of its own, such as the creation of a state.
+    """
+    flat = traced.flat
+    jaxpr = jaxpr_text(flat.constvars, flat.invars, flat.eqns, flat.outvars)
+    texts = {"jaxpr.txt": f"the traced step, for the whole batch, with lines of its source\n\n{jaxpr}"}
+    if plan is None:
+        return texts
+    planned = _RealisedPlan(traced, plan, realise(traced, plan))
+    texts |= {f"phases/{i}-{phase.name}.txt": _phase_text(phase, planned) for i, phase in enumerate(PHASES)}
+    return texts | {"strategies.txt": "\n".join(_strategies_lines(planned))}
+
+
+def _strategies_lines(planned: _RealisedPlan) -> Iterator[str]:
+    yield "the shardings of each operation that the planner could choose from, with their seconds; * is chosen"
+    yield ""
+    yield "A line has the specs of results and operands, as in phases/5-shardings.txt, and the seconds of one run: the"
+    yield "sum, compute, collectives that finish the results, and resharding of the operands from their specs in the"
+    yield "plan. An operation that follows another one has its strategy. Operations without a choice are left out."
+    staged, plan = planned.realised.staged, planned.plan
+    block, text = _split_text(staged.split)
+    number = {eqn: i for i, eqn in enumerate(block.eqns)}
+    for k, (problem, stage) in enumerate(zip(mesh_problems(staged), plan.stages, strict=True)):
+        yield ""
+        yield f"stage {k}, {' x '.join(map(str, stage.logical_shape))} devices:"
+        try:
+            yield from strategy_lines(
+                problem, stage, plan.cluster, lambda eqn: text.lines((modules,), [number[eqn]])[0]
+            )
+        except InfeasibleError as error:  # the plan breaks its own options, such as an edited file
+            yield str(error)
 
 
 # ---- before micro-batches --------------------------------------------------------------------------------------------
@@ -202,15 +241,9 @@ def _spec_text(spec: Spec) -> str:
 
 
 def _specs_fact(problem: MeshEquations, chosen: Sequence[EquationSpecs], block: Block) -> Fact:
-    """Prints `S0,R <- S0,R R,R`: results, then operands; with the computed spec between, if a collective follows."""
     of_number = dict(zip(_operation_numbers(problem.eqns, block), chosen, strict=True))
 
-    def specs(number: int, _: Op) -> str:
-        one = of_number[number]
-        steps = (one.results, one.made, one.operands) if one.made != one.results else (one.results, one.operands)
-        return " <- ".join(" ".join(map(_spec_text, specs)) for specs in steps)
-
-    return specs
+    return lambda number, _: specs_text(of_number[number])
 
 
 # ---- instructions ----------------------------------------------------------------------------------------------------

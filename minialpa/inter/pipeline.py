@@ -23,11 +23,12 @@ from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.build_plan import best_of, plan_stages, preference, staged_step_of
+from minialpa.inter.build_plan import Sketch, best_of, plan_stages, preference, staged_step_of
 from minialpa.inter.by_name import best_with_methods_by_name
-from minialpa.inter.context import PlanningContext, Progress, check_request, compiler_of
+from minialpa.inter.context import PlanningContext, check_request, compiler_of
 from minialpa.inter.layers.layered_step import CutStep, layered_step
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
+from minialpa.inter.plan_details import alternatives_to
 from minialpa.inter.refine import or_longer_scans
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
@@ -39,6 +40,7 @@ from minialpa.inter.whole_plan import whole_plan
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, LayerOption, PlanOptions, remats
 from minialpa.plan import Plan
+from minialpa.support.progress import Report
 from minialpa.tracing.trace import TracedStep
 
 #: Sketches that are expanded to the whole step, the best first. If all fail, the planner replans the whole step.
@@ -52,13 +54,12 @@ def plan_step(
     *,
     compiler: Compiler | None = None,
     logical_mesh: LogicalMesh | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> Plan:
     """Plan `traced` on `cluster`.
 
     compiler: the model of the memory that XLA allocates; by default `compiler_of(cluster)`.
     logical_mesh: the user's view of all devices; None if the planner chooses.
-    progress: `progress(what, done, total)` reports long work.
     Raises InfeasibleError if no plan fits in memory, ShardingError if the step or the cluster cannot have the options.
     """
     context = PlanningContext(
@@ -71,12 +72,14 @@ def plan_step(
     )
     check_request(context)
     try:
-        return _whole(context, _best_plan(context))
+        plan = _whole(context, _best_plan(context))
     except (NotExpandedError, InfeasibleError):
         # Memory of a short step is a prediction; the whole step may fit.
         if not len(context.sublayered):
             raise
-        return _best_plan(dataclasses.replace(context, shortens=False))
+        plan = _best_plan(dataclasses.replace(context, shortens=False))
+    others = [one for one in context.made if one.cluster == plan.cluster]
+    return dataclasses.replace(plan, alternatives=alternatives_to(plan, others, Sketch))
 
 
 def _whole(context: PlanningContext, best: Plan) -> Plan:
@@ -85,6 +88,7 @@ def _whole(context: PlanningContext, best: Plan) -> Plan:
     Only attempts on the same devices compete. The lower bound that the search proved holds for all of them.
     """
     others = [plan for plan in context.made if plan.cluster == best.cluster and preference(plan) > preference(best)]
+    context.report("expanding the plan", 0, 0)
     ranked = [best, *sorted(others, key=preference)[: _MOST_SKETCHES - 1]]
     return _first_whole([dataclasses.replace(plan, certificate=best.certificate) for plan in ranked])
 
@@ -186,5 +190,6 @@ def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
 
 def _or_planned_with(context: PlanningContext, best: Plan, **options: Any) -> Plan:
     below_s = min(context.below_s, best.cost.total_s)
-    other = dataclasses.replace(context, options=options_of(best), below_s=below_s).asking(**options)
+    variant = dataclasses.replace(context, options=options_of(best), below_s=below_s).reporting("variants")
+    other = variant.asking(**options)
     return best_of([lambda: best, lambda: dataclasses.replace(_planned(other), certificate=best.certificate)])

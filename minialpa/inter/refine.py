@@ -34,7 +34,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     # Each chunk is one layer of the new step.
     layers_of = [tuple(c for c, k in enumerate(chunks.stage_of) if k == stage) for stage in range(chunks.n_stages)]
     stages = [as_planned(s, context.cluster, layers) for layers, s in zip(layers_of, best.stages, strict=True)]
-    with_number = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
+    with_number = context.reporting("refinements").asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
     try:
         plan = plan_stages(with_number, layered, stages)
@@ -55,7 +55,9 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
 
     # Each stage has several runs of layers of about equal work.
     layered = layered_step(cut, best.remat)
-    interleaved = context.asking(n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
+    interleaved = context.reporting("refinements").asking(
+        n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved"
+    )
     flops = layer_flops(cut.step, best.layer_of_group)
 
     def attempt(n_chunks: int) -> Plan:

@@ -71,6 +71,7 @@ def _best_searched_plan(context: PlanningContext, cut: CutStep, layers: LayerOpt
         option=options.sharding,
         strategy_cache=context.solver.strategy_cache,
     )
+    context.report("lower bounds of stage costs", 0, 0)
     bounds = StageBounds(sublayers, costs)  # adds its costs to `costs`
     search = StageSearch(bounds, context.report)
     solved = _plan_found_pipelines(context, cut, search)

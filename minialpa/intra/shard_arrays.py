@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,11 @@ from minialpa.intra.strategies.all_reduce import all_reduce, is_narrow
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.ir.equations import Atom, aval_of, is_extended, is_literal, shape_of, source_line
+from minialpa.ir.op import scope_in_profiles
 from minialpa.rules.factors import Factors
 from minialpa.rules.shards import run_shard
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
+from minialpa.support.private_jax import name_stack
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.ragged_products import only_keeps_apart
 
@@ -74,7 +77,13 @@ def _stored_array(shard: Any, spec: Spec) -> Any:
 
 def _array_ops(mesh_shape: Shape) -> ShardOps[Any]:
     move, run, loop = (functools.partial(operation, mesh_shape) for operation in (_move, _run, _loop))
-    return ShardOps(lambda atom: atom.val, move, run, loop)
+    return ShardOps(lambda atom: atom.val, move, run, loop, _named)
+
+
+def _named(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """A context that gives operations the name scopes of an equation, which profiles show."""
+    scope = scope_in_profiles(name_stack(eqn))
+    return jax.named_scope(scope) if scope else nullcontext()
 
 
 def _move(mesh_shape: Shape, shard: Any, step: ReshardStep, atom: Atom) -> Any:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -26,7 +27,7 @@ from minialpa.intra.strategies.combining import WITH_GRADIENTS, Sharing, sum_gro
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
-from minialpa.ir.equations import Atom, bytes_of, is_literal, shape_of
+from minialpa.ir.equations import Atom, bytes_of, is_literal, operand_vars, shape_of
 from minialpa.ir.repeats import NO_REPEATS, Repeats
 from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
@@ -44,12 +45,14 @@ class ShardOps(Generic[T]):
         move: takes one step of a resharding.
         run: runs an equation.
         loop: runs a scan; its iteration is a `ShardedEquations`.
+        named: a context in which operations belong to an equation.
     """
 
     literal: Callable[[Atom], T]
     move: Callable[[T, ReshardStep, Atom], T]
     run: Callable[[JaxprEqn, Factors, EquationSpecs, list[T]], list[T]]
     loop: Callable[[JaxprEqn, ScanBody, ShardedEquations, list[T]], list[T]]
+    named: Callable[[JaxprEqn], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -84,7 +87,8 @@ def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> li
     shards = _Shards(program, ops)
     shards.held.update(((v, program.specs[v]), shard) for v, shard in zip(program.invars, inputs, strict=True))
     for eqn in program.eqns:
-        shards.run(eqn)
+        with ops.named(eqn):
+            shards.run(eqn)
     return [shards.operand(atom, spec) for atom, spec in zip(program.outvars, program.out_specs, strict=True)]
 
 
@@ -220,6 +224,8 @@ class Communication(NamedTuple):
         after: a bitmask; bit i is set if its operand depends, directly or not, on collective i of the program, a sum
             that starts with the gradients.
         n: how many successive collectives it stands for (`Repeats`).
+        value: the value that it moves.
+        eqn: the equation that makes the value; for an argument of the program, or of the loop, the first that reads it.
     """
 
     collective: Collective
@@ -229,6 +235,8 @@ class Communication(NamedTuple):
     can_hide: bool = False
     after: int = 0
     n: int = 1
+    value: Atom | None = None
+    eqn: JaxprEqn | None = None
 
 
 @functools.lru_cache(maxsize=8)
@@ -240,6 +248,12 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
         program.eqns, program.invars, program.live_on_entry, program.required_outputs, in_loop=program.in_loop
     )
 
+    near: dict[Var, JaxprEqn] = {}
+    for one in program.eqns:
+        near.update((v, one) for v in one.outvars)
+        for v in operand_vars(one):
+            near.setdefault(v, one)
+
     # In place of a shard: bit i is set if the value waits for collective i, a sum with the gradients.
     def move(after: int, step: ReshardStep, atom: Atom) -> int:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
@@ -248,7 +262,8 @@ def collectives_of(program: ShardedEquations) -> tuple[Communication, ...]:
             group = None if is_literal(atom) or not sums else groups.get(atom)
             can_hide = not is_literal(atom) and atom in hidden
             n = 1 if is_literal(atom) else program.repeats.n_variables(atom)
-            found.append(Communication(collective, 1, group, can_hide=can_hide, after=after, n=n))
+            eqn = None if is_literal(atom) else near.get(atom)
+            found.append(Communication(collective, 1, group, can_hide=can_hide, after=after, n=n, value=atom, eqn=eqn))
             after |= (group == WITH_GRADIENTS) << (len(found) - 1)
         return after
 

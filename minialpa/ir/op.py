@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -54,6 +55,8 @@ class Op:
 # ---- name scopes -----------------------------------------------------------------------------------------------------
 
 _TAG = re.compile(r"minialpa\.(\d+)\.(\d+)\.(\d+)")
+#: A recomputed equation has the scope of its forward equation twice.
+_REPEATED = re.compile(r"[\w(]*\([^()]*(minialpa\.\d+\.\d+\.\d+)\)+/(?=[\w(]*\([^()]*\1\))")
 
 #: Names that jax adds to scopes: transformations and places in loops.
 _OF_JAX = frozenset(("jvp", "transpose", "vmap", "jit", "pjit", "remat", "checkpoint", "while", "body", "cond", ""))
@@ -66,9 +69,21 @@ def tag_scope(modules: str, call: int, layer: int, index: int) -> str:
 
 
 def module_path(scope: str) -> str:
-    """The names in a scope from the user or a library of modules, such as `GPT/blocks_3/attn`."""
-    names = re.split(r"[/()]", scope)
-    return "/".join(name for name in names if name not in _OF_JAX and not _TAG.fullmatch(name))
+    """The names in a scope from the user or a library of modules, such as `GPT/blocks_3/attn`.
+
+    The subscripts of `jnp.einsum` are left out.
+    """
+    names = re.split(r"[/()]", _REPEATED.sub("", scope))
+    return "/".join(name for name in names if name not in _OF_JAX and not _TAG.fullmatch(name) and "->" not in name)
+
+
+@functools.lru_cache(maxsize=4096)
+def scope_in_profiles(scope: str) -> str:
+    """A scope as `jax.jit` of the step writes it, such as `transpose(jvp(GPT))/blocks_3/attn`; without tags."""
+    first, slash, rest = module_path(scope).partition("/")
+    if "jvp(" in scope:
+        first = f"transpose(jvp({first}))" if is_transposed(scope) else f"jvp({first})"
+    return f"{first}{slash}{rest}"
 
 
 def read_tag(scope: str) -> tuple[int, int, int] | None:

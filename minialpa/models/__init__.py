@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
+import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minialpa.errors import TraceError
-from minialpa.models.base import GradFn, Model, ModelCase, ModelState, make_case
-from minialpa.models.feedforward import Mlp, ResNet, TwoTower, UNet
+from minialpa.errors import TraceError, meant
 from minialpa.models.sizes import SIZES, Size
-from minialpa.models.transformer import T5, Bert, Gpt, Llama, Moe, Vit
+
+if TYPE_CHECKING:
+    from minialpa.models.base import GradFn, ModelCase, ModelState
 
 __all__ = ["MODELS", "SIZES", "GradFn", "ModelCase", "ModelState", "Size", "build"]
 
-_KINDS: dict[str, type[Model]] = {
-    "bert": Bert,
-    "gpt": Gpt,
-    "llama": Llama,
-    "mlp": Mlp,
-    "moe": Moe,
-    "resnet": ResNet,
-    "t5": T5,
-    "two_tower": TwoTower,
-    "unet": UNet,
-    "vit": Vit,
+#: The class of each model. The names are known without flax, which is a slow import.
+_KINDS = {
+    "bert": "transformer.Bert",
+    "gpt": "transformer.Gpt",
+    "llama": "transformer.Llama",
+    "mlp": "feedforward.Mlp",
+    "moe": "transformer.Moe",
+    "resnet": "feedforward.ResNet",
+    "t5": "transformer.T5",
+    "two_tower": "feedforward.TwoTower",
+    "unet": "feedforward.UNet",
+    "vit": "transformer.Vit",
 }
-MODELS: dict[str, Callable[..., ModelCase]] = {name: partial(make_case, name, kind) for name, kind in _KINDS.items()}
+
+
+def _make(name: str, /, **sizes: Any) -> ModelCase:
+    from minialpa.models.base import make_case
+
+    module, _, kind = _KINDS[name].partition(".")
+    return make_case(name, getattr(importlib.import_module(f"minialpa.models.{module}"), kind), **sizes)
+
+
+MODELS: dict[str, Callable[..., ModelCase]] = {name: partial(_make, name) for name in _KINDS}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("minialpa.models.base"), name)
+    raise AttributeError(f"module 'minialpa.models' has no attribute '{name}'", name=name)
 
 
 def build(name: str, **sizes: Any) -> ModelCase:
@@ -41,9 +57,7 @@ def build(name: str, **sizes: Any) -> ModelCase:
     if name in SIZES:
         size = SIZES[name]
         return MODELS[size.model](**{**size.arguments, **sizes})
-    near = difflib.get_close_matches(name.lower(), [*MODELS, *SIZES], n=1, cutoff=0.7)
-    meant = f" Do you mean `{near[0]}`?" if near else ""
     raise TraceError(
-        f"There is no model `{name}`.{meant} Pass one of {', '.join(MODELS)}, or one of the {len(SIZES)} sizes in "
-        "`minialpa.models.SIZES`, such as `gpt-1.3b`."
+        f"There is no model `{name}`.{meant(name, [*MODELS, *SIZES])} Pass one of {', '.join(MODELS)}, or one of the "
+        f"{len(SIZES)} sizes in `minialpa.models.SIZES`, such as `gpt-1.3b`."
     )

@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
 
-from minialpa.errors import TraceError
+from minialpa.errors import TraceError, meant
 
 Batch = dict[str, np.ndarray]
 Metrics = dict[str, jax.Array]
@@ -143,7 +143,8 @@ def make_case(
     hashable: Any = {field: tuple(value) if isinstance(value, list) else value for field, value in arguments.items()}
     model = kind(**hashable)
     if model.optimizer not in OPTIMIZERS:
-        raise TraceError(f"There is no optimizer `{model.optimizer}`. Pass one of {', '.join(OPTIMIZERS)}.")
+        near = meant(model.optimizer, OPTIMIZERS)
+        raise TraceError(f"There is no optimizer `{model.optimizer}`.{near} Pass one of {', '.join(OPTIMIZERS)}.")
     network = Network(model, Boundaries(boundary, n_boundaries, model.n_blocks), name=kind.__name__)
     # One object for all states: it is part of the structure that a step is compiled for.
     optimizer = OPTIMIZERS[model.optimizer](model.learning_rate)

@@ -12,12 +12,14 @@ from minialpa.plan.codec import MOST_CHARACTERS, decode, fields_in, file_text
 from minialpa.plan.difference import difference
 from minialpa.plan.export import export_specs, to_python
 from minialpa.plan.record import ExportedSpecs, PlanRecord
-from minialpa.plan.text import explain, summary
+from minialpa.plan.text import header, seconds_text
 from minialpa.plan.verify import verify_plan
 from minialpa.support.collection import collection_paused
 from minialpa.support.files import write_text
+from minialpa.support.private_jax import api_boundaries
 
 
+@api_boundaries
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PlanRecord):
     """All decisions about one step on one cluster. Equal inputs give equal plans and equal JSON.
@@ -28,12 +30,25 @@ class Plan(PlanRecord):
     def __str__(self) -> str:
         return self.summary()
 
-    def summary(self) -> str:
-        """Cost of a step, and a few lines for each stage: devices, seconds, bytes, shardings, collectives."""
-        return summary(self)
+    def __repr__(self) -> str:
+        return f"<Plan of {header(self)}: {seconds_text(self.cost.total_s)} per step>"
+
+    def summary(self, *, full: bool = False) -> str:
+        """One screen: the cost of a step, stages, memory, operators, communication, alternatives and warnings.
+
+        full: all operators, collectives and placements.
+        """
+        from minialpa.report.screen import screen
+
+        return screen(self, full=full)
 
     def explain(self, what: str) -> str:
-        """Placements of the arguments and results whose path contains `what`, and operators whose line contains it."""
+        """The arguments, operators and collectives whose path, source line or name contains `what`.
+
+        what: also "communication", "findings", "memory", "operators", or "stage 0".
+        """
+        from minialpa.report.explain import explain
+
         return explain(self, what)
 
     def diff(self, other: Plan) -> str:
@@ -64,6 +79,38 @@ class Plan(PlanRecord):
         import minialpa
 
         return minialpa.check(self, fun, args, target=target, cache=cache)
+
+    def to_trace(self, path: str | Path, *, check: PlanCheck | None = None, measured: Sequence[Any] = ()) -> None:
+        """Write the predicted step as a trace for ui.perfetto.dev, with a process for each stage.
+
+        check: the result of `check`, for a lane with the seconds of compiled programs.
+        measured: of `Executable.stage_timeline`, for lanes of a measured step.
+        """
+        from minialpa.report.trace import write_lanes
+
+        write_lanes(self, path, check=check, measured=measured)
+
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        title: str = "",
+        check: PlanCheck | None = None,
+        measured: Sequence[Any] = (),
+    ) -> None:
+        """Write a report for a browser: one file with findings, modules, shardings, timeline, memory and operators.
+
+        title: by default the name and size of the model.
+        check, measured: as in `to_trace`, for more lanes of the timeline.
+        """
+        from minialpa.report.page import page
+
+        write_text(path, page(self, title=title, check=check, measured=measured))
+
+    def _repr_html_(self) -> str:
+        from minialpa.report.page import card
+
+        return card(self)
 
     def to_json(self) -> str:
         return file_text(self)

@@ -5,7 +5,7 @@ A plan numbers variables and equations in the order of tracing, which is the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -76,34 +76,71 @@ class PlacedValue:
         )
 
 
+#: The pass of an operation; `other` is the update.
+Part = Literal["forward", "backward", "other"]
+#: Whether an argument holds weights, which the forward pass reads; other state, which the step replaces; examples; or
+#: another value.
+ArgumentRole = Literal["weights", "optimizer", "batch", "other"]
+#: The part of an operator that devices divide: the examples; independent products, such as heads (`batch`); dimensions
+#: of the first operand (`rows`) or of another operand (`columns`) that the result has; or the terms of each sum.
+SplitOver = Literal["examples", "batch", "rows", "columns", "sums"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
-    """Equal collectives of a stage. n_bytes: of one run, as in `cost.Collective`."""
+    """Equal collectives of a stage.
+
+    Attributes:
+        n_bytes: of one run, as in `cost.Collective`.
+        part: the pass of the operation that makes or, for arguments, first reads the array.
+        array: the name of an argument, such as `state.params['w']`, or the operation that makes the array.
+        module: path of the operation in the user's modules, such as `GPT/blocks_3/attn`.
+        line: `file:line` of the operation in the user's code.
+        can_hide: whether compute can run beside it.
+    """
 
     kind: CollectiveKind
     n_bytes: float
     axes: tuple[int, ...]
     stage: int
     times_per_step: int
+    part: Part = "other"
+    array: str = ""
+    module: str = ""
+    line: str = field(default="", compare=False)
+    can_hide: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOperator:
-    """A matrix product or convolution and its shardings.
+    """A matrix product, convolution or kernel, and its shardings.
 
     Attributes:
         name: of the primitive.
-        part: `other` is the update.
         layer: number of its layer; `None` outside of layers, as in the update.
-        shape, result: shape and sharding of its result.
+        shape, result, dtype: shape, sharding and dtype of its result.
+        module, line: as in `PlannedCollective`.
+        split: what the devices of the mesh divide, and among how many; see `SplitOver`.
+        times: runs per pass, or per update; the iterations of a scan.
+        flops: of one run, before it is split over devices.
+        n_bytes: bytes that one run reads and writes on each device.
+        seconds: of one run on each device.
     """
 
     name: str
-    part: Literal["forward", "backward", "other"]
+    part: Part
     layer: int | None
     shape: tuple[int, ...]
     result: Spec
     operands: tuple[Spec, ...]
+    dtype: str = "float32"
+    module: str = ""
+    line: str = field(default="", compare=False)
+    split: tuple[tuple[SplitOver, int], ...] = ()
+    times: int = 1
+    flops: float = 0.0
+    n_bytes: float = 0.0
+    seconds: float = 0.0
 
 
 class PassName(NamedTuple):
@@ -173,6 +210,7 @@ class StagePlan:
         fixed_bytes: bytes per device of state, gradients and temporaries.
         kept_bytes: for each chunk, bytes per device of each micro-batch in flight.
         peak_bytes: per device.
+        temp_bytes: part of `fixed_bytes`: temporaries of the largest task.
         optimal: whether the solver has proven that the shardings are the cheapest.
         between_s: for each loop except the last, seconds per step after the loop.
         combined: kinds of collectives that sum and start together where possible.
@@ -195,6 +233,7 @@ class StagePlan:
     kept_bytes: tuple[float, ...]
     peak_bytes: float
     optimal: bool
+    temp_bytes: float = 0.0
     between_s: tuple[float, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
     gap: float = 0.0
@@ -262,6 +301,23 @@ class Certificate:
     n_costs: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAlternative:
+    """The fastest plan of another kind that the planner considered.
+
+    Attributes:
+        name: its stages, micro-batches and rematerialisation.
+        total_s: predicted seconds per step.
+        peak_bytes: per device, of its fullest stage.
+        is_sketch: whether seconds and bytes are sums over parts of the step, before the whole step was planned.
+    """
+
+    name: str
+    total_s: float
+    peak_bytes: float
+    is_sketch: bool
+
+
 class ExportedSpecs(NamedTuple):
     """PartitionSpecs of arguments and results on one mesh, by path, over the axes "x" and "y" of its logical shape."""
 
@@ -291,6 +347,9 @@ class PlanRecord:
         batch: names of the arguments that hold the examples; empty without examples.
         compiler_options: (name, value) of XLA options for all programs.
         ragged_products: ragged products of the step, which are compiled as dense products over all groups.
+        roles: of each input.
+        model_flops: floating point operations of the products of one step, without recomputation that the plan adds.
+        alternatives: other plans that the planner considered, the fastest first.
     """
 
     fingerprint: Fingerprint
@@ -313,6 +372,9 @@ class PlanRecord:
     batch: tuple[str, ...] = ()
     compiler_options: tuple[tuple[str, bool], ...] = ()
     ragged_products: tuple[RaggedProduct, ...] = ()
+    roles: tuple[ArgumentRole, ...] = ()
+    model_flops: float = 0.0
+    alternatives: tuple[PlannedAlternative, ...] = field(default=(), compare=False)
 
     @property
     def n_examples(self) -> int | None:

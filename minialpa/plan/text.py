@@ -1,62 +1,16 @@
-"""A plan in, text for people out: `Plan.summary` and `Plan.explain`; the texts of seconds, bytes and layers."""
+"""Parts of a plan in, text for people out: operators, stages, layers, seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from minialpa.options import DATA_PARALLEL_METHODS
 from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord
-from minialpa.support.sizes import bytes_text
 from minialpa.tracing.ragged_products import RaggedProduct
 
 
-def summary(plan: PlanRecord) -> str:
-    cost = plan.cost
-    lines = [
-        f"Plan for {header(plan)}",
-        f"Predicted {seconds_text(cost.total_s)} per step: compute {seconds_text(cost.compute_s)}, "
-        f"communication {seconds_text(cost.communication_s)}, bubble {seconds_text(cost.bubble_s)}, "
-        f"update {seconds_text(cost.update_s)}{_once_text(plan, cost.update_s)}",
-    ]
-    if plan.batch:
-        names = ", ".join(f"`{name}`" for name in plan.batch)
-        lines.append(
-            f"Batch: {'argument' if len(plan.batch) == 1 else 'arguments'} {names} ({plan.n_examples} examples)"
-        )
-    if plan.certificate is not None:
-        lines.append(certificate_text(plan.certificate))
-    lines.extend(f"Each micro-batch has its own {what}" for what in plan.per_micro_batch)
-    lines.extend(map(_ragged_text, plan.ragged_products))
-    for k in range(len(plan.stages)):
-        lines.extend(_stage_lines(plan, k))
-    return "\n".join(lines)
-
-
-def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
-    stage = plan.stages[k]
-    forward = tuple(op for op in stage.operators if op.part == "forward")
-    collectives = (c for c in plan.collectives if c.stage == k)
-    hidden_s = sum(one.hidden_s for one in stage.passes)
-    hidden = f" ({seconds_text(hidden_s)} more beside the compute)" if hidden_s else ""
-    return [
-        f"Stage {k}: {stage_text(plan, k)}",
-        f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication{hidden} per "
-        f"micro-batch, {seconds_text(stage.update_s)} update{_once_text(plan, stage.update_s)}, "
-        f"{bytes_text(stage.peak_bytes)} per device"
-        + ("" if stage.optimal else f"; shardings proven to within {stage.gap:.1%}"),
-        *(f"  {line}" for line in operator_lines(plan, forward)),
-        *(
-            f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step"
-            for c in collectives
-        ),
-    ]
-
-
-def _once_text(plan: PlanRecord, update_s: float) -> str:
-    """Marks the seconds of an update: they include the collectives that run once per step."""
-    return " (with collectives)" if update_s and plan.collectives else ""
-
-
-def _ragged_text(product: RaggedProduct) -> str:
+def ragged_text(product: RaggedProduct) -> str:
     return (
         f"`ragged_dot` at {product.line} is compiled as a dense product over {count(product.n_groups, 'group')}: "
         f"{product.n_groups} times the arithmetic of the routed rows. A grouped product with a rule by "
@@ -67,8 +21,8 @@ def _ragged_text(product: RaggedProduct) -> str:
 def certificate_text(found: Certificate) -> str:
     numbers = ", ".join(map(str, found.n_micro_batches))
     return (
-        f"Best possible pipeline by the costs of sublayers: {seconds_text(found.bound_s)}, with {numbers} "
-        f"micro-batches ({count(found.n_costs, 'cost')} solved)"
+        f"No pipeline takes less than {seconds_text(found.bound_s)} by this cost model, with {numbers} micro-batches "
+        f"({count(found.n_costs, 'cost')} of parts solved)"
     )
 
 
@@ -85,6 +39,26 @@ def header(plan: PlanRecord) -> str:
     )
 
 
+def variant_text(plan: PlanRecord, *, micro_batches: bool = True) -> str:
+    """The decisions that tell kinds of plans apart: `4 stages of 1x4, 8 micro-batches, rematerialisation full`.
+
+    Only attempts of one search share a text.
+    """
+    shapes = dict.fromkeys("x".join(map(str, stage.logical_shape)) for stage in plan.stages)
+    method = next((name for name, fields in DATA_PARALLEL_METHODS.items() if _has(plan, fields)), None)
+    kept = [remat for remat in sorted(set(plan.remat)) if remat != "none"]
+    return (
+        f"{count(len(plan.stages), 'stage')} of {' and '.join(shapes)}"
+        + (f", {count(plan.n_micro_batches, 'micro-batch')}" if micro_batches else "")
+        + (f", {method}" if method else "")
+        + (f", rematerialisation {'/'.join(kept)}" if kept else "")
+    )
+
+
+def _has(plan: PlanRecord, fields: Mapping[str, Any]) -> bool:
+    return all(getattr(stage.option, name) == value for stage in plan.stages for name, value in fields.items())
+
+
 def stage_text(plan: PlanRecord, k: int) -> str:
     stage = plan.stages[k]
     last = stage.first_device + stage.n_devices - 1
@@ -93,13 +67,6 @@ def stage_text(plan: PlanRecord, k: int) -> str:
         f"{layers_text(stage.layers)}, submesh {stage.submesh[0]}x{stage.submesh[1]} ({devices}), "
         f"logical shape {stage.logical_shape}"
     )
-
-
-def explain(plan: PlanRecord, what: str) -> str:
-    lines = [str(v) for v in (*plan.input_specs, *plan.output_specs) if what in v.path]
-    for k, stage in enumerate(plan.stages):
-        lines.extend(f"stage {k}: {line}" for line in operator_lines(plan, stage.operators) if what in line)
-    return "\n".join(lines) or f"The plan has no argument, result or operator `{what}`."
 
 
 def operator_lines(plan: PlanRecord, operators: Sequence[PlannedOperator]) -> list[str]:

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.ir.equations import Atom, aval_of, fresh_var, is_literal, operand_vars, reading, scan_counts
 from minialpa.recognition.rewriting import with_named_results
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.evaluation import eval_named
 from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.new_equations import equations_for
 
@@ -173,7 +173,7 @@ def run(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], env: Mapping[Var, Any
     """The values of `outvars`, from the values of the variables in `env`."""
     values = dict(env)
     for eqn in eqns:
-        results = eval_equation(eqn, [value_of(atom, values) for atom in eqn.invars])
+        results = eval_named(eqn, [value_of(atom, values) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
     return [value_of(atom, values) for atom in outvars]
 

@@ -22,6 +22,7 @@ from minialpa.rules.common import FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import Starts
 from minialpa.rules.shards import localize, part_of, run_from
+from minialpa.support.private_jax import scopes_of
 from minialpa.tracing.evaluation import eval_equation, eval_on_shards
 
 
@@ -139,7 +140,8 @@ class BodyShards:
 
         for eqn in program.eqns:
             operands = [self._own_part(atom, atom.val) if is_literal(atom) else env[atom] for atom in eqn.invars]
-            env.update(zip(eqn.outvars, self._run_equation(eqn, operands, evaluate), strict=True))
+            with scopes_of(eqn):
+                env.update(zip(eqn.outvars, self._run_equation(eqn, operands, evaluate), strict=True))
         return [self._literal_result(atom) if is_literal(atom) else env[atom] for atom in program.outvars]
 
     def _run_equation(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from minialpa.errors import ShardingError
+from minialpa.errors import ShardingError, meant
 from minialpa.rules.factors import Reduction
 from minialpa.rules.sharding_rule import ArrayRule, ShardingRule
 
@@ -92,7 +92,8 @@ def _check_rule(rule: ShardingRule) -> None:
     for name, how in rule.reductions:
         if how not in get_args(Reduction):
             raise ShardingError(
-                f"`reductions` has {how!r} for `{name}`. Choose one of {', '.join(get_args(Reduction))}."
+                f"`reductions` has {how!r} for `{name}`.{meant(how, get_args(Reduction))} Choose one of "
+                f"{', '.join(get_args(Reduction))}."
             )
         if name in rule.replicated:
             raise ShardingError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from minialpa.rules.known_rules import RuleKey, cached, factors_of, kind_of, loc
 from minialpa.rules.registered import rule_to_check
 from minialpa.rules.sharding_rule import Names, ShardingRule, shapes_of
 from minialpa.rules.shards import localize
-from minialpa.support.private_jax import changed_aval, result_avals, under_settings_of
+from minialpa.support.private_jax import changed_aval, result_avals, under_settings_of, warn
 from minialpa.tracing.evaluation import eval_on_shards
 from minialpa.tracing.flattening import flatten_calls
 
@@ -203,7 +202,7 @@ def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool)
             check = _why_unchecked_once if _can_be_hashed(kind) else _why_unchecked
             unchecked = check(kind, on_default_device)
             if unchecked:
-                warnings.warn(unchecked, UserWarning, stacklevel=2)
+                warn(unchecked)
         for body in sub_jaxprs(eqn):
             check_registered_rules(body.eqns, on_default_device=on_default_device)
 

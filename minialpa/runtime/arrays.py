@@ -15,7 +15,13 @@ import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
 from minialpa.arrays import RemoteArray, prefetch
+from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.program import MeshShape
+
+
+def dtype_named(name: str) -> Any:
+    """The dtype with the name of a `PlacementSpec`, such as `float32` or `key<fry>`."""
+    return ArrayType((), "uint32", name[4:-1]).jax_dtype if name.startswith("key<") else jnp.dtype(name)
 
 
 class BlockedArray(RemoteArray):

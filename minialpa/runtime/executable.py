@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.plan import PlacedValue, PlacementSpec, Plan
-from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
-from minialpa.programs.program import Accumulate, BlockRows, MeshShape, Program, Run
-from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
+from minialpa.programs.mesh_program import KEY_NAMES
+from minialpa.programs.program import BlockRows, MeshShape, Program
+from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget, dtype_named
+from minialpa.runtime.debug_files import DebugParts, debug_files
 from minialpa.runtime.runner import BlockedCalls, Runner
-from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
+from minialpa.runtime.steps.step_trace import TaskTime
 from minialpa.sharding import Spec
 from minialpa.support.files import write_text
+from minialpa.support.private_jax import api_boundaries
 
 
+@api_boundaries
 class Executable:
     """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves.
 
@@ -30,6 +33,7 @@ class Executable:
         out_tree: pytree of the results.
         run, place: `Runner.__call__` and `Runner.place`, for leaves of the step in place of leaves of the program.
         call: calls with the arguments of the step; the function that compiled it sets this.
+        name: of the user's function.
     """
 
     def __init__(
@@ -41,16 +45,19 @@ class Executable:
         out_tree: Any,
         *,
         placements: tuple[Sequence[PlacementSpec], Sequence[PlacementSpec]] | None = None,
+        planning_texts: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """`in_tree` is the pytree of the argument tuple without static arguments. `placements` are the specs of
         argument and result leaves, if the program follows the plan of another step, as a program that creates a state
-        does.
+        does. `planning_texts` makes files that describe planning: name -> text.
         """
         self._plan = plan
         self._in_tree, self.out_tree = in_tree, out_tree
         self._input_specs, self._output_specs = placements or (plan.input_specs, plan.output_specs)
         self._program = program
         self.runner = runner
+        self.name = "step"
+        self._planning_texts = planning_texts
         self._costs: list[float] = []
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
         self.run = calls.__call__
@@ -188,27 +195,36 @@ class Executable:
         return tasks
 
     def dump_stage_execution_trace(self, path: str | Path) -> None:
-        """Write `stage_timeline` as a trace for ui.perfetto.dev, with a process for each stage."""
-        write_tasks(path, self.stage_timeline(), self._program.meshes)
+        """Write `stage_timeline`, beside the predicted passes, as a trace for ui.perfetto.dev."""
+        self._plan.to_trace(path, measured=self.stage_timeline())
+
+    def to_html(self, path: str | Path, *, title: str = "", measured: bool = False) -> None:
+        """Write `Plan.to_html` of the plan.
+
+        measured: run two steps on zeros, and draw their `stage_timeline` beside the predicted one.
+        """
+        self._plan.to_html(path, title=title, measured=self.stage_timeline() if measured else ())
 
     def dump_debug_info(self, folder: str | Path) -> None:
-        """Write plan, summary, placements, instructions, HLO texts and process descriptions to `folder`."""
+        """Write everything that is known about the step to `folder`; README.txt there has a line for each file.
+
+        With NAME the name of the step, `NAME_stage_0.hlo` is the first compiled program of stage 0, and its other
+        programs are `NAME_stage_0_backward0.hlo`, for example. Without a pipeline, it is `NAME.hlo`. Other files are
+        memory, transfers, placements, the phases of planning, and the shardings that the planner could choose from.
+        """
         root = Path(folder)
-        root.mkdir(parents=True, exist_ok=True)
-        self._plan.save(root / "plan.json")
-        write_text(root / "summary.txt", self._plan.summary() + "\n")
-        write_text(root / "placements.txt", self._plan.explain("") + "\n")
-        lines = []
-        for i, instruction in enumerate(self._program.instructions):
-            name = ""
-            if isinstance(instruction, Run | Accumulate):
-                name = f"{self._program.functions[instruction.function].name} "
-            lines.append(f"{i}: {name}{instruction}")
-        write_text(root / "instructions.txt", "\n".join(lines) + "\n")
-        for i, (function, text) in enumerate(zip(self._program.functions, self.get_hlo_text(), strict=True)):
-            write_text(root / f"{i:02d}-{function.name}.hlo.txt", text)
-        for name, text in self.runner.descriptions().items():
-            write_text(root / f"{name}.txt", text + "\n")
+        parts = DebugParts(
+            name=self.name,
+            plan=self._plan,
+            program=self._program,
+            runner=self.runner,
+            placements=(self._input_specs, self._output_specs),
+            planning_texts=self._planning_texts,
+        )
+        for file in debug_files(parts):
+            path = root / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, file.text if file.text.endswith("\n") else f"{file.text}\n")
 
     def sync(self) -> None:
         """Wait until all arrays of earlier calls are computed."""
@@ -219,12 +235,12 @@ def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct
     """The type of an argument in its planned sharding, the first of several; without a sharding if `meshes` is
     empty.
     """
-    dtype = ArrayType((), "uint32", spec.dtype[4:-1]).jax_dtype if spec.dtype.startswith("key<") else spec.dtype
+    dtype = dtype_named(spec.dtype)
     shardings = tuple(
         NamedSharding(meshes[i], p) for i, p in zip(spec.mesh_ids, spec.partition_specs, strict=True) if meshes
     )
     if spec.rows and shardings:
-        return BlockedTarget(spec.shape, jnp.dtype(dtype), spec.rows, shardings)
+        return BlockedTarget(spec.shape, dtype, spec.rows, shardings)
     return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[0] if shardings else None)
 
 

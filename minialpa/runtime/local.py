@@ -10,8 +10,9 @@ step deletes its donated arguments before the next step begins.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
@@ -21,12 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from minialpa.arrays import RemoteArray
 from minialpa.errors import DeletedArrayError, MinialpaError, ShardingError, WorkerError
 from minialpa.programs.program import ConstantSlot, Free, InputSlot, Program, Run, Transfer
+from minialpa.programs.resharding import Resharding
 from minialpa.runtime.local_arguments import LocalArguments
 from minialpa.runtime.steps.compiled import allocation_size, compile_all, function_seconds, lower
 from minialpa.runtime.steps.interpreter import Action, Buffers, Callee, Interpreter
 from minialpa.runtime.steps.step_trace import StepTrace, TaskTime, from_start
 from minialpa.sharding import device_mesh
 from minialpa.support.private_jax import ArrayImpl
+from minialpa.support.progress import phase
 
 #: Held by the thread that issues a step. All executables share the devices of this process.
 _step_lock = threading.RLock()
@@ -48,6 +51,8 @@ def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
 
 class LocalExecutable:
     """A `Runner` in this process. It owns the constants; the caller owns arguments and results."""
+
+    reshardings: Mapping[int, Resharding] = MappingProxyType({})
 
     def __init__(self, program: Program, devices: Sequence[jax.Device]) -> None:
         self.program = program
@@ -248,7 +253,7 @@ def _mesh_of_buffer(program: Program) -> dict[int, int]:
 
 def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> list[Any]:
     """All functions of the program, compiled. with_flag: for traced steps, see `lower`."""
-    return compile_all(
+    lowered = (
         lower(
             function.fun,
             function.in_avals,
@@ -261,3 +266,5 @@ def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> li
         )
         for function in program.functions
     )
+    with phase("compiling") as report:
+        return compile_all(lowered, lambda n: report("programs", n, len(program.functions)))

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from minialpa.arrays import RemoteArray
 from minialpa.programs.program import BlockRows, LeafBlocks
+from minialpa.programs.resharding import Resharding
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.steps.step_trace import TaskTime
 
@@ -36,6 +37,7 @@ class Runner(Protocol):
     Attributes:
         meshes: the devices of each mesh of the program; empty if they belong to other processes.
         session: the runtime of the session whose workers have the devices; None in one process.
+        reshardings: how arrays move between meshes, by target buffer; empty in one process.
     """
 
     @property
@@ -43,6 +45,9 @@ class Runner(Protocol):
 
     @property
     def session(self) -> Any: ...
+
+    @property
+    def reshardings(self) -> Mapping[int, Resharding]: ...
 
     def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
 

@@ -12,9 +12,11 @@ The private name, its use, and in brackets the public function that could replac
     ShapedArray.manual_axis_type: shard_map axes over which a new primitive varies (avals by jax.extend.core)
     jax.interpreters: rules of primitives that mark a trace (rules in jax.extend)
     mlir._lowerings, closure of lower_fun: computation and names of other primitives (a function in jax.extend)
+    mlir.module_to_string: whether exported functions are equal except for names (an argument of mlir_module)
     parameters of pallas_call: blocks of a kernel, its grid on a shard (accessors in jax.experimental.pallas)
     unsafe_buffer_pointer, on_device_size_in_bytes: NCCL, shared memory of arrays (a cheap __dlpack__)
     traceback_util: tracebacks without frames of jax and minialpa (a filter in jax.extend)
+    DebugInfo: the user's names in messages about traced functions, new jaxprs (an argument of jax.jit, a default)
     ArrayImpl: recognising arrays of jax fast (a fast isinstance)
     PRNGKeyArray, pytype_aval_mappings, shard_arg_handlers: keys on workers that jax accepts (a protocol)
     make_cpu_client, make_gloo_tcp_collectives: the address that gloo binds (a setting of jax.config)
@@ -28,38 +30,112 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from jax._src import config as private_config
 from jax._src import mesh as private_mesh
 from jax._src import traceback_util as private_traceback
+from jax._src.api_util import debug_info, fun_sourceinfo, save_wrapped_fun_debug_info
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.config import trace_context
-from jax._src.core import JaxprEqnContext
+from jax._src.core import DebugInfo, JaxprEqnContext, initial_result_paths
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.source_info_util import user_frames
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 Rule = Callable[..., Any]
 
-#: Decorates public functions: errors have only frames of the user, unless `jax_traceback_filtering` is "off".
-api_boundary = private_traceback.api_boundary
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+
+# ---- tracebacks ------------------------------------------------------------------------------------------------------
+
 private_traceback.register_exclusion(str(Path(__file__).parents[1]))
+#: Special methods that users call.
+_CALLED = ("__call__", "__init__", "__next__")
+#: Modes of `jax_traceback_filtering` that keep a full traceback, which one of them adds as a cause.
+_FULL = ("off", "remove_frames")
 
 
-def with_users_frames(error: Exception) -> Exception:
-    """The error without frames of jax and minialpa. `api_boundary` filters an error, but not its cause."""
-    if error.__traceback__ is None or private_config.traceback_filtering.value == "off":
-        return error
-    return error.with_traceback(private_traceback.filter_traceback(error.__traceback__))
+def api_boundary(fun: F) -> F:
+    """Decorates a public function: errors, and their causes, have only frames of the user.
+
+    `jax_traceback_filtering="off"` keeps all frames.
+    """
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            _filter_causes(error)
+            raise
+
+    return cast(F, private_traceback.api_boundary(call))
+
+
+def api_boundaries(kind: C) -> C:
+    """Decorates a public class: `api_boundary` for each of its own methods that users call."""
+    for name, member in vars(kind).copy().items():
+        method = getattr(member, "__func__", member)  # of a static method or a class method
+        if inspect.isfunction(method) and (not name.startswith("_") or name in _CALLED):
+            decorated = api_boundary(method)
+            setattr(kind, name, decorated if member is method else type(member)(decorated))
+    return kind
+
+
+def warn(text: str) -> None:
+    """A UserWarning with the line of the user, outside of jax and minialpa."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and not private_traceback.include_frame(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _filter_causes(error: BaseException) -> None:
+    """Filter the causes of an error, which jax does not. Remove causes inside of minialpa, which the error explains."""
+    if private_config.traceback_filtering.value in _FULL:
+        return
+    seen = {id(error), id(None)}  # an error may be its own cause
+    while id(cause := error.__cause__ or error.__context__) not in seen:
+        assert cause is not None
+        seen.add(id(cause))
+        if cause.__traceback__ is not None:
+            cause.__traceback__ = private_traceback.filter_traceback(cause.__traceback__)
+        if cause.__traceback__ is None and type(cause).__module__.startswith("minialpa."):
+            further = cause.__cause__ or cause.__context__
+            error.__cause__ = None if id(further) in seen else further
+            error.__context__ = None
+        else:
+            error = cause
+
+
+def named_for_messages(traced: F, fun: Callable[..., Any], names: Sequence[str]) -> F:
+    """Makes messages of jax name `fun`, its line, and `names` of argument leaves, while it traces `traced`."""
+    info = DebugInfo("jit", _name_and_line(fun), tuple(names), initial_result_paths)
+    save_wrapped_fun_debug_info(traced, info)
+    return traced
+
+
+def _name_and_line(fun: Callable[..., Any]) -> str:
+    with suppress(Exception):  # attributes of a callable object may raise anything
+        if " at " in (found := fun_sourceinfo(fun)):
+            return found
+    return fun_sourceinfo(type(fun).__call__)
+
+
+def argument_names(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[str]:
+    """The name of each leaf of the arguments of `fun`, such as `params['w']`."""
+    return debug_info("jit", fun, args, dict(kwargs)).arg_names or ("",) * len(jax.tree.leaves((args, kwargs)))
 
 
 # ---- source lines and name scopes of equations -----------------------------------------------------------------------
@@ -68,6 +144,20 @@ def with_users_frames(error: Exception) -> Exception:
 def name_stack(eqn: JaxprEqn) -> str:
     """The name scopes and transformations in which the equation was traced, outermost first."""
     return str(eqn.source_info.name_stack)
+
+
+def in_scope(eqn: JaxprEqn, scope: str) -> JaxprEqn:
+    """The equation with the name scopes `scope` in place of its own."""
+    source = eqn.source_info.replace(name_stack=source_info_util.new_name_stack(scope))
+    new: JaxprEqn = eqn.replace(source_info=source)
+    return new
+
+
+def scopes_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """A context that adds the name scopes of an equation to the present ones."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    context: AbstractContextManager[Any] = source_info_util.set_name_stack(stack)
+    return context
 
 
 def frames_of(eqn: JaxprEqn) -> Iterator[Any]:
@@ -102,6 +192,15 @@ def with_some_line(eqn: JaxprEqn, caller: JaxprEqn) -> JaxprEqn:
 @functools.lru_cache(maxsize=4096)
 def _has_user_line(traceback: Any) -> bool:
     return next(user_frames(traceback), None) is not None
+
+
+def jaxpr_text(
+    constants: Sequence[Any], inputs: Sequence[Any], eqns: Sequence[JaxprEqn], results: Sequence[Any]
+) -> str:
+    """A program as jax prints it, with the source line of each equation."""
+    info = DebugInfo("step", "step", None, None)
+    text: str = Jaxpr(constants, inputs, results, eqns, debug_info=info).pretty_print(source_info=True)
+    return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -261,6 +360,13 @@ def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | No
     if fun is None or "multiple_results" not in closed_over:  # in another version of jax
         return None
     return fun if closed_over["multiple_results"] else lambda *operands, **params: (fun(*operands, **params),)
+
+
+def exported_text(code: bytes) -> str:
+    """StableHLO of a function from `jax.export`, without name scopes and source lines."""
+    with private_mlir.make_ir_context():
+        module = jax.export.deserialize(bytearray(code)).mlir_module(serialized=False)
+        return private_mlir.module_to_string(module, enable_debug_info=False)
 
 
 def compiled_primitives() -> set[str]:

@@ -11,13 +11,19 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from minialpa.ir.block import Block, block_of
 from minialpa.ir.equations import Atom, is_constraint, is_literal, is_weak, sub_jaxprs
-from minialpa.support.private_jax import rebind
+from minialpa.support.private_jax import rebind, scopes_of
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
     """Bind the equation's primitive on other arguments; new equations keep the source line of the old one."""
     out = rebind(eqn, args, eqn.params if params is None else params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def eval_named(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """`eval_equation` in the name scopes of the equation."""
+    with scopes_of(eqn):
+        return eval_equation(eqn, args)
 
 
 def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -45,8 +51,12 @@ def _without_constraints(program: ClosedJaxpr) -> ClosedJaxpr:
     if not _constrains(program.jaxpr):
         return program
 
+    def evaluate(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        with scopes_of(eqn):
+            return eval_on_shards(eqn, operands, eqn.params)
+
     def run(*args: Any) -> list[Any]:
-        return eval_flat(block_of(program), args, lambda eqn, operands: eval_on_shards(eqn, operands, eqn.params))
+        return eval_flat(block_of(program), args, evaluate)
 
     avals = [var.aval for var in program.jaxpr.invars]
     return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals])
@@ -57,7 +67,7 @@ def _constrains(program: Jaxpr) -> bool:
 
 
 def eval_flat(
-    flat: Block, args: Sequence[Any], evaluate: Callable[[JaxprEqn, Sequence[Any]], list[Any]] = eval_equation
+    flat: Block, args: Sequence[Any], evaluate: Callable[[JaxprEqn, Sequence[Any]], list[Any]] = eval_named
 ) -> list[Any]:
     """Run a flat program on values or tracers. `evaluate` maps an equation and its operands to its results."""
     env: dict[Var, Any] = dict(zip(flat.constvars, flat.consts, strict=True))

@@ -6,7 +6,6 @@ in the bodies of loops and branches.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import Sharding
 
 from minialpa.arrays import own_copy
+from minialpa.errors import TraceError
 from minialpa.ir.block import Block
 from minialpa.ir.equations import (
     CALLS,
@@ -38,8 +38,10 @@ from minialpa.ir.equations import (
 from minialpa.ir.op import Op
 from minialpa.support.private_jax import (
     compiled_function,
+    in_scope,
     name_stack,
     under_settings_of,
+    warn,
     with_some_line,
     with_source_of,
 )
@@ -67,15 +69,27 @@ def keep(primitive: str) -> None:
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[Block, Any]:
     """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes.
 
-    Copies captured NumPy arrays, which may change later. Raises TraceError if `fun` uses host memory, or is already a
-    program for several devices.
+    Copies captured NumPy arrays, which may change later. Raises TraceError if `fun` uses host memory, is already a
+    program for several devices, or reads a value of another trace.
     """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    for value in closed.consts:
+        _refuse_traced_value(value)
     refuse_host_memory(closed)
     refuse_programs_of_devices(closed.jaxpr)
     closed = without_meshes(closed)
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     return replace(flat, consts=_own_constants(flat.consts)), out_shape
+
+
+def _refuse_traced_value(value: Any) -> None:
+    if not isinstance(value, jax.core.Tracer):
+        return
+    jax.jit(lambda x: x)(value)  # raises UnexpectedTracerError, with the line of the value, if its trace is over
+    raise TraceError(
+        f"The step reads a traced value of type {value.aval.str_short()} from an enclosing function, such as one under "
+        "`jax.jit` or `jax.grad`. Call the parallelized function outside of it, and pass the value as an argument."
+    )
 
 
 def _own_constants(consts: Sequence[Any]) -> tuple[Any, ...]:
@@ -119,12 +133,10 @@ def _warn_of_shardings(eqn: JaxprEqn) -> None:
     """Shardings of an inner `jax.jit` change no number, so a warning is enough."""
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     if any(isinstance(sharding, Sharding) for sharding in given):
-        warnings.warn(
+        warn(
             f"The shardings of `jax.jit` at {source_line(eqn)}, inside the step, have no effect, because the planner "
             "decides shardings. To fix one, use `jax.lax.with_sharding_constraint` or "
             "`AutoShardingOption(fixed_specs=...)`.",
-            UserWarning,
-            stacklevel=2,
         )
 
 
@@ -160,9 +172,9 @@ class _Flattener:
             if eqn.primitive.name in self.calls:
                 self._inline(eqn, env, inner_scope)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
-                self._replace(eqn, env, inner_scope, _as_reduction(eqn))
+                self._replace(eqn, env, scope, _as_reduction(eqn))
             elif self.writes_out and (written := written_out(eqn)) is not None:
-                self._replace(eqn, env, inner_scope, written)
+                self._replace(eqn, env, scope, written)
             elif _only_places(eqn):
                 env.update((var, _read(env, atom)) for var, atom in zip(eqn.outvars, eqn.invars, strict=True))
             else:
@@ -173,7 +185,7 @@ class _Flattener:
             eqn = with_each_body(_body_written_out, eqn)
         outvars = [fresh_var(var.aval) for var in eqn.outvars]
         operands = [_read(env, atom) for atom in eqn.invars]
-        self.ops.append(Op(eqn.replace(invars=operands, outvars=outvars), scope))
+        self.ops.append(Op(in_scope(eqn.replace(invars=operands, outvars=outvars), scope), scope))
         env.update(zip(eqn.outvars, outvars, strict=True))
 
     def _replace(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str, traced: ClosedJaxpr) -> None:

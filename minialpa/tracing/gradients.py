@@ -27,7 +27,14 @@ from jax.extend.core import JaxprEqn, Primitive
 from minialpa.ir.block import Block
 from minialpa.ir.equations import is_literal
 from minialpa.ir.op import module_path, tag_scope
-from minialpa.support.private_jax import define_batching, define_jvp, define_linear, define_lowering
+from minialpa.support.private_jax import (
+    argument_names,
+    define_batching,
+    define_jvp,
+    define_linear,
+    define_lowering,
+    named_for_messages,
+)
 from minialpa.tracing.evaluation import eval_equation, eval_flat
 from minialpa.tracing.flattening import flatten_calls
 
@@ -169,14 +176,16 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
 
-        def flat_fun(*arrays: Any) -> Any:
+        def on_arrays(*arrays: Any) -> Any:
             filled = list(leaves)
             for i, array in zip(dynamic, arrays, strict=True):
                 filled[i] = array
             new_args, new_kwargs = jax.tree.unflatten(tree, filled)
             return fun(*new_args, **new_kwargs)
 
-        closed, out = jax.make_jaxpr(flat_fun, return_shape=True)(*[leaves[i] for i in dynamic])
+        names = argument_names(fun, args, kwargs)
+        traced = named_for_messages(on_arrays, fun, [names[i] for i in dynamic])
+        closed, out = jax.make_jaxpr(traced, return_shape=True)(*[leaves[i] for i in dynamic])
         flat = flatten_calls(closed.jaxpr, tuple(closed.consts), only_jit=True)
         values = _eval_tagged(flat, [leaves[i] for i in dynamic], call)
         return jax.tree.unflatten(jax.tree.structure(out), values)

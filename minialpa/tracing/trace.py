@@ -7,7 +7,7 @@ argument leaf, and the argument leaf that each result replaces. All of planning 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,6 @@ from minialpa.errors import TraceError
 from minialpa.ir.block import Block
 from minialpa.ir.equations import aval_of
 from minialpa.ir.op import Origin
-from minialpa.support.private_jax import with_users_frames
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.batched_lookups import with_batched_lookups
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
@@ -157,11 +156,18 @@ def trace_step(
         raise TraceError(
             f"The step uses a mesh axis ({str(error).split('. ')[0]}). Write the step for one device, without "
             "collectives such as `jax.lax.pmean`: minialpa adds them where devices share the examples."
-        ) from with_users_frames(error)
+        ) from error
+    except jax.errors.UnexpectedTracerError:  # names the line of the value
+        raise
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, ValueError) as error:
-        if isinstance(error, ValueError) and "Non-hashable static arguments" not in str(error):  # of an inner `jax.jit`
+        if isinstance(error, ValueError) and _NOT_HASHABLE not in str(error):
             raise
-        raise TraceError(_trace_message(error, in_paths)) from with_users_frames(error)
+        scalars = {
+            path: number
+            for path, struct, number in zip(in_paths, types, arg_of_leaf, strict=True)
+            if not struct.shape and path.isidentifier()
+        }
+        raise TraceError(_trace_message(error, scalars)) from error
 
     # Dead operations go last: batched lookups no longer read the equations of the positions.
     program = without_marks(with_flags_as_tests(with_batched_lookups(flat)))
@@ -185,16 +191,41 @@ def trace_step(
     )
 
 
-def _trace_message(error: Exception, in_paths: Sequence[str]) -> str:
-    text = re.sub(r"\bleaves\[(\d+)\]", lambda found: f"`{in_paths[int(found[1])]}`", str(error))
-    advice = "Make an argument on which the program itself depends static, with `static_argnums`."
-    if isinstance(error, jax.errors.TracerBoolConversionError):
-        advice = f"Choose with `jnp.where` or `jax.lax.cond`. {advice}"
-    elif isinstance(error, jax.errors.TracerArrayConversionError):
-        advice = "Use `jax.numpy` instead of NumPy."
-    elif isinstance(error, jax.errors.ConcretizationTypeError):
-        advice = f"Return the value and use it outside the step, or compute with `jax.numpy`. {advice}"
-    return f"The step's Python code uses the value of a traced argument: {text}\n{advice}"
+#: In the text of a ValueError of an inner `jax.jit`.
+_NOT_HASHABLE = "Non-hashable static arguments"
+#: The first class of an error has the advice.
+_ADVICE: tuple[tuple[type[Exception], str], ...] = (
+    (jax.errors.TracerBoolConversionError, "Choose with `jnp.where` or `jax.lax.cond`."),
+    (jax.errors.TracerArrayConversionError, "Use `jax.numpy` instead of NumPy."),
+    (
+        jax.errors.TracerIntegerConversionError,
+        "Index an array of `jax.numpy` in place of a list, and loop with `jax.lax.fori_loop`.",
+    ),
+    (
+        jax.errors.NonConcreteBooleanIndexError,
+        "The shape of a result must not depend on values: choose with `jnp.where(mask, x, 0)`, which keeps the shape.",
+    ),
+    (
+        jax.errors.ConcretizationTypeError,
+        "Return the value and use it outside the step, or compute with `jax.numpy`.",
+    ),
+    (
+        ValueError,
+        "The value is a static argument of an inner `jax.jit`. Pass it as another argument there, or make the "
+        "argument of the step static, with `static_argnums`.",
+    ),
+)
+
+
+def _trace_message(error: Exception, scalars: Mapping[str, int]) -> str:
+    """scalars: the arguments that are single numbers, and so may be static, with their numbers."""
+    text = str(error).strip()
+    advice = next((advice for kind, advice in _ADVICE if isinstance(error, kind)), "")
+    _, _, names = text.partition("argument")
+    for name, number in scalars.items():
+        if re.search(rf"\b{name}\b(?!\[)", names):
+            advice += f" If the program depends on `{name}`, make it static, with `static_argnums=({number},)`."
+    return f"The step's Python code uses the value of a traced argument: {text}\n{advice.strip()}"
 
 
 def with_batch(

@@ -22,7 +22,8 @@ import jax
 
 from minialpa.errors import MinialpaError
 from minialpa.support.files import write_bytes
-from minialpa.support.progress import ProgressBar
+from minialpa.support.private_jax import exported_text
+from minialpa.support.progress import phase
 from minialpa.xla_gpu.targets import GpuTarget
 from minialpa.xla_gpu.worker import CompileRequest, GpuProgram, receive, send
 
@@ -50,9 +51,12 @@ def compile_for_gpus(requests: Sequence[CompileRequest], *, cache: Path | None =
     for target in dict.fromkeys(request.target for request in missing.values()):
         _check_installed(target)
         of_target = {key: request for key, request in missing.items() if request.target == target}
-        for key, program in _compile_all(of_target, target.flags):
-            done[key] = program
-            _keep(cache, key, program)
+        with phase(f"compiling for {target.name}") as report:
+            report("functions", 0, len(of_target))
+            for i, (key, program) in enumerate(_compile_all(of_target, target.flags)):
+                done[key] = program
+                _keep(cache, key, program)
+                report("functions", i + 1, len(of_target))
     return [done[key] for key in keys]
 
 
@@ -72,13 +76,13 @@ def _check_installed(target: GpuTarget) -> None:
 
 
 def _key(request: CompileRequest) -> str:
-    """A hash of all inputs of a compilation."""
+    """A hash of all inputs of a compilation, without the user's names: equal layers have different ones."""
     f, target = request.function, request.target
     specs = [str(spec) for spec in (*f.in_specs, *f.out_specs)]
     types = [repr(kind) for kind in (*f.in_types, *f.out_types)]
     rest = [specs, types, f.donated, request.mesh_shape, request.n_hosts, target.text, target.flags]
     rest += [f.compiler_options, jax.__version__]
-    return hashlib.sha256(f.code + json.dumps(rest).encode()).hexdigest()
+    return hashlib.sha256((exported_text(f.code) + json.dumps(rest)).encode()).hexdigest()
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -102,11 +106,8 @@ def _compile_all(missing: dict[str, CompileRequest], flags: Sequence[str]) -> It
     keys = sorted(missing, key=lambda key: -len(missing[key].function.code))
     pool = ThreadPoolExecutor(len(processes))
     try:
-        with ProgressBar() as bar:
-            for i, done in enumerate(as_completed([pool.submit(ask, key) for key in keys])):
-                made = done.result()
-                bar.report("Compiling for GPUs", i + 1, len(missing))
-                yield made
+        for done in as_completed([pool.submit(ask, key) for key in keys]):
+            yield done.result()
     finally:
         for process in processes:
             process.kill()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minialpa.errors import VerifyError
+from minialpa.errors import VerifyError, meant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +157,9 @@ def target_of(name: str) -> GpuTarget:
         return GpuTarget(**fields)
     except OSError as error:
         raise VerifyError(
-            f"There is no GPU `{name}`, and no file of that name. Pass one of {', '.join(TARGETS)} as `target` (as "
-            "`--target` to `minialpa check`), or a JSON file with the fields of `GpuTarget`."
+            f"There is no GPU `{name}`, and no file of that name.{meant(name, TARGETS)} Pass one of "
+            f"{', '.join(TARGETS)} as `target` (as `--target` to `minialpa check`), or a JSON file with the fields of "
+            "`GpuTarget`."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
         names = ", ".join(field.name for field in dataclasses.fields(GpuTarget))

@@ -154,8 +154,8 @@ def test_3d_methods_take_shardings_by_hand() -> None:
     ],
 )
 def test_an_option_that_cannot_hold_says_why(option: alpa.ManualShardingOption, message: str) -> None:
-    step = alpa.parallelize(two_layers(alpa.grad, constrained=False), method=shard_method(option))
     with pytest.raises(minialpa.MinialpaError, match=message):
+        step = alpa.parallelize(two_layers(alpa.grad, constrained=False), method=shard_method(option))
         step.plan(*weights_and_batch())
 
 

@@ -45,11 +45,14 @@ def test_a_pipeline_with_manual_boundaries_trains_as_on_one_device(tmp_path: Pat
     method = alpa.PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option="uniform")
     executable = train_and_compare(method, manual=True)
     executable.sync()
-    assert all("HloModule" in text for text in executable.get_hlo_text())
+    assert all("HloModule" in text for text in executable.get_hlo_text(alpa.HloStatus.FULLY_OPTIMIZED))
+    with pytest.warns(UserWarning, match=r"no text for HloStatus\.UNOPTIMIZED"):
+        executable.get_hlo_text(status=alpa.HloStatus.UNOPTIMIZED)
     assert len(executable.get_stage_allocation_size()) == len(executable.get_parallel_plan().stages) == 2
     assert {spec.mesh_ids for spec in jax.tree.leaves(executable.get_input_placement_specs()[1])} == {(0,), (1,)}
     executable.dump_debug_info(tmp_path)
-    assert (tmp_path / "summary.txt").exists()
+    names = ("stage_0.hlo", "stage_1.hlo", "stage_0.mem_usage.txt", "resharding_tasks.txt")
+    assert all((tmp_path / f"train_step_{name}").exists() for name in names)
 
 
 def test_layers_and_stages_found_train_as_on_one_device() -> None:

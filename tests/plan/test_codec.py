@@ -81,12 +81,12 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
     [
         *((text, "Not a plan") for text in ("", "garbage", "[]", "{}")),
         pytest.param("[" * 100_000, "Not a plan", id="too deep"),
-        ('{"version":7}', "expected `plan` and `version`"),
-        ('{"version":7,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
-        ('{"version":7,"plan":{}}', "`plan.fingerprint` is missing"),
-        ('{"version":true,"plan":{}}', "has version True, but this minialpa reads version 7"),
-        ('{"version":2,"plan":{}}', "has version 2, but this minialpa reads version 7. Make a new plan"),
-        ('{"version":7,"version":7,"plan":{}}', "Not a plan: a JSON object has the field `version` twice"),
+        ('{"version":8}', "expected `plan` and `version`"),
+        ('{"version":8,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
+        ('{"version":8,"plan":{}}', "`plan.fingerprint` is missing"),
+        ('{"version":true,"plan":{}}', "has version True, but this minialpa reads version 8"),
+        ('{"version":2,"plan":{}}', "has version 2, but this minialpa reads version 8. Make a new plan"),
+        ('{"version":8,"version":7,"plan":{}}', "Not a plan: a JSON object has the field `version` twice"),
         # With an id of its own: pytest would send the text from process to process, in the name of the test.
         pytest.param(
             " " * (MOST_CHARACTERS + 1), f"the file has more than {MOST_CHARACTERS:,} characters", id="too long"
@@ -117,7 +117,7 @@ def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
         (
             ("cluster", "device", "memory_bytes"),
             -1,
-            "`plan.cluster.device` is wrong. Give the device `a100",
+            "`plan.cluster.device` is wrong. `memory_bytes` must be a number > 0; got -1",
         ),
         (("schedule",), ["x" * 10**6] * 10, r"`plan.schedule` is \['xxx.*\.\.\.; expected a text"),
         (

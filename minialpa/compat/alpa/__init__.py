@@ -12,6 +12,7 @@ from minialpa.compat.alpa import device_mesh as device_mesh
 from minialpa.compat.alpa import names as _names
 from minialpa.compat.alpa import parallel_method as parallel_method
 from minialpa.compat.alpa import util as util
+from minialpa.compat.alpa.api import HloStatus as HloStatus
 from minialpa.compat.alpa.api import ParallelizedFunc as ParallelizedFunc
 from minialpa.compat.alpa.api import PlacementSpec as PlacementSpec
 from minialpa.compat.alpa.api import clear_executable_cache as clear_executable_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import warnings
@@ -91,6 +92,15 @@ def leaves_of_executable(specs: Any) -> tuple[list[PlacementSpec], Any]:
     return leaves, executables[0]
 
 
+class HloStatus(enum.Enum):
+    """The state of the HLO that a script asks for."""
+
+    UNOPTIMIZED = 0
+    SHARDING_ANNOTATED = 1
+    SPMD_PARTITIONED = 2
+    FULLY_OPTIMIZED = 3
+
+
 class Executable:
     """minialpa's executable with Alpa's methods in addition."""
 
@@ -108,8 +118,14 @@ class Executable:
             raise AttributeError(name)
         return getattr(self._executable, name)
 
-    def get_hlo_text(self, status: Any = None) -> str | list[str]:
-        """Compiled HLO: one text for one mesh, else a list of one text per program."""
+    def get_hlo_text(self, status: HloStatus = HloStatus.FULLY_OPTIMIZED) -> str | list[str]:
+        """Compiled HLO: one text for one mesh, else a list of one text per program. Warns for another `status`."""
+        if status is not HloStatus.FULLY_OPTIMIZED:
+            warnings.warn(
+                f"`get_hlo_text` returns compiled HLO, because minialpa has no text for {status}. Pass "
+                "`HloStatus.FULLY_OPTIMIZED`.",
+                stacklevel=2,
+            )
         texts: list[str] = self._executable.get_hlo_text()
         return "\n".join(texts) if len(self.get_parallel_plan().stages) == 1 else texts
 

@@ -43,7 +43,7 @@ from minialpa.ir.op import Op, Origin
 from minialpa.rules.factors import Reduction, combine
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import localize
-from minialpa.support.private_jax import changed_aval
+from minialpa.support.private_jax import changed_aval, in_scope, name_stack
 from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.trace import LeafPart, TracedStep
 
@@ -138,13 +138,14 @@ def _cut_scan(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
 
 
 def _body(program: BlockedProgram, eqn: JaxprEqn) -> Block:
-    """The body of a scan. Its constants become constants of the program."""
+    """The body of a scan, in the name scopes of the scan. Its constants become constants of the program."""
     # A forward and a backward scan share only residuals, and `jax.checkpoint` in a scan relies on that; without scans,
     # barriers have to ensure it.
     closed = eqn.params["jaxpr"]
     body = flatten_calls(closed.jaxpr, tuple(closed.consts), always_barriers=True)
     program.add_constants(body)
-    return body
+    scope = name_stack(eqn)
+    return body.with_eqns([in_scope(one, f"{scope}/{name_stack(one)}") for one in body.eqns])
 
 
 def _one_iteration(

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from minialpa.errors import ShardingError, VerifyError
+from minialpa.errors import ShardingError, VerifyError, meant
 
 Kind = Literal["forward", "backward"]
 
@@ -223,7 +223,8 @@ def global_order(schedule: Schedule) -> tuple[Pass, ...]:
 def _rule(name: str) -> _ScheduleRule:
     if name not in _RULES:
         raise ShardingError(
-            f"There is no schedule `{name}`. Choose one of {', '.join(f'`{known}`' for known in schedule_names())}."
+            f"There is no schedule `{name}`.{meant(name, schedule_names())} Choose one of "
+            f"{', '.join(f'`{known}`' for known in schedule_names())}."
         )
     return _RULES[name]
 

@@ -18,17 +18,22 @@ from collections import defaultdict
 
 from minialpa.cluster import LinkSpec
 from minialpa.errors import ShardingError, VerifyError
+from minialpa.field_types import check_value
 from minialpa.inter.schedule.chunks import plan_chunks, plan_schedule
 from minialpa.inter.schedule.schedules import Pass, Schedule, global_order, make_schedule
 from minialpa.inter.schedule.timeline import StageTimeline, TimedPass, TimedTransfer, Timeline
 from minialpa.plan import PassName, Plan, PlannedTransfer
+from minialpa.support.private_jax import api_boundary
 
 
+@api_boundary
 def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
     """The timeline of one step of `plan`, with its schedule or another `schedule` of the same size.
 
     Raises VerifyError if the stages wait for each other in a circle, ShardingError if the schedule has another size.
     """
+    check_value("plan", plan, Plan)
+    check_value("schedule", schedule, Schedule | None)
     order = schedule or plan_schedule(plan)
     required = plan_chunks(plan).size(plan.n_micro_batches)
     if order.size != required:

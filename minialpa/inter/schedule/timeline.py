@@ -108,27 +108,36 @@ class Timeline:
 
         Each stage is a process with a thread for passes, a thread per receiving stage, and a memory counter.
         """
-        write_trace(path, [*self._stage_events(), *self._transfer_events()])
+        write_trace(path, self.events("passes"))
 
-    def _stage_events(self) -> list[Event]:
+    def events(self, lane: str, first_thread: int = 0) -> list[Event]:
+        """The events of `to_trace`, with `lane` as the name of the threads of passes, the first of their process."""
+        return [*self._stage_events(lane, first_thread), *self._transfer_events(first_thread)]
+
+    def _stage_events(self, lane: str, first_thread: int) -> list[Event]:
         events: list[Event] = []
         for k, stage in enumerate(self.stages):
             last = stage.first_device + stage.n_devices - 1
-            events += [process_name(k, f"stage {k}, devices {stage.first_device}-{last}"), thread_name(k, 0, "passes")]
             events += [
-                interval(k, 0, one.name, start_s=one.start_s, end_s=one.end_s, category=one.kind)
+                process_name(k, f"stage {k}, devices {stage.first_device}-{last}"),
+                thread_name(k, first_thread, lane),
+            ]
+            events += [
+                interval(k, first_thread, one.name, start_s=one.start_s, end_s=one.end_s, category=one.kind)
                 for one in stage.passes
             ]
-            events += [counter(k, "bytes per device", at_s, {"bytes": n_bytes}) for at_s, n_bytes in stage.memory]
+            events += [
+                counter(k, f"bytes per device, {lane}", at_s, {"bytes": n_bytes}) for at_s, n_bytes in stage.memory
+            ]
         return events
 
-    def _transfer_events(self) -> list[Event]:
-        """Transfers are in the process of their source, on thread k + 1 for target k; thread 0 has the passes."""
+    def _transfer_events(self, first_thread: int) -> list[Event]:
+        """Transfers are in the process of their source, on thread k + 1 for target k, after the thread of passes."""
         events: list[Event] = []
         for source, target in sorted({(one.source_stage, one.target_stage) for one in self.transfers}):
-            events.append(thread_name(source, target + 1, f"to stage {target}"))
+            events.append(thread_name(source, first_thread + target + 1, f"to stage {target}"))
         for one in self.transfers:
             name = one.kind if one.micro_batch is None else f"{one.kind}, micro-batch {one.micro_batch}"
-            place, args = (one.source_stage, one.target_stage + 1), {"bytes": one.n_bytes}
+            place, args = (one.source_stage, first_thread + one.target_stage + 1), {"bytes": one.n_bytes}
             events.append(interval(*place, name, start_s=one.start_s, end_s=one.end_s, category="transfer", args=args))
         return events

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from minialpa.errors import InfeasibleError
@@ -30,6 +30,7 @@ from minialpa.inter.search.stage_tables import place_of
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.options import Remat
 from minialpa.plan import Certificate
+from minialpa.support.progress import Report
 
 #: After so many solved costs, the search returns the best pipeline so far.
 _MOST_SOLVED = 400
@@ -68,7 +69,7 @@ _Best = tuple[float, int, StageAssignment]
 class StageSearch:
     """The caller solves the stages of `best()` as wholes, reports costs with `learn` or `exclude`, and repeats."""
 
-    def __init__(self, bounds: StageBounds, report: Callable[[str, int, int], None]) -> None:
+    def __init__(self, bounds: StageBounds, report: Report) -> None:
         self.bounds, self.space, self.report = bounds, bounds.space, report
         # For each number of micro-batches, a lower bound on the seconds of a step.
         self._least = dict.fromkeys(bounds.numbers, 0.0)
@@ -140,7 +141,7 @@ class StageSearch:
         while current is not None and current.seconds <= allowed_s:
             unsolved = self.bounds.unsolved(n, current)
             n_solved = self.bounds.sublayers.n_solved
-            self.report("Costs of stages", n_solved, n_solved + len(unsolved))
+            self.report("stage costs", n_solved, n_solved + len(unsolved))
 
             # Near numbers may be better, so they come before the last costs.
             is_small = sum(one.share for one in unsolved) <= _SMALL_SHARE

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import ShardingError
@@ -98,15 +96,7 @@ def _manual_stages(
     layers = [tuple(ids) for ids in option.forward_stage_layer_ids]
     dicts = list(option.submesh_autosharding_option_dicts) or [{}] * len(layers)
     _check_layers(layers, n_layers)
-    _check_names(dicts)
-
     shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
-    if not len(layers) == len(shapes) == len(logical) == len(dicts):
-        raise ShardingError(
-            f"`ManualStageOption` has {len(layers)} stages in `forward_stage_layer_ids`, but {len(shapes)} in "
-            f"`submesh_physical_shapes`, {len(logical)} in `submesh_logical_shapes` and {len(dicts)} in "
-            f"`submesh_autosharding_option_dicts`. Give each list {len(layers)} elements."
-        )
 
     # The fields of a stage's dict replace the options of the step.
     parts = [
@@ -127,17 +117,6 @@ def _check_layers(layers: Sequence[tuple[int, ...]], n_layers: int) -> None:
         )
 
 
-def _check_names(dicts: Sequence[dict[str, Any]]) -> None:
-    known = {field.name for field in dataclasses.fields(AutoShardingOption)}
-    unknown = sorted({str(name) for fields in dicts for name in fields} - known)
-    if unknown:
-        raise ShardingError(
-            f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which is no field "
-            "of `AutoShardingOption`. Rename or remove it; the nearest fields are "
-            f"{', '.join(f'`{name}`' for name in difflib.get_close_matches(unknown[0], known, 3, cutoff=0.0))}."
-        )
-
-
 def placed_stages(
     parts: Sequence[tuple[tuple[int, ...], Candidate, AutoShardingOption]], cluster: ClusterSpec
 ) -> list[DecidedStage]:
@@ -147,10 +126,12 @@ def placed_stages(
     """
     needed = sum(candidate.n_devices for _, candidate, _ in parts)
     if needed > cluster.n_devices:
-        raise ShardingError(
-            f"The {len(parts)} stages need {needed} devices together, but the cluster has {cluster.n_devices}. Use "
-            "fewer stages, or fewer devices for a stage."
-        )
+        if len(parts) == 1:
+            given, advice = f"The submesh needs {needed} devices", "Choose a smaller submesh."
+        else:
+            given = f"The {len(parts)} stages need {needed} devices together"
+            advice = "Use fewer stages, or fewer devices for a stage."
+        raise ShardingError(f"{given}, but the cluster has {cluster.n_devices}. {advice}")
 
     per_host, at = cluster.devices_per_host, 0
     stages = []

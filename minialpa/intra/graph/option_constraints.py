@@ -118,9 +118,8 @@ class OptionConstraints:
         name = f"`{self.problem.paths[var]}`" if var in self.problem.paths else "a value"
         return UnevenBatchError(
             f"{_batch_option(self.option)} splits the examples over {n_devices} devices, but {name} of shape "
-            f"{shape_of(var)} has {shape_of(var)[dim]} of them in dimension {dim}, in each micro-batch. Use a multiple "
-            f"of {n_devices} examples, fewer devices or micro-batches, or `ShardParallel`, which may split other "
-            "dimensions."
+            f"{shape_of(var)} has {shape_of(var)[dim]} of them in dimension {dim}. Give each micro-batch a multiple of "
+            f"{n_devices} examples, use fewer devices, or use `ShardParallel` alone, which may split other dimensions."
         )
 
     # ---- loops and equations --------------------------------------------------------------------------------------
@@ -207,15 +206,13 @@ def _is_raw_key(var: Var) -> bool:
 
 
 def _batch_option(option: AutoShardingOption) -> str:
-    """The option that splits the examples, with its method, such as `DataParallel`, if there is one."""
-    names = ("force_zero_stage_3", "force_data_parallel", "force_batch_dim_to_mesh_dim")
-    # The number of a mesh axis may be 0, which is equal to False.
-    given = [name for name in names if getattr(option, name) is not None and getattr(option, name) is not False]
-    text = f"`{given[0]}={getattr(option, given[0])}`"
-    for method, values in DATA_PARALLEL_METHODS.items():
-        if all(getattr(option, name) == value for name, value in values.items()):
-            return f"`{method}` ({text})"
-    return text
+    """The option that splits the examples. Methods set options that their users do not name."""
+    if option.data_parallel:
+        return "Data parallelism"
+    return (
+        f"`force_batch_dim_to_mesh_dim={option.force_batch_dim_to_mesh_dim}` (as `get_3d_parallel_method` and "
+        "`submesh_logical_shape_space` may set it)"
+    )
 
 
 def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, required: Spec, ends: str = "") -> str:
@@ -223,6 +220,9 @@ def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, required
     names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
     forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
     others = [f"`{name}`" for name in option.set_names if name not in names.values()]
+    for method, values in DATA_PARALLEL_METHODS.items():
+        if all(getattr(option, name) == value for name, value in values.items()):
+            others = [f"data parallelism (`{method}`)", *(one for one in others if one.strip("`") not in values)]
     advice = f", or {' or '.join(others)}" if others else ""
     return (
         f"{forbidden} cannot be kept, because {dtype_name(var)}{list(shape_of(var))}{ends} is made in the sharding "

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
+from minialpa.programs.resharding import Resharding
 from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.cluster.cluster_program import (
     ClusterProgram,
@@ -56,6 +57,11 @@ class ClusterExecutable:
         self._readers = _readers(self._program.programs)
         with runtime.turn():
             self._program.load()
+
+    @property
+    def reshardings(self) -> dict[int, Resharding]:
+        programs = self._program.programs
+        return {number: one.resharding for program in programs for number, one in program.transfers.items()}
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

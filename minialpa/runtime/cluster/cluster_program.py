@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from minialpa.runtime.cluster.launcher import Launcher, Reply, WorkerHandle
 from minialpa.runtime.workers.arguments import Argument, Given, to_plain
 from minialpa.sharding import Spec
 from minialpa.support.identity import ById
+from minialpa.support.progress import phase
 
 #: Least size of a shard for several workers that is sent to each host once.
 _SHARE_BYTES = 1 << 20
@@ -89,11 +91,29 @@ class ClusterProgram:
             device_links = links(self.programs, self.places)
 
         shared = {program.mesh: launcher.share(program) for program in self.programs}
-        self.runtime.gather({
-            w.actor.call("load", self.number, shared[program.mesh], self.places, i, addresses, device_links): w
-            for i, (w, program) in enumerate(workers)
-        })  # fmt: skip
+        with self._compiling(meshes):
+            self.runtime.gather({
+                w.actor.call("load", self.number, shared[program.mesh], self.places, i, addresses, device_links): w
+                for i, (w, program) in enumerate(workers)
+            })  # fmt: skip
         self.meshes = meshes
+
+    @contextmanager
+    def _compiling(self, meshes: Sequence[MeshWorkers]) -> Iterator[None]:
+        """A phase in which workers compile. All workers of a mesh compile the same functions."""
+        n_functions = sum(len(program.functions) for program in self.programs)
+        if n_functions == 0:  # the program only moves arrays
+            yield
+            return
+
+        def look() -> tuple[str, int, int]:
+            n_compiled = self.runtime.n_compiled
+            done = sum(min(n_compiled(worker, self.number) for worker in mesh.workers) for mesh in meshes)
+            return "programs", done, n_functions
+
+        with phase("compiling on workers", look=look) as report:
+            yield
+            report("programs", n_functions, n_functions)
 
     def start(self, leaves: Sequence[Any], numbers: Sequence[int], traced: bool = False) -> None:
         """Start a step, in the turn of this thread. The workers keep its results under `numbers`."""

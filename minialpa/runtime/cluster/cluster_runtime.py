@@ -41,6 +41,7 @@ from minialpa.runtime.workers.failures import (
     with_stage,
     worker_error,
 )
+from minialpa.support.progress import phase
 
 #: Steps under way when a thread may start another: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
@@ -106,11 +107,20 @@ class ClusterRuntime:
             if key not in keys and any(_overlap(mesh, *other) for other in keys):
                 self._retire(key, mesh)
 
-        for key, workers in zip(missing, self.launcher.start_meshes(missing, self._turns.check), strict=True):
+        for key, workers in zip(missing, self._start(missing), strict=True):
             self._meshes[key] = MeshWorkers(*key, workers)
             with self._lock:
                 self._watch.add(workers)
         return [self._meshes[key] for key in keys]
+
+    def _start(self, keys: Sequence[tuple[int, int]]) -> Sequence[list[WorkerHandle]]:
+        if not keys:
+            return ()
+        with phase("starting workers"):
+            return self.launcher.start_meshes(keys, self._turns.check)
+
+    def n_compiled(self, worker: WorkerHandle, program: int) -> int:
+        return self._watch.n_compiled(worker, program)
 
     @property
     def workers(self) -> list[WorkerHandle]:

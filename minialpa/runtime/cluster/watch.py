@@ -52,6 +52,11 @@ class Watch:
         self._read_answers()
         return self._last_status(worker)
 
+    def n_compiled(self, worker: WorkerHandle, program: int) -> int:
+        """How many functions of a program the worker has compiled, by its last status."""
+        last, n = self._last_status(worker).compiled
+        return n if last == program else 0
+
     def note_progress(self) -> None:
         """A call was answered, or a wait begins: the time for progress restarts."""
         self._last_progress_s = time.monotonic()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -89,21 +89,24 @@ def lower(
     return LoweredFunction(jitted, traced.lower(), len(avals), outside)
 
 
-def compile_all(lowered: Iterable[LoweredFunction]) -> list[Any]:
-    """Compile lowered functions, equal ones once, in other threads.
+def compile_all(lowered: Iterable[LoweredFunction], note: Callable[[int], object] = int) -> list[Any]:
+    """Compile lowered functions, equal ones once, in other threads. `note` gets the number of compiled ones.
 
     Lowering holds Python's interpreter lock, compiling does not: an iterable that lowers one by one overlaps with it.
     """
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         known: dict[Hashable, list[tuple[LoweredFunction, Future[Any]]]] = defaultdict(list)
-        pending = []
+        pending: list[Future[Any]] = []
         for function in lowered:
+            note(sum(future.done() for future in pending))
             candidates = known[function.outside]
             compiling = next((future for other, future in candidates if function.equals(other)), None)
             if compiling is None:
                 compiling = pool.submit(_compile, function.jitted, function.lowered)
                 candidates.append((function, compiling))
             pending.append(compiling)
+        for _ in as_completed(pending):
+            note(sum(future.done() for future in pending))
         return [future.result() for future in pending]
 
 

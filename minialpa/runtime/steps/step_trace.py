@@ -12,13 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from minialpa.programs.program import MeshShape
-from minialpa.support.perfetto import interval, process_name, thread_name, write_trace
+from minialpa.support.perfetto import Event, interval, thread_name
 
 #: The track of functions on devices. Other tracks show transfers, or the instructions of a worker.
 FUNCTIONS = "functions"
@@ -171,19 +169,16 @@ def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
     )
 
 
-def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[MeshShape]) -> None:
-    """Write a trace for Perfetto: a process for each mesh, with a thread for each track of each host.
+def task_events(tasks: Sequence[TaskTime], first_thread: int = 0) -> list[Event]:
+    """Events for Perfetto: a process for each mesh, with a thread for each track of each host, from `first_thread` on.
 
     The calls of a function are counted from 0. For passes, the count is the micro-batch.
     """
     tracks = sorted({(t.mesh, t.host, t.track) for t in tasks}, key=lambda x: (x[0], x[1], x[2] != FUNCTIONS, x[2]))
-    threads = {track: number for number, track in enumerate(tracks)}
-
+    threads = {track: first_thread + number for number, track in enumerate(tracks)}
     events = [
-        process_name(k, f"stage {k}, from device {mesh.first_device}, {'x'.join(map(str, mesh.logical_shape))}")
-        for k, mesh in enumerate(meshes)
+        thread_name(mesh, threads[mesh, host, track], f"measured, host {host}, {track}") for mesh, host, track in tracks
     ]
-    events += [thread_name(mesh, threads[mesh, host, track], f"host {host}, {track}") for mesh, host, track in tracks]
 
     calls: Counter[tuple[int, int, str]] = Counter()
     for task in tasks:
@@ -204,7 +199,7 @@ def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[Me
                 args=args,
             )
         )
-    write_trace(path, events)
+    return events
 
 
 def _ready_s(array: Any) -> float | None:

@@ -44,6 +44,7 @@ class Status:
         stage: number of its mesh; -1 before the first step.
         step, instruction: the present or last ones; step is -1 before the first.
         recent: the instructions before, the oldest first.
+        compiled: the program that was loaded last, and the number of its compiled functions.
     """
 
     worker: int
@@ -53,6 +54,7 @@ class Status:
     step: int = -1
     instruction: str = "no instruction"
     recent: tuple[str, ...] = ()
+    compiled: tuple[int, int] = (-1, 0)
 
 
 @dataclass(frozen=True, slots=True)

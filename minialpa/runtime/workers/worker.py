@@ -45,6 +45,7 @@ class Worker:
         self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self._copies: dict[int, Any] = {}  # to be written to files, by the number of the save
 
+        self._loading = (-1, 0)  # see `Status.compiled`
         self._running: Any = None  # the program of the last step
         self._failure: Failure | None = None
         self._trace: Any = None
@@ -98,6 +99,9 @@ class Worker:
             transport = NcclTransport(transport, mine, [DeviceLink(*link) for link in links])
             self._transports[number] = transport
 
+        def note_compiled(n: int) -> None:
+            self._loading = number, n
+
         self._programs[number] = WorkerProgram(
             program=program,
             places=places,
@@ -105,6 +109,7 @@ class Worker:
             devices=self._devices,
             transport=transport,
             compiled=self._compiled,
+            note=note_compiled,
             timeout_s=self.settings.timeout_s,
         )
 
@@ -186,7 +191,7 @@ class Worker:
         """The present position. Answers while a step runs."""
         settings, at = self.settings, self._running
         if at is None:
-            return Status(worker=settings.number, host=settings.host, pid=os.getpid())
+            return Status(worker=settings.number, host=settings.host, pid=os.getpid(), compiled=self._loading)
         recent = tuple(at.describe(k) for k in range(max(0, at.position - _N_RECENT), at.position))
         return Status(
             worker=settings.number,
@@ -196,6 +201,7 @@ class Worker:
             step=at.step,
             instruction=at.describe(at.position),
             recent=recent,
+            compiled=self._loading,
         )
 
     def live(self) -> None:

@@ -7,7 +7,7 @@ jax runs instructions asynchronously: only a `Receive`, the reuse of an array th
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -46,9 +46,11 @@ class WorkerProgram:
         devices: Sequence[jax.Device],
         transport: Transport,
         compiled: MutableMapping[Any, Any],
+        note: Callable[[int], object],
         timeout_s: float,
     ) -> None:
-        """`compiled` has functions that the programs of this worker share; it may forget them.
+        """`compiled` has functions that the programs of this worker share; it may forget them. `note` gets the number
+        of compiled functions while the program compiles.
 
         Args:
             places: all workers of all meshes, as the transport numbers them; `me` is one of them.
@@ -73,12 +75,12 @@ class WorkerProgram:
             timeout_s=timeout_s,
         )
 
-        self.functions = self._compile(compiled, with_flag=False)
+        self.functions = self._compile(compiled, note, with_flag=False)
         self._interpreter = Interpreter(
             instructions=program.instructions,
             callees=[Callee(program.mesh, function.name, function.donated) for function in program.functions],
             compiled=self.functions,
-            compile_flagged=lambda: self._compile(compiled, with_flag=True),
+            compile_flagged=lambda: self._compile(compiled, note, with_flag=True),
             backend=self._exchange,
         )
         self._constants = {
@@ -166,7 +168,9 @@ class WorkerProgram:
 
     # ---- functions ------------------------------------------------------------------------------------------------
 
-    def _compile(self, compiled: MutableMapping[Any, Any], *, with_flag: bool) -> list[Any]:
+    def _compile(
+        self, compiled: MutableMapping[Any, Any], note: Callable[[int], object], *, with_flag: bool
+    ) -> list[Any]:
         """The compiled functions of the program, equal ones once. with_flag: for traced steps, see `lower`."""
         keys = [
             (f.code, f.in_specs, f.out_specs, f.donated, f.compiler_options, self.mesh, with_flag)
@@ -174,7 +178,10 @@ class WorkerProgram:
         ]
         made = {key: compiled.get(key) for key in keys}  # held here, since `compiled` may forget them
         missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if made[key] is None}
-        made.update(zip(missing, compile_all(self._lower(f, with_flag) for f in missing.values()), strict=True))
+        lowered = (self._lower(f, with_flag) for f in missing.values())
+        n_known = len(keys) - len(missing)
+        note(n_known)
+        made.update(zip(missing, compile_all(lowered, lambda n: note(n_known + n)), strict=True))
         compiled.update(made)
         return [made[key] for key in keys]
 
