@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -73,6 +77,20 @@ def test_the_examples_of_a_page_run_one_after_the_other(
     if page.stem == "kernels":
         checked = minialpa.check_sharding_rule(names["attention"], *(names[name] for name in "qkv"))
         assert [one.parts for one in checked] == [2, 2, 2]
+
+
+def test_the_quick_start_leads_from_a_step_to_a_checked_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra `gpu-compile`")
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "quick-start.md"
+    run(page)
+    (tmp_path / "my_model.py").write_text(examples_of(page)[0].code, encoding="utf-8")
+    (command,) = re.findall(r"^minialpa (check .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(README.parent)}
+    arguments = [sys.executable, "-m", "minialpa", *shlex.split(command)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[0].endswith(": fits"), done.stderr
+    assert "<h1>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", [minialpa.StepReport, minialpa.TrainingResult, minialpa.TrainingEvent])

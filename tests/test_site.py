@@ -211,7 +211,7 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-@test_browser.every_screen
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_pages_have_no_errors_and_fit_the_screen(browser: Any, address: str, width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 

@@ -10,6 +10,7 @@ from minialpa.cost import is_gpu
 from minialpa.inter.schedule.simulate import simulate
 from minialpa.plan import Plan
 from minialpa.plan.record import PlannedCollective
+from minialpa.plan.text import count
 from minialpa.report.figures import (
     bytes_of_value,
     bytes_on_mesh,
@@ -136,9 +137,9 @@ def _bubble(plan: Plan) -> Iterator[Finding]:
     share = plan.cost.bubble_s / plan.cost.total_s if plan.cost.total_s else 0.0
     if share > _MUCH_BUBBLE:
         text = (
-            f"Devices wait for other stages during {percent_text(share)} of the step: {plan.n_micro_batches} "
-            f"micro-batches in {len(plan.stages)} stages. More micro-batches, fewer stages or an interleaved schedule "
-            "shorten this."
+            f"Devices wait for other stages during {percent_text(share)} of the step: "
+            f"{count(plan.n_micro_batches, 'micro-batch')} in {len(plan.stages)} stages. More micro-batches, fewer "
+            "stages or an interleaved schedule shorten this."
         )
         yield Finding("bubble", text, "warning", share)
 

@@ -9,7 +9,7 @@ from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import TimedPass
 from minialpa.plan import Plan
 from minialpa.plan.record import PlannedOperator, StagePlan
-from minialpa.plan.text import certificate_text, header, layers_text, ragged_text, seconds_text
+from minialpa.plan.text import certificate_text, count, header, layers_text, ragged_text, seconds_text
 from minialpa.report.figures import other_share, stage_memory, throughput, time_parts
 from minialpa.report.findings import Finding, findings
 from minialpa.report.groups import common_root, equal_layers
@@ -115,12 +115,10 @@ def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
     if plan.certificate is not None:
         yield from textwrap.wrap(certificate_text(plan.certificate), _WIDTH, subsequent_indent=" " * 10)
     own = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
-    for text in (*own, *map(ragged_text, plan.ragged_products)) if full else own[:1]:
-        more = f" ({len(own) - 1} more statistics)" if not full and len(own) > 1 else ""
-        yield from textwrap.wrap(f"{text}{more}", _WIDTH, subsequent_indent=" " * 10)
-    if not full:
-        for product in plan.ragged_products[:1]:
-            yield from textwrap.wrap(ragged_text(product), _WIDTH, subsequent_indent=" " * 10)
+    for texts, what in ((own, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):
+        more = f" ({count(len(texts) - 1, f'more {what}')})" if len(texts) > 1 and not full else ""
+        for text in texts if full else texts[:1]:
+            yield from textwrap.wrap(f"{text}{more}", _WIDTH, subsequent_indent=" " * 10)
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_a_resharding_in_each_layer_is_found_with_its_module_and_line() -> None:
 
 def test_waiting_for_other_stages_is_found() -> None:
     faulty, good = pipeline([[0, 1], [2, 3]], [2, 2], 1), pipeline([[0, 1], [2, 3]], [2, 2], 64)
-    assert "1 micro-batches in 2 stages" in warnings_in(faulty)["bubble"].text
+    assert "1 micro-batch in 2 stages" in warnings_in(faulty)["bubble"].text
     assert "bubble" not in warnings_in(good)
 
 
