@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal
 # All steps run on eight virtual devices of the CPU. XLA reads the variable when jax first uses a device.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 jax.config.update("jax_platforms", "cpu")
-ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "tanh", "integer_pow"}
+ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "tanh", "integer_pow", "one_minus_square"}
 
 
 def forward(params, x):

@@ -84,7 +84,7 @@ def rate_name(plan: PlanRecord, dtype: str) -> str:
 
 
 def time_parts(plan: PlanRecord) -> dict[str, float]:
-    """How the devices of the cluster spend the predicted step, as fractions. `idle` devices have no stage."""
+    """How all devices spend the predicted step. `idle` devices have no stage."""
     n_devices, step_s = plan.cluster.n_devices, plan.cost.total_s
     parts = dict.fromkeys(("compute", "communication", "bubble", "update", "idle"), 0.0)
     if not step_s:
@@ -106,7 +106,7 @@ def time_parts(plan: PlanRecord) -> dict[str, float]:
 
 
 def other_seconds(plan: PlanRecord) -> float:
-    """Compute seconds per step of all operations except the operators of the plan, on each device, over all stages."""
+    """Compute seconds per step of operations that are no `PlannedOperator`, over all stages."""
     compute = sum(plan.n_micro_batches * stage.compute_s for stage in plan.stages)
     return max(
         0.0, compute - sum(op_seconds(plan, op) for s in plan.stages for op in s.operators if op.part != "other")

@@ -25,7 +25,7 @@ class Group(Generic[T]):
 
 
 def equal_layers(items: Iterable[T], name: Callable[[T], str], kind: Callable[[T], Hashable]) -> list[Group[T]]:
-    """The items in groups, in the order of their first members. Members of a group have one kind."""
+    """In the order of first members. Members of a group have one kind."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault((_NUMBER.sub("*", name(item)), kind(item)), []).append(item)

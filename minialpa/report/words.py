@@ -31,7 +31,7 @@ def hidden_words(part: float) -> str:
 
 
 def operator_name(primitive: str) -> str:
-    """The field's word for a primitive: `matmul` for `dot_general`."""
+    """`matmul` for `dot_general`."""
     names = {"dot_general": "matmul", "conv_general_dilated": "convolution"}
     return names.get(primitive, primitive.removeprefix("minialpa_").replace("_", " "))
 

@@ -235,13 +235,15 @@ def under_mesh(mesh: UsersMesh) -> Iterator[None]:
     if users_mesh() == mesh:  # jax would retrace after setting an equal mesh
         yield
         return
-    abstract = private_config.abstract_mesh_context_manager.swap_local(mesh.abstract)
-    devices = private_config.device_context.swap_local(mesh.devices)
+    # In jax.config before jax 0.12.
+    states: Any = private_mesh if hasattr(private_mesh, "abstract_mesh_context_manager") else private_config
+    abstract = states.abstract_mesh_context_manager.swap_local(mesh.abstract)
+    devices = states.device_context.swap_local(mesh.devices)
     try:
         yield
     finally:
-        private_config.abstract_mesh_context_manager.set_local(abstract)
-        private_config.device_context.set_local(devices)
+        states.abstract_mesh_context_manager.set_local(abstract)
+        states.device_context.set_local(devices)
 
 
 def mesh_of(eqn: JaxprEqn) -> Any:

@@ -153,11 +153,10 @@ def _without_meshes(program: Any, known: dict[Any, Any]) -> Any:
     """known: cleaned programs, so that equations keep sharing them."""
     if program not in known:
         is_closed = isinstance(program, ClosedJaxpr)
-        known[program] = (
-            ClosedJaxpr(_without_meshes(program.jaxpr, known), program.consts)
-            if is_closed
-            else _jaxpr_without_meshes(program, known)
-        )
+        inner = program.jaxpr if is_closed else program
+        # From jax 0.12 on, a closed program is its own jaxpr.
+        cleaned = _jaxpr_without_meshes(inner, known) if inner is program else _without_meshes(inner, known)
+        known[program] = ClosedJaxpr(cleaned, program.consts) if is_closed else cleaned
     return known[program]
 
 
