@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from minialpa.options import DATA_PARALLEL_METHODS
@@ -101,11 +101,15 @@ def layers_text(layers: Sequence[int]) -> str:
     """`layer 3`, `layers 0-3`, `layers 0-1, 4-5`; `all layers` without a pipeline."""
     if not layers:
         return "all layers"
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges_text(layers)}"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """`0-2, 5`."""
     runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
+    for n in sorted(set(numbers)):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
         else:
-            runs.append([layer])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer {text}" if len(layers) == 1 else f"layers {text}"
+            runs.append([n])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -17,11 +17,10 @@ from minialpa.inter.schedule.timeline import StageTimeline, Timeline
 from minialpa.plan import Plan
 from minialpa.plan.check import PlanCheck
 from minialpa.plan.record import PlacedValue
-from minialpa.plan.text import seconds_text
+from minialpa.plan.text import ranges_text, seconds_text
 from minialpa.report.figures import limit_bytes, rate_name
 from minialpa.report.rows import OperatorRow
 from minialpa.report.trace import compiled_plan
-from minialpa.report.words import ranges_text
 from minialpa.runtime.steps.step_trace import FUNCTIONS, TaskTime
 from minialpa.sharding import Spec
 from minialpa.support.sizes import bytes_text

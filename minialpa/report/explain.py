@@ -5,9 +5,9 @@ A name is a part of a path, a source line such as `model.py:41`, an operation, o
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 
+from minialpa.errors import meant
 from minialpa.plan import Plan
 from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator
 from minialpa.plan.text import seconds_text, stage_text
@@ -18,8 +18,6 @@ from minialpa.report.rows import collective_rows, operator_rows
 from minialpa.report.tables import collective_table, operator_table
 from minialpa.report.words import operator_name, percent_text, placement_words
 from minialpa.support.sizes import bytes_text
-
-_MOST_NEAR = 5
 
 
 def explain(plan: Plan, what: str) -> str:
@@ -83,12 +81,11 @@ def unknown_text(plan: Plan, what: str, topics: Sequence[str] = ()) -> str:
     for stage in plan.stages:
         names.update(name for op in stage.operators for name in (op.module, op.line, operator_name(op.name)))
     parts = {part for name in names for part in name.split("/")}
-    near = difflib.get_close_matches(what, sorted((names | parts | {*TOPICS, *topics}) - {""}), _MOST_NEAR, 0.5)
-    meant = f" Near names: {', '.join(f'`{name}`' for name in near)}." if near else ""
+    known = sorted((names | parts | {*TOPICS, *topics}) - {""})
     listed = ", ".join(f"`{name}`" for name in (*topics, *TOPICS, "stage 0"))
     return (
-        f"No part of the plan is called `{what}`.{meant} Give a part of the path of a module or an argument, a source "
-        f"line such as `model.py:41`, the name of an operation, or one of {listed}."
+        f"No part of the plan is called `{what}`.{meant(what, known)} Give a part of the path of a module or an "
+        f"argument, a source line such as `model.py:41`, the name of an operation, or one of {listed}."
     )
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from minialpa.cost import Collective
 from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator, PlanRecord
-from minialpa.sharding import Spec
 from minialpa.tracing.arguments import argument_name
 
 #: A smaller part of a step is an error of rounding.
@@ -226,7 +225,7 @@ def bytes_on_mesh(value: PlacedValue, k: int, shape: tuple[int, ...]) -> float:
     for mesh, spec, (start, stop) in zip(value.mesh_ids, value.specs, blocks, strict=True):
         if mesh == k:
             share = (stop - start) / value.shape[0] if value.shape and value.shape[0] else 1.0
-            total += share * bytes_of_value(value) / spec_shards(spec, shape)
+            total += share * bytes_of_value(value) / spec.n_shards(shape)
     return total
 
 
@@ -234,7 +233,3 @@ def bytes_of_value(value: PlacedValue) -> float:
     """Bytes of the whole array."""
     size = 8 if value.dtype.startswith("key<") else jnp.dtype(value.dtype).itemsize
     return float(size * math.prod(value.shape))
-
-
-def spec_shards(spec: Spec, shape: tuple[int, ...]) -> int:
-    return spec.n_shards(shape)

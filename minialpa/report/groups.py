@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from minialpa.report.words import ranges_text
+from minialpa.plan.text import ranges_text
 
 T = TypeVar("T")
 _NUMBER = re.compile(r"\d+")

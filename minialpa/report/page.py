@@ -20,7 +20,7 @@ from minialpa.inter.schedule.timeline import Timeline
 from minialpa.plan import Plan
 from minialpa.plan.check import PlanCheck
 from minialpa.plan.record import StagePlan
-from minialpa.plan.text import certificate_text, count, layers_text, seconds_text, variant_text
+from minialpa.plan.text import certificate_text, count, layers_text, ranges_text, seconds_text, variant_text
 from minialpa.report.drawings import (
     PipelinePicture,
     host_pictures,
@@ -44,7 +44,7 @@ from minialpa.report.findings import findings
 from minialpa.report.groups import common_root, equal_layers, without_root
 from minialpa.report.rows import array_rows, collective_rows, crosses_hosts, link_rows, operator_rows
 from minialpa.report.tree import module_tree
-from minialpa.report.words import LEGEND, number_text, percent_text, ranges_text
+from minialpa.report.words import LEGEND, number_text, percent_text
 from minialpa.runtime.steps.step_trace import TaskTime
 from minialpa.support.sizes import bytes_text
 

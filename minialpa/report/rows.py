@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from minialpa.plan import Plan
 from minialpa.plan.record import PlacedValue, PlannedCollective, PlannedOperator, StagePlan
+from minialpa.plan.text import ranges_text
 from minialpa.report.figures import (
     bytes_of_value,
     bytes_on_mesh,
@@ -21,7 +22,7 @@ from minialpa.report.figures import (
 )
 from minialpa.report.findings import array_text, is_path
 from minialpa.report.groups import Group, equal_layers, without_root
-from minialpa.report.words import hidden_words, operator_name, operator_words, placement_words, ranges_text
+from minialpa.report.words import hidden_words, operator_name, operator_words, placement_words
 
 #: The parts of a step, in the words of the report.
 PARTS = {"forward": "forward", "backward": "backward", "other": "update"}

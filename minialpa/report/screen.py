@@ -64,12 +64,6 @@ def _is_forward(op: PlannedOperator, stage: StagePlan) -> bool:
     return op.part == "forward" or all(one.part != "forward" for one in stage.operators)
 
 
-def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with the title before the first."""
-    for i, line in enumerate(lines):
-        yield f"{title if i == 0 else '':<9} {line}"
-
-
 def _bar(parts: Sequence[float], letters: str, width: int) -> str:
     """A bar of `width` letters, with the parts of 1 in order."""
     ends = [round(width * sum(parts[: i + 1])) for i in range(len(parts))]
@@ -96,7 +90,7 @@ def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
     parts = time_parts(plan)
     limit = max(parts, key=lambda name: parts[name])
     texts = [f"{name} {percent_text(part)}" for name, part in parts.items() if part >= 5e-4]
-    yield from _section("Time", [f"{_bar(list(parts.values()), '█▓ ░·', 20)} {', '.join(texts)}"])
+    yield f"Time      {_bar(list(parts.values()), '█▓ ░·', 20)} {', '.join(texts)}"
     names = {
         "communication": "waiting for communication",
         "bubble": "waiting for other stages",
@@ -200,7 +194,7 @@ def _alternative_lines(plan: Plan, most: int | None) -> list[str]:
         ]
         for other in others
     ]
-    return list(_section("Instead", table(rows, (60,)))) if rows else []
+    return [f"{'' if i else 'Instead':<9} {line}" for i, line in enumerate(table(rows, (60,)) if rows else ())]
 
 
 def _finding_lines(plan: Plan, most: int | None) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from minialpa.plan.record import PlacedValue, PlannedOperator
 from minialpa.sharding import Spec
@@ -56,17 +56,6 @@ def placement_words(value: PlacedValue, shapes: Sequence[tuple[int, ...]]) -> st
     """shapes: of all meshes."""
     words = {array_words(spec, shapes[mesh]) for mesh, spec in zip(value.mesh_ids, value.specs, strict=True)}
     return " or ".join(sorted(words)) or "not used"
-
-
-def ranges_text(numbers: Iterable[int]) -> str:
-    """`0-2, 5`."""
-    runs: list[list[int]] = []
-    for n in sorted(set(numbers)):
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def number_text(value: float) -> str:

@@ -68,7 +68,7 @@ def debug_files(parts: DebugParts) -> Iterator[DebugFile]:
 def _all_files(parts: DebugParts) -> Iterator[DebugFile]:
     prefix, plan, program, runner = _file_name(parts.name), parts.plan, parts.program, parts.runner
     yield DebugFile("plan.json", "the plan, for `minialpa.Plan.load`", plan.to_json())
-    yield DebugFile("summary.txt", "seconds, memory, stages and communication of the plan", plan.summary())
+    yield DebugFile("summary.txt", "the plan as text, in full", plan.summary(full=True))
     yield DebugFile("placements.txt", "shardings of arguments, results and operators", plan.explain(""))
     lines = "\n".join(_instruction_lines(program))
     yield DebugFile("instructions.txt", "the instructions that the runtime issues", lines)

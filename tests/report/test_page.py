@@ -13,14 +13,14 @@ import pytest
 
 import minialpa
 from minialpa import ClusterSpec, Plan, ShardParallel
-from minialpa.plan.text import seconds_text
+from minialpa.plan.text import ranges_text, seconds_text
 from minialpa.report.drawings import pipeline_picture, shard_pictures, si_text
 from minialpa.report.figures import collective_seconds, op_seconds, other_seconds, stage_memory, throughput, time_parts
 from minialpa.report.findings import findings
 from minialpa.report.page import card, page
 from minialpa.report.rows import array_rows, collective_rows, operator_rows
 from minialpa.report.tree import ModuleNode, module_tree
-from minialpa.report.words import number_text, percent_text, ranges_text
+from minialpa.report.words import number_text, percent_text
 from minialpa.sharding import Spec
 from minialpa.support.sizes import bytes_text
 from tests.plans import make_batch, make_params, pipeline_plan, shard_plan, train_step

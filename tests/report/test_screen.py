@@ -17,9 +17,10 @@ import minialpa
 from minialpa import AutoLayerOption, ClusterSpec, DataParallel, PipeshardParallel, ShardParallel, UniformStageOption
 from minialpa.models import build
 from minialpa.plan import Plan
+from minialpa.plan.text import ranges_text
 from minialpa.report.figures import stage_memory, throughput, time_parts
 from minialpa.report.groups import equal_layers
-from minialpa.report.words import LEGEND, number_text, percent_text, ranges_text
+from minialpa.report.words import LEGEND, number_text, percent_text
 
 CLUSTER = ClusterSpec.preset("h100", num_hosts=2, devices_per_host=4)
 METHODS = {
@@ -151,7 +152,7 @@ def test_explain_finds_modules_lines_operations_arrays_and_topics() -> None:
     assert plan.explain("memory").count("of 80 GB on each device") == 8
     assert plan.explain("stage 5").startswith("Stage 5: layer 5, ")
     assert "times per step" in gpt_plan("data").explain("communication")
-    assert "Near names: `attention`" in plan.explain("atention")
+    assert "Do you mean `attention`" in plan.explain("atention")
     assert plan.explain("stage 9").startswith("No part of the plan is called `stage 9`.")
 
 
