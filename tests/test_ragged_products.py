@@ -120,6 +120,7 @@ def test_a_summary_names_each_line_with_its_groups_and_one_inside_a_loop() -> No
     found = re.findall(r"`ragged_dot` at (\S+):\d+ \(\w+\) is compiled as a dense product over 3 groups", text)
     assert found == [__file__] * 2 and text.count("3 times the arithmetic of the routed rows") == 2
     assert "(1 more product)" in plan.summary()
+    assert plan.explain("findings").count("is compiled as a dense product over 3 groups") == 2
     assert Plan.from_json(plan.to_json()) == plan
 
     loop = lambda x, w: lax.scan(lambda c, w: (lax.ragged_dot(c, w, SIZES), None), x, w)  # noqa: E731

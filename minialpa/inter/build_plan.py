@@ -38,7 +38,7 @@ from minialpa.inter.staging.staged_step import realise, stage_step
 from minialpa.inter.staging.tasks import StagedStep, planned_transfers
 from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, gathered_state
-from minialpa.plan import Plan, PlanCost, StagePlan
+from minialpa.plan import Plan, PlanCost, PlannedOperator, StagePlan
 from minialpa.support.private_jax import warn
 from minialpa.tracing.ragged_products import ragged_products
 
@@ -365,6 +365,11 @@ def plan_of(context: PlanningContext, placed: PlacedStages, solved: Sequence[Sol
 def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh, names: StepNames | None) -> StagePlan:
     """names: None for a sketch."""
     stage, memory, logical_mesh = placed.stages[mesh], solved.memory, solved.view.mesh
+    operators: tuple[PlannedOperator, ...] = ()
+    if names is not None:
+        layers = placed.layered.of_group
+        operators = planned_operators(names, solved.problem, solved.sharding, logical_mesh, layers)
+
     return StagePlan(
         layers=stage.layers,
         submesh=stage.candidate.submesh,
@@ -376,9 +381,7 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh, names: Step
         option=stage.option,
         input_specs=tuple(solved.sharding.specs[v] for v, _ in solved.problem.inputs),
         equation_specs=solved.sharding.equations,
-        operators=()
-        if names is None
-        else planned_operators(names, solved.problem, solved.sharding, logical_mesh, placed.layered.of_group),
+        operators=operators,
         passes=solved.times.passes,
         update_s=solved.times.update_s,
         fixed_bytes=memory.fixed_bytes + memory.temp_bytes,

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -81,27 +81,30 @@ class StepNames:
 
     def collective(self, one: Communication, task: Task) -> tuple[Part, str, str, str]:
         """(pass, array, module, line) of a collective of `task`."""
-        value, eqn = one.value, one.eqn
-        outer = None if one.loop is None else self.op(one.loop)
-
-        # A value of a scan's body that comes from outside has its name there.
-        if one.loop is not None and value is not None and not is_literal(value):
-            body = scan_body(one.loop)
-            inner = () if body is None else body.flat.invars
-            value = one.loop.invars[list(inner).index(value)] if value in inner else value
-
-        if eqn is not None and outer is None and eqn not in self._ops:
-            # A rewrite of the task has added the equation: the names are in its operands.
-            known = [v for v in operand_vars(eqn) if v in self._made_by or v in self._paths]
-            value = known[-1] if known else value
-            eqn = None
-        op = self._made_by.get(value) if value is not None and not is_literal(value) else None
-        if op is None and eqn is not None:
-            op = _inside(outer, eqn) if outer is not None else self._ops[eqn]
+        value, eqn = self._written_value(_outside(one), one)
+        op = self._operation(value, eqn, one)
+        array = self._array(value, eqn)
         if op is None:
-            return _part_of(task), self._array(value, eqn), "", ""
-        part: Part = op.origin.direction if op.origin.direction != "other" or op.segment >= 0 else _part_of(task)
-        return part, self._array(value, eqn), module_path(op.scope), user_line(op)
+            return _part_of(task), array, "", ""
+
+        is_known = op.origin.direction != "other" or op.segment >= 0
+        return op.origin.direction if is_known else _part_of(task), array, module_path(op.scope), user_line(op)
+
+    def _written_value(self, value: Atom | None, one: Communication) -> tuple[Atom | None, JaxprEqn | None]:
+        """An equation that a rewrite of the task has added gives way to its last operand with a name."""
+        eqn = one.eqn
+        if eqn is None or one.loop is not None or eqn in self._ops:
+            return value, eqn
+        named = [v for v in operand_vars(eqn) if v in self._made_by or v in self._paths]
+        return (named[-1] if named else value), None
+
+    def _operation(self, value: Atom | None, eqn: JaxprEqn | None, one: Communication) -> Op | None:
+        """The operation that makes the value; otherwise the one of `eqn`."""
+        if value is not None and not is_literal(value) and value in self._made_by:
+            return self._made_by[value]
+        if eqn is None:
+            return None
+        return self._ops[eqn] if one.loop is None else _inside(self.op(one.loop), eqn)
 
     def _array(self, value: Atom | None, eqn: JaxprEqn | None) -> str:
         """The name of an argument, through copies; otherwise the operation that makes the value."""
@@ -119,6 +122,14 @@ class StepNames:
         if maker.primitive.name in _COPIES and len(operands) == 1:
             return self._array(operands[0], None)
         return maker.primitive.name
+
+
+def _outside(one: Communication) -> Atom | None:
+    """The moved value; the operand of a scan in place of a value that enters its body."""
+    body = None if one.loop is None else scan_body(one.loop)
+    if one.loop is None or body is None or one.value not in body.flat.invars:
+        return one.value
+    return cast(Atom, one.loop.invars[body.flat.invars.index(one.value)])
 
 
 def _gradient_operations(traced: TracedStep) -> frozenset[int]:
@@ -203,11 +214,12 @@ def _operator(
 ) -> PlannedOperator:
     """seconds: of one run; None for the work divided by the devices that share it."""
     eqn, factors = op.eqn, factors_of(op.eqn)
-    arrays = zip((*eqn.invars, *eqn.outvars), (*specs.operands, *specs.made), strict=True)
     split = _split(eqn, factors, specs, mesh, example_dims)
     if seconds is None:
         work = work_of(eqn, factors, mesh)
         seconds = work.shared_s / math.prod(n for _, n in split) + work.fixed_s
+
+    arrays = zip((*eqn.invars, *eqn.outvars), (*specs.operands, *specs.made), strict=True)
     return PlannedOperator(
         name=eqn.primitive.name,
         part=op.origin.direction,

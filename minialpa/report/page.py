@@ -172,6 +172,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+
     made.filters |= {
         "breaks": _breaks,
         "bytes": bytes_text,

@@ -23,6 +23,15 @@ _MOST_STAGES = 4
 #: Most collectives, alternatives and findings on the screen: the first numbers that leave room for operators.
 _SIZES = ((4, 3, 4), (3, 2, 2), (2, 1, 2), (1, 1, 1))
 _LEAST_OPERATORS, _MOST_LEGEND = 7, 3
+#: Topics of findings that `_step_lines` shows.
+_IN_STEP_LINES = ("statistics", "ragged product")
+_LARGEST = {
+    "compute": "Compute holds",
+    "communication": "Waiting for communication holds",
+    "bubble": "Waiting for other stages holds",
+    "update": "The update holds",
+    "idle": "Devices without a stage hold",
+}
 #: Letters of the passes in the picture of a pipeline.
 _LETTERS = {"forward": "▒", "backward": "█", "step": "█", "update": "░"}
 
@@ -75,44 +84,49 @@ def _bar(parts: Sequence[float], letters: str, width: int) -> str:
 # ---- the step --------------------------------------------------------------------------------------------------------
 
 
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 10)
+
+
 def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
-    cost, rates = plan.cost, throughput(plan)
     model = common_root([op.module for stage in plan.stages for op in stage.operators])
-    text = f"Plan of {model} for {header(plan)}" if model else f"Plan for {header(plan)}"
-    yield from textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 10)
-
-    found = [f"{number_text(n)} {what}/s" for n, what in ((rates.tokens, "tokens"), (rates.examples, "examples")) if n]
-    if rates.utilisation:
-        found.append(f"{percent_text(rates.utilisation)} model FLOP utilisation ({rates.dtype})")
-    text = f"Step      {seconds_text(cost.total_s)} predicted: {', '.join(found)}".removesuffix(": ")
-    yield from textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 10)
-
-    parts = time_parts(plan)
-    limit = max(parts, key=lambda name: parts[name])
-    texts = [f"{name} {percent_text(part)}" for name, part in parts.items() if part >= 5e-4]
-    yield f"Time      {_bar(list(parts.values()), '█▓ ░·', 20)} {', '.join(texts)}"
-    names = {
-        "communication": "waiting for communication",
-        "bubble": "waiting for other stages",
-        "idle": "devices without a stage",
-    }
-    hidden_s = plan.n_micro_batches * max(sum(one.hidden_s for one in stage.passes) for stage in plan.stages)
-    also = f"; {seconds_text(hidden_s)} of communication is hidden beside compute" if hidden_s else ""
-    if cost.total_s:
-        text = f"{' ' * 9} {names.get(limit, limit).capitalize()} holds the step back most{also}."
-        yield from textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 10, drop_whitespace=True)
+    yield from _wrapped(f"Plan of {model} for {header(plan)}" if model else f"Plan for {header(plan)}")
+    yield from _wrapped(_rates_text(plan))
+    yield from _time_lines(plan)
 
     if plan.batch:
         listed = ", ".join(f"`{name}`" for name in plan.batch)
         what = "argument" if len(plan.batch) == 1 else "arguments"
         yield f"Batch: {what} {listed} ({plan.n_examples} examples)"
     if plan.certificate is not None:
-        yield from textwrap.wrap(certificate_text(plan.certificate), _WIDTH, subsequent_indent=" " * 10)
-    own = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
-    for texts, what in ((own, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):
+        yield from _wrapped(certificate_text(plan.certificate))
+
+    statistics = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
+    for texts, what in ((statistics, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):
         more = f" ({count(len(texts) - 1, f'more {what}')})" if len(texts) > 1 and not full else ""
         for text in texts if full else texts[:1]:
-            yield from textwrap.wrap(f"{text}{more}", _WIDTH, subsequent_indent=" " * 10)
+            yield from _wrapped(f"{text}{more}")
+
+
+def _rates_text(plan: Plan) -> str:
+    rates = throughput(plan)
+    found = [f"{number_text(n)} {what}/s" for n, what in ((rates.tokens, "tokens"), (rates.examples, "examples")) if n]
+    if rates.utilisation:
+        found.append(f"{percent_text(rates.utilisation)} model FLOP utilisation ({rates.dtype})")
+    return f"Step      {seconds_text(plan.cost.total_s)} predicted: {', '.join(found)}".removesuffix(": ")
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    parts = time_parts(plan)
+    texts = [f"{name} {percent_text(part)}" for name, part in parts.items() if part >= 5e-4]
+    yield f"Time      {_bar(list(parts.values()), '█▓ ░·', 20)} {', '.join(texts)}"
+    if not plan.cost.total_s:
+        return
+
+    hidden_s = plan.n_micro_batches * max(sum(one.hidden_s for one in stage.passes) for stage in plan.stages)
+    also = f"; {seconds_text(hidden_s)} of communication is hidden beside compute" if hidden_s else ""
+    largest = max(parts, key=lambda name: parts[name])
+    yield from _wrapped(f"{' ' * 9} {_LARGEST[largest]} the step back most{also}.")
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
@@ -148,7 +162,7 @@ def _memory_lines(plan: Plan, *, full: bool) -> Iterator[str]:
         parts = stage_memory(plan, k).parts
         texts = [f"{kind} {bytes_text(size)}" for kind, size in parts.items() if size >= 1]
         name = f" of stage {k}" if len(plan.stages) > 1 else ""
-        yield from textwrap.wrap(f"Memory{name}: {', '.join(texts)}", _WIDTH, subsequent_indent=" " * 10)
+        yield from _wrapped(f"Memory{name}: {', '.join(texts)}")
 
 
 # ---- the pipeline ----------------------------------------------------------------------------------------------------
@@ -199,7 +213,7 @@ def _alternative_lines(plan: Plan, most: int | None) -> list[str]:
 
 def _finding_lines(plan: Plan, most: int | None) -> Iterator[str]:
     """Not all: one for each topic, and notes only without a warning."""
-    found = findings(plan)
+    found = [one for one in findings(plan) if one.topic not in _IN_STEP_LINES]
     if most is not None:
         found = [one for one in found if one.level == "warning"] or found
     by_topic: dict[str, list[Finding]] = {}
@@ -210,7 +224,7 @@ def _finding_lines(plan: Plan, most: int | None) -> Iterator[str]:
         shown, hidden = (same, 0) if most is None else (same[:1], len(same) - 1)
         more = f" ({hidden} more like this)" if hidden else ""
         for one in shown:
-            yield from textwrap.wrap(f"{title:<9} {one.text}{more}", _WIDTH, subsequent_indent=" " * 10)
+            yield from _wrapped(f"{title:<9} {one.text}{more}")
 
 
 def _placement_lines(plan: Plan) -> Iterator[str]:
@@ -241,4 +255,4 @@ def _legend_lines(shown: str) -> Iterator[str]:
     """The words that `shown` uses."""
     used = [f"{word}: {meaning}" for word, meaning in LEGEND.items() if word.removesuffix(" n") in shown]
     if used:
-        yield from textwrap.wrap(f"Words: {'; '.join(used)}.", _WIDTH, subsequent_indent=" " * 10)
+        yield from _wrapped(f"Words: {'; '.join(used)}.")

@@ -59,6 +59,7 @@ class Executable:
         self.name = "step"
         self._planning_texts = planning_texts
         self._costs: list[float] = []
+
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
         self.run = calls.__call__
         self.place = calls.place

@@ -135,6 +135,7 @@ def outcome_of(case: Case, plan: Plan, price: float | None) -> CaseOutcome:
     fullest = max(range(len(plan.stages)), key=lambda k: plan.stages[k].peak_bytes)
     kept = "/".join(sorted(set(plan.remat) - {"none"}))
     peak_bytes = plan.stages[fullest].peak_bytes
+
     is_short = bool(kept) or peak_bytes > _FULL * case.memory_bytes
     return CaseOutcome(
         case=case,

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.report import test_browser
 from tests.report.page_parts import Element, read_page
 
 browser = test_browser.browser
+opened = test_browser.opened
 
 
 @functools.cache
@@ -139,15 +139,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "what-if.html"
     grid().save_html(path)
     return path
-
-
-@pytest.fixture
-def opened(browser: Any, report: Path) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    tab = context.new_page()
-    tab.goto(report.as_uri())
-    yield tab
-    context.close()
 
 
 @test_browser.every_screen
