@@ -45,6 +45,15 @@ def own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_folder, "users_cache", lambda name: None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_training_steps() -> None:
+    """No function of a file follows a training step of the files that its process ran before."""
+    from minialpa import session
+
+    if session._Current.session is not None:
+        session._Current.session.training_steps.clear()
+
+
 @pytest.fixture
 def fresh_session() -> Iterator[None]:
     """A test begins and ends without a session."""
