@@ -169,11 +169,13 @@ def explain(
     cluster: ClusterSpec,
     method: Method | None = None,
     batch_argnums: Argnums = "auto",
+    planning_effort: PlanningEffort | None = None,
 ) -> str:
     """`ParallelizedFunc.explain` for the plan that `minialpa.plan` returns for the same arguments. Needs no device."""
-    return ParallelizedFunc(fun, _method_for_cluster(method, cluster), batch_argnums=batch_argnums).explain(
-        what, *_checked_arguments(args)
+    step = ParallelizedFunc(
+        fun, _method_for_cluster(method, cluster), batch_argnums=batch_argnums, planning_effort=planning_effort
     )
+    return step.explain(what, *_checked_arguments(args))
 
 
 @api_boundary
@@ -215,13 +217,21 @@ def phases(
 
 
 @api_boundary
-def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
+def replan(
+    plan: Plan,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    batch_argnums: Argnums = "auto",
+    planning_effort: PlanningEffort | None = None,
+) -> Plan:
     """A plan for `fun(*args)` with the decisions of `plan` and new shardings. Arguments are as in `minialpa.plan`.
 
     It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
     model has other layers.
     """
-    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*_checked_arguments(args))
+    step = ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums, planning_effort=planning_effort)
+    return step.plan(*_checked_arguments(args))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Functions import runtime and compilers themselves, since planning needs no devic
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -62,15 +63,23 @@ def compile_creation(
         call.tree[0],
         traced.out_tree,
         placements=(placements[0], placements[1]),
-        planning_texts=functools.partial(_planning_texts, traced, None),
+        planning_texts=functools.partial(_creation_texts, traced, train_step.planning_texts),
     )
 
 
-def _planning_texts(traced: TracedStep, plan: Plan | None) -> dict[str, str]:
-    from minialpa.inter.phases import debug_texts
+def _planning_texts(traced: TracedStep, plan: Plan) -> dict[str, str]:
+    from minialpa.inter.phases import jaxpr_file, planning_files
 
     with collection_paused(), under_mesh(NO_MESH):
-        return debug_texts(traced, plan)
+        return jaxpr_file(traced) | planning_files(traced, plan)
+
+
+def _creation_texts(traced: TracedStep, of_step: Callable[[], Mapping[str, str]]) -> dict[str, str]:
+    """The jaxpr of the creation, and the files of the training step, which decides where the state lies."""
+    from minialpa.inter.phases import jaxpr_file
+
+    with collection_paused():
+        return jaxpr_file(traced) | {f"training_step/{name}": text for name, text in of_step().items()}
 
 
 def function_name(fun: Any) -> str:

@@ -63,18 +63,17 @@ def _phase_text(phase: Phase, planned: _RealisedPlan) -> str:
     return "\n".join((f"{phase.name}: {phase.adds}", "", *phase.lines(planned), ""))
 
 
-def debug_texts(traced: TracedStep, plan: Plan | None) -> dict[str, str]:
-    """Files that describe the planning of a step: name -> text, whose first line describes it.
-
-    plan: None for a step without a plan of its own, such as the creation of a state.
-    """
+def jaxpr_file(traced: TracedStep) -> dict[str, str]:
+    """name -> text, whose first line describes the file."""
     flat = traced.flat
     jaxpr = jaxpr_text(flat.constvars, flat.invars, flat.eqns, flat.outvars)
-    texts = {"jaxpr.txt": f"the traced step, for the whole batch, with lines of its source\n\n{jaxpr}"}
-    if plan is None:
-        return texts
+    return {"jaxpr.txt": f"the traced step, for the whole batch, with lines of its source\n\n{jaxpr}"}
+
+
+def planning_files(traced: TracedStep, plan: Plan) -> dict[str, str]:
+    """The phases of planning a step, and its strategies: name -> text, whose first line describes the file."""
     planned = _RealisedPlan(traced, plan, realise(traced, plan))
-    texts |= {f"phases/{i}-{phase.name}.txt": _phase_text(phase, planned) for i, phase in enumerate(PHASES)}
+    texts = {f"phases/{i}-{phase.name}.txt": _phase_text(phase, planned) for i, phase in enumerate(PHASES)}
     return texts | {"strategies.txt": "\n".join(_strategies_lines(planned))}
 
 

@@ -32,7 +32,7 @@ from minialpa.inter.plan_details import alternatives_to
 from minialpa.inter.refine import or_longer_scans
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.user_stages import DecidedStage, given_stages
-from minialpa.inter.search_payoff import or_equal_stages, plan_if_not_searched
+from minialpa.inter.search_payoff import or_equal_stages, plan_if_not_searched, without_search
 from minialpa.inter.short_plan import NotExpandedError
 from minialpa.inter.staging.cast_weights import casts_weights
 from minialpa.inter.staging.replan import options_of
@@ -112,7 +112,7 @@ def _best_plan(context: PlanningContext) -> Plan:
     searched = context.asking(sharding=auto.sharding(options.sharding))
     plan = plan_if_not_searched(searched, auto)
     if plan is not None:
-        return best_variant(or_equal_stages(searched, auto, plan, _planned))
+        return without_search(searched, auto, best_variant(or_equal_stages(searched, auto, plan, _planned)))
     return best_with_methods_by_name(searched, auto, _planned, best_variant)
 
 

@@ -44,7 +44,7 @@ from minialpa.options import (
     UniformStageOption,
     remats,
 )
-from minialpa.plan import Plan
+from minialpa.plan import Plan, SearchNotMade
 from minialpa.rules.known_rules import factors_of
 from minialpa.support.sizes import bytes_text
 
@@ -81,6 +81,13 @@ def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Pla
     saved_s = plan.cost.total_s - step_s / context.cluster.n_devices
     pays = search_pays(context, layers, auto) and saved_s * n_steps > search_s
     return None if pays else plan
+
+
+def without_search(context: PlanningContext, auto: AutoStageOption, best: Plan) -> Plan:
+    """`best` with the reason for which its stages were not searched."""
+    saved_s = max(0.0, best.cost.total_s - one_device_s(context) / context.cluster.n_devices)
+    reason = SearchNotMade(search_s=_search_s(context), saved_s=saved_s, n_steps=_planned_steps(context, auto))
+    return replace(best, search_not_made=reason)
 
 
 def _needs_search(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:

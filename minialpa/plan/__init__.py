@@ -13,6 +13,7 @@ from minialpa.plan.record import (
     PlannedOperator,
     PlannedPass,
     PlannedTransfer,
+    SearchNotMade,
     StagePlan,
 )
 from minialpa.plan.text import seconds_text
@@ -32,6 +33,7 @@ __all__ = [
     "PlannedOperator",
     "PlannedPass",
     "PlannedTransfer",
+    "SearchNotMade",
     "StagePlan",
     "bytes_text",
     "seconds_text",

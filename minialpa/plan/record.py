@@ -302,6 +302,20 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SearchNotMade:
+    """Why the planner searched no stages: all steps of the training run could save little, compared with the search.
+
+    search_s: seconds that the search would take.
+    saved_s: seconds per step that perfect sharing of the work among all devices would save; no pipeline saves more.
+    n_steps: steps of the training run.
+    """
+
+    search_s: float
+    saved_s: float
+    n_steps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAlternative:
     """The fastest plan of another kind that the planner considered.
 
@@ -340,6 +354,7 @@ class PlanRecord:
         transfers: communication between meshes.
         row_blocks: for each stack that a cut scan over layers reads, the number of rows of each block.
         certificate: the proof of the search; `None` without a search.
+        search_not_made: why an automatic choice of stages made no search; else `None`.
         per_micro_batch: texts of the values that each micro-batch computes from its examples instead of the full batch,
             such as batch statistics.
         keeps_activations: whether later loops read values that earlier loops kept (True), or recompute them.
@@ -366,6 +381,7 @@ class PlanRecord:
     cost: PlanCost
     row_blocks: tuple[tuple[int, ...], ...] = ()
     certificate: Certificate | None = None
+    search_not_made: SearchNotMade | None = field(default=None, compare=False)
     per_micro_batch: tuple[str, ...] = ()
     keeps_activations: bool = False
     casts_once: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from minialpa.options import DATA_PARALLEL_METHODS
-from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord
+from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord, SearchNotMade
 from minialpa.tracing.ragged_products import RaggedProduct
 
 
@@ -23,6 +23,14 @@ def certificate_text(found: Certificate) -> str:
     return (
         f"No pipeline takes less than {seconds_text(found.bound_s)} by this cost model, with {numbers} micro-batches "
         f"({count(found.n_costs, 'cost')} of parts solved)"
+    )
+
+
+def no_search_text(found: SearchNotMade) -> str:
+    return (
+        f"No search of stages, which would take {seconds_text(found.search_s)}: no pipeline saves more than "
+        f"{seconds_text(found.saved_s)} per step, {seconds_text(found.saved_s * found.n_steps)} in "
+        f"{found.n_steps:,.0f} steps. Ask for more steps with `AutoStageOption(planned_steps=...)`"
     )
 
 

@@ -348,7 +348,10 @@ class HostPicture:
     def title(self) -> str:
         first, last = self.devices[0][0], self.devices[-1][0]
         stages = sorted({k for _, k in self.devices if k is not None})
+        idle = [device for device, k in self.devices if k is None]
         words = f"stage {ranges_text(stages)}" if stages else "idle"
+        if stages and idle:
+            words += f"; {ranges_text(idle)} idle"
         return f"Host {self.host}, devices {first}-{last}: {words}"
 
 

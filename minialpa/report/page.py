@@ -20,7 +20,15 @@ from minialpa.inter.schedule.timeline import Timeline
 from minialpa.plan import Plan
 from minialpa.plan.check import PlanCheck
 from minialpa.plan.record import StagePlan
-from minialpa.plan.text import certificate_text, count, layers_text, ranges_text, seconds_text, variant_text
+from minialpa.plan.text import (
+    certificate_text,
+    count,
+    layers_text,
+    no_search_text,
+    ranges_text,
+    seconds_text,
+    variant_text,
+)
 from minialpa.report.drawings import (
     PipelinePicture,
     host_pictures,
@@ -384,6 +392,8 @@ def _transfer_rows(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _choice_text(plan: Plan) -> str:
+    if plan.search_not_made is not None:
+        return f"{_micro(no_search_text(plan.search_not_made))}."
     if plan.certificate is None:
         return (
             "The options fix the stages, so the planner compared no pipelines."

@@ -9,7 +9,7 @@ from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import TimedPass
 from minialpa.plan import Plan
 from minialpa.plan.record import PlannedOperator, StagePlan
-from minialpa.plan.text import certificate_text, count, header, layers_text, ragged_text, seconds_text
+from minialpa.plan.text import certificate_text, count, header, layers_text, no_search_text, ragged_text, seconds_text
 from minialpa.report.figures import other_share, stage_memory, throughput, time_parts
 from minialpa.report.findings import Finding, findings
 from minialpa.report.groups import common_root, equal_layers
@@ -100,6 +100,8 @@ def _step_lines(plan: Plan, *, full: bool) -> Iterator[str]:
         yield f"Batch: {what} {listed} ({plan.n_examples} examples)"
     if plan.certificate is not None:
         yield from _wrapped(certificate_text(plan.certificate))
+    if plan.search_not_made is not None:
+        yield from _wrapped(no_search_text(plan.search_not_made))
 
     statistics = [f"Each micro-batch has its own {one}" for one in plan.per_micro_batch]
     for texts, what in ((statistics, "statistic"), (list(map(ragged_text, plan.ragged_products)), "product")):

@@ -57,7 +57,7 @@ class Executable:
         self._program = program
         self.runner = runner
         self.name = "step"
-        self._planning_texts = planning_texts
+        self.planning_texts = planning_texts
         self._costs: list[float] = []
 
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
@@ -220,7 +220,7 @@ class Executable:
             program=self._program,
             runner=self.runner,
             placements=(self._input_specs, self._output_specs),
-            planning_texts=self._planning_texts,
+            planning_texts=self.planning_texts,
         )
         for file in debug_files(parts):
             path = root / file.name

@@ -132,6 +132,14 @@ def test_what_is_planned_well_enough_without_a_search_is_not_searched(factor: fl
     found = planned(traced, CLUSTER, on(factor * turn))
     assert searched(found) == (factor > 1) and (searched(found) or found == plan)
 
+    reason = found.search_not_made
+    assert (reason is None) == searched(found)
+    if reason is not None:
+        assert 0 < reason.saved_s <= saved_s and reason.n_steps == pytest.approx(factor * turn)
+        assert reason.saved_s * reason.n_steps <= reason.search_s
+        assert "No search of stages, which would take" in found.summary()
+        assert Plan.from_json(found.to_json()).search_not_made == reason
+
 
 @pytest.mark.parametrize("preset", ["h100", "v100-p3.16xlarge"])
 def test_equal_stages_without_a_search_repay_their_programs(preset: str) -> None:
